@@ -42,7 +42,7 @@ __all__ = [
     "zero_buffers",
 ]
 
-# Where each is at home, imported when it is asked for: who needs one part should not wait for all of them.
+# The module of each public name. A module is imported on first use, so that one part loads without the others.
 _HOMES = {
     "Accelerator": "catalogue.hardware",
     "ModelStates": "memory.states",

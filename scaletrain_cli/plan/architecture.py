@@ -1,4 +1,4 @@
-"""Exact parameter counts and FLOPs of a transformer, whole or one rank's share."""
+"""Exact parameter counts and FLOPs of a transformer, of the whole model or one rank's share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Block:
     """Parameters of one transformer block: matrices that multiply tokens, and vectors (norms and biases)."""
 
     attention: int
-    dense_mlp: int  # the whole MLP of a dense block, the shared experts of one with experts
+    dense_mlp: int  # the whole MLP of a dense block, or the shared experts of an MoE block
     router: int
-    expert: int  # of one routed expert, its biases included; 0 without experts
-    experts: int  # how many of them are held
+    expert: int  # of one routed expert, with its biases; 0 without experts
+    experts: int  # number of routed experts
     vectors: int
 
     @property
@@ -25,7 +25,7 @@ class Block:
 
     @property
     def routed(self) -> int:
-        """Parameters in experts, of which a token sees some."""
+        """Parameters in routed experts, of which each token uses a part."""
         return self.expert * self.experts
 
     @property
@@ -35,7 +35,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Parameters by part; ``head`` is 0 where it is tied to the ``table``, the tokens' part of the embedding.
+    """Parameters by part; ``head`` is 0 if it is tied to ``table``, the token embedding.
 
     The first ``dense_layers`` blocks are ``dense_block``; the others are ``block``, which may hold experts.
     """
@@ -119,33 +119,31 @@ def _latent_attention(model: ModelSpec, heads: int) -> tuple[int, int]:
 
 
 def _mlp(model: ModelSpec, inner: int) -> tuple[int, int]:
-    """Return the matrix and bias parameters of an MLP of width ``inner``."""
+    """Return the matrix and bias parameters of an MLP with intermediate size ``inner``."""
     inputs = 2 if model.has_gated_mlp else 1
     bias = inputs * inner + model.hidden_size if model.has_bias else 0
     return (inputs + 1) * model.hidden_size * inner, bias
 
 
 def parameter_count(model: ModelSpec) -> int:
-    """Return every trainable parameter, a tied head counted once."""
+    """Return the number of trainable parameters; a tied head counts once."""
     return architecture(model).parameters
 
 
 def active_parameter_count(model: ModelSpec) -> int:
-    """Return the parameters that one token passes through: of the experts, only those it is routed to."""
+    """Return the parameters that one token passes through, with only the experts that it is routed to."""
     whole = architecture(model)
     idle = whole.block.experts - min(model.num_experts_per_tok, whole.block.experts)
     return whole.parameters - model.moe_layers * idle * whole.block.expert
 
 
 def attention_matmul_flops(model: ModelSpec) -> int:
-    """Return the forward FLOPs of one block's attention projections and token: two per weight."""
+    """Return the forward FLOPs per token of one block's attention projections: two per weight."""
     return 2 * architecture(model).block.attention
 
 
 def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
-    """Return the forward FLOPs of one block's MLP and token: two per weight that the token meets; ``experts``: of an
-    MoE block.
-    """
+    """Return the forward FLOPs per token of one block's MLP: two per active weight; ``experts``: of an MoE block."""
     if not experts:
         return 2 * _mlp(model, model.intermediate_size)[0]
     shared = _mlp(model, model.shared_expert_intermediate_size)[0] if model.shared_expert_intermediate_size else 0
@@ -154,7 +152,7 @@ def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
 
 
 def block_attention_flops(model: ModelSpec) -> int:
-    """Return the forward FLOPs of scores and weighted sum of one block and token, counted as if nothing were masked.
+    """Return the forward FLOPs per token of one block's attention scores and weighted sum, without the causal mask.
 
     4 s a d per token: the convention of PaLM (arXiv:2204.02311, appendix B) and Megatron-LM (arXiv:2104.04473).
     """

@@ -1,4 +1,4 @@
-"""Degrees of parallelism, the rules that they can break, and what a framework can run of them. No sizes, no times."""
+"""Degrees of parallelism, the rules that restrict them, and the degrees that a framework supports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a framework runs: the axes beside data that may exceed 1, its ZeRO stages, and what it can offload."""
+    """What a framework supports: axes beside data that may exceed 1, ZeRO stages, and offload modes."""
 
     axes: frozenset[str]
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -56,13 +56,13 @@ class Capabilities:
 
     @property
     def axis_names(self) -> str:
-        """Return the axes as words, ``data, tensor and pipeline``."""
+        """Return the axes as text: ``data, tensor and pipeline``."""
         return either(["data", *(axis.removesuffix("_parallel") for axis in AXES if axis in self.axes)], "and")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that a setting breaks: its dotted key, the value that stands there, and the reason with its remedies.
+    """A rule that a setting breaks: its dotted key, its value, and the reason with its remedies.
 
     ``params`` are those of the rule's text, ``fix`` those of its remedies.
     """
@@ -80,21 +80,21 @@ class Rule:
 
     @property
     def rejection(self) -> Reason:
-        """Return the reason for all values that break the rule alike."""
+        """Return the reason shared by all values that break the rule in the same way."""
         return Reason(f"plan.{self.code}", {"key": self.key, **self.params})
 
     def problem(self, where: str) -> Problem:
-        """Return the broken rule as a problem of the input that stands at ``where``."""
+        """Return the broken rule as a problem at the location ``where``."""
         return Problem.because(where, self.key, self.reason, self.given)
 
     @property
     def message(self) -> str:
-        """Return what the rule says, with a full stop."""
+        """Return the text of the rule with a full stop."""
         return f"{self.reason}."
 
     @property
     def hint(self) -> str:
-        """Return what would satisfy the rule, as sentences."""
+        """Return the remedies as sentences."""
         return " ".join(self.reason.remedies)
 
     @property
@@ -105,13 +105,13 @@ class Rule:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending; takes time in proportion to its square root."""
+    """Return the divisors of a number in ascending order, in O(sqrt(number))."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Return the divisors of ``number`` on either side of ``wanted``: one or two of them."""
+    """Return the nearest divisors of ``number`` below and above ``wanted``: one or two numbers."""
     found = divisors(number) if number <= 10**12 else [1]
     below = max((n for n in found if n <= wanted), default=1)
     above = min((n for n in found if n > wanted), default=below)
@@ -119,7 +119,7 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
 
 
 def resolve_axes(spec: RunSpec) -> Axes:
-    """Return the plainest degrees: 1 unless pinned; data parallelism takes what the others leave, at least 1."""
+    """Return the simplest degrees: 1 unless pinned; data parallelism uses the remaining ranks, at least 1."""
     layout = spec.layout
     tensor, pipeline, virtual, sequence, context, expert = (
         1 if degree == "auto" else degree
@@ -138,7 +138,7 @@ def resolve_axes(spec: RunSpec) -> Axes:
 
 
 def offload_stage(spec: RunSpec, offload: str) -> int:
-    """Return the lowest ZeRO stage for an offload mode.
+    """Return the lowest ZeRO stage that supports an offload mode.
 
     DeepSpeed offloads what it partitions, and to NVMe in stage 3 only (zero/offload_config.py).
     """

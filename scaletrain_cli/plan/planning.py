@@ -1,4 +1,4 @@
-"""From a run spec to a run plan: resolve, search, size, advise. The file that puts all the parts together."""
+"""Make a run plan from a run spec: resolve, search, size, advise. This module combines all parts of the planner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_plan(spec: RunSpec) -> RunPlan:
     """Return the plan of a run: the fastest layout that divides and fits, sized.
 
     Raises UsageError for an unknown accelerator, and PlanInfeasibleError when nothing divides or fits, with what would;
-    the error then carries the smallest layout as a plan. Deterministic: the same spec gives the same plan.
+    the error then has the smallest layout as its plan. Deterministic: the same spec gives the same plan.
     """
     try:
         return plan_or_raise(spec)
@@ -37,7 +37,7 @@ def make_plan(spec: RunSpec) -> RunPlan:
 
 
 def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
-    """Return the same plan, but name no changes that would help where nothing fits.
+    """Return the same plan, but without suggested changes if no layout fits.
 
     ``compared=False`` leaves out the alternatives, and sizes no layout for their sake: the same layout is chosen in
     about half the time.

@@ -1,4 +1,4 @@
-"""What a plan is: frozen data with SI units, bytes as integers; the JSON that `scaletrain plan --json` prints.
+"""The result of planning: frozen data in SI units, bytes as integers; the JSON of `scaletrain plan --json`.
 
 Stable contract `scaletrain.plan/v1`: keys are added, never renamed. Holds no arithmetic beyond sums of its own fields.
 """
@@ -25,10 +25,10 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the job is cut. world_size = data x tensor x pipeline x sequence x context; batch sizes in sequences.
+    """The layout of a job. world_size = data x tensor x pipeline x sequence x context; batch sizes in sequences.
 
-    ``cross_entropy``: what training.cross_entropy came to, ``whole``, ``chunked`` or ``liger``. ``compile``: whether
-    the blocks are compiled, what training.compile came to.
+    ``cross_entropy``: the resolved training.cross_entropy, ``whole``, ``chunked`` or ``liger``. ``compile``: the
+    resolved training.compile, whether blocks are compiled.
     """
 
     world_size: int
@@ -113,7 +113,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds per optimizer step, and what follows from them.
+    """Seconds per optimizer step, and figures derived from them.
 
     ``step`` is the sum of compute (of the busiest stage, recomputation and waiting for the host included),
     exposed_communication, bubble, optimizer and data_wait; ``recompute`` is a part of compute. ``mfu`` counts the
@@ -157,7 +157,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Durability:
-    """Checkpoint size and cadence (Young 1974), and what interruptions leave of the time (Daly 2006).
+    """Checkpoint size and interval (Young 1974), and the goodput under interruptions (Daly 2006).
 
     ``blocked_seconds``: that one checkpoint takes from training. ``lost_work_seconds``: of work done twice, mean over
     interruptions. ``wall_seconds``: of the whole run with interruptions but without waiting for capacity; None if it
@@ -211,7 +211,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Sanity:
-    """One check of the recipe: its figure as text, whether it is ``ok``, a ``note`` or a ``warning``, and why."""
+    """One check of the recipe: its figure as text, ``ok``, a ``note`` or a ``warning``, and the reason."""
 
     topic: str
     value: str
@@ -232,7 +232,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Layouts that one reason rules out: how many, as far as the search spelled them out, and one of them."""
+    """Layouts that one reason excludes: how many of those enumerated, and one example."""
 
     reason: Reason
     count: int
@@ -240,14 +240,14 @@ class Rejection:
 
     @property
     def text(self) -> str:
-        """Return the reason, with the setting that breaks a rule before it."""
+        """Return the reason, preceded by the setting that breaks a rule."""
         key = self.reason.params.get("key")
         return f"{key}: {self.reason}" if key else str(self.reason)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run, sized: what is printed, submitted, asserted on the nodes and compared with what was measured.
+    """The plan of a run: printed, submitted, asserted on the nodes and compared with measurements.
 
     ``alternatives`` are the best of the layouts that were sized; ``rejected`` says, reason by reason, what became of
     all ``considered`` ones but the chosen, and of the degrees that no layout may have.
@@ -298,12 +298,12 @@ _REASONED = ("alternatives", "rejected", "sanity", "warnings", "assumptions")
 
 
 def coded(reason: Reason) -> dict[str, Any]:
-    """Return the code and the parameters of a reason as they stand beside its text."""
+    """Return the code and the parameters of a reason, as in the plan's JSON."""
     return {"code": reason.code, "params": dict(reason.params)}
 
 
 def with_reasons(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON object of a plan with its texts read back as reasons, for validation as a RunPlan.
+    """Return the JSON object of a plan with its texts converted back to reasons, for validation as a RunPlan.
 
     Plans of earlier versions have texts alone. Alternatives are left out: nothing reads them back.
     """

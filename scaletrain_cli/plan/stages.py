@@ -25,7 +25,7 @@ MOST_BLOCKS = 4096
 
 @lru_cache(maxsize=4096)
 def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Return the blocks on each stage of our engine's pipeline: the slowest stage as fast as can be, the others alike.
+    """Return the blocks on each stage of our engine's pipeline, which minimize the time of the slowest stage.
 
     A stage costs the forward FLOPs of its blocks, the last one those of the head as well (the backward pass is twice
     the forward for both, and looking up embeddings costs next to nothing). Blocks count alike, with experts or not.
@@ -39,7 +39,7 @@ def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
     block += mlp_matmul_flops(model, experts=bool(model.num_experts))
     head = head_flops(model)
     others, most = stages - 1, layers - (stages - 1)
-    even = (layers * block - others * head) // (stages * block)  # blocks that make the last stage an average one
+    even = (layers * block - others * head) // (stages * block)  # blocks that give the last stage an average cost
 
     def cost(last: int) -> tuple[int, int, int]:
         each, left = divmod(layers - last, others)
@@ -64,7 +64,7 @@ MOST_STAGES = 64
 
 @dataclass(frozen=True)
 class Shard:
-    """Parameters that one rank computes with, by how ZeRO shares them: dense over all ranks, experts over fewer."""
+    """Parameters on one rank, by ZeRO sharding: dense ones over all ranks, experts over fewer."""
 
     dense: int
     experts: int
@@ -76,7 +76,7 @@ class Shard:
 
 
 class Stage(NamedTuple):
-    """One pipeline stage: its blocks, of which ``dense`` have no experts, and whether embedding and head are on it."""
+    """One pipeline stage: its blocks, of which ``dense`` have no experts, and whether it has embedding and head."""
 
     position: int
     blocks: int
@@ -94,7 +94,7 @@ def engine_stages(model: ModelSpec, stages: int) -> tuple[Stage, ...]:
 def stages_of(
     model: ModelSpec, stages: int, blocks_by_stage: Callable[[ModelSpec, int], tuple[int, ...]]
 ) -> tuple[Stage, ...]:
-    """Return the pipeline stages as ``blocks_by_stage`` spreads the blocks over them."""
+    """Return the pipeline stages with the distribution ``blocks_by_stage``."""
     layers, last = model.num_hidden_layers, stages - 1
     plain = model.first_k_dense_replace if model.num_experts else layers
     if layers <= MOST_BLOCKS:
@@ -112,7 +112,7 @@ def stages_of(
 
 
 def stage_shard(whole: Architecture, stage: Stage, expert_share: float = 1.0) -> Shard:
-    """Return the parameters of one rank of one stage; ``whole`` is already cut by tensor and expert parallelism.
+    """Return the parameters of one rank of one stage; ``whole`` is already sharded by tensor and expert parallelism.
 
     ``expert_share``: what a rank holds of the experts that ``whole`` gives it, where these are cut over other ranks.
     """
@@ -130,9 +130,7 @@ def stage_shard(whole: Architecture, stage: Stage, expert_share: float = 1.0) ->
 
 
 def zero_shards(layout: Layout) -> int:
-    """Return the ranks that ZeRO shares dense parameters over: sequence and context ranks look like data-parallel
-    ones.
-    """
+    """Return the number of ranks over which ZeRO shards dense parameters; sequence and context ranks count too."""
     return layout.data_parallel * layout.sequence_parallel * layout.context_parallel
 
 
@@ -143,7 +141,7 @@ def local_tokens(spec: RunSpec, layout: Layout) -> int:
 
 
 def micro_batches_in_flight(layout: Layout, index: int) -> int:
-    """Return the micro-batches that a stage holds at once under 1F1B (arXiv:2104.04473, section 2.2.1)."""
+    """Return the micro-batches in flight on a stage under 1F1B (arXiv:2104.04473, section 2.2.1)."""
     return min(layout.gradient_accumulation_steps, layout.pipeline_parallel - index)
 
 

@@ -1,1 +1,1 @@
-"""What a plan reports beside its numbers: warnings, assumptions, recipe checks, explanations and comparisons."""
+"""Reports beside the numbers of a plan: warnings, assumptions, recipe checks, explanations and comparisons."""

@@ -1,4 +1,4 @@
-"""Everything that one question about one run brings, and several runs planned side by side."""
+"""Everything requested about one run, and the plans of several runs side by side."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
 from scaletrain_cli.spec import RunSpec
 
-if TYPE_CHECKING:  # a plain plan should not wait for what it does not need
+if TYPE_CHECKING:  # the command loads these only if it needs them
     from scaletrain_cli.plan.advice.explanation import Question
     from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, TraceOutcome
     from scaletrain_cli.plan.search.cluster_limits import Limits
     from scaletrain_cli.plan.search.sizing import Sizing
 
 
-# Problems that say how large a run is, and not what would make it fit.
+# Codes of problems that state the size of a run rather than a change that would make it fit.
 _SIZES = ("needed", "smallest")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One column. ``plan`` is the smallest layout where none fits, and None where none divides."""
+    """One column of a comparison. ``plan`` is the smallest layout if none fits, and None if no layout divides."""
 
     name: str
     spec: RunSpec
@@ -40,7 +40,7 @@ class Compared:
         return self.reason is None
 
     def to_json(self) -> dict[str, Any]:
-        """Return ``name``, ``feasible``, ``reason``, ``problems`` and the plan as ``make_plan`` gives it."""
+        """Return ``name``, ``feasible``, ``reason``, ``problems`` and the plan as JSON values."""
         plan = None if self.plan is None else self.plan.to_json()
         problems = [problem.to_json() for problem in self.problems]
         said = {"name": self.name, "feasible": self.feasible, "reason": self.reason, "problems": problems}
@@ -53,7 +53,7 @@ def compare(runs: Sequence[tuple[str, RunSpec]]) -> tuple[Compared, ...]:
 
 
 def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tuple[str, RunSpec]]:
-    """Return the short names for runs from (file, overrides, spec): what tells them apart, and no more."""
+    """Return short names for runs given as (file, overrides, spec): only the parts in which they differ."""
     files, names = {path for path, _, _ in runs}, {spec.name for _, _, spec in runs}
     stems = {path.stem for path in files}
     named = []
@@ -65,7 +65,7 @@ def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tup
 
 
 def none_feasible(compared: Sequence[Compared]) -> InfeasibleError | None:
-    """Return the error to end with where no column can run, or None."""
+    """Return the error if no column can run, else None."""
     if any(column.feasible for column in compared):
         return None
     changes = (
@@ -90,7 +90,7 @@ def _compared(name: str, spec: RunSpec) -> Compared:
 
 @dataclass(frozen=True)
 class Answer:
-    """``spec`` is the run as planned: on the chosen cluster, where one was to be chosen."""
+    """The answer for one run. ``spec`` is the run as planned: on the chosen cluster if one was to be chosen."""
 
     spec: RunSpec
     plan: RunPlan
@@ -100,7 +100,7 @@ class Answer:
     outcome: TraceOutcome | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan, whether it can run and why not, and what was asked: ``sizing``, ``explanation``,
+        """Return the plan, whether it can run and why not, and the requested parts: ``sizing``, ``explanation``,
         ``trace``.
         """
         problems = self.infeasible.problems if self.infeasible else ()

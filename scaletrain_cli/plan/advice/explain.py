@@ -1,4 +1,4 @@
-"""Why a plan has its layout: the decision step by step, with the numbers of this run.
+"""Explain the layout of a plan: the decision step by step, with the numbers of this run.
 
 The order is the one that people reason in: one GPU, then data parallelism with ZeRO, then tensor parallelism within a
 node, then pipeline stages across nodes; then batch, bubble and communication, and what the runners-up lacked.
@@ -25,7 +25,7 @@ _LONGEST_SERIES = 6  # degrees shown of one axis
 
 
 def explain(spec: RunSpec, plan: RunPlan) -> tuple[Question, ...]:
-    """Return the questions that lead to the plan's layout, each with its arithmetic; for plans that do not fit too."""
+    """Return the questions that lead to the plan's layout, each with its arithmetic; also for plans that do not fit."""
     return tuple(_questions(spec, plan, find_accelerator(spec.cluster)))
 
 
@@ -47,7 +47,7 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
 
 
 def _plain(layout: Layout) -> Layout:
-    """Return the chosen layout with every axis but the data-parallel one folded away, one sequence at a time."""
+    """Return the layout with data parallelism as its only axis, without offload, at micro-batch size 1."""
     return replace(
         layout,
         tensor_parallel=1,
@@ -61,7 +61,7 @@ def _plain(layout: Layout) -> Layout:
 
 
 def _stages(spec: RunSpec) -> list[int]:
-    """Return the ZeRO stages of the framework that share something, lowest first."""
+    """Return the ZeRO stages above 0 that the framework supports, lowest first."""
     everything = spec.planner.model_copy(update={"search": "everything"})
     return [stage for stage in capabilities(spec.model_copy(update={"planner": everything})).zero_stages if stage]
 
@@ -71,7 +71,7 @@ def _lowest(spec: RunSpec) -> int:
 
 
 def _alone(spec: RunSpec, base: Layout, device: Accelerator, **changes: int) -> list[Candidate]:
-    """Return the run on one rank, with each kind of recomputation."""
+    """Return the run on one rank, with each mode of activation checkpointing."""
     one = on_one_rank(spec)
     stage = 0 if spec.training.precision in ("fp32", "tf32") else _lowest(spec)
     found = (
@@ -82,7 +82,10 @@ def _alone(spec: RunSpec, base: Layout, device: Accelerator, **changes: int) -> 
 
 
 def _states(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> Iterator[Question]:
-    """Counted with the whole batch at once: then the peak is not the optimizer step, with copies of its own."""
+    """Yield the question about model states, sized with the whole batch in one micro-batch.
+
+    The peak then lies in the backward pass, and not in the optimizer step with its temporary copies.
+    """
     found = _alone(spec, base, device, micro_batch_size=base.global_batch_size)
     if not found:
         return
@@ -207,7 +210,9 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
 
 
 def _not_yet(spec: RunSpec, axis: str) -> Iterator[Reason]:
-    """Yield that this project's engine cannot run an axis, so that the arithmetic is not read as an offer."""
+    """Yield the reason why this project's engine cannot run an axis, so that its figures are not read as a supported
+    choice.
+    """
     if framework_of(spec).is_engine and axis not in ENGINE.axes:
         yield Reason("plan.not-in-this-engine")
 
@@ -226,7 +231,7 @@ def _transient(candidate: Candidate) -> int:
 
 
 def _within_node(spec: RunSpec) -> list[int]:
-    """Return the degrees of tensor parallelism above 1 that a node and the heads allow."""
+    """Return the degrees of tensor parallelism above 1 that fit within a node and divide the heads."""
     per_node, heads = spec.cluster.gpus_per_node, workload_of(spec.model).heads(spec)
     powers = (1 << power for power in range(1, per_node.bit_length()))
     return [degree for degree in powers if per_node % degree == 0 and heads % degree == 0]

@@ -1,4 +1,4 @@
-"""Why the chosen layout is fast: what each axis gains, batch, recomputation, bubble, communication, the runners-up.
+"""Explain the speed of the chosen layout: each axis, batch, recomputation, bubble, communication, runners-up.
 
 The second half of ``explain``, for layouts that fit: it sizes the layouts next to the chosen one.
 """
@@ -32,7 +32,7 @@ _CHOSEN = Reason("plan.chosen")
 
 
 def speed_questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
-    """Return what each choice of a plan that fits buys, against the same layout without it."""
+    """Return the gain of each choice in a plan that fits, against the same layout without it."""
     yield from _axes(spec, plan, device)
     yield from _recomputation(spec, plan, device)
     yield from _compiled(spec, plan, device)
@@ -185,13 +185,13 @@ def _winner(spec: RunSpec, plan: RunPlan) -> Question:
 def _series(
     spec: RunSpec, plan: RunPlan, device: Accelerator, field: str, values: list[Any]
 ) -> list[tuple[Any, Candidate]]:
-    """Return the chosen layout with other values of one field, as far as they divide."""
+    """Return the chosen layout with other values of one field, without values that do not divide."""
     pairs = ((value, sized(spec, plan.layout, device, **{field: value})) for value in values)
     return [(value, candidate) for value, candidate in pairs if candidate]
 
 
 def _difference(chosen: Layout, other: Layout) -> str:
-    """Return the fields in which a layout differs from the chosen one, in a few words."""
+    """Return the fields in which a layout differs from the chosen one, as short text."""
     short = {"data_parallel": "data", **_AXES, "micro_batch_size": "micro", "offload": "offload"}
     parts = [
         f"{name} {getattr(other, field)}"

@@ -1,4 +1,4 @@
-"""What an explanation of a plan is: questions in order, each with its arithmetic and an answer.
+"""The data of an explanation: questions in order, each with its arithmetic and an answer.
 
 Part of the JSON of ``scaletrain plan --explain --json``, under ``explanation``; keys are added, never renamed. Layouts
 that were not chosen are sized here too, for "what if one axis were folded away".
@@ -22,18 +22,18 @@ from scaletrain_cli.spec.training import LayoutSpec
 
 
 def on_one_rank(spec: RunSpec) -> RunSpec:
-    """Return the same run with one rank, for what a device alone would have to hold."""
+    """Return the same run with one rank, to size what one device would hold by itself."""
     cluster = spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})
     return spec.model_copy(update={"cluster": cluster})
 
 
 def modes(spec: RunSpec) -> tuple[str, ...]:
-    """Return the kinds of activation checkpointing that the network has."""
+    """Return the modes of activation checkpointing that the network supports."""
     return workload_of(spec.model).checkpointing
 
 
 def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) -> Candidate | None:
-    """Return ``layout`` with some fields changed, data parallelism taking what the others leave.
+    """Return ``layout`` with some fields changed; data parallelism uses the remaining ranks.
 
     None where a rule of the framework forbids it or something does not divide; what the spec pins does not matter.
     """
@@ -68,7 +68,7 @@ def _unpinned(spec: RunSpec) -> RunSpec:
 
 
 def row(name: str, candidate: Candidate, note: Reason | None = None) -> Row:
-    """Return the one line of an explanation: what the layout needs, and how long its step takes."""
+    """Return one line of an explanation: the memory that the layout needs, and its step time."""
     memory = candidate.memory
     return Row(name, memory.peak, candidate.time.step, memory.peak / memory.capacity, memory.fits, note)
 
@@ -94,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Question:
-    """One step of the decision. ``answer`` is None where the question is how much; ``follows`` leads to the next."""
+    """One step of the decision. ``answer`` is None if the question asks for an amount; ``follows`` leads onwards."""
 
     key: str
     question: Reason
@@ -110,7 +110,7 @@ class Question:
 
     @property
     def follows_text(self) -> str:
-        """Return what follows as sentences; empty where nothing does."""
+        """Return the conclusions as sentences; empty if there are none."""
         return _sentences(self.follows)
 
     def to_json(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _sentences(reasons: Sequence[Reason]) -> str:
 
 
 def distinct(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the rows, without those that need as much memory as the one before and more time."""
+    """Return the rows without those that need as much memory as the row before and take longer."""
     kept: list[Row] = []
     for row in rows:
         same = kept and kept[-1].bytes == row.bytes and (row.seconds or 0.0) >= (kept[-1].seconds or 0.0)

@@ -1,4 +1,4 @@
-"""What the pictures of a plan show beyond the plan: the pipeline's timeline, and the run on more and fewer nodes."""
+"""Data for the plots of a plan: the timeline of the pipeline, and the run on more and fewer nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scaletrain_cli.plan.search.sizing import ScalingPoint, scaling_curve
 from scaletrain_cli.plan.speed.pipeline import Timeline, timeline
 from scaletrain_cli.spec import RunSpec
 
-_HALVINGS, _DOUBLINGS = 3, 2  # of the nodes, around those of the run
+_HALVINGS, _DOUBLINGS = 3, 2  # multiples of the run's number of nodes
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Pictures:
 
 
 def pictures(spec: RunSpec, plan: RunPlan) -> Pictures:
-    """Return what the plan's pictures show; the scaling curve plans the run for each number of nodes."""
+    """Return the data of the plots; the scaling curve plans the run for each number of nodes."""
     if not plan.memory.fits:
         return Pictures(None, ())
     pipeline = None
@@ -33,8 +33,8 @@ def pictures(spec: RunSpec, plan: RunPlan) -> Pictures:
 
 
 def stage_times(plan: RunPlan) -> list[tuple[float, float]]:
-    """Return (forward, backward) seconds of one micro-batch on each pipeline stage; beyond those known, as on the last
-    one.
+    """Return (forward, backward) seconds of one micro-batch on each pipeline stage; the last known stage stands for
+    later ones.
     """
     known = [(stage.forward, stage.backward) for stage in plan.time.by_stage]
     return known + known[-1:] * (plan.layout.pipeline_parallel - len(known))

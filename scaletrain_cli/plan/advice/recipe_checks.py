@@ -21,7 +21,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
 _LINEAR = ("sgd", "momentum")
-# Learning rates are tuned to about a factor of two; beyond four something is likely to be wrong.
+# Learning rates are tuned to about a factor of two; a factor above four suggests a mistake.
 _NEAR, _FAR = 2.0, 4.0
 # Goyal et al. scale a batch of 256 linearly up to 8,192; at 16,384 the error rises (section 5.2, figure 1).
 _LINEAR_SCALING_LIMIT = 32.0
@@ -32,7 +32,7 @@ _FINE_TUNING_LR, _PRE_TRAINING_LR = 2e-5, 2e-4
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the authors of a preset trained it with: ``batch`` in tokens, images or pairs."""
+    """The published training settings of a preset: ``batch`` in tokens, images or pairs."""
 
     batch: int
     unit: str
@@ -42,13 +42,15 @@ class Recipe:
 
 
 def published_recipe(preset: str | None) -> Recipe | None:
-    """Return the recipe of a preset, or None where its authors published none."""
+    """Return the published recipe of a preset, or None if its authors published none."""
     row = _recipes().get(preset or "")
     return None if row is None else Recipe(**row)
 
 
 def scaled_lr(recipe: Recipe, batch: float, optimizer: str) -> float | None:
-    """Return the recipe's learning rate for another batch size; None between SGD and Adam, which do not compare."""
+    """Return the recipe's learning rate scaled to another batch size; None between SGD and Adam, which are not
+    comparable.
+    """
     if (optimizer in _LINEAR) != (recipe.optimizer in _LINEAR):
         return None
     ratio = batch / recipe.batch
@@ -58,7 +60,7 @@ def scaled_lr(recipe: Recipe, batch: float, optimizer: str) -> float | None:
 def critical_batch_tokens(parameters: int, tokens: float) -> float:
     """Return the tokens per step at which twice as many tokens are needed as with small batches.
 
-    Kaplan et al., arXiv:2001.08361: B_crit = 2e8 L^(-1/0.21) (eq. 1.4), at the loss that so many parameters and tokens
+    Kaplan et al., arXiv:2001.08361: B_crit = 2e8 L^(-1/0.21) (eq. 1.4), at the loss that these parameters and tokens
     reach, L = ((6.4e13 / N)^(0.076/0.103) + 1.8e13 / D)^0.103 (eq. 1.5, table 2). An order of magnitude: their data.
     """
     loss = ((6.4e13 / max(1, parameters)) ** (0.076 / 0.103) + 1.8e13 / max(1.0, tokens)) ** 0.103
@@ -66,7 +68,7 @@ def critical_batch_tokens(parameters: int, tokens: float) -> float:
 
 
 def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
-    """Yield the learning rate beside that of the published recipe at this batch size, or beside fine-tuning."""
+    """Yield the learning rate compared with the published recipe at this batch size, or with fine-tuning."""
     if getattr(spec.model, "weights", None) is not None:
         yield _fine_tuning(spec)
         return
@@ -111,7 +113,7 @@ def _fine_tuning(spec: RunSpec) -> Sanity:
 
 
 def check_critical_batch(spec: RunSpec, parameters: int) -> Iterator[Sanity]:
-    """Yield the batch size beside the critical one, for transformers of text that are trained from the start."""
+    """Yield the batch size compared with the critical batch size, for language models trained from random weights."""
     if not workload_of(spec.model).counts_tokens or getattr(spec.model, "weights", None) is not None:
         return
     batch = spec.training.global_batch_size * spec.units_per_sample
@@ -136,14 +138,14 @@ _MOST_WARMUP = 0.5
 # Chinchilla (arXiv:2203.15556) is compute-optimal at about 20 tokens per parameter.
 _OPTIMAL_TOKENS_PER_PARAMETER = 20
 _FEW_TOKENS_PER_PARAMETER = 5
-# A validation set this many times as large as an evaluation reads, and this large, is worth a word.
+# A validation set is reported if it is this many times larger than an evaluation reads, and at least this large.
 _SPARE_EVALUATIONS = 20
 _LARGE_VALIDATION_TOKENS = 1e9
 _PETAFLOP_DAY = 1e15 * 86400
 
 
 def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Accelerator) -> tuple[Sanity, ...]:
-    """Return every check that applies, in the order in which a recipe is written."""
+    """Return every check that applies, in the order of the sections of a spec."""
     return (
         _batch(spec, layout),
         *check_critical_batch(spec, size.parameters),
@@ -186,7 +188,7 @@ def _warmup(spec: RunSpec) -> Sanity:
 
 def _data(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     if not workload_of(spec.model).counts_tokens or getattr(spec.model, "weights", None) is not None:
-        return  # the ratio says nothing about a run that starts from weights
+        return  # the ratio does not apply to a run that starts from pretrained weights
     tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
     ratio = tokens / max(1, size.active_parameters)
     params = {"tokens": tokens, "parameters": size.active_parameters, "optimal": _OPTIMAL_TOKENS_PER_PARAMETER}
@@ -195,7 +197,7 @@ def _data(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
 
 
 def _validation(spec: RunSpec) -> Iterator[Sanity]:
-    """Yield a note where ``data.validation_split`` holds back far more tokens than the evaluations read."""
+    """Yield a note if ``data.validation_split`` reserves far more tokens than the evaluations read."""
     split = spec.data.validation_split
     if not workload_of(spec.model).counts_tokens or not spec.evaluation.every or not 0 < split < 1:
         return
@@ -234,7 +236,7 @@ def _precision(spec: RunSpec, device: Accelerator) -> Iterator[Sanity]:
 
 
 def _dimensions(spec: RunSpec, layout: Layout, device: Accelerator) -> Iterator[Sanity]:
-    """Yield the widths of the matrices on one tensor rank that are no multiple of a tile."""
+    """Yield the widths of the matrices on one tensor rank that are not a multiple of a tile."""
     t, widths = layout.tensor_parallel, workload_of(spec.model).matrix_widths(spec, layout.tensor_parallel)
     if device.is_cpu or not widths:
         return

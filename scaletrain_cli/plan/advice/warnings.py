@@ -1,4 +1,4 @@
-"""Warnings about a plan, and the assumptions that its numbers rest on, as reasons."""
+"""Warnings about a plan, and the assumptions behind its numbers, as reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIGHT_SHARE = 0.95
 def warnings(
     spec: RunSpec, layout: Layout, memory: Memory, time: Time, durability: Durability, device: Accelerator
 ) -> tuple[Reason, ...]:
-    """Return what the user should know before submitting, most important first."""
+    """Return the warnings to read before submitting, most important first."""
     return (
         *map(_cannot_run, unsupported(spec, layout)),
         *_about_layout(spec, layout, memory),
@@ -33,7 +33,7 @@ def warnings(
 
 
 def _cannot_run(rule: Rule) -> Reason:
-    """Return the warning that the engine cannot run a setting; ``cause`` is the code of the rule that it breaks."""
+    """Return the warning that the engine cannot run a setting; ``cause`` is the code of the broken rule."""
     params = {"key": rule.key, "given": rule.given, "cause": rule.reason.code}
     return Reason("plan.cannot-run", {**params, "what": f"{rule.message} {rule.hint}".strip().removesuffix(".")})
 
@@ -85,7 +85,7 @@ def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iter
 
 
 def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: int) -> tuple[Reason, ...]:
-    """Return where the numbers come from."""
+    """Return the sources of the plan's numbers."""
     framework = framework_of(spec)
     return (
         Reason("plan.assumes-device", {"device": device.name, "source": device.source}),

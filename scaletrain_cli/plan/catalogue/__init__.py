@@ -1,1 +1,1 @@
-"""Data that changes with the market: accelerators, networks, prices, published recipes, each with its source."""
+"""Catalogues that change with the market: accelerators, networks, prices, published recipes, each with its source."""

@@ -1,4 +1,4 @@
-"""The accelerator catalogue: what a device can hold, compute and move.
+"""The accelerator catalogue: memory, peak rates and bandwidths per device.
 
 Rates are dense and per device, bandwidths per direction; memory is what the driver leaves to a process. What a field
 means, and the data sheet that each row comes from, stand in hardware.json; what kernels reach of it, in kernels.py.
@@ -17,7 +17,7 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import did_you_mean
 
-# A rate below this is a typing error, and dividing by it overflows.
+# A smaller rate is a typing error; dividing by it would overflow.
 _SLOWEST = 1.0
 # For a device that the user describes: the host link that most servers of the last five years have (PCIe 4.0 x16), and
 # the network of the catalogue's plainer servers.
@@ -34,15 +34,15 @@ class Accelerator:
     flops: dict[str, float]
     memory_bandwidth: float
     intra_node_bandwidth: float
-    host_bandwidth: float  # to the memory of the host, pinned
-    compute_capability: str  # CUDA's, or AMD's target; empty where neither applies
+    host_bandwidth: float  # to host memory, pinned
+    compute_capability: str  # CUDA compute capability or AMD target; empty if neither applies
     multiprocessors: int  # 0: unknown
-    network: str  # between nodes, of the maker's reference system; a name in the network catalogue
+    network: str  # between nodes, in the manufacturer's reference system; a name in the network catalogue
     source: str
     is_cpu: bool = False
 
     def fuses_attention(self, precision: str, head_dim: int, grouped: bool) -> bool:
-        """Return whether scaled-dot-product attention has a kernel that keeps no matrix of scores.
+        """Return whether scaled-dot-product attention has a fused kernel, which does not store the matrix of scores.
 
         On CUDA, FlashAttention takes 16-bit types and heads up to 256 from Ampere on; the memory-efficient kernel takes
         fp32 and older devices too, but no grouped queries (torch, ``scaled_dot_product_attention``: "only for
@@ -54,23 +54,17 @@ class Accelerator:
         return (sixteen_bits and head_dim <= 256 and not self.compute_capability.startswith("7.")) or not grouped
 
     def peak_flops(self, precision: str) -> float:
-        """Return the dense peak at a precision; where the device lacks it, the peak of the fp32 units that emulate
-        it.
-        """
+        """Return the dense peak at a precision, or that of the fp32 units if the device lacks the precision."""
         return self.flops.get(precision, self.flops["fp32"])
 
 
 def accelerator_names() -> list[str]:
-    """Return the names that ``cluster.gpu`` may take; parts of one are enough where they fit no other, as ``l40s``
-    does.
-    """
+    """Return the names that ``cluster.gpu`` may take; a unique part of a name, such as ``l40s``, is enough."""
     return list(_catalogue())
 
 
 def find_accelerator(cluster: ClusterSpec) -> Accelerator:
-    """Return the device that the cluster section names or describes. Raises UsageError with the names that come
-    close.
-    """
+    """Return the device that the cluster section names or describes. Raises UsageError with similar names."""
     wanted = cluster.gpu
     if isinstance(wanted, str):
         name = full_name(wanted)
@@ -120,20 +114,20 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
 
 
 def memory_bytes(cluster: ClusterSpec) -> int:
-    """Return the memory of the device alone, in bytes; cheap enough to ask for each of thousands of layouts."""
+    """Return the memory of the device in bytes, without building the whole entry; the search calls it per layout."""
     wanted = cluster.gpu
     return int(_catalogue()[full_name(wanted)]["memory_bytes"]) if isinstance(wanted, str) else wanted.memory
 
 
 def cuda_capability(cluster: ClusterSpec) -> float:
-    """Return the CUDA compute capability of the device; 0 for others, and for one that the spec describes."""
+    """Return the CUDA compute capability; 0 for other devices and for devices described in the spec."""
     wanted = cluster.gpu
     known = str(_catalogue()[full_name(wanted)]["compute_capability"]) if isinstance(wanted, str) else ""
     return float(known) if re.fullmatch(r"\d+\.\d+", known) else 0.0
 
 
 def full_name(given: str) -> str:
-    """Return the catalogue's name that ``given`` is, or that alone has all its parts. Raises UsageError."""
+    """Return the catalogue name that equals ``given`` or is the only one with all its parts. Raises UsageError."""
     if given in _catalogue():
         return given
     parts = _parts(given)
@@ -144,7 +138,7 @@ def full_name(given: str) -> str:
 
 
 def _parts(name: str) -> set[str]:
-    """Return ``NVIDIA H100 SXM5 80GB`` -> h100, sxm, 80gb."""
+    """Return the parts of a name: ``NVIDIA H100 SXM5 80GB`` -> h100, sxm, 80gb."""
     plain = re.sub(r"sxm\d", "sxm", name.lower()).replace("rtx", " ")
     return set(re.split(r"[\s_\-]+", plain)) - {"", "nvidia", "amd", "geforce", "instinct", "tesla"}
 

@@ -19,7 +19,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import did_you_mean
 
-# A rate below this is a typing error, and dividing by it overflows.
+# A smaller rate is a typing error; dividing by it would overflow.
 _SLOWEST = 1.0
 
 
@@ -29,7 +29,7 @@ class Link:
 
     name: str
     per_node: int
-    inside: float  # bytes/s of one GPU
+    inside: float  # bytes/s per GPU
     inside_latency: float
     inside_hop: float
     inside_shares: tuple[float, float, float]  # reduce, gather, point to point
@@ -42,13 +42,11 @@ class Link:
     gather_shares: tuple[tuple[float, float], ...]
 
     def gather(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Return the seconds to all-gather or reduce-scatter ``size`` bytes in all over ranks that lie ``stride``
-        apart.
-        """
+        """Return the seconds to all-gather or reduce-scatter ``size`` bytes in total over ranks ``stride`` apart."""
         return self._collective(size, ranks, stride, 1, self.inside_shares[1], self.gather_shares)
 
     def reduce(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Return the seconds to all-reduce ``size`` bytes."""
+        """Return the seconds to all-reduce ``size`` bytes over ranks ``stride`` apart."""
         return self._collective(size, ranks, stride, 2, self.inside_shares[0], self.reduce_shares)
 
     def exchange(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
@@ -65,19 +63,19 @@ class Link:
         latency = self.inside_latency + ranks * self.inside_hop
         if nodes == 1:
             return latency + inside
-        # What leaves the node goes over this GPU's own wire.
+        # Traffic that leaves the node uses this GPU's own network link.
         once = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
         outside = once * size * (ranks - in_node) / ranks / (self.between * self.point_share)
         return latency + nodes * self.message_latency + max(inside, outside)
 
     def send(self, size: float, stride: int) -> float:
-        """Return the seconds to send ``size`` bytes to the rank ``stride`` further on."""
+        """Return the seconds to send ``size`` bytes to the rank ``stride`` positions away."""
         if stride < self.per_node:
             return self.inside_latency + size / (self.inside * self.inside_shares[2])
         return self.message_latency + size / (self.between * self.point_share)
 
     def spread(self, ranks: int, stride: int) -> tuple[int, int]:
-        """Return the nodes that a group spans, and its ranks in each."""
+        """Return the number of nodes that a group spans, and its ranks in each node."""
         in_node = max(1, min(ranks, self.per_node // stride))
         return -(-ranks // in_node), in_node
 
@@ -92,7 +90,7 @@ class Link:
         inside = self.inside * share
         if nodes == 1:
             return latency + sent / inside
-        # A group with k ranks per node drives k network cards.
+        # A group with k ranks per node uses k network cards.
         rate = min(inside, self.between * in_node * _share(shares, ranks))
         return max(self.inside_latency + nodes * self.between_latency + sent / rate, nodes * self.between_least)
 

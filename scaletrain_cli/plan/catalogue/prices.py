@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Quote:
-    """US dollars per GPU and hour, and where they come from."""
+    """US dollars per GPU hour, and the source."""
 
     usd: float
     source: str
 
 
 def catalogue_price(gpu: str, spot: bool) -> Quote | None:
-    """Return the one figure for a catalogue GPU; None where the catalogue has none.
+    """Return the price of a catalogue GPU for ``auto``; None if the catalogue has none.
 
     On demand the median of the list prices, because the highest is up to four times the lowest and either end would
     mislead. On spot that median times the median of spot over on demand among offers that list both: few do, and

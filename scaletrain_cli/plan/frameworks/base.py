@@ -1,4 +1,4 @@
-"""What a training framework is to the planner: one object that owns its memory, time, pipeline and search rules.
+"""The interface of a training framework: one object that owns its memory, time, pipeline and search rules.
 
 A framework that is new to the planner is a subclass in a file of its own and a line in registry.py. Memory, speed and
 search ask the object and never its name.
@@ -26,7 +26,9 @@ Selective = Literal["blocks", "attention module", "attention core", "operations"
 
 
 class Framework(ABC):
-    """One training framework. Class attributes are its data; methods are the rules, with the usual one as default."""
+    """One training framework. Class attributes are its data; methods are its rules, with the most common rule as
+    default.
+    """
 
     name: ClassVar[str]
     # Whether it is this project's engine: only its layouts may be submitted.
@@ -72,11 +74,11 @@ class Framework(ABC):
     def stage_memory(
         self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
     ) -> Callable[[Stage], StageMemory]:
-        """Return the function that sizes one pipeline stage after another of this layout, in bytes of one rank."""
+        """Return a function from a pipeline stage of this layout to the bytes on one of its ranks."""
 
     @abstractmethod
     def memory_assumptions(self) -> Iterator[Reason]:
-        """Yield where the figures of states, buffers and fragmentation come from."""
+        """Yield the sources of the figures for states, buffers and fragmentation."""
 
     @abstractmethod
     def selective(self, spec: RunSpec) -> Selective:
@@ -87,7 +89,7 @@ class Framework(ABC):
         return 2
 
     def cross_entropy(self, spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
-        """Return how the loss of a text model is computed, ``whole``, ``chunked`` or ``liger``."""
+        """Return the implementation of a text model's loss: ``whole``, ``chunked`` or ``liger``."""
         return "whole"
 
     def shards_norms(self, spec: RunSpec, layout: Layout) -> bool:
@@ -98,15 +100,15 @@ class Framework(ABC):
         return self.cuts_norms if wanted == "auto" else wanted
 
     def drops_scores(self, spec: RunSpec) -> bool:
-        """Return whether attention keeps its matrix of scores because it drops some of them by masks of its own."""
+        """Return whether attention stores its scores because of the framework's own dropout masks."""
         return self.keeps_dropped_scores and spec.transformer.attention_dropout > 0
 
     def checkpoint_zero_stage(self, layout: Layout) -> int:
-        """Return the ZeRO stage whose states a checkpoint has; 3: the weights only as their fp32 master copy."""
+        """Return the ZeRO stage whose states a checkpoint contains; 3: the weights only as their fp32 master copy."""
         return layout.zero_stage
 
     def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:
-        """Return the bytes of a checkpoint that data-parallel rank 0 writes alone; all nodes share the rest.
+        """Return the bytes of a checkpoint that data-parallel rank 0 writes by itself; all nodes share the rest.
 
         Most frameworks share out what ranks hold alike (Megatron-LM: ``--ckpt-fully-parallel-save``).
         """
@@ -121,21 +123,23 @@ class Framework(ABC):
         return blocks_by_number(model.num_hidden_layers, stages)
 
     def pipeline_stages(self, spec: RunSpec, pipeline_parallel: int) -> tuple[Stage, ...]:
-        """Return every stage; of a very long pipeline the first, second and last."""
+        """Return the stages to size: all of them, or the first, second and last of a very long pipeline."""
         return stages_of(spec.transformer, pipeline_parallel, self.blocks_by_stage)
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-        """Yield the rules of the framework that these degrees break."""
+        """Yield the framework's rules that these degrees break."""
         yield from ()
 
     def lowest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
-        """Return the lowest ZeRO stage that it runs."""
+        """Return the lowest ZeRO stage that the framework supports."""
         return 0
 
     def highest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
-        """Return the highest ZeRO stage that it runs; a pipeline holds gradients whole until its last micro-batch."""
+        """Return the highest ZeRO stage that the framework supports; a pipeline keeps whole gradients until its last
+        micro-batch.
+        """
         return 1 if pipelined else 3
 
     def fewest_micro_batches(self, pipeline_parallel: int) -> int:
-        """Return the fewest micro-batches per step that a pipeline of this length takes."""
+        """Return the fewest micro-batches per step that a pipeline of this length accepts."""
         return 0

@@ -18,7 +18,7 @@ from scaletrain_cli.plan.stages import Stage, blocks_per_stage
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# What the engine of this version runs: the search proposes within it, and only that may be submitted.
+# The axes that this version of the engine runs: the search proposes within them, and only these may be submitted.
 ENGINE = Capabilities(
     axes=frozenset({"tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel"}),
     offload=("none", "optimizer", "optimizer+params"),
@@ -55,7 +55,7 @@ _PROFILE = FrameworkProfile(
 
 
 class DeepSpeed(Framework):
-    """The engine that runs are submitted to."""
+    """This project's engine, the only framework whose plans can be submitted."""
 
     name = "deepspeed"
     is_engine = True
@@ -66,7 +66,7 @@ class DeepSpeed(Framework):
     fragmentation = 0.05
     logit_bytes = 12
     master_weights = MasterWeights.OF_EACH_PARTITION
-    # The engine draws attention dropout alike in every layout, which no fused kernel does.
+    # The engine's dropout masks are the same in every layout, which no fused kernel supports.
     keeps_dropped_scores = True
     profile = _PROFILE
     # stage_1_and_2.py use_multi_rank_bucket_allreduce; engine.py allreduce_gradients.
@@ -74,23 +74,23 @@ class DeepSpeed(Framework):
     reduces_after_backward = True
     cuts_norms = False
     compiles_blocks = True
-    # What DeepSpeed could run, with ``planner.search: everything``.
+    # The axes that DeepSpeed could run, with ``planner.search: everything``.
     capabilities: ClassVar[Capabilities] = Capabilities(frozenset(AXES), (0, 1, 2, 3), ENGINE.offload)
 
     def stage_memory(
         self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
     ) -> Callable[[Stage], StageMemory]:
-        """Return what sizes a stage, from what DeepSpeed allocates."""
+        """Return a function that sizes a stage by DeepSpeed's allocations."""
         return engine_stage(spec, layout, device, whole)
 
     def memory_assumptions(self) -> Iterator[Reason]:
-        """Yield that the figures are read in DeepSpeed's source."""
+        """Yield that the figures come from DeepSpeed's source."""
         yield Reason("plan.assumes-deepspeed-states")
         yield Reason("plan.assumes-reduced-type")
         yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
 
     def selective(self, spec: RunSpec) -> Selective:
-        """Return what ``layout.selective_scope`` says."""
+        """Return ``layout.selective_scope``."""
         return "attention module" if spec.layout.selective_scope == "attention" else "blocks"
 
     def selective_every(self, spec: RunSpec) -> int:
@@ -98,7 +98,7 @@ class DeepSpeed(Framework):
         return spec.layout.selective_every
 
     def cross_entropy(self, spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
-        """Return ``training.cross_entropy``, or for ``auto`` what the size of the logits asks for."""
+        """Return ``training.cross_entropy``; for ``auto``, the choice by the size of the logits."""
         return chosen_cross_entropy(spec, micro_batch_tokens, tensor_parallel, device_bytes)
 
     def checkpoint_zero_stage(self, layout: Layout) -> int:
@@ -106,19 +106,19 @@ class DeepSpeed(Framework):
         return 3
 
     def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
-        """Return the cut of the engine's pipeline, by time."""
+        """Return the split of the engine's pipeline, balanced by time."""
         return blocks_per_stage(model, stages)
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-        """Yield what DeepSpeed's PipelineModule refuses: it takes no ZeRO stage above 1."""
+        """Yield the limit of DeepSpeed's PipelineModule: no ZeRO stage above 1."""
         stage = spec.layout.zero_stage
         if axes.pipeline > 1 and (stage in (2, 3) or offload_stage(spec, spec.layout.offload) == 3):
             yield Rule("layout.zero_stage", stage, "zero-refused-with-pipeline")
 
     def lowest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
-        """Return 1 where DeepSpeed has no usable stage 0: for 16-bit weights, and beside a pipeline."""
+        """Return 1 where DeepSpeed has no usable stage 0: for 16-bit weights, and with a pipeline."""
         return 1 if pipelined or weight_bytes(spec.training.precision) == 2 else 0
 
     def highest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
-        """Return 1 beside a pipeline, and 2 for fp8, whose products keep the weights that stage 3 gathers."""
+        """Return 1 with a pipeline, and 2 for fp8, whose products keep the weights that stage 3 gathers."""
         return 1 if pipelined else 2 if spec.training.precision == "fp8" else 3

@@ -86,7 +86,7 @@ class Fsdp(Framework):
     def stage_memory(
         self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
     ) -> Callable[[Stage], StageMemory]:
-        """Return what sizes a stage, from the operations of a block and the memory profile."""
+        """Return a function that sizes a stage from the operations of a block and the memory profile."""
         return framework_stages(spec, layout, device, whole, self, MEMORY, _PROFILE)
 
     def memory_assumptions(self) -> Iterator[Reason]:
@@ -95,9 +95,9 @@ class Fsdp(Framework):
         yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
 
     def selective(self, spec: RunSpec) -> Selective:
-        """Return torchtitan's kind, which saves attention and every second product (activation_checkpoint.py)."""
+        """Return torchtitan's mode, which saves attention and every second product (activation_checkpoint.py)."""
         return "operations"
 
     def checkpoint_zero_stage(self, layout: Layout) -> int:
-        """Return 3: there are no other weights than the fp32 ones (torch/distributed/fsdp, MixedPrecision)."""
+        """Return 3: the fp32 weights are the only ones (torch/distributed/fsdp, MixedPrecision)."""
         return 3

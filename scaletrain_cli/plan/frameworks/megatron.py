@@ -103,7 +103,7 @@ class Megatron(Framework):
     def stage_memory(
         self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
     ) -> Callable[[Stage], StageMemory]:
-        """Return what sizes a stage, from the operations of a block and the memory profile."""
+        """Return a function that sizes a stage from the operations of a block and the memory profile."""
         return framework_stages(spec, layout, device, whole, self, MEMORY, _PROFILE)
 
     def memory_assumptions(self) -> Iterator[Reason]:

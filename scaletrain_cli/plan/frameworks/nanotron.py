@@ -87,7 +87,7 @@ class Nanotron(Framework):
     def stage_memory(
         self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
     ) -> Callable[[Stage], StageMemory]:
-        """Return what sizes a stage, from the operations of a block and the memory profile."""
+        """Return a function that sizes a stage from the operations of a block and the memory profile."""
         return framework_stages(spec, layout, device, whole, self, MEMORY, _PROFILE)
 
     def memory_assumptions(self) -> Iterator[Reason]:
@@ -100,16 +100,18 @@ class Nanotron(Framework):
         return "blocks"
 
     def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:
-        """Return everything without ZeRO, and the weights under stages 1 and 2; tensor and pipeline ranks share it."""
+        """Return all bytes without ZeRO, and the weights under stages 1 and 2; tensor and pipeline ranks share the
+        write.
+        """
         alone = {0: checkpoint_bytes, 3: 0}.get(layout.zero_stage, weight_bytes)
         return alone // (layout.tensor_parallel * layout.pipeline_parallel)
 
     def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
-        """Return the cut by weight."""
+        """Return the split by cost."""
         return _blocks_by_weight(model, stages) if stages > 1 else (model.num_hidden_layers,)
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-        """Yield what its pipeline asserts (pipeline_parallel/engine.py, 1F1B), and stages that it would leave empty."""
+        """Yield the assertions of its pipeline (pipeline_parallel/engine.py, 1F1B), and stages that would be empty."""
         stages = axes.pipeline
         if stages == 1:
             return

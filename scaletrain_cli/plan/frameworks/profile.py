@@ -1,4 +1,4 @@
-"""What a framework does with memory and time around a transformer's blocks, as frozen data. No model, no layout.
+"""Memory and time that a framework adds around a transformer's blocks, as frozen data without model or layout.
 
 Bytes and collectives are counted in the frameworks' sources, which the comments name. Host seconds and overlaps are
 read off published runs and calibrated on half of them: nanotron's on the Ultra-Scale Playbook's sweep, Megatron's on
@@ -17,7 +17,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What a framework keeps in memory around a transformer's blocks. Bytes per element are for 16-bit elements."""
+    """Memory that a framework holds around a transformer's blocks. Bytes per element are for 16-bit elements."""
 
     # Elements per inner channel that a gated MLP keeps: gate, up, activated gate and product; fused: gate, up, product.
     gated_mlp: int
@@ -51,7 +51,9 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class FrameworkProfile:
-    """How a framework spends time. Bytes per element are for 16-bit elements and double in fp32."""
+    """Time that a framework takes beside products and attention. Bytes per element are for 16-bit elements and double
+    in fp32.
+    """
 
     # Host seconds to issue one block's forward and backward, and what tensor parallelism adds to both together.
     forward_host: float

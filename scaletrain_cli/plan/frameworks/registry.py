@@ -1,4 +1,4 @@
-"""The frameworks that the planner models, by the name that ``planner.framework`` has."""
+"""The frameworks that the planner models, by the value of ``planner.framework``."""
 
 from __future__ import annotations
 

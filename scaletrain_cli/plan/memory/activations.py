@@ -21,10 +21,10 @@ _FP32 = 4
 class TokenActivations:
     """Bytes per token of one block on one rank."""
 
-    saved: int  # without checkpointing
-    attention: int  # of that, what is made again where attention alone is: not its input, unless compiled
-    block_input: int  # what a checkpointed block keeps
-    working: int  # gradients that exist at once while one block runs backward
+    saved: int  # without activation checkpointing
+    attention: int  # part of it that is recomputed if attention alone is; without its input, unless compiled
+    block_input: int  # bytes that a checkpointed block keeps
+    working: int  # gradients alive at once while one block runs backward
 
 
 def token_activations(
@@ -76,7 +76,7 @@ def _attention(
     else:
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
-        repeated = sequence_parallel > 1 and keys // model.head_dim % sequence_parallel  # to divide over the ranks
+        repeated = sequence_parallel > 1 and keys // model.head_dim % sequence_parallel  # divided over the tensor ranks
         # q, k, v, and the output, which is also the input of its projection; and one log-sum-exp per head.
         attention = element_bytes * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
         attention += element_bytes * queries if sequence_parallel > 1 else 0  # exchanged, it is another tensor
@@ -91,7 +91,7 @@ def _attention(
 
 
 def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:
-    """Return the elements kept by an MLP of this width, and of gradients that exist at once."""
+    """Return the elements kept by an MLP of this width, and those of gradients alive at once."""
     if model.has_gated_mlp:
         return (3 if compiled else 4) * inner, 3 * inner  # gate, up, activated gate unless compiled, product
     return 2 * inner, inner  # before and after GELU
@@ -106,13 +106,16 @@ def _norm(model: ModelSpec, element_bytes: int, compiled: bool) -> int:
 
 
 def rms_norm_bytes(size: int, element_bytes: int) -> int:
-    """Per token: the engine's norm computes in fp32 and saves its fp32 input, the normalized value, output and root."""
+    """Return the bytes per token of an RMSNorm.
+
+    It computes in fp32 and saves its fp32 input, the normalized value, its output and the root.
+    """
     return size * (_FP32 + 2 * element_bytes) + _FP32
 
 
 def latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, int]:
-    """Return (Kept, output) bytes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) on some
-    heads.
+    """Return (kept, output) bytes per token of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section
+    2.1).
 
     The latents before and after their norms, queries and keys with and without their rotated part, and values.
     """
@@ -123,35 +126,35 @@ def latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, i
 
 
 class Recomputation(NamedTuple):
-    """What the backward pass computes again: ``mode`` of none, selective, full; see layout.selective_scope."""
+    """The recomputation in the backward pass: ``mode`` is none, selective or full; see layout.selective_scope."""
 
     mode: str
     scope: str = "block"
     every: int = 2
 
     def blocks(self, layers: int) -> int:
-        """Return how many of ``layers`` blocks keep only their input: none, every n-th from the first on, or all."""
+        """Return the number of ``layers`` blocks that keep only their input: none, every n-th, or all."""
         if self.mode == "selective":
             return 0 if self.scope == "attention" else -(-layers // self.every)
         return layers if self.mode == "full" else 0
 
     @property
     def of_attention(self) -> bool:
-        """Return whether every block keeps all but what its attention module does."""
+        """Return whether each block recomputes its attention module and keeps all else."""
         return self.mode == "selective" and self.scope == "attention"
 
 
 def stage_activation_bytes(
     per_token: TokenActivations, tokens: int, layers: int, again: Recomputation, micro_batches_in_flight: int
 ) -> int:
-    """Return the bytes that ``layers`` blocks of a stage save for micro-batches whose backward has not run yet."""
+    """Return the bytes that ``layers`` blocks of a stage save for the micro-batches in flight."""
     short = again.blocks(layers)
     whole = per_token.saved - (per_token.attention if again.of_attention else 0)
     return tokens * (short * per_token.block_input + (layers - short) * whole) * micro_batches_in_flight
 
 
 def block_backward_bytes(per_token: TokenActivations, tokens: int, layers: int, again: Recomputation) -> int:
-    """Return the bytes of one block's backward: its gradients, and its activations again if they were not kept."""
+    """Return the bytes of one block's backward pass: its gradients, and its recomputed activations."""
     made_again = per_token.saved if again.blocks(layers) else per_token.attention if again.of_attention else 0
     return tokens * (per_token.working + made_again)
 
@@ -169,7 +172,7 @@ _ENTRY = 3 * _FP32
 
 
 def chosen_cross_entropy(spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
-    """Return ``whole``, ``chunked`` or ``liger``; ``micro_batch_tokens`` of one rank."""
+    """Return ``whole``, ``chunked`` or ``liger``, by the ``micro_batch_tokens`` of one rank."""
     wanted = spec.training.cross_entropy
     if wanted != "auto":
         return wanted
@@ -200,7 +203,7 @@ def loss_bytes(
 
 
 def loss_chunks(model: ModelSpec, tokens: int, cross_entropy: str) -> int:
-    """Return how often the loss adds up a gradient of the head; 0 where it does not."""
+    """Return the number of times that the loss accumulates a gradient of the head; 0 if it does not."""
     if cross_entropy == "chunked":
         return -(-tokens // LOSS_CHUNK_TOKENS)
     return -(-model.vocab_size // model.hidden_size) if cross_entropy == "liger" else 0

@@ -19,7 +19,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# A layout more likely than this to fail is called tight.
+# A layout with a higher probability of running out of memory is called tight.
 _TIGHT = 0.1
 
 

@@ -46,12 +46,12 @@ class _Held(NamedTuple):
 
 
 def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int) -> int:
-    """Return the bytes on the device that the blocks of a stage keep for the backward pass of one micro-batch."""
+    """Return the bytes that the blocks of a stage keep on the device for the backward pass of one micro-batch."""
     return 0 if spec.layout.activation_offload else kept_activation_bytes(spec, layout, device, stage)
 
 
 def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int) -> int:
-    """Return the same bytes wherever they are kept: on the device, or with activation offload in host memory."""
+    """Return the same bytes wherever they are: on the device, or in host memory with activation offload."""
     tokens, again = local_tokens(spec, layout), recomputation(spec, layout)
     plain, sparse = _per_token(spec, layout, device)
     held = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
@@ -60,12 +60,12 @@ def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, st
 
 
 def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
-    """Return what our engine's backward pass computes again."""
+    """Return the recomputation in our engine's backward pass."""
     return Recomputation(layout.activation_checkpointing, spec.layout.selective_scope, spec.layout.selective_every)
 
 
 def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TokenActivations, TokenActivations]:
-    """Return the activations of a dense block, and of one with experts where there are any."""
+    """Return the activations of a dense block, and of an MoE block if there are any."""
     model, precision, wanted = spec.transformer, spec.training.precision, spec.planner.attention
     grouped = model.num_key_value_heads != model.num_attention_heads
     fused = device.fuses_attention(precision, model.head_dim, grouped) if wanted == "auto" else wanted == "flash"
@@ -85,7 +85,7 @@ def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Toke
 def engine_stage(
     spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
 ) -> Callable[[Stage], StageMemory]:
-    """Return the function that sizes one stage after another of this layout."""
+    """Return a function from a pipeline stage of this layout to its bytes on one rank."""
     training, model = spec.training, spec.transformer
     element, shards = weight_bytes(training.precision), zero_shards(layout)
     tokens, again = local_tokens(spec, layout), recomputation(spec, layout)

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer states that one rank of this project's engine holds, exactly.
+"""Exact bytes of weights, gradients and optimizer states on one rank of this project's engine.
 
 As DeepSpeed 0.19 keeps them, read in its source and counted from live tensors; states.py has the ways in outline, this
 file what they are rounded to:
@@ -46,7 +46,7 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 
 
 class Tensors(NamedTuple):
-    """Elements of each parameter of a part of the model, by what becomes of them.
+    """Elements of each parameter of a part of the model, grouped by weight decay and sharding.
 
     Matrices decay, vectors do not; experts are matrices that lie on fewer ranks than the others.
     """
@@ -57,7 +57,7 @@ class Tensors(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One parameter group: tensors in order, as runs of (sizes, how often they come one after another)."""
+    """One parameter group: tensors in order, as runs of (sizes, number of repetitions)."""
 
     runs: tuple[tuple[tuple[int, ...], int], ...]
 
@@ -67,15 +67,15 @@ class Group(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Elements of its largest tensor."""
+        """Elements of the largest tensor of the group."""
         return max(max(sizes) for sizes, _ in self.runs)
 
     def pieces(self, ranks: int) -> int:
-        """Return the elements on one of the ranks when each tensor is cut on its own, rounded up."""
+        """Return the elements on one of the ranks if each tensor is sharded by itself, rounded up."""
         return sum(sum(-(-size // ranks) for size in sizes) * times for sizes, times in self.runs)
 
     def tensor_at(self, element: int) -> tuple[int, int]:
-        """Return where the tensor begins and ends that holds this element of the flattened group."""
+        """Return the start and end of the tensor that contains this element of the flattened group."""
         start = 0
         for sizes, times in self.runs:
             length = sum(sizes)
@@ -99,7 +99,7 @@ class StageGroups(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def stage_groups(model: ModelSpec, tensor: int, expert: int, blocks: int, dense: int, ends: str) -> StageGroups:
-    """Return the groups of ``blocks`` blocks, the first ``dense`` without experts. ``ends``: those of ends_of."""
+    """Return the groups of ``blocks`` blocks, the first ``dense`` of them without experts. ``ends``: see ends_of."""
     whole = architecture(model, tensor, expert)
     opening, closing = _ends(model, whole, ends)
     parts = (
@@ -117,12 +117,12 @@ def stage_groups(model: ModelSpec, tensor: int, expert: int, blocks: int, dense:
 
 
 def ends_of(stage: Stage) -> str:
-    """Return which ends of the model a stage holds: ``first``, ``last``, ``both`` or ``none``."""
+    """Return the ends of the model that a stage holds: ``first``, ``last``, ``both`` or ``none``."""
     return {(True, True): "both", (True, False): "first", (False, True): "last"}.get((stage.first, stage.last), "none")
 
 
 def _ends(model: ModelSpec, whole: Architecture, ends: str) -> tuple[Tensors, Tensors]:
-    """Return what comes before the blocks and after them; the last stage of a tied model has a table of its own."""
+    """Return the tensors before and after the blocks; the last stage of a tied model has a copy of the embedding."""
     opening = closing = Tensors()
     norm = _norm(model)
     if ends in ("first", "both"):
@@ -139,12 +139,12 @@ def _ends(model: ModelSpec, whole: Architecture, ends: str) -> tuple[Tensors, Te
 
 @lru_cache(maxsize=1024)
 def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors:
-    """Return the one block; the order within it is that of the engine's modules."""
+    """Return one block; its tensors are in the order of the engine's modules."""
     hidden, norm = model.hidden_size, _norm(model)
     heads = -(-model.num_attention_heads // tensor) * model.head_dim
     keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
     bias = (hidden,) if model.has_bias else ()
-    if model.kv_lora_rank:  # not in this engine, which leaves the order open
+    if model.kv_lora_rank:  # not in this engine; the order is undefined
         matrices = [architecture(model, tensor, expert).block.attention]
         attention = [model.q_lora_rank, model.kv_lora_rank] if model.q_lora_rank else [model.kv_lora_rank]
     elif model.has_fused_qkv:  # one fused matrix
@@ -180,7 +180,7 @@ def _norm(model: ModelSpec) -> tuple[int, ...]:
 
 
 def _mlp(model: ModelSpec, inner: int) -> tuple[tuple[int, ...], int]:
-    """Return the matrices into an MLP of this width, and the one out of it."""
+    """Return the input matrices and the output matrix of an MLP of this width."""
     return (model.hidden_size * inner,) * (2 if model.has_gated_mlp else 1), model.hidden_size * inner
 
 
@@ -188,7 +188,7 @@ def _mlp_bias(model: ModelSpec, inner: int) -> list[int]:
     return [*[inner] * (2 if model.has_gated_mlp else 1), model.hidden_size] if model.has_bias else []
 
 
-# Of more replicas than these, only this many are compared for the fullest: they differ by less than a parameter.
+# With more replicas, only these are compared for the fullest one: they differ by less than a parameter.
 _MOST_REPLICAS = 256
 
 
@@ -202,7 +202,7 @@ def rank_model_states(spec: RunSpec, layout: Layout, stage: int = 0, replica: in
 
 
 def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | None = None) -> tuple[ModelStates, int]:
-    """Return the same, and the bytes that are offloaded to the node's memory."""
+    """Return the states on the device, and the bytes that are offloaded to the node's memory."""
     groups = stage_groups(
         spec.transformer, layout.tensor_parallel, layout.expert_parallel, stage.blocks, stage.dense, ends_of(stage)
     )
@@ -210,7 +210,7 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     shared = [(group, ranks) for group, ranks in zip(groups, (replicas, replicas, holders), strict=True) if group.runs]
     training, zero = spec.training, layout.zero_stage
     element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
-    # What the optimizer updates as one tensor, by its elements, and how many of those there are.
+    # Tensors that the optimizer updates, by number of elements, with their counts.
     parts: list[tuple[int, int]]
     if zero == 3:
         parts = [(group.pieces(ranks), 1) for group, ranks in shared]
@@ -234,10 +234,10 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     states += 0 if training.averaging.name == "none" else MASTER_BYTES * held  # engine: one more copy in fp32
     if layout.offload == "none":
         return ModelStates(weights, gradients, states), 0
-    states += MASTER_BYTES * held  # the gradient that the optimizer sees is beside its masters
+    states += MASTER_BYTES * held  # the gradient that the optimizer reads, beside its master weights
     if zero == 3:
         kept, away = weights, 0
-        if layout.offload == "optimizer+params":  # what is kept gathered is kept on the device
+        if layout.offload == "optimizer+params":  # gathered parameters that stay on the device
             kept = element * sum(_persistent(group, ranks) for group, ranks in shared)
             away = element * held
         if spec.layout.offload_device == "nvme":
@@ -245,9 +245,9 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
             states = NVME_OPTIMIZER_BUFFERS * MASTER_BYTES * min(max(size for size, _ in parts), SUB_GROUP_ELEMENTS)
             away = min(away, element * (NVME_PARAMETER_BUFFERS * largest + NVME_WEIGHTS_IN_MEMORY)) if away else 0
         return ModelStates(kept, 0, 0), states + gradients + away
-    # New weights on their way back, and one gradient on its way there.
+    # New weights on their way to the device, and one gradient on its way to the host.
     host = states + element * (held + max(group.largest for group, _ in shared))
-    if zero == 2 and gradient == element:  # what accumulates does so on the host
+    if zero == 2 and gradient == element:  # gradients accumulate on the host
         gradients = 0
         if layout.gradient_accumulation_steps > 1:
             host += gradient * _touched(groups, replicas, holders, replica, padded=False)
@@ -292,9 +292,7 @@ def _padded(elements: int, ranks: int) -> int:
 
 
 def _persistent(group: Group, ranks: int) -> int:
-    """Return the elements that stage 3 keeps gathered beside their pieces; gathering pads them to a multiple of the
-    ranks.
-    """
+    """Return the elements that stage 3 keeps gathered beside their shards, padded to a multiple of the ranks."""
     small = (
         sum(-(-size // ranks) for size in sizes if size <= PERSISTENT_ELEMENTS) * times for sizes, times in group.runs
     )
@@ -303,8 +301,8 @@ def _persistent(group: Group, ranks: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _touched(groups: StageGroups, replicas: int, holders: int, replica: int | None, padded: bool) -> int:
-    """Return the elements of the parameters that a rank's partitions touch; ``padded``: and of the padding in those."""
-    apart = max(1, replicas // holders)  # expert ranks; the holders of the same experts lie so far apart
+    """Return the elements of the parameters that a rank's partitions overlap; ``padded``: with the padding in them."""
+    apart = max(1, replicas // holders)  # expert ranks; the distance between ranks that hold the same experts
     if replica is None:
         step = -(-replicas // _MOST_REPLICAS)
         ranks = {*range(0, replicas, step), replicas - 1}

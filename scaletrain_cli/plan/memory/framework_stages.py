@@ -76,7 +76,7 @@ def deferred_bytes(
 def _share(
     spec: RunSpec, layout: Layout, device: Accelerator, time: FrameworkProfile, tokens: int, element: int
 ) -> float:
-    """Return how full the launch queue is."""
+    """Return how full the launch queue is, from 0 to 1."""
     model, tensor = spec.transformer, layout.tensor_parallel
     across = tensor > spec.cluster.gpus_per_node
     pipelined = layout.pipeline_parallel > 1
@@ -102,7 +102,7 @@ _FP32 = 4
 
 
 class Cut(NamedTuple):
-    """How a block is cut and run: ``norm_ranks`` share norms, dropout and residuals; ``element`` bytes each."""
+    """The sharding of a block: ``norm_ranks`` share norms, dropout and residuals; ``element``: bytes per element."""
 
     tensor: int
     norm_ranks: int
@@ -115,8 +115,8 @@ class Cut(NamedTuple):
 class BlockActivations:
     """Bytes per token of one block on one rank."""
 
-    attention: int  # kept by attention, its scores not included
-    scores: int  # kept where attention is materialized
+    attention: int  # kept by attention, without its scores
+    scores: int  # scores kept by unfused attention
     norms: int  # of both norms, dropout and residual sums
     mlp: int
     block_input: int
@@ -160,9 +160,7 @@ def block_activations(model: ModelSpec, profile: MemoryProfile, cut: Cut, expert
 
 
 def _products(model: ModelSpec, cut: Cut, experts: bool) -> int:
-    """Return the outputs of the query, value, gate (or up) and, gated, down projection, of attention, and the block's
-    input.
-    """
+    """Return the outputs of the query, value, gate (or up), down and attention projections, and the block's input."""
     heads = -(-model.num_attention_heads // cut.tensor) * model.head_dim
     keys = max(-(-model.num_key_value_heads // cut.tensor), 1) * model.head_dim
     inner = model.num_experts_per_tok * model.expert_size if experts else model.intermediate_size
@@ -171,7 +169,7 @@ def _products(model: ModelSpec, cut: Cut, experts: bool) -> int:
 
 
 def _attention(model: ModelSpec, profile: MemoryProfile, cut: Cut) -> tuple[int, int, int]:
-    """Return (kept without scores, kept scores, gradients alive) of attention and its projections."""
+    """Return (kept without scores, kept scores, gradients alive) of attention and its projections: bytes per token."""
     heads = -(-model.num_attention_heads // cut.tensor)
     element = cut.element
     if model.kv_lora_rank:
@@ -198,7 +196,9 @@ def _attention(model: ModelSpec, profile: MemoryProfile, cut: Cut) -> tuple[int,
 
 
 def _dense(model: ModelSpec, profile: MemoryProfile, cut: Cut, inner: int) -> tuple[int, int]:
-    """Return bytes that an MLP of width ``inner`` keeps beside its input, and of its gradients alive at once."""
+    """Return the bytes per token that an MLP of width ``inner`` keeps beside its input, and of its gradients alive at
+    once.
+    """
     width = -(-inner // cut.tensor)
     if model.has_gated_mlp:
         return profile.gated_mlp * cut.element * width, 3 * cut.element * width
@@ -246,7 +246,7 @@ def framework_stages(
     profile: MemoryProfile,
     time: FrameworkProfile,
 ) -> Callable[[Stage], StageMemory]:
-    """Return the function that sizes one stage after another of this layout."""
+    """Return a function from a pipeline stage of this layout to its bytes on one rank."""
     model, training = spec.transformer, spec.training
     selective = framework.selective(spec)
     element, tokens = weight_bytes(training.precision), local_tokens(spec, layout)
@@ -307,7 +307,7 @@ def framework_stages(
             PhaseMemory(0, 0, workspace, held.step),
         )
         worst = max(moments, key=sum)
-        # Gradients of a whole backward pass cannot all take the place of freed activations, which are smaller pieces.
+        # The gradients of a backward pass cannot all reuse the memory of freed activations, which are smaller blocks.
         fragmentation = int(profile.fragmentation * sum(worst)) + held.fresh // 2 + waiting
         return peak_memory(states, worst, fragmentation, outside, held.host)
 
@@ -323,13 +323,13 @@ def _flash(spec: RunSpec, device: Accelerator) -> bool:
 
 
 def _has_large_workspaces(device: Accelerator) -> bool:
-    """Return whether it is Hopper or later (torch, CUDABlas.cpp; Transformer Engine, cuBLAS workspace size)."""
+    """Return whether the device is Hopper or later (torch, CUDABlas.cpp; Transformer Engine, cuBLAS workspace size)."""
     major = device.compute_capability.split(".")[0]
     return major.isdigit() and int(major) >= 9
 
 
 def _kept(block: BlockActivations, selective: Selective, layout: Layout) -> int:
-    """Return the bytes per token that a block keeps, on average over blocks where every second one is recomputed."""
+    """Return the bytes per token that a block keeps; the average over blocks if every second one is recomputed."""
     mode = layout.activation_checkpointing
     if mode == "none":
         return block.saved
@@ -341,7 +341,7 @@ def _kept(block: BlockActivations, selective: Selective, layout: Layout) -> int:
 
 
 def _working(block: BlockActivations, selective: Selective, layout: Layout) -> int:
-    """Return the bytes per token of one block's backward: its gradients, and what it has to compute again."""
+    """Return the bytes per token of one block's backward pass: its gradients, and recomputed activations."""
     mode = layout.activation_checkpointing
     if mode == "none":
         return block.working
@@ -351,12 +351,12 @@ def _working(block: BlockActivations, selective: Selective, layout: Layout) -> i
 
 
 def _updated(layout: Layout, shard: Shard) -> int:
-    """Return the parameters that one rank's optimizer updates."""
+    """Return the number of parameters that one rank's optimizer updates."""
     return shard.parameters if layout.zero_stage == 0 else -(-shard.parameters // zero_shards(layout))
 
 
 def _reducer_bytes(spec: RunSpec, layout: Layout, profile: MemoryProfile, shard: Shard, whole: Architecture) -> int:
-    """Return the gradient buckets; under ZeRO-2 and 3 the weights and gradients that are whole for a moment."""
+    """Return the gradient buckets; under ZeRO-2 and 3 also the gathered weights and unreduced gradients."""
     shards = zero_shards(layout)
     if shards == 1:
         return 0

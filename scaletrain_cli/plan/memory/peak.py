@@ -1,4 +1,4 @@
-"""Bytes in one phase of a training step, the peak that follows, and the memory that PyTorch's allocator does not see.
+"""The peak of a training step over its phases, and memory outside PyTorch's allocator.
 
 NCCL's memory grows with the communicators, not with the ranks beyond two nodes (its authors, NVIDIA/nccl issue 986),
 and with the peers of an all-to-all, each of which is a connection of its own.
@@ -23,7 +23,7 @@ _CPU_PROCESS = 500_000_000
 
 
 def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = False) -> int:
-    """Return the bytes of one process on its device beside its tensors."""
+    """Return the bytes of one process on its device outside of tensors."""
     if is_cpu:
         return _CPU_PROCESS
     axes = (
@@ -40,7 +40,7 @@ def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = F
 
 
 class PhaseMemory(NamedTuple):
-    """Bytes beside the model's states; ``temporary`` is what the optimizer step takes and gives back."""
+    """Bytes beside the model's states; ``temporary`` exists during the optimizer step only."""
 
     activations: int
     logits: int
@@ -49,9 +49,7 @@ class PhaseMemory(NamedTuple):
 
 
 def peak_memory(states: ModelStates, moment: PhaseMemory, fragmentation: int, framework: int, host: int) -> StageMemory:
-    """Return the bytes of a stage at its worst moment. ``framework``: outside the allocator; ``host``: in the node's
-    memory.
-    """
+    """Return the bytes of a stage at its peak. ``framework``: outside the allocator; ``host``: in the node's memory."""
     allocated = sum(states) + sum(moment)
     return StageMemory(
         parameters=states.parameters,

@@ -31,9 +31,6 @@ from scaletrain_cli.plan.stages import Shard, zero_shards
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 
-# Bytes of weights, gradients and optimizer states that a rank holds.
-
-
 # DeepSpeed allocates the reduce bucket whole, however small the model (stage_1_and_2.py setup_buckets, stage3.py
 # _setup_for_real_optimizer); its default of 5e8 elements would take 2 GB from a 24 GB device. 2e8 still moves
 # hundreds of megabytes per collective, far above where a ring stops being bound by latency.
@@ -41,10 +38,10 @@ _LARGEST_BUCKET_ELEMENTS = 200_000_000
 _PREFETCH_ELEMENTS = 50_000_000
 # DeepSpeed's default (zero/config.py stage3_max_live_parameters), where the model is not smaller.
 _LARGEST_LIVE_ELEMENTS = 1_000_000_000
-# Its default too: stage 3 keeps parameters up to this size whole on every rank, instead of gathering each when it is
-# needed (stage3_param_persistence_threshold).
+# DeepSpeed's default (stage3_param_persistence_threshold): stage 3 keeps parameters up to this size whole on every
+# rank.
 PERSISTENT_ELEMENTS = 100_000
-# DeepSpeed's default (zero/config.py sub_group_size): what stage 3 updates in one piece.
+# DeepSpeed's default (zero/config.py sub_group_size): elements that stage 3 updates at once.
 SUB_GROUP_ELEMENTS = 10**9
 # With offload to NVMe: buffers as large as a sub-group, for weights, gradient and two moments; buffers as large as the
 # largest parameter, and weights that stay in memory, DeepSpeed's defaults (zero/offload_config.py).
@@ -116,7 +113,7 @@ def communication_buffer_bytes(
 # AdamW keeps two fp32 moments (arXiv:1711.05101); mixed precision adds an fp32 master copy (arXiv:1710.03740).
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
-# Of other optimizers. In 8 bits each moment has one fp32 scale per block (bitsandbytes, functional.py
+# Other optimizers. In 8 bits each moment has one fp32 scale per block (bitsandbytes, functional.py
 # quantize_blockwise: 256 values).
 _MOMENT_BYTES = {
     "adamw": MOMENT_BYTES,
@@ -133,12 +130,12 @@ _SCALED_VALUES = 256
 _SMALLEST_SCALED = 4096
 _SCALE_TABLES = 2 * 4 * 256
 
-_DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: the products; weights stay in 16 bits
+_DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8 products; weights stay in 16 bits
 _FP32_BYTES = 4
 
 
 class MasterWeights(Enum):
-    """Which fp32 copy of the weights the optimizer updates."""
+    """The fp32 copy of the weights that the optimizer updates."""
 
     OF_EACH_PARTITION = "a copy beside 16-bit weights, and with ZeRO of each rank's partition whatever the precision"
     BESIDE_16_BIT = "a copy beside 16-bit weights"
@@ -203,12 +200,12 @@ def moment_bytes(optimizer: str, elements: int) -> int:
 
 
 def optimizer_constant_bytes(optimizer: str, largest: int) -> int:
-    """Return the bytes that an optimizer keeps once, for tensors of which ``largest`` is the largest."""
+    """Return the bytes that an optimizer allocates once; ``largest`` is the size of its largest tensor."""
     return _SCALE_TABLES if optimizer == "adamw_8bit" and largest >= _SMALLEST_SCALED else 0
 
 
 def checkpoint_bytes_per_parameter(precision: str, zero_stage: int, optimizer: str = "adamw") -> int:
-    """Return what DeepSpeed saves: weights, moments and master; under stage 3 the weights only as their fp32 master."""
+    """Return the bytes that DeepSpeed saves: weights, moments and master; under stage 3 no weights but the master."""
     states = optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer)
     return states if zero_stage == 3 else weight_bytes(precision) + states
 
@@ -222,7 +219,7 @@ def model_state_bytes(
     optimizer: str = "adamw",
     master: MasterWeights = MasterWeights.OF_EACH_PARTITION,
 ) -> ModelStates:
-    """Return what one rank holds during a step, of ``parameters`` shared over ``data_parallel`` ranks.
+    """Return the bytes that one rank holds during a step, of ``parameters`` sharded over ``data_parallel`` ranks.
 
     A ZeRO partition is the parameters divided by the ranks, rounded up: DeepSpeed pads the last one. Megatron-LM's
     distributed optimizer and nanotron's ZeRO are stage 1: gradients stay whole on every rank (Megatron-LM,
@@ -290,13 +287,13 @@ def rank_states(spec: RunSpec, layout: Layout, shard: Shard, master: MasterWeigh
 
 
 def expert_tensor_parallel(spec: RunSpec, layout: Layout) -> int:
-    """Return the ranks that share the width of an expert: as of other matrices, unless pinned."""
+    """Return the number of ranks that shard the width of an expert: as for other matrices, unless pinned."""
     wanted = spec.layout.expert_tensor_parallel
     return layout.tensor_parallel if wanted == "auto" else wanted
 
 
 def expert_shards(spec: RunSpec, layout: Layout) -> int:
-    """Return the ranks that ZeRO shares the parameters of experts over."""
+    """Return the number of ranks over which ZeRO shards the parameters of experts."""
     ranks = zero_shards(layout) * layout.tensor_parallel
     return max(1, ranks // (layout.expert_parallel * expert_tensor_parallel(spec, layout)))
 
@@ -304,7 +301,7 @@ def expert_shards(spec: RunSpec, layout: Layout) -> int:
 def device_and_host_states(
     spec: RunSpec, layout: Layout, shard: Shard, master: MasterWeights
 ) -> tuple[ModelStates, int]:
-    """Return the same, and the bytes that are offloaded to the node's memory."""
+    """Return the states on the device, and the bytes that are offloaded to the node's memory."""
     training, optimizer = spec.training, spec.training.optimizer.name
     zero = layout.zero_stage
     groups = [
@@ -321,9 +318,7 @@ def device_and_host_states(
 
 
 def _offloaded(spec: RunSpec, layout: Layout, states: ModelStates, elements: int) -> tuple[ModelStates, int]:
-    """Return what remains on the device of a rank with so many parameters, and the bytes in its node's memory
-    instead.
-    """
+    """Return the states of ``parameters`` that remain on the device, and the bytes in the node's memory instead."""
     if layout.offload == "none":
         return states, 0
     parameters, gradients, optimizer_states = states

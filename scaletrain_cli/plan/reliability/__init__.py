@@ -1,1 +1,1 @@
-"""What interruptions cost: checkpoints, goodput, spot markets, dollars and days."""
+"""The cost of interruptions: checkpoints, goodput, spot markets, dollars and days."""

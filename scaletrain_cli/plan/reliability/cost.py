@@ -12,7 +12,7 @@ _STATED = "the run spec"
 
 
 def plan_cost(spec: RunSpec, layout: Layout, time: Time, durability: Durability) -> Cost:
-    """Return the dollars of the bare training time on each market, and of the time that interruptions make of it.
+    """Return the dollars of the training time on each market, without and with interruptions.
 
     Each market has the goodput of its own interruptions: on spot preemptions and failures, on demand failures alone.
     ``durability`` is that of the run's own market. Waiting for spot capacity costs days, not counted here, and nothing.
@@ -49,7 +49,7 @@ def _market(quote: Quote | None, gpus: int, durable: Durability) -> Market:
 
 
 def _quote(spec: RunSpec, device: Accelerator, spot: bool) -> Quote | None:
-    """Return what the spec states, or else the catalogue's median.
+    """Return the price in the spec, or else the catalogue's median.
 
     With one price in the spec, it is that of the market that the run is on.
     """
@@ -63,6 +63,6 @@ def _quote(spec: RunSpec, device: Accelerator, spot: bool) -> Quote | None:
 
 
 def _on_market(spec: RunSpec, spot: bool) -> RunSpec:
-    """Return the same run on the other market, where the interruptions that the spec states do not hold."""
+    """Return the same run on the other market, for which interruption rates in the spec do not hold."""
     cluster = spec.cluster.model_copy(update={"spot": spot, "mean_time_between_interruptions": None})
     return spec.model_copy(update={"cluster": cluster})

@@ -32,12 +32,12 @@ _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER = 12 * 992
 # Hours during which spot capacity stays, whole, once it is there: pooled over 21 traces of AWS V100 and K80 instances
 # (skypilot-org/spot-traces, 2022 and 2023). Capacity goes by zone more than by node, so this is per job, of any size.
 SPOT_HOURS_BETWEEN_PREEMPTIONS = 2.4
-# Beyond this many expected interruptions per interval nothing is ever finished, and exp() overflows.
+# Above this number of expected interruptions per interval no run finishes, and exp() would overflow.
 _MOST_INTERRUPTIONS = 700.0
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Return the bytes of the job's full state: fp32 weights and moments; what ranks hold alike is written once."""
+    """Return the bytes of the job's full state: fp32 weights and moments; state that ranks share is written once."""
     stage = framework_of(spec).checkpoint_zero_stage(layout)
     training = spec.training
     return workload_of(spec.model).parameter_count(spec.model) * checkpoint_bytes_per_parameter(
@@ -46,7 +46,9 @@ def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
 
 
 def save_seconds(spec: RunSpec, layout: Layout) -> float:
-    """Return the seconds until a checkpoint is committed: what rank 0 writes alone, then what all nodes write."""
+    """Return the seconds until a checkpoint is committed: the bytes that rank 0 writes by itself, then those of all
+    nodes.
+    """
     size = checkpoint_bytes(spec, layout)
     weights = workload_of(spec.model).parameter_count(spec.model) * weight_bytes(spec.training.precision)
     alone = framework_of(spec).written_alone_bytes(layout, size, weights)
@@ -54,14 +56,14 @@ def save_seconds(spec: RunSpec, layout: Layout) -> float:
 
 
 def gpu_hours_between_failures(device: Accelerator) -> tuple[float, str]:
-    """Return GPU hours between failures of this generation in a large job, and who reports it."""
+    """Return the GPU hours between failures of this generation in a large job, and their source."""
     if device.compute_capability.startswith(("7.", "8.")):
         return _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER, "OPT-175B's chronicle reports (facebookresearch/metaseq)"
     return _GPU_HOURS_BETWEEN_FAILURES, "Llama 3 reports (arXiv:2407.21783, section 3.3.4)"
 
 
 def interruptions_per_second(spec: RunSpec, device: Accelerator) -> tuple[float, float]:
-    """Return the rates for the whole job: of preemptions, which come with notice, and of failures, which do not.
+    """Return the interruptions per second of the whole job: preemptions (with notice) and failures (without).
 
     ``cluster.mean_time_between_interruptions`` is of the job: on spot between preemptions, to which failures add; on
     demand between interruptions of any cause.
@@ -130,16 +132,16 @@ def best_interval_steps(step: float, save: float, blocked: float, sudden: float)
     Seconds of a step, of a checkpoint until it is whole, and of those for which training stands still; ``sudden``:
     interruptions per second that no last save answers.
     """
-    # Not more often than one write takes, and not less often than interruptions come.
+    # At most one checkpoint per write, and at least one per expected interruption.
     wanted = min(max(math.sqrt(2 * blocked / sudden), save), max(1 / sudden, save))
     return max(1, round(wanted / step))
 
 
 def expected_goodput(interval: float, save: float, blocked: float, restart: float, sudden: float) -> float:
-    """Return the share of the time that is progress, of interruptions without notice; seconds, and interruptions per
-    second.
+    """Return the share of time that is progress, under interruptions without notice. Arguments are seconds and
+    1/seconds.
     """
-    # While a checkpoint is written beside the steps, the one before is the last that a restart finds.
+    # While a checkpoint is written in the background, a restart finds the one before.
     return _share_after_losses(interval, blocked, restart + save - blocked, sudden)
 
 
@@ -149,7 +151,7 @@ def _storage_rate(spec: RunSpec) -> float:
 
 
 def _share_after_losses(interval: float, blocked: float, restart: float, rate: float) -> float:
-    """Return the share of the time that is progress: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), Daly 2006, eq. 20."""
+    """Return the share of time that is progress: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), Daly 2006, eq. 20."""
     expected = (interval + blocked) * rate
     if expected + restart * rate > _MOST_INTERRUPTIONS:
         return 0.0
@@ -159,8 +161,8 @@ def _share_after_losses(interval: float, blocked: float, restart: float, rate: f
 
 
 def _lost_seconds(segment: float, rate: float) -> float:
-    """Return the mean time since the last checkpoint at an interruption that falls into a segment: half of it where
-    they are rare.
+    """Return the mean seconds since the last checkpoint at an interruption within a segment; half of it if they are
+    rare.
 
     M - L / (e^(L/M) - 1), the mean of an exponential law cut off at L.
     """

@@ -1,4 +1,4 @@
-"""A run replayed on a recorded spot market: days, dollars and lost work when nodes come and go as recorded."""
+"""Replay a run on a recorded spot market: days, dollars and lost work with the recorded capacity."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 
-_LONGEST_SECONDS = 1e10  # keeps typing errors finite, and admits the seconds of Unix time
+_LONGEST_SECONDS = 1e10  # bounds typing errors, and admits Unix time in seconds
 
 
 @dataclass(frozen=True)
 class SpotTrace:
-    """Nodes that were up, as (seconds, nodes) stretches of time, one after another."""
+    """The recorded capacity, as consecutive intervals of (seconds, nodes)."""
 
     name: str
     stretches: tuple[tuple[float, int], ...]
@@ -30,7 +30,7 @@ class SpotTrace:
 
 
 def read_trace(path: Path) -> SpotTrace:
-    """Return a trace from a file. Raises UsageError where it cannot be read or is not a trace."""
+    """Return the trace in a file. Raises UsageError if it cannot be read or is not a trace."""
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
@@ -68,7 +68,9 @@ def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
 
 
 def _from_csv(path: Path, text: str) -> list[tuple[float, int]]:
-    """Return the lines ``seconds,nodes``: nodes up from then on; the last of them for as long as the one before."""
+    """Return the trace in lines ``seconds,nodes``, each the start of an interval; the last one lasts as long as the one
+    before.
+    """
     points: list[tuple[float, int]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         cells = [cell.strip() for cell in line.split(",")]
@@ -113,7 +115,7 @@ _Stretches = list[tuple[float, bool]]  # seconds, and whether all nodes are up
 
 @dataclass(frozen=True)
 class Spread:
-    """Over the starting points that were tried."""
+    """Median and percentiles over the simulated starting points."""
 
     median: float
     p10: float
@@ -122,7 +124,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class TraceOutcome:
-    """What becomes of the run. ``days`` of the calendar, waiting for nodes included; dollars while the nodes are up."""
+    """The result of a simulation. ``days`` include waiting for nodes; dollars count time with nodes only."""
 
     name: str
     trace_days: float
@@ -143,7 +145,7 @@ class TraceOutcome:
 
 
 def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
-    """Replay the run from 16 starting points spread over the trace, which repeats where the run is longer.
+    """Replay the run from 16 starting points spread over the trace, which repeats if the run is longer.
 
     The run needs all its nodes at once. When it gets them it loads for ``restart_seconds``, then works and saves as the
     plan says; when it loses one, work since the last checkpoint is lost, or, if a last save fits the notice, none but
@@ -197,7 +199,7 @@ def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
 
 
 class _Replay:
-    """One run on its way through a trace: seconds of the calendar, of waiting, and of work done twice."""
+    """The state of one run in a trace: seconds elapsed, seconds of waiting, and seconds of repeated work."""
 
     def __init__(self, spec: RunSpec, plan: RunPlan) -> None:
         self.spec, self.durability = spec, plan.durability
@@ -206,9 +208,7 @@ class _Replay:
         self.wall = self.waiting = self.lost = self.interruptions = 0.0
 
     def to_the_end(self, stretches: _Stretches, start: float) -> bool:
-        """Return whether the run ends. What a stretch adds does not depend on what came before, so rounds are
-        skipped.
-        """
+        """Return whether the run ends. An interval adds the same amount in each round, so rounds are skipped."""
         if self._through(_after(stretches, start)) or self._through(stretches):
             return True
         outcomes = [self._outcome(seconds) for seconds, up in stretches if up]
@@ -216,7 +216,7 @@ class _Replay:
         whole = math.fsum(seconds for seconds, _ in stretches)
         if self.left * whole >= _NEVER_SECONDS * per_round:
             return False
-        # No run ends in a round that begins with more work left than this and what the round adds.
+        # No run ends in a round that begins with more remaining work than this and the work of a round.
         most = max(seconds - self.durability.restart_seconds for seconds, up in stretches if up) / self.pace
         rounds = max(0, math.floor((self.left - most) / per_round) - 1)
         self.left -= rounds * per_round
@@ -229,7 +229,7 @@ class _Replay:
         return True
 
     def _through(self, stretches: _Stretches) -> bool:
-        """Return whether the run ends on the way."""
+        """Return whether the run ends within these intervals."""
         for seconds, up in stretches:
             ending = self.durability.restart_seconds + self.left * self.pace
             if up and ending <= seconds:
@@ -246,9 +246,7 @@ class _Replay:
         return False
 
     def _outcome(self, seconds: float) -> tuple[float, float]:
-        """Return the seconds of progress that stay, and of work that is lost, when a stretch with all nodes up ends
-        early.
-        """
+        """Return the seconds of progress kept, and of work lost, when an interval with all nodes ends early."""
         segment = self.durability.interval_seconds + self.durability.blocked_seconds
         worked = max(0.0, seconds - self.durability.restart_seconds)
         if self.durability.grace_ok:
@@ -259,7 +257,7 @@ class _Replay:
 
 
 def _up_and_down(trace: SpotTrace, needed: int) -> _Stretches:
-    """Return the stretches with enough nodes and without, in turn; the end of the trace is joined to its beginning."""
+    """Return the intervals with and without enough nodes in turn; the end of the trace is joined to its beginning."""
     joined: _Stretches = []
     for seconds, nodes in trace.stretches:
         up = nodes >= needed
@@ -276,7 +274,7 @@ def _up_and_down(trace: SpotTrace, needed: int) -> _Stretches:
 
 
 def _after(stretches: _Stretches, start: float) -> _Stretches:
-    """Return what is left of a round after ``start`` seconds."""
+    """Return the rest of a round after ``start`` seconds."""
     rest, passed = [], 0.0
     for seconds, up in stretches:
         passed += seconds

@@ -1,1 +1,1 @@
-"""The search for a layout, and for the cluster: the space, its rules, bounds, and the choice."""
+"""The search for a layout, and for a cluster: space, rules, bounds and choice."""

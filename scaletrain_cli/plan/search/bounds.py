@@ -18,7 +18,7 @@ from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
-# The models round, and overlap is not linear: bounds are taken a little lower. A test holds them below the models.
+# The models round, and overlap is not linear, so the bounds have a margin. A test keeps them below the models.
 _SLACK = 0.98
 # Micro-batches per step beyond which the cost of one step per micro-batch is negligible; and sequences per micro-batch
 # beyond which the peak of memory lies in activations, not in the optimizer's step.
@@ -27,7 +27,7 @@ _MANY = 100_000
 
 @dataclass(frozen=True)
 class _States:
-    """Bytes on one rank with all stages on it, and over how many ranks the sharded part of them was divided."""
+    """Bytes on one rank that holds all stages, and the number of ranks that the sharded part is divided over."""
 
     parameters: int
     gradients: int
@@ -36,10 +36,10 @@ class _States:
 
 
 class Bounds:
-    """Lower bounds for the layouts of one spec; keeps what it has sized."""
+    """Lower bounds for the layouts of one spec; sized layouts are cached."""
 
     def __init__(self, spec: RunSpec, device: Accelerator, checkpointing: str) -> None:
-        """``checkpointing``: the mode that recomputes least."""
+        """``checkpointing``: the mode of activation checkpointing that recomputes least."""
         self.spec, self.device, self.checkpointing = spec, device, checkpointing
         self._workload = workload_of(spec.model)
         self._layers = self._workload.layers(spec)
@@ -50,7 +50,7 @@ class Bounds:
         self._activations: dict[tuple[int | str, ...], int] = {}
 
     def step_seconds(self, axes: Axes, micro_batches: Sequence[int], checkpointing: str | None = None) -> list[float]:
-        """Return the seconds of any layout with these degrees and each of these micro-batches, at least.
+        """Return a lower bound on the step seconds of layouts with these degrees, for each of these micro-batches.
 
         1F1B passes m micro-batches and (p - 1) / v more through the slowest stage (arXiv:2104.04473, section 2.2),
         which takes at least the average of the stages; each no less than the smallest micro-batch, and no less per
@@ -67,7 +67,7 @@ class Bounds:
     def group_seconds(
         self, axes: Axes, zero_stage: int, offload: str, micro_batches: Sequence[int], floors: Sequence[float]
     ) -> list[float]:
-        """Return the same for layouts of one ZeRO stage, closer: ``floors`` are those of ``step_seconds``.
+        """Return a tighter bound for layouts of one ZeRO stage; ``floors`` are those of ``step_seconds``.
 
         From the widest micro-batch on the true ranks: what comes once per step (the optimizer, and gradients that the
         backward pass does not hide) comes on top, and no smaller micro-batch is faster per sequence.
@@ -83,7 +83,7 @@ class Bounds:
         return [_SLACK * once + max(pair) for pair in zip(floors, closer, strict=True)]
 
     def peak_bytes(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> int:
-        """Return the bytes that the fullest rank holds at least."""
+        """Return a lower bound on the bytes of the fullest rank."""
         states = self._states_of(axes, zero_stage, offload)
         shared = states.shards / axes.shards
         held = states.parameters * (shared if zero_stage == 3 else 1)
@@ -99,7 +99,7 @@ class Bounds:
         return int(_SLACK * (held * share + in_flight * self._activation_bytes(axes, micro_batch, checkpointing)))
 
     def _selective_share(self, blocks: int) -> float:
-        """Return the share of the average activations of ``blocks`` blocks that they keep at least."""
+        """Return a lower bound on the share of the average activations that ``blocks`` blocks keep."""
         framework = framework_of(self.spec)
         if framework.selective(self.spec) == "attention module":
             return 1.0
@@ -108,8 +108,7 @@ class Bounds:
         return max(0.0, (blocks - -(-blocks // every)) / (whole * blocks)) if every > 1 else 1.0
 
     def _micro_batch(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
-        """Return what one more micro-batch costs ranks that hold all stages, at least: in compute, and in
-        communication.
+        """Return a lower bound on (compute, communication) seconds per micro-batch of ranks that hold all stages.
 
         Experts spread over more ranks compute no slower and send no less; how much either changes depends on the
         tokens of a rank alone, so it is read where the sequence is cut in the cheapest way.
@@ -126,7 +125,7 @@ class Bounds:
         return self._micro_batches[key]
 
     def _parts(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
-        """Return the seconds per micro-batch in compute and in exposed communication, of ranks that hold all stages."""
+        """Return (compute, exposed communication) seconds per micro-batch of ranks that hold all stages."""
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._alone_seconds:
             layout = self._alone(axes, 0, micro_batch, checkpointing, "none")
@@ -136,7 +135,7 @@ class Bounds:
 
     def _time(self, layout: Layout, micro_batches: int) -> Time:
         batch = layout.data_parallel * layout.micro_batch_size * micro_batches
-        # A loss in chunks is slower, and smaller micro-batches may do without.
+        # A chunked loss is slower, and smaller micro-batches may not need it.
         layout = replace(
             layout, gradient_accumulation_steps=micro_batches, global_batch_size=batch, cross_entropy="whole"
         )
@@ -161,7 +160,7 @@ class Bounds:
         return self._activations[key]
 
     def _alone(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> Layout:
-        """Return the one micro-batch without a pipeline, and with no more data parallelism than the experts need."""
+        """Return one micro-batch without a pipeline, with no more data parallelism than the experts need."""
         data = -(-axes.expert // axes.sequence)
         alone = axes._replace(data=data, pipeline=1, virtual=1)
         layout = build_layout(self.spec, alone, zero_stage, checkpointing, micro_batch, offload)

@@ -1,4 +1,4 @@
-"""The limits of a cluster (GPUs, time, dollars), from command-line text, and what clusters are compared by."""
+"""The limits of a cluster (GPUs, time, dollars), parsed from options, and the comparison of clusters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from scaletrain_cli.spec.quantities import parse_count, parse_seconds
 
 @dataclass(frozen=True)
 class Limits:
-    """``objective``: time, cost or gpus. None sets no limit; ``gpus`` are names to compare, none for the spec's."""
+    """Limits: ``objective`` is time, cost or gpus. None sets no limit; ``gpus`` are names to compare, empty for the
+    spec's.
+    """
 
     objective: str
     max_gpus: int | None
@@ -27,7 +29,7 @@ class Limits:
 def parse_limits(
     objective: str | None, *, max_gpus: int | None, deadline: str | None, budget: str | None, gpus: Sequence[str]
 ) -> Limits | None:
-    """Return the limits, or None where nothing was asked for. Raises UsageError.
+    """Return the limits, or None if no option is given. Raises UsageError.
 
     Without an objective, a deadline asks for the fewest GPUs that keep it, and all else for the soonest end.
     """
@@ -74,7 +76,7 @@ OBJECTIVES = ("time", "cost", "gpus")
 
 @dataclass(frozen=True)
 class Considered:
-    """One cluster: wall-clock seconds and US dollars to the end, interruptions included; None where unknown."""
+    """One cluster: seconds of wall-clock time and US dollars of the run, with interruptions; None if unknown."""
 
     gpu: str
     nodes: int
@@ -97,7 +99,7 @@ class Considered:
 
 @dataclass(frozen=True)
 class ClusterLimits:
-    """An objective, and what a cluster may have and a run may take at most; None sets no limit."""
+    """An objective, and the maximum of GPUs, time and dollars; None sets no limit."""
 
     objective: str
     max_gpus: int
@@ -105,7 +107,7 @@ class ClusterLimits:
     budget_usd: float | None
 
     def broken_by(self, row: Considered) -> Reason | None:
-        """Return the limit that a cluster breaks; None if it keeps all."""
+        """Return the limit that a cluster exceeds; None if it meets all."""
         if row.seconds is None:
             return row.why
         if self.deadline_seconds is not None and row.seconds > self.deadline_seconds:
@@ -117,14 +119,14 @@ class ClusterLimits:
         return None
 
     def rank(self, row: Considered) -> tuple[float, ...]:
-        """Return the smaller is better; what the objective leaves open is settled by the other two."""
+        """Return a sort key, smaller is better: the objective first, then the other two quantities."""
         time = float("inf") if row.seconds is None else row.seconds
         money = float("inf") if row.dollars is None else row.dollars
         order = {"time": (time, money, row.gpus), "cost": (money, time, row.gpus), "gpus": (row.gpus, time, money)}
         return order[self.objective]
 
     def worse(self, row: Considered, best: Considered) -> Reason:
-        """Return why a cluster that keeps the limits was not chosen."""
+        """Return why a cluster that meets the limits was not chosen."""
         if self.objective == "gpus":
             return Reason("plan.more-gpus" if row.gpus > best.gpus else "plan.slower-on-as-many")
         if self.objective == "time":
@@ -133,7 +135,7 @@ class ClusterLimits:
         return Reason("plan.costs-more", {"by": more}) if more >= 0.5 else Reason("plan.no-cheaper")
 
     def miss(self, row: Considered) -> float:
-        """Return how far a cluster is from the limits: 0.5 is half as much again as allowed."""
+        """Return the largest relative excess over the limits: 0.5 is 50 % more than allowed."""
         time = 0.0 if self.deadline_seconds is None else (row.seconds or 0.0) / self.deadline_seconds - 1
         money = 0.0 if self.budget_usd is None else (row.dollars or 0.0) / self.budget_usd - 1
         return max(time, money)

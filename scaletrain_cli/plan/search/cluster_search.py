@@ -1,4 +1,4 @@
-"""Clusters planned for a run: a coarse grid of node counts, then those that a bound says could be better."""
+"""Plan a run on clusters: a coarse grid of node counts, then those that a bound does not exclude."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES
 
-# In the coarse pass, node counts closer than this say the same twice; large clusters, which take longest to plan, are
-# looked at more coarsely, since the pass after it looks closely where it matters.
+# In the coarse pass, closer node counts give nearly the same result; large clusters, which take longest to plan, are
+# sampled more coarsely, because the second pass refines where it matters.
 _STEP = 1.2
 _LARGE_STEP = 1.5
 _LARGE = 16
-# Node counts bounded after the coarse pass, at some ten milliseconds each.
+# Maximum number of node counts to bound after the coarse pass; each takes some ten milliseconds.
 _MOST_BOUNDED = 48
 
 
 def most_nodes(spec: RunSpec, max_gpus: int) -> int:
-    """Return the largest node count within ``max_gpus`` GPUs, and never more than a spec may name."""
+    """Return the largest node count within ``max_gpus`` GPUs and within the limit of a spec."""
     return min(max_gpus // spec.cluster.gpus_per_node, spec.cluster.traits.max_nodes or MOST_NODES)
 
 
@@ -51,7 +51,7 @@ def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
 
 
 def likeliest(spec: RunSpec, counts: Sequence[int], near: int) -> list[int]:
-    """Return the node counts that divide best and are nearest to ``near``, ascending.
+    """Return the node counts near ``near`` with the most layouts, ascending.
 
     Data parallelism divides the batch, so the ranks over their common divisor must be shared out in another way: the
     less of that a count asks for, the more layouts it has.
@@ -66,7 +66,7 @@ def likeliest(spec: RunSpec, counts: Sequence[int], near: int) -> list[int]:
 
 
 def least_step_seconds(spec: RunSpec) -> float:
-    """Return the no layout of this cluster takes a shorter step; infinite where no layout divides."""
+    """Return a lower bound on the step seconds of this cluster; infinite if no layout divides."""
     bounds = Bounds(spec, find_accelerator(spec.cluster), checkpointing_modes(spec)[0])
     found = (
         bounds.step_seconds(group.axes, group.micro_batches)
@@ -77,12 +77,12 @@ def least_step_seconds(spec: RunSpec) -> float:
 
 # Maximum number of clusters that are planned after the first pass.
 _MOST_REFINED = 12
-# None is more efficient per GPU, or closer to its bound, than one of the first pass by more than this.
+# No cluster is more efficient per GPU, or closer to its bound, than one of the first pass by more than this.
 _BETTER = 0.95
 
 
 class Tried(NamedTuple):
-    """One cluster: ``gpu`` as asked for, what it takes, and its plan where there is one."""
+    """One cluster: the requested ``gpu``, time and cost, and its plan if there is one."""
 
     spec: RunSpec
     gpu: str | None
@@ -97,9 +97,7 @@ class _Chance(NamedTuple):
 
 
 def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
-    """Return the same run on other nodes. What the spec states of its own GPU, price and links, does not hold for
-    another.
-    """
+    """Return the same run on other nodes. Price and links in the spec apply to the spec's own GPU only."""
     change: dict[str, Any] = {"nodes": nodes}
     if gpu is not None and gpu != spec.cluster.gpu:
         own = ("price_per_gpu_hour", "spot_price_per_gpu_hour", "intra_node_bandwidth", "host_bandwidth")
@@ -125,12 +123,12 @@ def try_cluster(whole: RunSpec, nodes: int, gpu: str | None) -> Tried:
 
 
 def meets(limits: ClusterLimits, tried: Tried) -> bool:
-    """Return whether a cluster will do."""
+    """Return whether a cluster meets the limits."""
     return not limits.broken_by(tried.row)
 
 
 def first_pass(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> tuple[list[Tried], int]:
-    """Return the planned clusters of a coarse grid of node counts, and how many of the grid were left out.
+    """Plan a coarse grid of node counts; return the clusters, and the number of counts that were left out.
 
     One kind of GPU is planned at every count. Of several kinds each is planned at its smallest cluster that fits, at a
     middle one and at its largest; further counts only where one with 95 % of the GPU seconds of the cheapest of these
@@ -161,7 +159,7 @@ def first_pass(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]
 
 
 def _three_sizes(spec: RunSpec, counts: Sequence[int], gpu: str | None) -> tuple[list[Tried], list[int]]:
-    """Return the clusters up to the smallest that has a plan, a middle one and the largest; and the other counts."""
+    """Return the clusters up to the smallest with a plan, a middle one and the largest; and the other counts."""
     tried = []
     for index, nodes in enumerate(counts):
         tried.append(try_cluster(spec, nodes, gpu))
@@ -177,9 +175,7 @@ def _three_sizes(spec: RunSpec, counts: Sequence[int], gpu: str | None) -> tuple
 def refined(
     spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None], tried: Sequence[Tried], fewest_nodes: int
 ) -> tuple[list[Tried], int]:
-    """Return the more clusters than those ``tried``, best chances first, until none can beat the best; how many were
-    ruled out.
-    """
+    """Plan more clusters, most promising first, until none can beat the best; return them, and the number excluded."""
     best = min((each.row for each in tried if meets(limits, each)), key=limits.rank, default=None)
     chances: list[_Chance] = []
     looked_at = 0
@@ -200,7 +196,7 @@ def refined(
 def _chances(
     spec: RunSpec, limits: ClusterLimits, tried: Sequence[Tried], best: Considered | None, fewest_nodes: int
 ) -> tuple[list[_Chance], int]:
-    """Return the node counts of one kind of GPU that may beat the best, and of how many.
+    """Return the node counts of one kind of GPU that may beat the best, and the number of counts checked.
 
     Checked twice: by the GPU seconds of the cheapest cluster tried, then by the lower bound on their own step,
     stretched as far as the bound of the cluster nearest to the best falls short of its plan.
@@ -224,7 +220,7 @@ def _chances(
     for nodes in counts:
         times = stretch * least_step_seconds(on_cluster(spec, nodes, nearest.gpu))
         if not math.isfinite(times):
-            continue  # nothing divides
+            continue  # no layout divides
         row = _scaled(nearest.row, nodes, times)
         if _could_win(limits, row, best):
             found.append(_Chance(limits.rank(row), nodes, nearest.gpu))
@@ -236,14 +232,14 @@ def _could_win(limits: ClusterLimits, row: Considered, best: Considered | None) 
 
 
 def _scaled(row: Considered, nodes: int, times: float) -> Considered:
-    """Return the row of another number of nodes that takes ``times`` as long."""
+    """Return the row for another number of nodes that takes ``times`` as long."""
     money = None if row.dollars is None else row.dollars * times * nodes / row.nodes
     gpus = row.gpus // row.nodes * nodes
     return replace(row, nodes=nodes, gpus=gpus, seconds=(row.seconds or 0.0) * times, dollars=money)
 
 
 def _no_plan(error: PlanInfeasibleError) -> Reason:
-    """Return why a cluster has no plan: what does not fit, or what does not divide."""
+    """Return why a cluster has no plan: what does not fit, or does not divide."""
     first = error.problems[0]
     what = f"{first.key} = {first.given}: {first.message}" if first.given else first.message
     cause = {"problem": None if first.reason is None else first.reason.code, "what": what.rstrip(".")}

@@ -1,4 +1,4 @@
-"""What this project's engine can run of a planned layout. The planner sizes more than that.
+"""The planned layouts that this project's engine can run. The planner sizes more.
 
 ``ENGINE`` (frameworks/deepspeed.py) is the one declaration: the search proposes within it, and ``submittable`` names
 what lies outside.
@@ -19,23 +19,23 @@ from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 
-# bitsandbytes updates the states where the gradients are.
+# bitsandbytes updates states on the device that has the gradients.
 _BESIDE_GRADIENTS = ("adamw_8bit", "lion")
-_LEAST_FP8_CAPABILITY = (8, 9)  # Ada and Hopper, where fp8 tensor cores begin
+_LEAST_FP8_CAPABILITY = (8, 9)  # Ada and Hopper, the first with fp8 tensor cores
 
 
 def searches_engine(spec: RunSpec) -> bool:
-    """Return whether only what the engine runs may be proposed."""
+    """Return whether the search is limited to layouts that the engine runs."""
     return framework_of(spec).is_engine and spec.planner.search == "engine"
 
 
 def capabilities(spec: RunSpec) -> Capabilities:
-    """Return what the search may propose: what the engine runs, unless the spec asks to see everything."""
+    """Return what the search may propose: what the engine runs, unless the spec asks for everything."""
     return ENGINE if searches_engine(spec) else framework_of(spec).capabilities
 
 
 def opened(spec: RunSpec) -> RunSpec:
-    """Return the spec with every axis that it does not name open, where ``planner.search`` is ``everything``."""
+    """Return the spec with all axes that it does not set opened, if ``planner.search`` is ``everything``."""
     layout = spec.layout
     left_alone = {axis: "auto" for axis in AXES if axis not in layout.model_fields_set}
     if spec.planner.search != "everything" or not left_alone:
@@ -44,7 +44,7 @@ def opened(spec: RunSpec) -> RunSpec:
 
 
 def unsupported(spec: RunSpec, layout: Layout) -> list[Rule]:
-    """Return each thing that cannot be run, with what to do; empty when the layout can.
+    """Return each setting that the engine cannot run, with a remedy; empty if it can run the layout.
 
     What an engine of the user's own (``code.engine``) can run is not known here.
     """
@@ -55,7 +55,7 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[Rule]:
 
 
 def submittable(spec: RunSpec, plan: RunPlan) -> list[Rule]:
-    """Return why the planned run may not be submitted, most important first; empty when it may."""
+    """Return why the planned run may not be submitted, most important first; empty if it may."""
     found = unsupported(spec, plan.layout)
     if not plan.memory.fits:
         sizes = {"peak": plan.memory.peak, "capacity": plan.memory.capacity}
@@ -99,7 +99,7 @@ def _about_precision(spec: RunSpec) -> Iterator[Rule]:
 
 
 def _about_fp8(spec: RunSpec) -> Iterator[Rule]:
-    """Yield that the device has no fp8 products; a GPU that the spec describes is taken to have them."""
+    """Yield that the device has no fp8 products; a GPU described in the spec is assumed to have them."""
     device = find_accelerator(spec.cluster)
     numbers = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)
     if numbers is None:

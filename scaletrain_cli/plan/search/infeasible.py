@@ -1,4 +1,4 @@
-"""The errors of a run that fits no layout, and the changes that would make it fit, each computed."""
+"""The errors of a run that fits in no layout, and the computed changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text
 
 _MOST_GPUS = 100_000
-# Number of layouts, smallest by the bound, that are sized to find the smallest.
+# Number of layouts, smallest by their bound, to size in the search for the smallest.
 _MOST_SIZED = 24
 
 
 def suggestions(spec: RunSpec) -> list[Problem]:
-    """Return the changes that make the run fit: one setting, all settings, what another engine runs, more GPUs, larger
-    GPUs.
-    """
+    """Return changes that make the run fit: one setting, all settings, another framework, more GPUs, larger GPUs."""
     device = find_accelerator(spec.cluster)
     found = []
     for key, value in _single_changes(spec):
@@ -52,7 +50,7 @@ def suggestions(spec: RunSpec) -> list[Problem]:
 
 
 def smallest_memory(spec: RunSpec, device: Accelerator) -> Sized | None:
-    """Return the layout with the least memory that the spec allows; None where nothing divides."""
+    """Return the layout with the least memory that the spec allows; None if none divides."""
     modes = checkpointing_modes(spec)
     points = [
         (group, mode, offload)
@@ -94,7 +92,7 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
 
 
 def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
-    """Return the smallest degree of each axis, or the least offload, that would do by itself if this engine ran it."""
+    """Return the smallest degree of each axis, or the least offload, that would suffice if the engine supported it."""
     everything = opened(_changed(spec, "planner.search", "everything"))
     if capabilities(spec) != ENGINE or not workload_of(spec.model).offloads:
         return
@@ -162,7 +160,7 @@ def _changed(spec: RunSpec, key: str, value: Any) -> RunSpec:
 def _would_fit(
     spec: RunSpec, device: Accelerator, key: str, value: str, sized: Sized, code: str = "plan.would-fit"
 ) -> Problem:
-    """Return a change with the memory and the time that it takes: saving memory often costs time."""
+    """Return a change with its memory and step time: less memory often costs time."""
     memory, step = sized.memory, workload_of(spec.model).time(spec, sized.layout, device)[0].step
     params = {"key": key, "value": value, "peak": memory.peak, "capacity": memory.capacity, "step": step}
     return Problem.because("would fit", key, Reason(code, {**params, "layout": describe(sized.layout)}), value)
@@ -177,7 +175,7 @@ class PlanInfeasibleError(InfeasibleError):
 
 
 def infeasible_json(error: InfeasibleError) -> dict[str, Any]:
-    """Return the JSON object of a run without any plan: ``feasible`` and ``problems`` as a plan's has them."""
+    """Return the JSON object of a run without a plan: ``feasible`` and ``problems`` as in a plan."""
     return {"schema": SCHEMA, "feasible": False, "problems": [problem.to_json() for problem in error.problems]}
 
 
@@ -189,7 +187,7 @@ def does_not_divide(spec: RunSpec, problems: list[Problem]) -> PlanInfeasibleErr
 def does_not_fit(
     spec: RunSpec, device: Accelerator, plan: RunPlan, changes: Sequence[Problem] = ()
 ) -> PlanInfeasibleError:
-    """Return the error for a smallest layout that is too large: its parts against the device, and what would fit."""
+    """Return the error for a smallest layout that is too large: its parts, the device, and suggested changes."""
     memory, layout = plan.memory, plan.layout
     parts = (
         ("weights", memory.parameters),

@@ -17,7 +17,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text
 
-# Step times closer than this are the same, as far as the model can tell; then the simpler layout wins.
+# Step times closer than this are equal within the model's accuracy; then the simpler layout is preferred.
 SAME_TIME = 1.02
 MOST_ALTERNATIVES = 200
 # A step time that rounds to 0.0 % less is called equal.
@@ -42,17 +42,17 @@ class Candidate:
 
     @property
     def comfortable(self) -> bool:
-        """Return whether it fits with memory to spare for the model's error: running out costs more than speed."""
+        """Return whether it fits with a margin for the model's error: running out of memory costs more than speed."""
         return self.memory.verdict == "fits"
 
     @property
     def expected_seconds(self) -> float:
-        """Return seconds per step if a run that runs out of memory is worth nothing."""
+        """Return seconds per step, weighted so that a run that runs out of memory is worth nothing."""
         return self.time.step / max(1 - self.memory.out_of_memory_probability, 1e-4)
 
 
 def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate | None:
-    """Return the fastest that fits with room to spare, or else that fits; among equals the simplest.
+    """Return the fastest layout that fits with a margin, or else that fits; of equal ones the simplest.
 
     Speed counts as far as it can be expected: a layout that may run out of memory must be faster by as much. Where the
     loss is ``contrastive``, one that accumulates is taken only if none that does not fits with room.
@@ -67,7 +67,7 @@ def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate 
 
 
 def simplicity(candidate: Candidate) -> tuple[int, ...]:
-    """Return the smaller is simpler: no offload, fewer axes, lower ZeRO stage, less recomputation, less memory."""
+    """Return a sort key, smaller is simpler: no offload, fewer axes, lower ZeRO stage, less recomputation, memory."""
     layout = candidate.layout
     split = layout.tensor_parallel * layout.pipeline_parallel * layout.sequence_parallel * layout.context_parallel
     return (
@@ -85,7 +85,7 @@ def simplicity(candidate: Candidate) -> tuple[int, ...]:
 def best_alternatives(
     candidates: list[Candidate], chosen: Candidate, *, contrastive: bool = False
 ) -> tuple[Alternative, ...]:
-    """Return all but the chosen one, fastest fitting first, then by memory; each with its reason."""
+    """Return all but the chosen one, fastest that fits first, then by memory; each with its reason."""
     rest = [candidate for candidate in candidates if candidate.layout != chosen.layout]
     rest.sort(key=lambda c: (not c.memory.fits, c.time.step if c.memory.fits else c.memory.peak, simplicity(c)))
     return tuple(
@@ -95,7 +95,7 @@ def best_alternatives(
 
 
 def reason(candidate: Candidate, chosen: Candidate, *, contrastive: bool = False) -> Reason:
-    """Return why ``candidate`` was not taken, with its numbers."""
+    """Return why ``candidate`` was not chosen, with its numbers."""
     memory = candidate.memory
     if not memory.fits:
         return Reason("plan.needs-memory", {"peak": memory.peak, "capacity": memory.capacity})
@@ -113,7 +113,7 @@ def reason(candidate: Candidate, chosen: Candidate, *, contrastive: bool = False
     return Reason("plan.not-faster")
 
 
-# The codes under which layouts are counted: those of ``reason`` without the numbers of one layout.
+# The codes by which layouts are counted: those of ``reason`` without the numbers of one layout.
 _COUNTED = {
     "plan.needs-memory": "plan.does-not-fit",
     "plan.little-memory-left": "plan.counted-little-memory-left",
@@ -124,15 +124,15 @@ _COUNTED = {
 
 
 def _counted(found: Reason) -> Reason:
-    """Return the reason without its numbers, so that layouts can be counted by it."""
+    """Return the reason without its numbers, for counting layouts."""
     return Reason(_COUNTED.get(found.code, found.code))
 
 
-# Layouts sized even where bounds say that they cannot win, so that there is something to compare with.
+# Minimum number of layouts to size for comparison, even if bounds exclude them.
 _FEWEST_SIZED = 100
-# A limit for extreme clusters and models: with this many sized, the best of them is chosen.
+# Maximum number of layouts to size, for extreme clusters and models; the best of them is chosen.
 _MOST_SIZED = 3000
-# Where nothing fits, the smallest layouts among which the smallest is looked for.
+# If nothing fits, number of the smallest layouts to size in the search for the smallest.
 _MOST_TOO_LARGE = 50
 
 
@@ -144,7 +144,7 @@ class _Bounded(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """One layout of a group, by its positions in the group's lists; checkpointing in that of the search.
+    """One layout of a group, by its indices into the group's lists; checkpointing by index into that of the search.
 
     ``timing`` is None as long as only the bound is known.
     """
@@ -158,7 +158,7 @@ class _Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What a search saw: layouts that fit, some that do not, and how many there are, sized or not."""
+    """The result of a search: layouts that fit, some that do not, and the number of layouts, sized or not."""
 
     fitting: tuple[Candidate, ...]
     too_large: tuple[Sized, ...]
@@ -174,14 +174,12 @@ def evaluate(spec: RunSpec, layout: Layout, device: Accelerator) -> Candidate:
 
 
 def smallest(found: Found) -> Sized:
-    """Return the layout that needs the least memory, where nothing fits."""
+    """Return the layout that needs the least memory if nothing fits."""
     return min(found.too_large, key=lambda sized: (sized.memory.peak, describe(sized.layout)))
 
 
 def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candidate) -> tuple[Alternative, ...]:
-    """Return the best of the layouts that were sized, with reasons; those that do not fit only where there is space
-    left.
-    """
+    """Return the best layouts that were sized, with reasons; those that do not fit only if there is space left."""
     room = max(0, MOST_ALTERNATIVES - len(found.fitting))
     nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: room + 1]
     sized = [*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)]
@@ -191,7 +189,7 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
 def search(
     spec: RunSpec, device: Accelerator, all_axes: list[Axes], counts: RejectionCounts, *, compared: bool = True
 ) -> Found:
-    """Size what may be the fastest of all layouts with these degrees; what becomes of the others goes into ``counts``.
+    """Size the layouts with these degrees that may be fastest, and count the others in ``counts``.
 
     Exact as long as the bounds are bounds and fewer than a few thousand layouts come near the best: a test compares
     it with sizing all of them. ``compared``: size at least a hundred, so that the chosen one has something beside it.
@@ -206,7 +204,7 @@ def search(
 
 
 class _Search:
-    """One search; its state is the queue of what was not looked at yet, best bound first."""
+    """One search; its state is a queue of layouts, best bound first."""
 
     def __init__(self, spec: RunSpec, device: Accelerator, counts: RejectionCounts, fewest_sized: int) -> None:
         self.spec, self.device, self.counts, self.fewest_sized = spec, device, counts, fewest_sized
@@ -266,7 +264,7 @@ class _Search:
             self._push(floor, _Point(group, index, 0, 0))
 
     def _time(self, point: _Point, floor: float) -> None:
-        """Queue a layout again under its true time."""
+        """Queue a layout again with its exact time."""
         if self._is_too_large(point):
             self._rule_out(point)
             self._queue_recomputing(point, floor)
@@ -277,7 +275,7 @@ class _Search:
         self._push(timing[0].step, point._replace(timing=timing))
 
     def _look_at(self, point: _Point, step_seconds: float) -> None:
-        """Return the see whether the fastest layout of the queue fits."""
+        """Size the layout with the best bound, keep it if it fits, and queue its variants."""
         bare = point._replace(timing=None)
         self._queue_recomputing(bare, step_seconds)
         memory = None if self._is_marked(point) else self._memory(point)
@@ -298,7 +296,7 @@ class _Search:
         self._queue_offloading(bare, step_seconds)
 
     def _queue_recomputing(self, point: _Point, floor: float) -> None:
-        """Queue the layout that recomputes more, which takes no less time."""
+        """Queue the layout with more recomputation, which takes no less time."""
         group = point.group
         if point.offload == 0 and point.checkpointing + 1 < len(self.modes):
             size, mode = group.micro_batches[point.micro_batch], self.modes[point.checkpointing + 1]
@@ -306,7 +304,7 @@ class _Search:
             self._push(max(floor, bound), point._replace(checkpointing=point.checkpointing + 1))
 
     def _queue_offloading(self, point: _Point, floor: float) -> None:
-        """Queue the layout that offloads more, which takes no less time."""
+        """Queue the layout with more offload, which takes no less time."""
         if point.offload + 1 < len(point.group.offload):
             self._push(floor, point._replace(offload=point.offload + 1))
 
@@ -315,7 +313,7 @@ class _Search:
         self.counts.add(Reason("plan.does-not-fit"), describe(self._layout(point)))
 
     def _is_marked(self, point: _Point) -> bool:
-        """Return whether a layout that needs no more is known not to fit: memory grows with the micro-batch."""
+        """Return whether a layout that needs no more memory is known not to fit: memory grows with the micro-batch."""
         return any(
             mark.micro_batch <= point.micro_batch
             and mark.checkpointing >= point.checkpointing
@@ -340,7 +338,7 @@ class _Search:
         self.counts.add(Reason("plan.never-fits"), example, count)
 
     def _count_the_rest(self, first: _Bounded | _Point) -> None:
-        """Count what was left in the queue when the search ended; ``first`` has the best bound of it."""
+        """Count the layouts left in the queue at the end of the search; ``first`` has the best bound of them."""
         point = first if isinstance(first, _Point) else _Point(first.group, 0, 0, 0)
         rest = self.considered - self._ruled_out - len(self.fitting)
         why = Reason("plan.cannot-be-faster")

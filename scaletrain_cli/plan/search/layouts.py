@@ -1,4 +1,4 @@
-"""Layouts: which degrees a spec allows, what the other settings may be, and the layout that they make."""
+"""Layouts: the degrees that a spec allows, the values of other settings, and the layout that they form."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scaletrain_cli.plan.search.engine_support import capabilities
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
-# Micro-batches tried; above the smallest few dozen nothing gets faster.
+# Maximum number of micro-batch sizes tried; above the smallest few dozen nothing gets faster.
 _MOST_MICRO_BATCHES = 24
-# Compiling takes about a minute at the start of each attempt; shorter runs are tries.
+# Compiling takes about a minute at the start of each attempt; shorter runs do not benefit.
 _STEPS_WORTH_COMPILING = 500
 _TRITON_CAPABILITY = 8.0
 
@@ -30,18 +30,18 @@ def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
     highest = framework.highest_zero_stage(spec, pipelined)
     stages = [stage for stage in capabilities(spec).zero_stages if lowest <= stage <= highest]
     if not stages and spec.layout.offload == offload:
-        return [lowest]  # pinned to what the framework does not combine: sized all the same
+        return [lowest]  # pinned to a combination that the framework does not support; sized nevertheless
     return stages[:1] if axes.shards == 1 else stages
 
 
 def checkpointing_modes(spec: RunSpec) -> list[str]:
-    """Return the modes of activation checkpointing to try, cheapest in time first."""
+    """Return the modes of activation checkpointing to try, the fastest first."""
     pinned = spec.layout.activation_checkpointing
     return list(workload_of(spec.model).checkpointing) if pinned == "auto" else [pinned]
 
 
 def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
-    """Return what may move to the host, least first; parameters not beside a pipeline, which ZeRO-3 cannot join."""
+    """Return the offload modes to try, least first; parameters not with a pipeline, which ZeRO-3 does not support."""
     pinned = spec.layout.offload
     if pinned != "auto":
         return [pinned]
@@ -51,12 +51,12 @@ def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
 
 
 def is_contrastive(spec: RunSpec) -> bool:
-    """Return whether a sample is compared with all others of a micro-batch, so that accumulation changes the loss."""
+    """Return whether the loss compares a sample with all others of a micro-batch, so that accumulation changes it."""
     return workload_of(spec.model).contrastive(spec)
 
 
 def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
-    """Return the micro-batches that divide a rank's share of the global batch, smallest first.
+    """Return the micro-batch sizes that divide a rank's share of the global batch, smallest first.
 
     An interleaved schedule runs them in rounds of one per stage (Megatron-LM, schedules.py).
     """
@@ -76,7 +76,7 @@ def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
 def build_layout(
     spec: RunSpec, axes: Axes, zero_stage: int, checkpointing: str, micro_batch: int, offload: str | None = None
 ) -> Layout:
-    """Return the layout, of degrees that break no rule. ``offload``: as pinned, or none."""
+    """Return the layout of degrees that break no rule. ``offload``: as pinned, or none."""
     if offload is None:
         offload = "none" if spec.layout.offload == "auto" else spec.layout.offload
     tokens = micro_batch * -(-spec.units_per_sample // (axes.sequence * axes.context))
@@ -103,7 +103,7 @@ def build_layout(
 
 
 def chosen_compile(spec: RunSpec) -> bool:
-    """Return whether the blocks are compiled: ``training.compile``, or for ``auto`` where that can be relied on.
+    """Return whether the blocks are compiled: ``training.compile``, or for ``auto`` if that is reliable and worthwhile.
 
     That is this engine's dense transformer in a 16-bit or wider precision, in a run that is long enough to pay for the
     minute of compiling, on a CUDA device for which Triton generates code (compute capability 8.0 or later). Experts
@@ -122,7 +122,7 @@ def chosen_compile(spec: RunSpec) -> bool:
 
 
 def describe(layout: Layout) -> str:
-    """Return the one line: the degrees above 1, then what is sharded, recomputed and offloaded."""
+    """Return a layout as one line: the degrees above 1, then sharding, recomputation and offload."""
     degrees = {
         "tensor": layout.tensor_parallel,
         "pipeline": layout.pipeline_parallel,
@@ -142,12 +142,12 @@ def describe(layout: Layout) -> str:
 
 
 def division_problems(spec: RunSpec, axes: Axes) -> list[Problem]:
-    """Return everything that does not divide, with what would."""
+    """Return everything that does not divide, with valid values."""
     return [rule.problem(spec.where(rule.key)) for rule in broken_rules(spec, axes)]
 
 
 def broken_rules(spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-    """Yield the rules that these degrees break, of the cluster, the model, the framework and the batch."""
+    """Yield the rules of cluster, model, framework and batch that these degrees break."""
     if axes.data * axes.model_parallel != spec.world_size:
         yield _wrong_product(spec, axes)
     yield from workload_of(spec.model).rules(spec, axes)

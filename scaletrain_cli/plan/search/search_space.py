@@ -1,4 +1,4 @@
-"""Every layout that a search may try, in groups, and the reason for each degree that it may not."""
+"""All layouts that a search may try, in groups, and the reason for each excluded degree."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
-# Degrees tried per axis: a power of two has fewer divisors than this, and odd clusters must not take minutes.
+# Maximum number of degrees tried per axis: a power of two has fewer divisors; odd clusters must not take minutes.
 _MOST_DEGREES = 16
 
 
-# Reasons with the same code become one beyond these, so that a listing stays readable.
+# Above this number, reasons with the same code are merged, to keep a listing readable.
 _MOST_PER_CODE = 6
 
 
 class RejectionCounts:
-    """Reasons with how many layouts each ruled out and the first example, in the order in which they first appeared."""
+    """Reasons with the number of layouts each excluded and the first example, in the order of first appearance."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, tuple[tuple[str, Any], ...]], tuple[int, str]] = {}
 
     def add(self, reason: Reason, example: str, count: int = 1) -> None:
-        """Count ``count`` more layouts, or degrees, for a reason; the first example stays."""
+        """Count ``count`` more layouts, or degrees, for a reason; the first example is kept."""
         if count:
             key = reason.code, tuple(reason.params.items())
             earlier, first = self._found.get(key, (0, example))
             self._found[key] = earlier + count, first
 
     def rejections(self) -> tuple[Rejection, ...]:
-        """Return all reasons; many that differ in numbers alone are one, with N for the numbers."""
+        """Return all reasons; many that differ in numbers alone are merged, with N for the numbers."""
         families: dict[tuple[Any, ...], list[tuple[str, tuple[tuple[str, Any], ...]]]] = {}
         for code, params in self._found:
             words = tuple((name, None if _is_number(value) else value) for name, value in params)
@@ -66,7 +66,7 @@ class Group(NamedTuple):
 
 
 def axes_to_try(spec: RunSpec, counts: RejectionCounts) -> list[Axes]:
-    """Return all combinations of degrees that divide, plainest first; the others go into ``counts``, by rule."""
+    """Return all combinations of degrees that divide, simplest first; count the others in ``counts``, by rule."""
     spec = opened(spec)
     degrees = {axis: degrees_to_try(spec, axis, counts) for axis in AXES}
     found = []
@@ -82,9 +82,7 @@ def axes_to_try(spec: RunSpec, counts: RejectionCounts) -> list[Axes]:
 
 
 def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> list[Axes]:
-    """Return those that our engine can run; all of them where it can run none, which are then planned with a
-    warning.
-    """
+    """Return those that our engine can run; all of them if it can run none, which are then planned with a warning."""
     workload = workload_of(spec.model)
     broken = {axes: next(workload.engine_rules(spec, axes.tensor), None) for axes in all_axes}
     found = [axes for axes, rule in broken.items() if rule is None]
@@ -95,7 +93,7 @@ def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> l
 
 
 def _count_zero_stages(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> None:
-    """Count the ZeRO stages that zero_stages() leaves out, where the spec leaves the stage open."""
+    """Count the ZeRO stages that zero_stages() leaves out, if the spec does not set the stage."""
     framework = framework_of(spec)
     stages = capabilities(spec).zero_stages if spec.layout.zero_stage == "auto" else ()
     piped = [axes for axes in all_axes if axes.pipeline > 1]
@@ -114,8 +112,8 @@ def _count_zero_stages(spec: RunSpec, all_axes: list[Axes], counts: RejectionCou
 
 
 def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
-    """Return all layouts, as groups."""
-    allowed: dict[tuple[bool, bool], dict[int, tuple[str, ...]]] = {}  # offload by ZeRO stage, for kinds of degrees
+    """Return all layouts, in groups."""
+    allowed: dict[tuple[bool, bool], dict[int, tuple[str, ...]]] = {}  # offload modes by ZeRO stage and kind of degrees
     sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
     for axes in all_axes:
         kind = (axes.pipeline > 1, axes.shards > 1)
@@ -132,9 +130,7 @@ def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
 
 
 def degrees_to_try(spec: RunSpec, axis: str, counts: RejectionCounts) -> list[int]:
-    """Return the degrees of one axis by themselves: the pinned one, or those that this model and cluster leave,
-    smallest first.
-    """
+    """Return the degrees of one axis: the pinned one, or those that model and cluster allow, smallest first."""
     pinned = getattr(spec.layout, axis)
     if pinned != "auto":
         return [int(pinned)]
@@ -160,7 +156,7 @@ def degrees_to_try(spec: RunSpec, axis: str, counts: RejectionCounts) -> list[in
 
 
 def _combinations(spec: RunSpec, degrees: dict[str, list[int]], counts: RejectionCounts) -> Iterator[Axes]:
-    """Return those whose product divides the ranks; chunks of a pipeline only where they divide the layers."""
+    """Return combinations whose product divides the ranks; virtual stages only if they divide the layers."""
     world, pinned_data = spec.world_size, spec.layout.data_parallel
     layers = workload_of(spec.model).layers(spec)
     chunks = {pipeline: [1] for pipeline in degrees["pipeline_parallel"]}
@@ -187,7 +183,7 @@ def _combinations(spec: RunSpec, degrees: dict[str, list[int]], counts: Rejectio
                             found = True
                             yield Axes(data, tensor, pipeline, virtual, sequence, context, expert)
     if not found:
-        yield resolve_axes(spec)  # pinned degrees that make no cluster: its broken rules say why
+        yield resolve_axes(spec)  # no cluster matches the pinned degrees; the broken rules state why
 
 
 def _dividing(degrees: Iterable[int], world: int, others: int) -> list[int]:

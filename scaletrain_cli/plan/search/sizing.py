@@ -1,4 +1,4 @@
-"""How many of which GPUs a run should have, for an objective and within limits."""
+"""Choose the number and type of GPUs of a run, for an objective and within limits."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import dollars_text, seconds_text
 
-# How far beyond the limit to look for a number of GPUs that would do.
+# Up to this multiple of the limit, a sufficient number of GPUs is searched for.
 _BEYOND = 16
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """The cluster chosen: ``spec`` with its nodes and GPU, its plan, and what it was compared with."""
+    """The chosen cluster: ``spec`` with its nodes and GPU, its plan, and the clusters it was compared with."""
 
     spec: RunSpec
     plan: RunPlan
@@ -54,7 +54,7 @@ class Sizing:
 
 
 class SizingError(InfeasibleError):
-    """No cluster within the limits will do (exit 3); ``closest`` is the nearest miss, None where nothing fits."""
+    """No cluster within the limits is sufficient (exit 3); ``closest`` is the nearest miss, None if nothing fits."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SizingError(InfeasibleError):
         self.closest = closest
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object of a run without a plan, with the table under the key where a plan has it."""
+        """Return the object of a run without a plan, with the table under the same key as in a plan."""
         return infeasible_json(self) | {"sizing": {"considered": [row.to_json() for row in self.considered]}}
 
 
@@ -90,8 +90,7 @@ def size_cluster(
     budget_usd: float | None = None,
     gpus: Sequence[str] = (),
 ) -> Sizing:
-    """Return the cluster that ends soonest (``time``), costs least (``cost``) or has fewest GPUs (``gpus``) within the
-    limits.
+    """Return the cluster with the least time (``time``), cost (``cost``) or GPUs (``gpus``) within the limits.
 
     Wall-clock time counts interruptions: time to train over the expected goodput. ``max_gpus``: those of the spec
     where not given, but for the objective ``gpus``, which then asks for the number and may go beyond them. ``gpus``:
@@ -112,7 +111,7 @@ def size_cluster(
     )
     if not any(meets(limits, each) for each in tried):
         found, looked_at = _beyond(spec, limits, names)
-        if objective == "gpus" and max_gpus is None and looked_at:  # how many GPUs it takes is the question
+        if objective == "gpus" and max_gpus is None and looked_at:  # the number of GPUs is the question
             tried = sorted([*tried, *looked_at], key=lambda each: (names.index(each.gpu), each.row.nodes))
             limits = replace(limits, max_gpus=found.gpus if found else max(each.row.gpus for each in tried))
             tried = [each for each in tried if each.row.gpus <= limits.max_gpus]
@@ -183,7 +182,7 @@ def _is_bound_to_one_node(spec: RunSpec, max_gpus: int) -> bool:
 def _out_of_reach(
     spec: RunSpec, limits: ClusterLimits, rows: list[Considered], beyond: Considered | None
 ) -> InfeasibleError | UsageError:
-    """Return the error with the closest miss, and the fewest GPUs ``beyond`` the limit that would do."""
+    """Return the error with the closest miss, and the fewest GPUs ``beyond`` the limit that suffice."""
     planned = [row for row in rows if row.seconds is not None]
     if planned and all(row.why == Reason("plan.no-price") for row in planned):
         return UsageError("cost and budget need a price: set cluster.price_per_gpu_hour.")
@@ -206,7 +205,7 @@ def _cluster_problem(where: str, row: Considered, reason: Reason) -> Problem:
 
 
 def _taken(row: Considered) -> dict[str, Any]:
-    """Return the parameters of what a cluster takes; ``takes`` and ``missed`` are texts."""
+    """Return the parameters for time and cost of a cluster; ``takes`` and ``missed`` are texts."""
     takes = "never finishes" if row.seconds is None else seconds_text(row.seconds)
     takes += "" if row.dollars is None else f", {dollars_text(row.dollars)}"
     return {"seconds": row.seconds, "dollars": row.dollars, "takes": takes, "missed": str(row.why or "")}
@@ -231,7 +230,7 @@ class _Beyond(NamedTuple):
 
 
 def _beyond(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> _Beyond:
-    """Return the smallest cluster over the limit that would do, and those tried on the way to it."""
+    """Return the smallest sufficient cluster over the limit, and those tried on the way to it."""
     per_node = spec.cluster.gpus_per_node
     tried: list[Tried] = []
     for nodes in node_counts(spec, _BEYOND * limits.max_gpus):

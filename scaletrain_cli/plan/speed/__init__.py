@@ -1,1 +1,1 @@
-"""Time of a step: kernels, links, pipelines and the work of the framework."""
+"""Time of a step: kernels, links, pipelines, and host work of the framework."""

@@ -21,22 +21,22 @@ from scaletrain_cli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Slice:
-    """What one rank computes of a micro-batch."""
+    """The work of one rank on a micro-batch."""
 
     tokens: int  # of one micro-batch on one sequence or context rank
     keys: int  # positions that a query may attend to: the whole sequence
     tensor: int
-    sequence: int  # Ulysses: heads are cut further inside attention
+    sequence: int  # Ulysses: heads are sharded further inside attention
     expert: int
     expert_tensor: int
-    sharded_norms: bool  # norms and residuals over the tensor ranks too
+    sharded_norms: bool  # norms and residuals are sharded over the tensor ranks too
     flash: bool
     compiled: bool
 
 
 @dataclass(frozen=True)
 class PartTime:
-    """GPU seconds of one part; ``again``: recomputing the attention core; and the projections around that, forward."""
+    """GPU seconds of one part; ``again``: recomputing the attention core, and the projections around it, forward."""
 
     forward: float
     backward: float
@@ -46,7 +46,7 @@ class PartTime:
 
 @lru_cache(maxsize=8192)
 def block_time(model: ModelSpec, cut: Slice, profile: FrameworkProfile, rate: Rates, experts: bool) -> PartTime:
-    """Return the one block; ``experts``: one whose MLP is a mixture of experts."""
+    """Return the time of one block; ``experts``: one whose MLP is a mixture of experts."""
     t = cut.tensor
     heads = -(-model.num_attention_heads // t)
     projections = _products_seconds(_attention_products(model, cut.tokens, heads, t), cut, rate)
@@ -66,7 +66,7 @@ def block_time(model: ModelSpec, cut: Slice, profile: FrameworkProfile, rate: Ra
 
 @lru_cache(maxsize=8192)
 def head_time(model: ModelSpec, cut: Slice, profile: FrameworkProfile, rate: Rates) -> PartTime:
-    """Return the final norm, projection to the vocabulary and loss."""
+    """Return the time of final norm, projection to the vocabulary and loss."""
     columns, hidden = -(-model.vocab_size // cut.tensor), model.hidden_size
     forward, backward = linear_seconds(cut.tokens, hidden, columns, cut.compiled, rate)
     entries = 1.0 * cut.tokens * columns
@@ -77,7 +77,7 @@ def head_time(model: ModelSpec, cut: Slice, profile: FrameworkProfile, rate: Rat
 
 
 def embedding_time(model: ModelSpec, cut: Slice, rate: Rates) -> PartTime:
-    """Return the time of gathering the rows, and of adding up their gradients in a table of the full size."""
+    """Return the time of the embedding lookup, and of summing its gradients in a table of the full size."""
     rows = 1.0 * cut.tokens * model.hidden_size * rate.element_bytes
     table = -(-model.vocab_size // cut.tensor) * model.hidden_size * rate.element_bytes
     return PartTime(memory_seconds(3 * rows, 3, rate), memory_seconds(3 * rows + table, 5, rate))
@@ -87,7 +87,7 @@ _Product = tuple[int, int, int, int]  # how many, rows, inner, columns
 
 
 def _products_seconds(products: list[_Product], cut: Slice, rate: Rates) -> tuple[float, float]:
-    """Return the forward and backward."""
+    """Return the forward and backward seconds of these matrix products."""
     forward = backward = 0.0
     for count, rows, inner, columns in products:
         there, back = linear_seconds(rows, inner, columns, cut.compiled, rate)
@@ -127,7 +127,7 @@ def _mlp_products(model: ModelSpec, tokens: int, inner: int, t: int) -> list[_Pr
 
 
 def _expert_products(model: ModelSpec, cut: Slice) -> list[_Product]:
-    """Return router, shared experts, and the routed ones held here, each with its share of the tokens when balanced.
+    """Return the products of the router, the shared experts and the local routed experts, with a balanced load.
 
     The tensor ranks share one micro-batch; the ranks that hold all experts between them work on expert x expert_tensor
     / tensor of them.
@@ -145,7 +145,7 @@ def _expert_products(model: ModelSpec, cut: Slice) -> list[_Product]:
 def _attention_core(
     model: ModelSpec, cut: Slice, profile: FrameworkProfile, heads: int, rate: Rates
 ) -> tuple[float, float]:
-    # Ulysses trades sequence for heads: each rank has all queries of some heads, the same work.
+    # Ulysses exchanges sequence for heads: each rank has all queries of some heads, the same work.
     local = max(1, heads // cut.sequence)
     queries = cut.tokens * cut.sequence
     scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
@@ -159,7 +159,7 @@ def _attention_core(
 
 
 def _moved(model: ModelSpec, cut: Slice, profile: FrameworkProfile, heads: int, experts: bool) -> tuple[float, float]:
-    """Return the bytes that element-wise kernels of one block move, forward and backward, in 16 bits."""
+    """Return the bytes that element-wise kernels of one block read and write, forward and backward, in 16 bits."""
     t, tokens = cut.tensor, cut.tokens
     hidden = model.hidden_size / (t if cut.sharded_norms else 1)
     inner = model.intermediate_size / t

@@ -23,11 +23,11 @@ CONTENTION = 0.1256
 
 @dataclass(frozen=True)
 class BlockTraffic:
-    """Seconds that one block communicates for one micro-batch; ``experts`` comes on top where it routes tokens."""
+    """Seconds of communication of one block and micro-batch; ``experts`` is added for routed tokens."""
 
     forward: float
     backward: float
-    experts: float  # each way, forward; as much again backward
+    experts: float  # per direction, forward; the same again backward
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DataTraffic:
 
 
 def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile) -> BlockTraffic:
-    """Return tensor, sequence, context and expert parallelism of one block."""
+    """Return the time of tensor, sequence, context and expert parallelism of one block."""
     model = spec.transformer
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     payload = tokens * model.hidden_size * element
@@ -60,7 +60,7 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkP
         forward += link.exchange(payload * _width(spec, t), sp, t)
         backward += link.exchange(payload * _width(spec, t), sp, t)
     if cp > 1:
-        # Keys and values travel around the ring and hide behind the blocks of attention but for their latency.
+        # Keys and values travel around the ring, overlapped with blocks of attention except for their latency.
         keys = 2 * cp * tokens * model.num_key_value_heads * model.head_dim // t * element
         gathered = link.gather(keys, cp, t * sp)
         forward += gathered / 2
@@ -76,9 +76,7 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkP
 def data_traffic(
     spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile, parameters: int, blocks: int
 ) -> DataTraffic:
-    """Return the gradients and weights of one stage that holds ``parameters`` in ``blocks`` blocks on each tensor
-    rank.
-    """
+    """Return the traffic of gradients and weights of a stage with ``parameters`` in ``blocks`` blocks per rank."""
     ranks, stage, m = zero_shards(layout), layout.zero_stage, layout.gradient_accumulation_steps
     if ranks == 1:
         return DataTraffic(0.0, 0.0, 0.0, 0.0, 0)
@@ -109,7 +107,7 @@ def data_traffic(
 
 
 def tied_seconds(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile, table: int) -> float:
-    """Return the seconds per step in which first and last stage add up the gradients of a shared table."""
+    """Return the seconds per step in which first and last stage sum the gradients of a shared embedding."""
     model, p = spec.transformer, layout.pipeline_parallel
     if p == 1 or not model.tie_word_embeddings:
         return 0.0
@@ -118,7 +116,7 @@ def tied_seconds(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkPr
 
 
 def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:
-    """Return the one activation from stage to stage."""
+    """Return the seconds to send one activation to the next stage."""
     if layout.pipeline_parallel == 1:
         return 0.0
     return link.send(_boundary_bytes(spec, layout), layout.world_size // layout.pipeline_parallel)
@@ -149,9 +147,7 @@ def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStep
 
 
 def exposed(communication: float, compute: float, overlap: float) -> float:
-    """Return what communication adds to compute, if a share ``overlap`` of it may run beside: the rest, and
-    contention.
-    """
+    """Return the exposed time of communication if a share ``overlap`` may overlap compute: the rest, and contention."""
     beside = min(communication * overlap, compute)
     return communication - beside + CONTENTION * beside
 
@@ -180,5 +176,5 @@ def _width(spec: RunSpec, tensor: int) -> float:
 
 
 def _part(count: int, ranks: int) -> int:
-    """Return what one of ``ranks`` sends of a buffer in a ring: (n - 1) / n of it."""
+    """Return the bytes that each of ``ranks`` sends of a buffer in a ring: (n - 1) / n of it."""
     return count * (ranks - 1) // ranks

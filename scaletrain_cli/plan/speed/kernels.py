@@ -1,4 +1,4 @@
-"""Time of a kernel on a device: matrix products by size, attention, and kernels that only move memory.
+"""Time of a kernel on a device: matrix products by size, attention, and memory-bound kernels.
 
 Rates by GPU generation, with sources, are in kernel_rates.json.
 """
@@ -33,7 +33,7 @@ _DROPOUT_BYTES = (5, 5)
 # Transformer Engine casts each input of an fp8 product and keeps it transposed too: read 16 bits, write 8 twice; a part
 # is fused with the kernel before.
 _CAST_BYTES = 3
-# Of a device that was described without them.
+# For a device described without them.
 _USUAL_MULTIPROCESSORS = 100
 # Of a CPU's nominal rate: products, attention forward and backward. An order of magnitude.
 _CPU_SHARES = (0.5, 0.25, 0.25)
@@ -48,7 +48,7 @@ _ODD_HEAD_SHARE = 1 / 16
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device sustains at one precision: FLOP/s and bytes/s."""
+    """Sustained rates of a device at one precision: FLOP/s and bytes/s."""
 
     matmul: float
     multiprocessors: int
@@ -60,14 +60,12 @@ class Rates:
     memory: float
     kernel_seconds: float
     element_bytes: int
-    cast_bytes: int  # per element of a product's input, to bring it to 8 bits and turn it around
+    cast_bytes: int  # per element of a product's input, to cast it to 8 bits and transpose it
     is_cpu: bool
 
 
 def rates(device: Accelerator, precision: str) -> Rates:
-    """Return the device's rates at a precision. fp8 speeds up matrix products, not attention, which stays in 16
-    bits.
-    """
+    """Return the device's rates at a precision. fp8 accelerates matrix products, not attention, which has 16 bits."""
     row = _generation(device.name)
     peak = device.peak_flops(precision)
     attention_peak = device.peak_flops("bf16" if precision == "fp8" and "fp8" in device.flops else precision)
@@ -93,7 +91,7 @@ def rates(device: Accelerator, precision: str) -> Rates:
 
 @lru_cache(maxsize=16384)
 def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
-    """Return the one product of (rows x inner) by (inner x columns).
+    """Return the seconds of one product of (rows x inner) by (inner x columns).
 
     Work comes in tiles and tiles in waves of one per multiprocessor, so the last wave idles; a short inner dimension
     does not hide filling the pipeline; thin products are bound by memory (NVIDIA, Matrix Multiplication Background
@@ -106,7 +104,7 @@ def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
 
 @lru_cache(maxsize=16384)
 def linear_seconds(rows: int, inner: int, columns: int, compiled: bool, rate: Rates) -> tuple[float, float]:
-    """Return the forward and backward of a linear layer: its output, the gradient of its input, and that of its weight.
+    """Return the forward and backward seconds of a linear layer: output, gradient of the input, gradient of the weight.
 
     In all three the rows of memory are as wide as the weight's two dimensions, which torch.compile pads.
     """
@@ -135,21 +133,19 @@ def _tiled_seconds(rows: int, inner: int, columns: int, aligned: float, rate: Ra
 
 
 def _aligned(width: int) -> float:
-    """Return the share of the rate that rows of ``width`` elements leave, when they do not begin where tensor cores
-    load.
-    """
+    """Return the share of the rate for rows of ``width`` elements, which may not be aligned for tensor cores."""
     return next(share for multiple, share in _ALIGNMENT if width % multiple == 0)
 
 
 def memory_seconds(moved_bytes: float, kernels: float, rate: Rates) -> float:
-    """Return the seconds of kernels that read and write ``moved_bytes`` in all."""
+    """Return the seconds of kernels that read and write ``moved_bytes`` in total."""
     return moved_bytes / rate.memory + kernels * rate.kernel_seconds
 
 
 def flash_attention_seconds(
     queries: int, keys: int, heads: int, score_size: int, value_size: int, biased: bool, rate: Rates
 ) -> tuple[float, float]:
-    """Return the forward and backward of fused causal attention: ``queries`` rows in all, each against ``keys``
+    """Return the forward and backward seconds of fused causal attention: ``queries`` rows, each against ``keys``
     positions.
 
     Forward two products over the causal half, backward five of the same size (arXiv:2307.08691, section 4.1).

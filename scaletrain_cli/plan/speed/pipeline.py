@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Passes drawn per stage: enough to fill, to run steadily and to drain; what lies between repeats.
+# Passes drawn per stage: enough to show fill, steady state and drain; the steady state repeats.
 _FEWEST_MICRO_BATCHES = 8
 
 
@@ -28,7 +28,7 @@ class Timeline(NamedTuple):
     stages: int
     micro_batches: int
     drawn: int
-    seconds: float  # of what is drawn
+    seconds: float  # of the part that is drawn
     left_out_seconds: float
 
 
@@ -64,9 +64,7 @@ def timeline(times: Sequence[tuple[float, float]], micro_batches: int, chunks: i
 
 
 def _order(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tuple[bool, int, int]]:
-    """Return (backward, chunk, micro-batch) as one stage runs them: forwards to fill, then one and one, then
-    backwards.
-    """
+    """Return (backward, chunk, micro-batch) in the order of one stage: fill, one forward one backward, drain."""
     total = micro_batches * chunks
     warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
     warm_up = min(warm_up, total)
@@ -81,7 +79,9 @@ def _order(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tup
 
 
 def _virtual(k: int, stages: int, chunks: int) -> tuple[int, int]:
-    """Return (chunk, micro-batch) of the k-th pass: micro-batches go through a chunk in groups of as many as stages."""
+    """Return (chunk, micro-batch) of the k-th pass: micro-batches pass through a chunk in groups of the number of
+    stages.
+    """
     if chunks == 1:
         return 0, k
     group, within = divmod(k, stages * chunks)
@@ -89,7 +89,7 @@ def _virtual(k: int, stages: int, chunks: int) -> tuple[int, int]:
 
 
 def _before(stage: int, stages: int, backward: bool, chunk: int, chunks: int) -> tuple[int, bool, int] | None:
-    """Return the pass of the same micro-batch that must end first; None for the very first."""
+    """Return the pass of the same micro-batch that must end first; None for the first pass."""
     if not backward:
         if stage:
             return stage - 1, False, chunk
@@ -101,11 +101,11 @@ def _before(stage: int, stages: int, backward: bool, chunk: int, chunks: int) ->
 
 @dataclass(frozen=True)
 class Schedule:
-    """Seconds of one step's forwards and backwards: of the slowest stage, and what it waits for the others."""
+    """Seconds of one step's passes: of the slowest stage, and its waiting for the others."""
 
     busy: float
     bubble: float
-    slowest: int  # index of the stage that is done last
+    slowest: int  # index of the last stage to finish
 
 
 def one_forward_one_backward(

@@ -1,4 +1,4 @@
-"""What activation checkpointing recomputes, in forward passes, seconds and FLOPs."""
+"""The recomputation of activation checkpointing, in forward passes, seconds and FLOPs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPERATIONS = 0.5
 
 
 def recomputed_forwards(spec: RunSpec, layout: Layout) -> float:
-    """Return how many forward passes of a block run again in its backward pass, on average over blocks.
+    """Return the number of forward passes of a block in its backward pass, on average over blocks.
 
     An attention module is half of a block's kernels and collectives; its core alone counts as none.
     """
@@ -58,5 +58,5 @@ def recompute_flops_per_token(spec: RunSpec, layout: Layout) -> float:
 
 
 def _selective(spec: RunSpec, layout: Layout) -> Selective | None:
-    """Return the kind of selective checkpointing; None where the layout has another mode."""
+    """Return the kind of selective checkpointing; None if the layout has another mode."""
     return framework_of(spec).selective(spec) if layout.activation_checkpointing == "selective" else None

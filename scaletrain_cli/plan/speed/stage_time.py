@@ -37,7 +37,7 @@ _NVME_BANDWIDTH = 5e9
 
 
 def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
-    """Return the seconds of one copy between device and host of what an average block keeps of one micro-batch.
+    """Return the seconds of one copy, between device and host, of the activations of an average block and micro-batch.
 
     The forward pass copies each saved tensor to the host and the backward pass copies it back, both on the stream that
     computes (``torch.autograd.graph.save_on_cpu``), so nothing hides either copy.
@@ -49,7 +49,8 @@ def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerato
 
 
 def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated: int) -> float:
-    """Return the seconds of gradients down, the update on the CPU and weights up, for ``updated`` parameters.
+    """Return the seconds to copy gradients to the host, update on the CPU and copy weights back, for ``updated``
+    parameters.
 
     Weights that live on the host too are fetched once for each forward and each backward pass (ZeRO-Infinity,
     arXiv:2104.07857); half of that is taken to hide behind compute. On NVMe all of it passes the node's drives.
@@ -65,11 +66,11 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
         given = spec.cluster.nvme_bandwidth
         drive = (_NVME_BANDWIDTH if given == "auto" else max(given, 1.0)) / spec.cluster.gpus_per_node
         states = updated * optimizer_state_bytes_per_parameter(training.precision, layout.zero_stage)
-        seconds += (2 * states + fetched) / drive  # the states in and out again, and nothing hides behind a drive
+        seconds += (2 * states + fetched) / drive  # states are read and written, and nothing overlaps the drives
     return seconds
 
 
-# GPUs that one socket of a two-socket server of eight drives.
+# Number of GPUs that share a socket, in a two-socket server with eight drives.
 _SOCKET = 4
 # Host and device work at once, and the longer one decides; but some kernels are short and others long, so each waits
 # for the other now and then. The exponent of the norm that stands for it, calibrated on vTrain's runs.
@@ -85,28 +86,28 @@ class Stage:
     again: float
     communication: float
     host: float
-    stall: float  # of the host, while neighbors send and receive
+    stall: float  # of the host, while neighboring stages send and receive
 
     @cached_property
     def seconds(self) -> float:
-        """Of forward and backward: the device's, unless the host cannot issue its kernels that fast."""
+        """Seconds of forward and backward: the device's, unless the host issues kernels more slowly."""
         return self._with(self.host + self.stall)
 
     @cached_property
     def filling(self) -> float:
-        """The same while the pipeline fills and drains."""
+        """Seconds of forward and backward while the pipeline fills and drains."""
         return self._with(self.host) if self.stall else self.seconds
 
     @cached_property
     def passes(self) -> StageTime:
-        """Forward and backward; communication and waiting for the host fall on both in proportion."""
+        """Forward and backward seconds; communication and host waits are divided in proportion."""
         compute = self.forward + self.backward + self.again
         forward = self.forward / compute if compute else 0.5
         return StageTime(self.seconds * forward, self.seconds * (1 - forward))
 
     @cached_property
     def beside(self) -> tuple[float, float]:
-        """Seconds forward and backward without communication of its own: of kernels, and of waiting for the host.
+        """Seconds forward and backward without communication: kernels, and waiting for the host.
 
         The host has about twice as much to issue backward as forward, so two thirds of the waiting fall there.
         """
@@ -122,16 +123,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What stages are made of: seconds of one block of each kind (dense, with experts), and of the ends."""
+    """The parts of a stage: seconds of one block of each kind (dense, with experts), and of embedding and head."""
 
     blocks: tuple[PartTime, PartTime]
     again: tuple[float, float]
-    forwards: float  # that run again, per block
+    forwards: float  # recomputed, per block
     embedding: PartTime
     head: PartTime
     traffic: BlockTraffic
-    boundary: float  # from stage to stage, one way
-    away: float  # of taking a block's activations to the host, and of fetching them
+    boundary: float  # to the next stage, one direction
+    away: float  # copying a block's activations to the host, and back
 
 
 def stage_times(
@@ -144,9 +145,7 @@ def stage_times(
     whole: Architecture,
     blocks: tuple[int, ...],
 ) -> list[Stage]:
-    """Return each stage; ``whole`` is cut by tensor and expert parallelism, ``blocks`` says how many each stage
-    holds.
-    """
+    """Return the time of each stage; ``whole`` is sharded by tensor and expert parallelism, ``blocks`` per stage."""
     last, parts = len(blocks) - 1, _parts(spec, layout, device, rate, link, profile)
     known: dict[tuple[int, int, bool, bool], Stage] = {}
     found, first = [], 0
@@ -162,7 +161,7 @@ def stage_times(
 
 
 def stage_parameters(whole: Architecture, blocks: tuple[int, ...], index: int, first: int | None = None) -> int:
-    """Return the parameters on one tensor and expert rank of a stage, which begins at block ``first``."""
+    """Return the parameters on one tensor and expert rank of a stage that begins at block ``first``."""
     found = whole.blocks_parameters(sum(blocks[:index]) if first is None else first, blocks[index])
     if index == 0:
         found += whole.embedding
@@ -210,7 +209,7 @@ def _stage(
     held: tuple[int, int, bool, bool],
     parameters: int,
 ) -> Stage:
-    """Return the one stage; ``held``: blocks, dense blocks among them, whether it is the first, and the last."""
+    """Return the time of one stage; ``held``: blocks, dense blocks among them, whether it is the first or last."""
     count, dense, first, last = held
     sparse, forwards, traffic = count - dense, parts.forwards, parts.traffic
     forward = dense * parts.blocks[0].forward + sparse * parts.blocks[1].forward

@@ -23,7 +23,7 @@ from scaletrain_cli.plan.speed.stage_time import Stage, offload_seconds, stage_p
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# A plan lists at most this many stages; no published run has more.
+# Maximum number of stages in a plan; no published run has more.
 _MOST_STAGES = 64
 # Tokens on disk: 16 bits up to this vocabulary, 32 above; storage that a node reads from, unless the spec says.
 _SMALL_VOCABULARY = 65536
@@ -32,9 +32,9 @@ _STORAGE_BANDWIDTH = 1e9
 
 @dataclass(frozen=True)
 class _OncePerStep:
-    """What one stage does once per step."""
+    """The work of one stage once per step."""
 
-    exposed: float  # seconds of reducing gradients and gathering weights that nothing hides
+    exposed: float  # seconds of gradient reduction and weight gathering that are exposed
     optimizer: float  # seconds
     sent: int  # bytes over the data-parallel ranks
 
@@ -44,7 +44,7 @@ class _OncePerStep:
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-    """Return the seconds per optimizer step by cause, and what follows; and the traffic of the busiest rank."""
+    """Return the seconds per optimizer step by cause with derived figures, and the traffic of the busiest rank."""
     model = spec.transformer
     framework = framework_of(spec)
     profile = framework.profile_on(device)
@@ -55,7 +55,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     blocks = framework.blocks_by_stage(model, layout.pipeline_parallel)
     stages = stage_times(spec, layout, device, rate, link, profile, whole, blocks)
     m = layout.gradient_accumulation_steps
-    once: dict[int, _OncePerStep] = {}  # stages that are alike are the same object
+    once: dict[int, _OncePerStep] = {}  # equal stages are the same object
     for index, stage in enumerate(stages):
         if id(stage) not in once:
             parameters = stage_parameters(whole, blocks, index)
@@ -114,7 +114,7 @@ def _once_per_step(
 ) -> _OncePerStep:
     """Return what comes once per step on a stage with ``parameters`` in ``blocks`` blocks on each tensor rank."""
     data = data_traffic(spec, layout, link, profile, parameters, blocks)
-    # With v chunks per stage all but the last are done, or not yet wanted, while others run.
+    # With v chunks per stage all but the last have finished, or are not needed yet, while others run.
     others = min(layout.gradient_accumulation_steps, layout.pipeline_parallel - 1)
     windows = 1 + others * (1 - 1 / layout.virtual_pipeline)
     forward, backward = stage.beside
@@ -145,9 +145,7 @@ def _optimizer_seconds(
 
 
 def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
-    """Return the seconds that a step waits for its tokens: read ahead by a node's loaders, they only matter on slow
-    storage.
-    """
+    """Return the seconds that a step waits for tokens; loaders read ahead, so only slow storage matters."""
     given = spec.cluster.storage_bandwidth
     size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
     read = size * layout.global_batch_size * (spec.transformer.seq_len + 1) / spec.cluster.nodes

@@ -32,7 +32,7 @@ _LOGIT_BYTES = 12
 
 
 class Activations(NamedTuple):
-    """Bytes of one micro-batch: all that is kept when the loss is reached, and the most that backward holds."""
+    """Bytes of one micro-batch: kept when the loss is reached, and the maximum during backward."""
 
     kept: int
     backward: int
@@ -56,7 +56,7 @@ def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Me
 def _rank_memory(
     spec: RunSpec, layout: Layout, device: Accelerator, whole: VisionNetwork, held: Activations, logits: int
 ) -> StageMemory:
-    """Return the parts at the worst of three moments: the loss, the backward pass, and the optimizer's step."""
+    """Return the parts at the peak of three phases: the loss, the backward pass, and the optimizer step."""
     training, shards, stage, count = spec.training, zero_shards(layout), layout.zero_stage, whole.parameters
     precision, grad_dtype = training.precision, training.grad_dtype
     shard = Shard(count, 0, max(block.parameters for block in whole.blocks))
@@ -79,7 +79,7 @@ def _rank_memory(
 
 @lru_cache(maxsize=4096)
 def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpointing: str) -> Activations:
-    """Return what autograd keeps, and what is alive while one block after another runs backward.
+    """Return the bytes that autograd keeps, and the peak of the backward pass over the blocks.
 
     Then the blocks behind it are gone, those before it are kept, and there are gradients: of the output and the input
     of one operation, and of what skips it. A checkpointed block brings its activations back first.
@@ -104,7 +104,7 @@ def _kept(block: Block, samples: int, element: int) -> int:
 
 
 def loss_bytes(whole: VisionNetwork, samples: int, ranks: int, element: int) -> int:
-    """Return the logits of a micro-batch: over the classes, or of its images and texts against those of all ranks.
+    """Return the bytes of a micro-batch's logits: over the classes, or of its images and texts against all ranks'.
 
     Contrastive learning gathers the features of all ranks and compares both ways, and keeps only the rows of the
     rank's own samples (OpenCLIP, ``local_loss``); each gathered feature has its gradient.

@@ -94,14 +94,14 @@ def _basic(channels: int, features: int, side: int, out: int, last: bool) -> tup
 
 
 def _joined(channels: int, features: int, pixels: int, after: int, last: bool) -> tuple[Operation, ...]:
-    """Return the skip connection, projected where the shape changes."""
+    """Return the residual connection, with a projection if the shape changes."""
     same = channels == features and pixels == after
     shortcut = () if same else _conv_norm(channels, features, 1, pixels, after, last)
     return *shortcut, addition(features * after, kept=False), activation(features * after)
 
 
 def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
-    """Return the patches, the stages with a halving before all but the first, and the classifier."""
+    """Return the patches, the stages with downsampling before all but the first, and the classifier."""
     side, channels = model.image_size // model.patch_size, model.hidden_sizes[0]
     image = Operation(kept=model.num_channels * model.image_size**2)
     patches = convolution(
@@ -117,7 +117,7 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
         layer = _convnext_layer(model, features, side**2, autocast)
         if index < len(model.depths) - 1:
             blocks.append(Block(layer, depth, input=features * side**2))
-        else:  # nothing reads the last sum again: its mean does not
+        else:  # the last sum is not read again: the mean's gradient does not need it
             blocks += [Block(layer, depth - 1, input=features * side**2)] if depth > 1 else []
             blocks.append(Block((*layer[:-1], replace(layer[-1], kept=0)), input=features * side**2))
         channels = features
@@ -140,7 +140,7 @@ def _convnext_layer(model: ConvNextSpec, channels: int, pixels: int, autocast: b
 
 
 def _halved(side: int) -> int:
-    """Return the pixels of a side after a convolution of stride 2 that pads by half its odd kernel."""
+    """Return the side length after a convolution of stride 2 with padding of half its odd kernel."""
     return (side + 1) // 2
 
 
@@ -173,7 +173,7 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
     table = Operation(
         parameters=(text.vocab_size + words) * text.hidden_size,
         kept=words * text.hidden_size * build.stream,  # the sum with the positions, which the first norm reads again
-        kept_bytes=8 * words,  # the words' numbers, as int64
+        kept_bytes=8 * words,  # token ids, as int64
         inputs=2 * words * text.hidden_size,
         outputs=words * text.hidden_size,
         moved_back=2 * words * text.hidden_size,
@@ -195,7 +195,7 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
 
 @dataclass(frozen=True)
 class _Builder:
-    """What the layers of a tower have in common."""
+    """The shared parts of the layers of a tower."""
 
     fused: bool
     autocast: bool
@@ -203,7 +203,7 @@ class _Builder:
 
     @property
     def stream(self) -> int:
-        """Elements per value of the stream that blocks add to: two where it is fp32."""
+        """Elements per value of the residual stream: two if it is fp32."""
         return 2 if self.autocast else 1
 
     def norm(self, hidden: int, rows: int) -> Operation:
@@ -226,7 +226,7 @@ class _Builder:
         )
 
     def layer(self, rows: int, hidden: int, heads: int, inner: int, *, bias: bool = True) -> tuple[Operation, ...]:
-        """Return a block with the norms first; only the queries, keys and values may lack their ``bias``."""
+        """Return a pre-norm block; only the query, key and value projections may lack their ``bias``."""
         joined = addition(rows * hidden, autocast=self.autocast)
         return (
             self.norm(hidden, rows),
@@ -244,7 +244,7 @@ class _Builder:
 
 @lru_cache(maxsize=64)
 def network(model: VisionSpec, fused_attention: bool = True, autocast: bool = False) -> VisionNetwork:
-    """Return the operations of one sample; ``fused_attention``: whether a kernel keeps no matrix of scores."""
+    """Return the operations of one sample; ``fused_attention``: whether a kernel avoids storing scores."""
     match model:
         case ResNetSpec():
             return resnet(model)
@@ -257,23 +257,23 @@ def network(model: VisionSpec, fused_attention: bool = True, autocast: bool = Fa
 
 
 def vision_model(spec: RunSpec) -> VisionSpec:
-    """Return the model of a spec that the planner has found to be no transformer of text."""
+    """Return the model section of a spec with a vision network."""
     assert not isinstance(spec.model, ModelSpec)
     return spec.model
 
 
 def planned_network(spec: RunSpec, device: Accelerator) -> VisionNetwork:
-    """Return the operations of one sample as the device would run them."""
+    """Return the operations of one sample as the device executes them."""
     return network(vision_model(spec), _fuses_attention(spec, device), autocasts(spec))
 
 
 def autocasts(spec: RunSpec) -> bool:
-    """Return whether torch.autocast picks the precision of each operation, over weights in fp32."""
+    """Return whether torch.autocast selects the precision of each operation, with fp32 weights."""
     return spec.planner.autocast and spec.training.precision not in ("fp32", "tf32")
 
 
 def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
-    """Return whether attention keeps no matrix of scores: as the spec says, or what the device's kernels can."""
+    """Return whether attention avoids storing its scores: by the spec, or by the device's kernels."""
     if spec.planner.attention != "auto":
         return spec.planner.attention == "flash"
     model = spec.model
@@ -291,6 +291,6 @@ def training_flops(model: VisionSpec) -> int:
 
 @lru_cache(maxsize=64)
 def vision_size(model: VisionSpec) -> ModelSize:
-    """Return parameters, and FLOPs per image or pair in place of tokens."""
+    """Return parameters, and FLOPs per image or pair instead of per token."""
     parameters = network(model).parameters
     return ModelSize(parameters, parameters, float(training_flops(model)))

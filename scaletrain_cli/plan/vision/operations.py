@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FP32 = 4
-_INDEX = 8  # max pooling keeps where each maximum stood, as int64
+_INDEX = 8  # max pooling keeps the index of each maximum, as int64
 
 
 def convolution(
@@ -31,9 +31,7 @@ def convolution(
     of_images: bool = False,
     kept: bool = True,
 ) -> Operation:
-    """Return a dense convolution. cuDNN turns images around whose channels do not come last, and what it computes
-    back.
-    """
+    """Return a dense convolution. cuDNN converts to and from channels-last order where needed."""
     inputs, outputs, depth = channels * pixels, features * out_pixels, channels * kernel**2
     return Operation(
         parameters=depth * features + (features if bias else 0),
@@ -53,7 +51,7 @@ def convolution(
 
 
 def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
-    """Return the one filter per channel, with bias; its output is kept.
+    """Return a depthwise convolution, one filter per channel, with bias; its output is kept.
 
     torch's kernels take images whose channels come first, and the products around them leave them last: a copy in and
     a copy out, each way.
@@ -91,7 +89,7 @@ def linear(rows: int, channels: int, features: int, *, bias: bool = True, kept: 
 
 
 def batch_norm(channels: int, pixels: int) -> Operation:
-    """Return the operation: forward reads twice (statistics, then values), backward twice two tensors."""
+    """Return a BatchNorm: forward reads twice (statistics, then values), backward twice two tensors."""
     size = channels * pixels
     return Operation(
         parameters=2 * channels,
@@ -103,7 +101,7 @@ def batch_norm(channels: int, pixels: int) -> Operation:
 
 
 def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation:
-    """Return the operation; its output is kept, and one mean and root per row. Backward: dx, then two weight sums."""
+    """Return a LayerNorm; its output is kept, and one mean and root per row. Backward: dx, then two weight sums."""
     size = channels * rows
     return Operation(
         parameters=2 * channels,
@@ -124,9 +122,7 @@ def activation(size: int, kept: int = 1) -> Operation:
 
 
 def addition(size: int, *, kept: bool = True, autocast: bool = False, scaled: bool = False) -> Operation:
-    """Return a skip connection; backward, the gradients of both ways are summed. ``scaled``: of a branch that is
-    fp32.
-    """
+    """Return a residual addition; backward sums the gradients of both paths. ``scaled``: of an fp32 branch."""
     if autocast:
         branch = 2 if scaled else 1
         back = 6 + (0 if scaled else 3)  # the sum, and the branch's gradient in 16 bits
@@ -142,7 +138,7 @@ def layer_scale(channels: int, rows: int, *, autocast: bool = False) -> Operatio
 
 
 def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
-    """Return the operation; its output is kept by the next convolution, its indices by itself."""
+    """Return a max pooling; its output is kept by the next convolution, its indices by itself."""
     inputs, outputs = channels * pixels, channels * out_pixels
     indices = _INDEX // 2 * outputs  # in 16-bit elements
     return Operation(
@@ -155,8 +151,7 @@ def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
 
 
 def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool = False) -> tuple[Operation, ...]:
-    """Return scores, softmax and weighted sum over ``heads`` of ``width``; the queries, keys and values are kept before
-    it.
+    """Return scores, softmax and weighted sum over ``heads`` of ``width``; queries, keys and values are kept before.
 
     Without a fused kernel, torch.matmul copies queries, keys and values, whose heads do not lie one behind the other,
     and keeps the copies instead; the output's heads are put back by another copy.
@@ -222,20 +217,20 @@ class Operation:
     taps: int = 1  # of a convolution's filter, among its depth
     has_input_gradient: bool = True  # images have none
     fused_attention: bool = False  # two products and their softmax in one kernel
-    depthwise: bool = False  # no matrix units: each channel by itself
-    pointwise: bool = False  # each element of the output needs the same element of the input alone
+    depthwise: bool = False  # no matrix units: each channel separately
+    pointwise: bool = False  # each output element needs only the input element at its position
     kept: int = 0  # elements
     kept_bytes: int = 0  # of fixed types: statistics and indices
     kept_once_bytes: int = 0  # the same, per micro-batch and not per sample
     inputs: int = 0  # elements read once, and
     outputs: int = 0  # written once, forward
     moved_back: int = 0  # elements read and written by the backward operations
-    copied: int = 0  # elements moved forward to turn images around for matrix units, and twice that backward
-    kernels: int = 2  # launched forward and backward
+    copied: int = 0  # elements moved forward to reorder images for matrix units; backward twice as many
+    kernels: int = 2  # kernels launched forward and backward
 
     @property
     def macs(self) -> int:
-        """Multiplications with addition, forward."""
+        """Multiply-accumulate operations, forward."""
         return self.batches * self.rows * self.columns * self.depth
 
     @property
@@ -245,13 +240,13 @@ class Operation:
 
     @property
     def gradients(self) -> int:
-        """Elements of the gradients that exist while its backward runs: of its output and its input."""
+        """Elements of the gradients alive while its backward runs: of its output and its input."""
         return self.inputs + self.outputs
 
 
 @dataclass(frozen=True)
 class Block:
-    """Operations that activation checkpointing repeats as one; ``count`` such blocks follow one another."""
+    """Operations that activation checkpointing recomputes as one; ``count`` such blocks follow one another."""
 
     operations: tuple[Operation, ...]
     count: int = 1
@@ -259,18 +254,18 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        """Of one block."""
+        """Parameters of one block."""
         return sum(operation.parameters for operation in self.operations)
 
     @property
     def macs(self) -> int:
-        """Of one block and sample, forward."""
+        """Multiply-accumulate operations of one block and sample, forward."""
         return sum(operation.macs for operation in self.operations)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, which makes it a cheap key of a cache
+@dataclass(frozen=True, eq=False)  # compared by identity, so that it is a cheap cache key
 class VisionNetwork:
-    """Blocks in the order of the forward pass, and what the loss needs."""
+    """Blocks in the order of the forward pass, and the inputs of the loss."""
 
     blocks: tuple[Block, ...]
     features: int = 0  # elements per sample that contrastive learning gathers from all ranks; 0: a classifier
@@ -278,11 +273,11 @@ class VisionNetwork:
 
     @property
     def parameters(self) -> int:
-        """Every trainable parameter."""
+        """All trainable parameters."""
         scale = 1 if self.features else 0  # CLIP learns the temperature of its logits
         return scale + sum(block.parameters * block.count for block in self.blocks)
 
     @property
     def macs(self) -> int:
-        """Multiplications with addition of one forward pass and sample, attention unmasked, loss left out."""
+        """Multiply-accumulate operations of a forward pass per sample, with unmasked attention, without the loss."""
         return sum(block.macs * block.count for block in self.blocks)

@@ -56,7 +56,7 @@ class Machine:
 
 
 def machine(device: Accelerator, precision: str, fuses: bool) -> Machine:
-    """Return the device as the kernels below see it."""
+    """Return the device's rates for the kernels below."""
     rate, vector = rates(device, precision), device.flops["fp32"]
     if device.is_cpu:
         return Machine(rate, rate.matmul, False, fuses)
@@ -68,7 +68,7 @@ def machine(device: Accelerator, precision: str, fuses: bool) -> Machine:
 
 @lru_cache(maxsize=4096)
 def pass_seconds(network: VisionNetwork, samples: int, on: Machine) -> tuple[float, float, int]:
-    """Return the forward and backward of one micro-batch, and the number of kernels that they launch."""
+    """Return forward and backward seconds of one micro-batch, and the number of kernel launches."""
     forward = backward = 0.0
     launched = 0
     for block in network.blocks:
@@ -85,7 +85,7 @@ def pass_seconds(network: VisionNetwork, samples: int, on: Machine) -> tuple[flo
 
 def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tuple[float, float]:
     rate, element = on.rate, on.rate.element_bytes
-    # What a fused operation works on never leaves the registers: not written by the one before, not read again.
+    # Intermediate values of a fused operation stay in registers: neither written nor read again.
     spared = 2 * operation.outputs if fused else 0
     ahead = samples * (element * max(0, operation.moved - spared) + operation.kept_bytes)
     back = samples * (element * max(0, operation.moved_back - spared) + operation.kept_bytes)
@@ -95,13 +95,13 @@ def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tu
         return ahead_moved, back_moved
     forward, backward = _product_seconds(operation, samples, on)
     turned = 0.0
-    if operation.depthwise or on.matrix_units:  # these want channels first, those want them last
+    if operation.depthwise or on.matrix_units:  # a change between channels-first and channels-last order
         turned = memory_seconds(samples * element * operation.copied, 0, rate)
     return max(ahead_moved, forward) + turned, max(back_moved, backward) + 2 * turned
 
 
 def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[float, float]:
-    """Return the arithmetic alone: forward, and the gradients of input and weights."""
+    """Return the seconds of arithmetic alone: forward, and the gradients of input and weights."""
     rate, flops = on.rate, 2.0 * operation.macs * samples
     rows, depth, columns = operation.rows * samples, operation.depth, operation.columns
     if operation.depthwise:
@@ -109,14 +109,14 @@ def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[f
     if operation.fused_attention:
         width = depth // 2
         causal = flash_attention_seconds(rows, operation.rows, operation.batches, width, width, False, rate)
-        return 2 * causal[0], 2 * causal[1]  # that counts the causal half alone
+        return 2 * causal[0], 2 * causal[1]  # a kernel that computes the causal half only
     if operation.batches > 1:
         aligned = operation.rows * rate.element_bytes % 16 == 0
         seconds = flops / (rate.matmul * (_BATCHED_SHARE if aligned else _UNALIGNED_SHARE))
         return seconds, 2 * seconds
     if on.matrix_units:
         depth = _whole(depth // operation.taps, _CHANNELS) * operation.taps
-    unbound = replace(rate, memory=inf)  # an implicit GEMM reads its pixels once, not once per tap of its filter
+    unbound = replace(rate, memory=inf)  # an implicit GEMM reads each pixel once, not once per filter element
     if operation.convolution:
         unbound = replace(unbound, depth=_CONVOLUTION_DEPTH)
     forward, backward = matmul_seconds(rows, depth, columns, unbound), _weight_seconds(rows, depth, columns, unbound)
@@ -129,9 +129,7 @@ def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[f
 
 
 def _weight_seconds(rows: int, depth: int, columns: int, rate: Rates) -> float:
-    """Return the gradient of the weights: small, over many rows, which are therefore cut into parts that fill the
-    device.
-    """
+    """Return the seconds of the weight gradient: small, over many rows, which are split to fill the device."""
     tiles = -(-depth // rate.tile_rows) * -(-columns // rate.tile_columns)
     parts = max(1, min(rate.multiprocessors // tiles, rows // rate.depth))
     return matmul_seconds(depth * parts, _whole(-(-rows // parts), _PART), columns, rate)
@@ -147,9 +145,7 @@ _ISSUE_SECONDS = 6e-6
 
 
 def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-    """Return the seconds per optimizer step by cause, and what follows; samples stand where a transformer has
-    tokens.
-    """
+    """Return the seconds per optimizer step by cause with derived figures; samples take the place of tokens."""
     model, training = vision_model(spec), spec.training
     profile = framework_of(spec).profile
     micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
@@ -200,9 +196,7 @@ def _loss_seconds(model: VisionSpec, layout: Layout, rate: Rates) -> float:
 def _data_seconds(
     spec: RunSpec, layout: Layout, device: Accelerator, profile: FrameworkProfile
 ) -> tuple[int, float, float]:
-    """Return the bytes that a rank sends per step for gradients and weights; seconds that block, and that backward may
-    hide.
-    """
+    """Return the bytes that a rank sends per step; seconds of communication that is exposed, and that may overlap."""
     ranks, micro_batches, training = zero_shards(layout), layout.gradient_accumulation_steps, spec.training
     model = vision_model(spec)
     whole, link = network(model), cluster_link(spec.cluster, device)
@@ -227,5 +221,5 @@ def _data_seconds(
 
 
 def _part(size: int, ranks: int) -> int:
-    """Return what one of ``ranks`` sends of a buffer in a ring."""
+    """Return the bytes that each of ``ranks`` sends of a buffer in a ring."""
     return size * (ranks - 1) // ranks

@@ -1,1 +1,1 @@
-"""What is trained, one object per kind: transformers of text, and vision networks. registry.py finds them by model."""
+"""The kinds of models that are trained, one object per kind: language models and vision networks; see registry.py."""

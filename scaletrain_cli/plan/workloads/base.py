@@ -1,4 +1,4 @@
-"""What a kind of network is to the planner: sizes, memory, time, search limits, warnings and assumptions."""
+"""The interface of a workload: sizes, memory, time, search limits, warnings and assumptions of one kind of network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scaletrain_cli.spec.run import AnyModel
 
 
 class Degrees(NamedTuple):
-    """Degrees of one axis that divide, ascending; the largest that makes sense, and why a larger one does not."""
+    """The degrees of one axis that divide, ascending; the largest useful one, and the reason against larger ones."""
 
     dividing: list[int]
     largest: int
@@ -24,11 +24,11 @@ class Degrees(NamedTuple):
 
 
 class Workload(ABC):
-    """One kind of network. Methods that return nothing here are what most kinds do."""
+    """One kind of network. Methods that return nothing here have the default of most kinds."""
 
-    # Whether training consumes tokens of text, by which recipes and data are compared.
+    # Whether training consumes text tokens, which recipe and data checks need.
     counts_tokens: ClassVar[bool] = False
-    # Kinds of activation checkpointing, the cheapest in time first.
+    # Modes of activation checkpointing, the fastest first.
     checkpointing: ClassVar[tuple[str, ...]] = ("none", "full")
     # Whether the time of offloading is modeled.
     offloads: ClassVar[bool] = False
@@ -52,11 +52,11 @@ class Workload(ABC):
         """Return seconds per optimizer step by cause, and the traffic of the busiest rank."""
 
     def layers(self, spec: RunSpec) -> int:
-        """Return the number of blocks that a pipeline can cut apart."""
+        """Return the number of blocks that a pipeline can distribute over stages."""
         return 1
 
     def heads(self, spec: RunSpec) -> int:
-        """Return the number of attention heads that tensor parallelism can cut apart."""
+        """Return the number of attention heads that tensor parallelism can shard."""
         return 1
 
     def contrastive(self, spec: RunSpec) -> bool:
@@ -66,7 +66,7 @@ class Workload(ABC):
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
     ) -> str:
-        """Return how the loss of a micro-batch is computed; ``tokens`` of one rank."""
+        """Return the implementation of the loss of a micro-batch of ``tokens`` tokens per rank."""
         return "whole"
 
     def compiled_by_default(self, spec: RunSpec) -> bool:
@@ -74,28 +74,28 @@ class Workload(ABC):
         return False
 
     def degrees(self, spec: RunSpec, axis: str) -> Degrees | None:
-        """Return the degrees of one axis that this model leaves; None where only 1 is possible."""
+        """Return the degrees of one axis that this model supports; None if only 1 is possible."""
         return None
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-        """Yield the rules of the model that these degrees break."""
+        """Yield the model's rules that these degrees break."""
         yield from ()
 
     def engine_rules(self, spec: RunSpec, tensor: int) -> Iterator[Rule]:
-        """Yield what forbids this degree of tensor parallelism in this project's engine."""
+        """Yield the reasons why this project's engine cannot run this degree of tensor parallelism."""
         yield from ()
 
     @abstractmethod
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield what this project's engine cannot train of the architecture."""
+        """Yield the parts of the architecture that this project's engine cannot train."""
 
     def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
-        """Yield what the model costs on a GPU that the user may not expect."""
+        """Yield costs of the model on a GPU that the user may not expect."""
         yield from ()
 
     @abstractmethod
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        """Yield where the figures of activations, FLOPs and data come from."""
+        """Yield the sources of the figures for activations, FLOPs and data."""
 
     def matrix_widths(self, spec: RunSpec, tensor_parallel: int) -> dict[str, int]:
         """Return the widths of the matrices on one tensor rank, by name."""

@@ -19,7 +19,7 @@ def workload_of(model: AnyModel) -> Workload:
 
 @cache
 def _vision() -> Workload:
-    """Return the workload of vision networks, imported for them alone: a plan of a transformer should not wait."""
+    """Return the workload of vision networks, whose modules are imported only for them."""
     from scaletrain_cli.plan.workloads.vision import VisionWorkload
 
     return VisionWorkload()

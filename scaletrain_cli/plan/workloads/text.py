@@ -1,4 +1,4 @@
-"""Transformers of text: decoder-only language models, dense or with experts."""
+"""Language models: decoder-only transformers, dense or with experts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.run import AnyModel
 
-# Fewer tokens than this on a rank do not fill one row of tiles of a matrix product (NVIDIA, Matrix Multiplication
-# Background User's Guide: 128 x 256), so cutting a sequence further only adds traffic.
+# A rank with fewer tokens does not fill one row of tiles of a matrix product (NVIDIA, Matrix Multiplication Background
+# User's Guide: 128 x 256), so a higher degree only adds traffic.
 _FEWEST_TOKENS = 128
-# More stages than a large machine ever used (Megatron-LM: 64, arXiv:2104.04473; GPT-MoE and Llama 3: 16).
+# More stages than any large machine has used (Megatron-LM: 64, arXiv:2104.04473; GPT-MoE and Llama 3: 16).
 _MOST_STAGES = 64
-# Of more layers than these no divisors are looked for.
+# Divisors are not computed for more layers than these.
 _MOST_LAYERS = 10_000
-# Of the degrees that would satisfy a rule, at most this many are named.
+# Maximum number of valid degrees that a remedy names.
 _MOST_NAMED = 8
-# A vocabulary is padded to a multiple of this at most, in a remedy.
+# A remedy pads the vocabulary to a multiple of at most this number.
 _PADDED = 128
 _ROW_BYTES = 16
 # FlashAttention's largest head.
@@ -36,7 +36,7 @@ _LARGEST_FUSED_HEAD = 256
 
 
 class _Family(NamedTuple):
-    """What the engine's modules of one family build beside its defaults."""
+    """The modules of one family in the engine, beside its defaults."""
 
     experts: bool
     grouped_queries: bool
@@ -51,7 +51,7 @@ _ENGINE_FAMILIES = {
 
 
 class TextWorkload(Workload):
-    """A transformer of text; samples are sequences, and training consumes tokens."""
+    """A decoder-only transformer; samples are sequences, and training consumes tokens."""
 
     counts_tokens = True
     checkpointing = CHECKPOINTING
@@ -72,11 +72,11 @@ class TextWorkload(Workload):
         return architecture.parameter_count(_text(model))
 
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-        """Return the memory as memory/ has it."""
+        """Return the memory by the model in ``plan.memory``."""
         return plan_memory(spec, layout, device)
 
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-        """Return the time as speed/ has it."""
+        """Return the time by the model in ``plan.speed``."""
         return plan_time(spec, layout, device)
 
     def layers(self, spec: RunSpec) -> int:
@@ -90,15 +90,17 @@ class TextWorkload(Workload):
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
     ) -> str:
-        """Return what the framework does with the logits of a micro-batch."""
+        """Return the framework's implementation of the loss of a micro-batch."""
         return framework.cross_entropy(spec, tokens, tensor_parallel, device_bytes)
 
     def compiled_by_default(self, spec: RunSpec) -> bool:
-        """Return whether the model is dense: experts get another number of tokens each step, and recompile."""
+        """Return whether the model is dense: experts receive a varying number of tokens per step, which forces
+        recompilation.
+        """
         return not spec.transformer.num_experts
 
     def degrees(self, spec: RunSpec, axis: str) -> Degrees | None:
-        """Return divisors of layers, experts or ranks, up to what the model and a node allow."""
+        """Return divisors of layers, experts or ranks, up to the limits of the model and the node."""
         model, world = spec.transformer, spec.world_size
         layers, heads, per_node = model.num_hidden_layers, model.num_attention_heads, spec.cluster.gpus_per_node
         if axis == "virtual_pipeline":
@@ -119,7 +121,7 @@ class TextWorkload(Workload):
         return Degrees(divisors(world), largest, reason)
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-        """Yield what does not divide heads, widths, layers, sequences or experts."""
+        """Yield the rules by which degrees must divide heads, widths, layers, sequences or experts."""
         model = spec.transformer
         kv_heads, heads = model.num_key_value_heads, model.num_attention_heads
         tensor = "layout.tensor_parallel"
@@ -159,7 +161,7 @@ class TextWorkload(Workload):
             yield Rule("layout.virtual_pipeline", axes.virtual, "virtual-stages-divide-layers", {"layers": layers}, fix)
 
     def engine_rules(self, spec: RunSpec, tensor: int) -> Iterator[Rule]:
-        """Yield what the engine's grouped products, its vocabulary cut and its heads ask for."""
+        """Yield the engine's requirements: grouped products, sharded vocabulary, heads."""
         model = spec.transformer
         if model.num_experts:
             yield from self._expert_rules(spec, model, tensor)
@@ -187,7 +189,9 @@ class TextWorkload(Workload):
             yield Rule("training.cross_entropy", "liger", "engine-liger-whole-vocabulary", {"tensor_parallel": tensor})
 
     def _expert_rules(self, spec: RunSpec, model: ModelSpec, tensor: int) -> Iterator[Rule]:
-        """Yield what grouped products need: rows of multiples of 16 bytes (torch, ``nn.functional.grouped_mm``)."""
+        """Yield the requirement of grouped products: rows of multiples of 16 bytes (torch,
+        ``nn.functional.grouped_mm``).
+        """
         precision = spec.training.precision
         multiple = _ROW_BYTES // weight_bytes(precision)
         params = {"multiple": multiple, "precision": precision}
@@ -200,7 +204,7 @@ class TextWorkload(Workload):
             yield Rule(key, model.expert_size, "engine-expert-columns", {**params, "ranks": tensor}, fix)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield what departs from the engine's two families as it builds them."""
+        """Yield the settings with which the architecture differs from the engine's two families."""
         model = spec.transformer
         family, built = {"family": model.family}, _ENGINE_FAMILIES[model.base_family]
         if model.num_experts and not built.experts:
@@ -228,7 +232,7 @@ class TextWorkload(Workload):
             yield Rule("model.kv_lora_rank", model.kv_lora_rank, "engine-no-latent-attention")
 
     def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
-        """Yield where attention keeps its matrix of scores."""
+        """Yield a warning if attention stores its matrix of scores."""
         model = spec.transformer
         if model.head_dim > _LARGEST_FUSED_HEAD:
             yield Reason("plan.large-heads", {"head_dim": model.head_dim, "largest": _LARGEST_FUSED_HEAD})
@@ -236,7 +240,7 @@ class TextWorkload(Workload):
             yield Reason("plan.attention-dropout", {"attention_dropout": model.attention_dropout})
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        """Yield where activations, logits, FLOPs and data of a transformer come from."""
+        """Yield the sources of the figures for activations, logits, FLOPs and data of a transformer."""
         element = weight_bytes(spec.training.precision)
         yield Reason("plan.assumes-text-activations", {"element_bytes": element})
         yield Reason("plan.assumes-logits", {"bytes_per_entry": framework.logit_bytes})

@@ -27,11 +27,11 @@ class VisionWorkload(Workload):
         return vision_size(model)
 
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-        """Return the memory of a data-parallel rank; all are alike."""
+        """Return the memory of a data-parallel rank; all ranks are alike."""
         return plan_vision_memory(spec, layout, device)
 
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-        """Return the time of a step; samples stand where a transformer has tokens."""
+        """Return the time of a step; samples take the place of tokens."""
         return plan_vision_time(spec, layout, device)
 
     def contrastive(self, spec: RunSpec) -> bool:
@@ -39,11 +39,11 @@ class VisionWorkload(Workload):
         return isinstance(spec.model, ClipSpec)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield that the engine trains no vision network."""
+        """Yield that the engine cannot train vision networks."""
         yield Rule("model.family", spec.model.family, "engine-text-only")
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        """Yield where activations, time, FLOPs and data of a vision network come from."""
+        """Yield the sources of the figures for activations, time, FLOPs and data of a vision network."""
         samples = spec.total_steps * spec.training.global_batch_size
         yield Reason("plan.assumes-vision-activations", {"element_bytes": weight_bytes(spec.training.precision)})
         yield Reason("plan.assumes-vision-time")
