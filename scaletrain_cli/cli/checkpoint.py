@@ -64,7 +64,7 @@ def verify(
     from scaletrain_cli.ui.console import say
 
     folder, entries = _inventory(run)
-    # Incomplete checkpoints and those set aside are never resumed from.
+    # Incomplete checkpoints and those moved aside are never resumed from.
     wanted = [entry for entry in entries if entry.path.name.startswith("step-") and str(entry.path.parent) == folder]
     if step is not None:
         wanted = [entry for entry in wanted if entry.step == step]

@@ -145,7 +145,7 @@ def _last_of_each(lines: list[LogLine], tail: int | None) -> list[LogLine]:
 
 
 def _is_over(run: RunDir) -> Callable[[], bool]:
-    """Return a function that tells if the run has ended; it asks the scheduler at most every few seconds."""
+    """Return a function that returns True if the run has ended; it queries the scheduler at most every few seconds."""
     from scaletrain_cli.launch.status import is_over, run_status
 
     asked, answer = 0.0, False

@@ -19,8 +19,6 @@ import typer
 from scaletrain_cli.cli.completion import complete_cluster, complete_run, complete_setting
 from scaletrain_cli.errors import DeclinedError, ExitCode
 
-# Specs with the values of --vary or --sweep in them; what is wrong with such a value says which option it came by.
-
 
 def load_varied(
     path: Path, overrides: Sequence[str], varied: Sequence[str], option: str, cluster: str | None

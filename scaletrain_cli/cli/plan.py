@@ -31,9 +31,6 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.catalogue.prices import Quote
 from scaletrain_cli.spec import RunSpec
 
-# `scaletrain plan`: does the run fit, how fast is it, what does it cost? Starts nothing.
-
-
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
 _SHOWN = ("needed", "smallest")  # problems that the table above already shows
 

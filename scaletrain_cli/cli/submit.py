@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from scaletrain_cli.plan import RunPlan
     from scaletrain_cli.spec import RunSpec
 
-# `scaletrain submit`: plan, check, ask once, create the run directory, hand the job over.
-
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES)
 

@@ -43,9 +43,6 @@ from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
 
-# How each block of a model runs: compiled or not, and what the backward pass recomputes or fetches from the host.
-
-
 Forward = Callable[..., Any]
 
 

@@ -74,9 +74,6 @@ def _is_open(path: Path) -> bool:
     return False
 
 
-# Settings of DeepSpeed for offloaded states and weights.
-
-
 def offload_config(spec: RunSpec, layout: Layout, swap_folder: Path) -> dict[str, Any]:
     """Return the offload keys of ``zero_optimization``. ``swap_folder``: on a local disk of the node."""
     if layout.offload == "none":
@@ -102,9 +99,6 @@ def _largest_shard(spec: RunSpec, layout: Layout) -> int:
     experts = 2 * model.num_experts * model.expert_size if model.num_experts else 0  # one parameter each
     widest = max(model.vocab_size, model.max_position_embeddings, model.intermediate_size, 3 * heads, experts)
     return -(-model.hidden_size * widest // (layout.data_parallel * layout.sequence_parallel))
-
-
-# Settings of DeepSpeed for each precision.
 
 
 def precision_config(spec: RunSpec) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints
 from scaletrain_cli.safe_files import open_to_change
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
 
-# Corruption of a committed checkpoint, as by disks and people.
+# Corruption of a committed checkpoint.
 
 
 CORRUPTIONS = ("truncate", "flip", "delete")

@@ -1,4 +1,4 @@
-"""<runs root>/bad-nodes.json: nodes that attempts have ended on, by evidence against the node itself, until it expires.
+"""<runs root>/bad-nodes.json: nodes on which attempts failed, with evidence against the node, until it expires.
 
 Shared by all runs of a root: a lock keeps writers apart, readers need none.
 """
@@ -20,7 +20,7 @@ SCHEMA = "scaletrain.bad-nodes/v1"
 
 @dataclass(frozen=True)
 class BadNode:
-    """The newest evidence against a node, as its scheduler calls it. Times are Unix seconds."""
+    """The latest evidence against a node, by the scheduler's name of it. Times are Unix seconds."""
 
     node: str
     reason: str
@@ -37,9 +37,9 @@ def bad_nodes_file(root: Path) -> Path:
 
 
 def read_bad_nodes(root: Path, now: float) -> list[BadNode]:
-    """Those that are still to be kept away from, newest evidence first."""
+    """Return the nodes to exclude, latest evidence first."""
     data = None
-    with contextlib.suppress(OSError):  # a folder of that name, or closed to this user: no node is known
+    with contextlib.suppress(OSError):  # a folder, or not readable by this user: no node is known
         data = read_document(bad_nodes_file(root))
     if data is None or data.get("schema") != SCHEMA:
         return []
@@ -48,7 +48,7 @@ def read_bad_nodes(root: Path, now: float) -> list[BadNode]:
 
 
 def remember_bad_nodes(root: Path, found: Sequence[BadNode], now: float) -> None:
-    """Add evidence; a node is never forgotten earlier because of newer evidence. Raises OSError."""
+    """Add evidence; newer evidence never shortens the exclusion of a node. Raises OSError."""
     with _lock(root):
         known = {node.node: node for node in read_bad_nodes(root, now)}
         for node in found:
@@ -59,7 +59,7 @@ def remember_bad_nodes(root: Path, found: Sequence[BadNode], now: float) -> None
 
 
 def forget_bad_nodes(root: Path, names: Collection[str], now: float) -> list[str]:
-    """Forget these, or all if none is named; returns the names of those that were known. Raises OSError."""
+    """Remove the named nodes, or all without names; return the names of those removed. Raises OSError."""
     with _lock(root):
         known = read_bad_nodes(root, now)
         gone = [node.node for node in known if not names or node.node in names]
@@ -69,13 +69,15 @@ def forget_bad_nodes(root: Path, names: Collection[str], now: float) -> list[str
 
 
 def _by_this_clock(node: BadNode, now: float) -> BadNode:
-    """Count evidence that a clock ahead of this one dated into the future as new: it expires no later for that."""
+    """Treat evidence with a time in the future, from a clock ahead of this one, as new."""
     ahead = max(0.0, node.time - now)
     return dataclasses.replace(node, time=node.time - ahead, expires=node.expires - ahead)
 
 
 def _bad_node(entry: object) -> BadNode | None:
-    """Return the node of an entry; None for what is none, as anybody who may write to the root may leave there."""
+    """Return the node of an entry; None if it is invalid, since any user with write access to the root can edit the
+    file.
+    """
     names = {field.name for field in dataclasses.fields(BadNode)}
     if not isinstance(entry, dict) or entry.keys() != names:
         return None
@@ -92,6 +94,6 @@ def _write(root: Path, nodes: Collection[BadNode]) -> None:
 
 @contextlib.contextmanager
 def _lock(root: Path) -> Iterator[None]:
-    # Whoever may write to the root may hold the lock: after a while the replacement in one step must do.
+    # Any user with write access to the root can hold the lock: after a timeout, the atomic replacement is enough.
     with locked(root / ".bad-nodes.lock", wait_seconds=_LOCK_SECONDS, shared=True):
         yield

@@ -75,10 +75,10 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 def find_defects(checkpoint: Checkpoint, names: Collection[str] | None = None) -> dict[str, Defect]:
     """Read the files (all, or ``names``) and return the defect of each; empty when every byte is as written."""
-    from concurrent.futures import ThreadPoolExecutor  # loads logging and more, which most commands do without
+    from concurrent.futures import ThreadPoolExecutor  # loads logging and more, which most commands do not need
 
     wanted = sorted(checkpoint.files if names is None else names)
-    with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:  # hashing and reading leave the interpreter alone
+    with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:  # hashing and reading release the interpreter lock
         found = threads.map(lambda name: _defect_of(checkpoint.path / name, checkpoint.files[name]), wanted)
         return {name: defect for name, defect in zip(wanted, found, strict=True) if defect is not None}
 

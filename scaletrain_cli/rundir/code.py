@@ -1,4 +1,4 @@
-"""The user's code in a run directory: what run.json says of a snapshot, and the files that hold it.
+"""The user's code in a run directory: the record of a snapshot in run.json, and its files.
 
 ``code/<name>.tar.gz`` is the tree, ``.sha256`` one line per file as sha256sum writes it, ``<name>-<commit>.patch`` what
 was not committed. The name is the first digits of the hash over those lines: a run that is resumed with newer code
@@ -19,7 +19,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CodeRecord:
-    """A snapshot as run.json has it. ``sha256`` is of the lines of listing(); ``uncommitted`` counts files."""
+    """The record of a snapshot in run.json. ``sha256`` is of the text of listing(); ``uncommitted`` counts files."""
 
     commit: str
     uncommitted: int
@@ -34,19 +34,19 @@ class CodeRecord:
 
     @property
     def shown(self) -> str:
-        """In a few words, for people."""
+        """Return the commit and the number of uncommitted files as short text."""
         beside = f" and {self.uncommitted} uncommitted" if self.uncommitted else ""
         return f"{self.name} (commit {self.commit[:10]}{beside}, {self.files} files, {self.bytes:,} bytes)"
 
 
 def code_file(run: RunDir, code: CodeRecord, suffix: str) -> Path:
-    """``tar.gz``, ``sha256`` or ``patch`` of a snapshot in this run directory, there or not."""
+    """Return the path of the ``tar.gz``, ``sha256`` or ``patch`` of a snapshot in this run directory."""
     name = f"{code.name}-{code.commit[:12]}" if suffix == "patch" else code.name  # the same files, of another commit
     return run.path / "code" / f"{name}.{suffix}"
 
 
 def listing(hashes: Mapping[str, str]) -> str:
-    """SHA-256 by path as ``sha256sum --check`` reads it, sorted. Paths hold no line break."""
+    """Return the SHA-256 by path as text for ``sha256sum --check``, sorted. Paths contain no line breaks."""
     return "".join(f"{hashes[path]}  {path}\n" for path in sorted(hashes))
 
 
@@ -61,7 +61,7 @@ def hash_of(text: str) -> str:
 
 
 def differences(folder: Path, text: str) -> list[str]:
-    """Files of the listing that are missing below ``folder`` or differ there, each with which of the two."""
+    """Return the files of the listing that are missing below ``folder`` or differ there, each with which of the two."""
     found = []
     for line in filter(None, text.split("\n")):
         wanted, _, path = line.partition("  ")
@@ -75,7 +75,7 @@ def differences(folder: Path, text: str) -> list[str]:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file's bytes. Raises OSError."""
+    """Return the SHA-256 of a file's bytes. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

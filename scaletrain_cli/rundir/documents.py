@@ -1,4 +1,4 @@
-"""Small JSON documents of a run directory that are replaced as a whole: a reader sees the old one or the new one."""
+"""Small JSON documents of a run directory that are replaced atomically: a reader sees the old or the new one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def write_document(path: Path, data: dict[str, Any], *, shared: bool = False) -> None:
-    """Replace the file in one step. Raises OSError; the file is as it was then.
+    """Replace the file atomically. Raises OSError, with the file unchanged.
 
     A ``shared`` one is for all who may write to its folder.
     """
@@ -35,7 +35,7 @@ def read_document(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the JSON value. Raises ValueError for all else: other encodings, NaN, infinity, values nested too deeply.
+    """Return the JSON value. Raises ValueError for invalid JSON, other encodings, NaN, infinity, and excessive nesting.
 
     So one file that is damaged, or planted in a shared runs root, cannot end a verb that reads all runs.
     """
@@ -56,7 +56,7 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def from_document(kind: type[T], data: dict[str, Any], path: Path) -> T:
-    """Return the dataclass that a document holds. Raises UsageError where its keys or plain values are others."""
+    """Return the dataclass stored in a document. Raises UsageError if keys or types of values do not match."""
     with damage_told(path):
         hints = get_type_hints(kind)
         for name, value in data.items():
@@ -71,7 +71,7 @@ def from_document(kind: type[T], data: dict[str, Any], path: Path) -> T:
 
 @contextlib.contextmanager
 def damage_told(path: Path) -> Iterator[None]:
-    """Turn what a document of another shape leads to into a UsageError that names the file."""
+    """Turn errors from a document with an unexpected structure into a UsageError that names the file."""
     try:
         yield
     except (TypeError, KeyError, ValueError, AttributeError, AssertionError, IndexError) as error:

@@ -21,13 +21,15 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 @dataclass(frozen=True)
 class Ledger:
-    """Of rank 0. ``began`` and ``updated`` in Unix seconds; ``closed`` once the engine came to its end."""
+    """The time accounting of rank 0. ``began`` and ``updated`` in Unix seconds; ``closed`` after a regular end of the
+    engine.
+    """
 
     attempt: int
     began: float
     updated: float
     closed: bool
-    steps: int  # trained by this attempt, each as often as it was trained
+    steps: int  # steps trained by this attempt, with repetitions
     seconds: dict[Category, float]
 
 
@@ -46,23 +48,23 @@ def read_ledger(run: RunDir, attempt: int) -> Ledger | None:
 
 @dataclass(frozen=True)
 class AttemptSpan:
-    """When an attempt began and ended, in Unix seconds; without ``ended`` it runs, or nobody saw its end."""
+    """Start and end of an attempt in Unix seconds; ``ended`` is None if it runs, or if its end was not recorded."""
 
     started: float
     ended: float | None
     ledger: Ledger | None
-    in_vain: bool = False  # the run was started from scratch after it
+    in_vain: bool = False  # the run was restarted from scratch after it
 
     @property
     def until(self) -> float:
-        """Its end as far as anyone knows."""
+        """Return its end, or the latest known time."""
         known = self.ledger.updated if self.ledger is not None else self.started
         return max(self.started, known if self.ended is None else self.ended)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds by what they went into; together they are the time from the first attempt's start to the last one's end.
+    """Seconds by activity; the sum is the time from the first attempt's start to the last one's end.
 
     ``productive``: steps that the run is made of, without waiting for data. ``lost_work``: steps that a crash or a
     rollback undid, at the price of a mean step. ``idle``: between attempts.
@@ -88,13 +90,15 @@ class Goodput:
         return self.productive / self.wall if self.wall > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Stable keys; seconds but for ``goodput``, a share."""
+        """Return JSON values with stable keys: seconds, except for ``goodput``, a share."""
         seconds = {f"{name}_seconds": round(value, 3) for name, value in dataclasses.asdict(self).items()}
         return {"goodput": round(self.share, 6), "wall_seconds": round(self.wall, 3), **seconds}
 
 
 def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int) -> Goodput:
-    """``attempts`` in order; ``lost_steps``: trained, then undone, by those that are not in vain anyway."""
+    """Return the goodput of ``attempts`` in order; ``lost_steps``: trained and then undone, in attempts not
+    ``in_vain``.
+    """
     seconds: dict[Category, float] = dict.fromkeys(CATEGORIES, 0.0)
     in_vain = counted = 0.0
     steps = 0
@@ -123,10 +127,10 @@ def sum_goodput(attempts: Sequence[AttemptSpan], lost_steps: int) -> Goodput:
 
 
 def run_goodput(run: RunDir) -> Goodput | None:
-    """Return the goodput of the run so far, or None before its first attempt has written anything."""
+    """Return the goodput of the run so far, or None before its first attempt has written a ledger."""
     events = read_events(run)
     scratch = max((place for place, event in enumerate(events) if event["event"] == "from-scratch"), default=0)
-    # By the order of the events, not by their times: clocks are set back, and those of two machines differ.
+    # By the order of events, not by their times: clocks are set back, and differ between machines.
     in_vain = max((event["attempt"] for event in events[:scratch] if "attempt" in event), default=0)
     spans = [span for number in run.attempts() if (span := _span(run, number, number <= in_vain)) is not None]
     if all(span.ledger is None for span in spans):
@@ -136,7 +140,7 @@ def run_goodput(run: RunDir) -> Goodput | None:
 
 
 def _spent(attempt: AttemptSpan) -> dict[Category, float]:
-    """Return all seconds of an attempt; those not in its ledger are set-up, and a few steps before a kill."""
+    """Return the seconds of an attempt; seconds missing in its ledger are set-up, and a few steps before a kill."""
     ledger = attempt.ledger
     if ledger is None:
         return {"restore": attempt.until - attempt.started}

@@ -1,4 +1,4 @@
-"""Everything in a run's checkpoint folder, valid or not: what people list, verify and prune.
+"""Everything in a run's checkpoint folder, valid or not, for listing, verifying and pruning.
 
 Knows the names of the folder and the manifests; what the files hold is hashed only where it is asked for.
 """
@@ -30,7 +30,7 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """One folder. ``problem`` is what keeps it from being a checkpoint, as far as names and sizes tell; else empty.
+    """One folder. ``problem`` is the defect that names and sizes show, empty for none. ``written`` in Unix seconds.
 
     ``written`` in Unix seconds.
     """
@@ -44,20 +44,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Pruning:
-    """What would be deleted, and the newest checkpoint that verifies, which never is."""
+    """The checkpoints to delete, and the latest valid one, which is never deleted."""
 
     doomed: tuple[Checkpoint, ...]
     sound: Checkpoint
 
 
 def take_inventory(folder: Path) -> list[Entry]:
-    """By step, oldest first. Reads manifests and sizes alone."""
+    """Return the entries by step, oldest first. Reads manifests and sizes only."""
     found = [entry for path in entries(folder) for entry in _look_at(path)]
     return sorted(found, key=lambda entry: (entry.step, entry.path.name))
 
 
 def verify_files(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = lambda name, size: None) -> list[str]:
-    """As verify(), several files at a time; ``on_file`` is told of each that is done, with its size in bytes."""
+    """Verify several files at a time; return the problems. ``on_file`` is called with each file and its bytes."""
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         names = {pool.submit(verify, checkpoint, [name]): name for name in checkpoint.files}
         problems = {}
@@ -78,7 +78,7 @@ def plan_pruning(folder: Path, keep: int, keep_every: int | None) -> Pruning | N
 
 def _look_at(path: Path) -> Iterator[Entry]:
     if _ATTEMPT.fullmatch(path.name):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is not for us to read
+        with contextlib.suppress(OSError):  # deleted meanwhile, or not readable by this user
             for inner in entries(path):
                 if match := _FOLDER.fullmatch(inner.name):
                     yield Entry(inner, int(match[2]), _written(inner), None, f"half-written in {path.name}")

@@ -28,17 +28,17 @@ _METRICS_BYTES = "metrics_bytes"
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Add one JSON object as one line, starting on a fresh line even after a torn one."""
+    """Append one JSON object as one line, on a new line even after an incomplete one."""
     append_lines(path, [record])
 
 
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Add JSON objects, a line each, in one write. Raises OSError, and ValueError before anything is written."""
+    """Append JSON objects, a line each, in one write. Raises OSError, and ValueError before anything is written."""
     text = "".join(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n" for record in records)
     line = text.encode()
     descriptor = open_to_append(path)
     try:
-        with contextlib.suppress(OSError):  # some shared file systems have no locks; O_APPEND must do there
+        with contextlib.suppress(OSError):  # some shared file systems have no locks; O_APPEND must suffice there
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -98,14 +98,14 @@ def record_event(run: RunDir, event: str, **details: Any) -> None:
 
 def _size(path: Path) -> int:
     try:
-        with path.open("rb") as file:  # opened, since a network file system answers a mere stat from its memory
+        with path.open("rb") as file:  # opened, since a network file system answers a mere stat from its cache
             return os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return 0
 
 
 def withdraw_event(run: RunDir, event: str) -> None:
-    """Remove the newest event if it is of this name: of a job that nobody took, before anybody else could write."""
+    """Remove the latest event if it has this name: that of a job that was not submitted, before others can write."""
     descriptor = open_to_change(run.events)
     try:
         with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """Metrics by step since the run last started from scratch, without what was rolled back.
+    """Return the metrics by step since the run last started from scratch, without rolled-back steps.
 
     A step has more than one line when it was evaluated, and when a later attempt trained it again. Of a step's lines
     the later one in the file wins, key by key.
@@ -144,7 +144,7 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 
 
 def steps_logged_since_begun(run: RunDir) -> list[int]:
-    """Steps of the lines that were logged since an attempt last began to train, or rolled back; any order."""
+    """Return the steps logged since an attempt last began to train or was rolled back, in file order."""
     begun = [event for event in read_events(run) if event["event"] in _PLACED and event["event"] != "from-scratch"][-1:]
     lines = [line for line in _placed_lines(run.metrics) if isinstance(line[1].get("step"), int)]
     return [line["step"] for place, line in lines if not any(_is_before(place, line, event) for event in begun)]
@@ -164,7 +164,8 @@ def _placed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _is_before(place: int, record: dict[str, Any], event: dict[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl was written before the event. By its place: clocks are set back, and differ.
+    """Return True if a line of metrics.jsonl was written before the event, by its position: clocks are set back, and
+    differ.
 
     Events of earlier versions name no place; for these the time has to do.
     """
@@ -190,7 +191,7 @@ ROLLBACK_EVENT = "rolled-back"
 
 @dataclass(frozen=True)
 class Rollback:
-    """Steps after ``to_step`` are forgotten, up to ``from_step``; batches ``skip``, both ends in, are left out."""
+    """Steps after ``to_step`` up to ``from_step`` are discarded; batches ``skip``, both ends included, are skipped."""
 
     from_step: int
     to_step: int
@@ -198,13 +199,13 @@ class Rollback:
 
 
 def record_rollback(run: RunDir, rollback: Rollback, **evidence: Any) -> None:
-    """Append the event. Only then may the run train on."""
+    """Append the event. Training continues only after it."""
     lost = rollback.from_step - rollback.to_step
     record_event(run, ROLLBACK_EVENT, **vars(rollback), lost_steps=lost, **evidence)
 
 
 def read_rollbacks(run: RunDir) -> list[Rollback]:
-    """Those since the run last started from scratch, oldest first."""
+    """Return the rollbacks since the run last started from scratch, oldest first."""
     found: list[Rollback] = []
     for event in read_events(run):
         if event["event"] == "from-scratch":

@@ -1,4 +1,4 @@
-"""attempts/NNNN/measured.json: what a run holds in memory, measured once per attempt beside what its plan says."""
+"""attempts/NNNN/measured.json: memory measured once per attempt, beside the plan's figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scaletrain_cli.rundir.documents import damage_told, read_document, write_do
 from scaletrain_cli.rundir.paths import RunDir
 
 SCHEMA = "scaletrain.measured/v1"
-# The figures that are counted from tensors and hence must equal the plan's.
+# Figures counted from tensors, which must equal the plan's.
 MODEL_STATES = ("parameters", "gradients", "optimizer_states")
 
 
@@ -23,13 +23,13 @@ class Figure:
 
     @property
     def difference(self) -> float | None:
-        """Measured beyond planned, as a share of planned; None where nothing was planned."""
+        """Return the measured excess as a share of the planned bytes; None if none were planned."""
         return self.measured / self.planned - 1 if self.planned else None
 
 
 @dataclass(frozen=True)
 class StageFigures:
-    """Of the worst rank of a pipeline stage, figure by figure.
+    """Figures of the worst rank of a pipeline stage.
 
     parameters, gradients, optimizer_states; ``activations``: kept by the stage's blocks for one micro-batch. Where
     there is something: ``host``, offloaded; ``allocated`` and ``reserved``: the most in tensors, and in the allocator,
@@ -42,7 +42,7 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one optimizer step of an attempt. ``worst`` is the stage that the plan says is fullest."""
+    """Memory in one optimizer step of an attempt. ``worst`` is the stage with the highest planned memory."""
 
     attempt: int
     step: int
@@ -59,7 +59,7 @@ class Measured:
         return Figure(sum(figure.planned for figure in known), sum(figure.measured for figure in known))
 
     def to_json(self) -> dict[str, Any]:
-        """As stored, each difference beside its figures."""
+        """Return JSON values as stored, with each difference beside its figures."""
         stages = [
             {"stage": stage.stage}
             | {

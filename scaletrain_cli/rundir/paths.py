@@ -15,7 +15,7 @@ _ATTEMPT = re.compile(r"\d{4,}")
 
 
 def runs_root() -> Path:
-    """``$SCALETRAIN_RUNS``, else what the user's clusters.yaml says, else ``./runs``."""
+    """Return ``$SCALETRAIN_RUNS``, else the root in the user's clusters.yaml, else ``./runs``."""
     if named := os.environ.get("SCALETRAIN_RUNS"):
         return Path(named).absolute()
     from scaletrain_cli.spec.clusters_file import configured_runs_root
@@ -25,7 +25,7 @@ def runs_root() -> Path:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of one run. Creating one of these touches no file."""
+    """Paths of one run. Creating one does not touch the file system."""
 
     path: Path
 
@@ -51,7 +51,7 @@ class RunDir:
 
     @property
     def secrets(self) -> Path:
-        """Values of ``secret_env``, mode 0600; nothing else ever holds them."""
+        """Values of ``secret_env``, mode 0600; no other file contains them."""
         return self.path / "secrets.json"
 
     @property
@@ -66,12 +66,12 @@ class RunDir:
 
     @property
     def stop_file_by_hand(self) -> Path:
-        """Written by a person who has no more than the file system: the same."""
+        """Written by a user without the command, through the file system: the same effect."""
         return self.path / "stop"
 
     @property
     def save_file(self) -> Path:
-        """Written by a person who wants a checkpoint now; the run removes it and saves."""
+        """Written by a user who requests a checkpoint; the run removes it and saves."""
         return self.path / "save"
 
     @property
@@ -91,14 +91,14 @@ class RunDir:
         return self.attempt(attempt) / "ledger.json"
 
     def attempts(self) -> list[int]:
-        """Numbers of the attempts made so far, in order."""
+        """Return the numbers of the attempts made so far, in order."""
         folder = self.path / "attempts"
         if not folder.is_dir():
             return []
         return sorted(int(entry.name) for entry in folder.iterdir() if _ATTEMPT.fullmatch(entry.name))
 
     def new_attempt(self) -> int:
-        """Claim the next attempt number; two claimants never get the same one."""
+        """Claim the next attempt number; two processes never get the same one."""
         number = max(self.attempts(), default=0) + 1
         while True:
             try:
@@ -110,7 +110,7 @@ class RunDir:
 
 def find_run(name: str) -> RunDir:
     """Return the run with this id, unique prefix or directory. Raises UsageError."""
-    # os.path, unlike Path, answers False for a name that no file can have.
+    # os.path, unlike Path, returns False for a name that no file can have.
     if name and os.path.isfile(os.path.join(name, "run.json")):
         return RunDir(Path(os.path.abspath(name)))
     root = runs_root()
@@ -145,6 +145,6 @@ def list_runs() -> list[RunDir]:
     root = runs_root()
     if not root.is_dir():
         return []
-    visible = (entry for entry in sorted(root.iterdir()) if not entry.name.startswith("."))  # a run in the making hides
-    # os.path, unlike Path, answers False for what this user may not look at.
+    visible = (entry for entry in sorted(root.iterdir()) if not entry.name.startswith("."))  # hidden: being created
+    # os.path, unlike Path, returns False for paths that this user may not read.
     return [RunDir(entry) for entry in visible if os.path.isfile(entry / "run.json")]

@@ -39,7 +39,7 @@ _REVISION = re.compile(r"(\d{4,})\.json")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What was asked (spec), what was decided (plan) and with what it was made; ``revision`` 0 is run.json itself."""
+    """The requested spec, the plan, and the versions that made them; ``revision`` 0 is run.json itself."""
 
     run_id: str
     created: float
@@ -48,9 +48,9 @@ class RunRecord:
     versions: dict[str, str]
     code_hash: str
     wandb_run_id: str
-    working_folder: str = ""  # of the submitter: relative paths in the spec mean the same in every attempt
+    working_folder: str = ""  # of the submitter: relative paths in the spec have the same meaning in every attempt
     revision: int = 0
-    code: CodeRecord | None = None  # the user's own, where there is any
+    code: CodeRecord | None = None  # the user's code, if any
 
 
 def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
@@ -59,22 +59,22 @@ def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
 
 
 def write_record(run: RunDir, record: RunRecord) -> None:
-    """Create run.json; FileExistsError if another submitter was first, so two can never both win."""
+    """Create run.json. Raises FileExistsError if another process was first, so that only one can create a run."""
     create_file(run.record, json.dumps(_whole(record), indent=1))
 
 
 def read_record(run: RunDir) -> RunRecord:
-    """run.json with the newest revision's spec and plan in place. Raises UsageError when either cannot be read."""
+    """Return run.json with the latest revision's spec and plan. Raises UsageError if either cannot be read."""
     return _with_decided(run, _read(run.record, SCHEMA), max(revisions(run), default=0))
 
 
 def read_first_record(run: RunDir) -> RunRecord:
-    """run.json alone: what was submitted first, whatever came of it."""
+    """Return run.json alone: the first submission, without revisions."""
     return _with_decided(run, _read(run.record, SCHEMA), 0)
 
 
 def revisions(run: RunDir) -> list[int]:
-    """Numbers of the revisions made so far, in order."""
+    """Return the numbers of the revisions made so far, in order."""
     folder = run.path / "revisions"
     if not folder.is_dir():
         return []
@@ -90,7 +90,7 @@ def add_revision(
     *,
     code: CodeRecord | None = None,
 ) -> RunRecord:
-    """Put a new spec and plan, and ``code`` if given, in the place of those in ``record``; whole or not at all."""
+    """Write a new spec and plan, and ``code`` if given, as the next revision of ``record``, atomically."""
     number = record.revision + 1
     path = revision_path(run, number)
     assert not path.exists(), f"revision {number} of {run.run_id} is there: the submit lock was not held"
@@ -102,7 +102,7 @@ def add_revision(
 
 
 def withdraw_revision(run: RunDir, number: int) -> None:
-    """Remove a revision that no job has been given."""
+    """Remove a revision that no job uses."""
     revision_path(run, number).unlink(missing_ok=True)
 
 
@@ -112,7 +112,9 @@ def revision_path(run: RunDir, number: int) -> Path:
 
 
 def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
-    """run.json and the newest revision by file name, for pods whose volume the submitter does not see.
+    """Return run.json and the latest revision by file name, for pods whose volume the submitter cannot access.
+
+    Neither file need exist: without it, the document is made from ``record``.
 
     The run directory need not exist, nor the revision: a record that was only made is its own then.
     """
@@ -125,7 +127,7 @@ def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
 
 
 def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
-    """Make the run directory under ``root`` from documents_of() and the code, or complete the one that is there.
+    """Create the run directory under ``root`` from documents_of() and the code, or complete an existing one.
 
     Raises UsageError where that one is another run's.
     """
@@ -185,7 +187,7 @@ def _read(path: Path, schema: str) -> dict[str, Any]:
 
 @functools.cache
 def _plan_reader() -> TypeAdapter[RunPlan]:
-    """Takes 18 ms to make, and `scaletrain list` reads hundreds of records."""
+    """Takes 18 ms to build, and `scaletrain list` reads hundreds of records."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(RunPlan)
@@ -214,13 +216,15 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
 
 
 def require_own_run(run: RunDir, *, trust_owner: bool, remedy: str) -> None:
-    """Raise UsageError where the run directory or its record belongs to another user who is not to be trusted."""
+    """Raise UsageError if the run directory or its record belongs to another user who is not trusted."""
     for path in (run.path, run.record):
         require_own(path, "the run", trust=trust_owner, remedy=remedy)
 
 
 def require_own_checkpoints(run: RunDir, spec: RunSpec, *, trust_owner: bool) -> None:
-    """Raise UsageError where another user has made the folder of this run's checkpoints: what is in it is loaded.
+    """Raise UsageError if another user owns the folder of this run's checkpoints, whose content is loaded.
+
+    On Kubernetes the pods create it, as a user of their own.
 
     On Kubernetes the pods make it, as a user of their own.
     """
@@ -230,7 +234,7 @@ def require_own_checkpoints(run: RunDir, spec: RunSpec, *, trust_owner: bool) ->
 
 
 def require_changeable(run: RunDir, purpose: str) -> None:
-    """Raise UsageError, saying what to do, where this user cannot write to the run directory and its journal."""
+    """Raise UsageError with a remedy if this user cannot write to the run directory and its journal."""
     require_writable(run.path, purpose)
     if run.events.exists() and not os.access(run.events, os.W_OK, effective_ids=True):
         raise UsageError(
@@ -240,7 +244,7 @@ def require_changeable(run: RunDir, purpose: str) -> None:
 
 
 def require_cancellable(run: RunDir, *, trust_owner: bool) -> None:
-    """Raise UsageError where this user must not, or cannot, stop the run: before anything is signalled or sent."""
+    """Raise UsageError if this user must not, or cannot, stop the run. Call it before signaling a process or job."""
     require_own_run(run, trust_owner=trust_owner, remedy="Ask that user to cancel it")
     require_changeable(run, f"{run.run_id} cannot be cancelled")
 

@@ -1,7 +1,7 @@
-"""<runs root>/datasets/: prepared data that every user of a runs root may read, each folder changed by its owner alone.
+"""<runs root>/datasets/: prepared data that every user of a runs root may read, each folder changed by its owner only.
 
-Who finds the data prepared by somebody else reads them. Who cannot read them, or finds something else under their name,
-prepares them again under a name of their own. No lock of one user holds up another.
+A user who can read data that another user has prepared uses them. A user who cannot read them, or finds something else
+under their name, prepares them again under a separate name. The lock of one user never blocks another user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _PRIVATE = 0o700
 
 
 def dataset_place(root: Path, key: str) -> Path:
-    """Return the folder of the data with this key: the team's where this user can read it, else one of their own."""
+    """Return the folder of the data with this key: the shared one if this user can read it, else a separate one per
+    user.
+    """
     folder = root / "datasets" / key
     if not os.path.lexists(folder) or other_owner(folder) is None or is_readable(folder):
         return folder
@@ -44,13 +46,13 @@ def is_readable(folder: Path) -> bool:
 
 
 def owner_of_dataset(folder: Path) -> str | None:
-    """Return the name of the other user who prepared it; None where that is this user, or root."""
+    """Return the name of another user who prepared it; None for this user or root."""
     uid = other_owner(folder)
     return None if uid is None else user_name(uid)
 
 
 def require_room_for_datasets(root: Path) -> None:
-    """Raise UsageError, with what to do, where this user cannot prepare data below the runs root."""
+    """Raise UsageError with a remedy if this user cannot prepare data below the runs root."""
     folder = root / "datasets"
     for path in (root, folder):
         if os.path.lexists(path) and not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
@@ -58,7 +60,7 @@ def require_room_for_datasets(root: Path) -> None:
 
 
 def shared_root_notes(root: Path, *, prepares: bool) -> list[str]:
-    """Return what a submitter should know of a root that others write to; ``prepares``: the run may prepare data."""
+    """Return notes for a submitter about a root that others write to; ``prepares``: the run may prepare data."""
     notes = []
     with contextlib.suppress(OSError):
         mode = root.stat().st_mode
@@ -76,7 +78,7 @@ def shared_root_notes(root: Path, *, prepares: bool) -> list[str]:
 
 @contextlib.contextmanager
 def building(folder: Path) -> Iterator[Path | None]:
-    """Yield an empty folder to prepare ``folder`` in, which takes its place at the end; None where it is there already.
+    """Yield an empty folder that becomes ``folder`` at the end; None if ``folder`` exists already.
 
     One process of a user builds at a time. Raises UsageError where nothing can be written there, and OSError.
     """
@@ -107,7 +109,7 @@ def building(folder: Path) -> Iterator[Path | None]:
 
 
 def _open_to_readers(staging: Path) -> None:
-    """Let all read who may read the folder of all datasets, less the umask."""
+    """Give read access to all users who may read the folder of all datasets, less the umask."""
     about = staging.parent.stat().st_mode
     umask = process_umask()
     for path in (*staging.rglob("*"), staging):

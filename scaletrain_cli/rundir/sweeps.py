@@ -1,4 +1,4 @@
-"""sweep.json: which sweep a run belongs to, and which run its first submission has to wait for. Written once.
+"""sweep.json: the sweep that a run belongs to, and the run that its first submission waits for. Written once.
 
 A sweep has no folder of its own: it is the runs under the runs root whose files name it.
 """
@@ -16,7 +16,7 @@ from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
 
 @dataclass(frozen=True)
 class SweepPlace:
-    """Point ``number`` (1 the first) of the ``points`` of a sweep; ``after`` is the run before it in its lane."""
+    """Point ``number`` (from 1) of the ``points`` of a sweep; ``after`` is the run before it in its lane."""
 
     sweep: str
     number: int
@@ -25,13 +25,13 @@ class SweepPlace:
     after: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the file."""
+        """Return the JSON object in the file."""
         return {"schema": "scaletrain.sweep/v1", **dataclasses.asdict(self)}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs of a sweep that are there, in the order in which they were submitted; ``points`` were made."""
+    """The existing runs of a sweep in the order of submission; ``points`` is the planned number."""
 
     name: str
     points: int
@@ -39,7 +39,7 @@ class Sweep:
 
 
 def write_sweep_place(run: RunDir, place: SweepPlace) -> None:
-    """Before the run is handed over: its scheduler reads it."""
+    """Write sweep.json. Call it before the run is submitted, because its scheduler reads it."""
     write_document(run.path / "sweep.json", place.to_json())
 
 
@@ -80,7 +80,7 @@ def find_sweep(name: str) -> Sweep:
 
 
 def find_run_or_sweep(name: str) -> RunDir | Sweep:
-    """As find_run(); but a sweep where its whole name is given, or a beginning that it alone shares with its runs."""
+    """Return a sweep for its full name, or for a prefix of its runs only; otherwise a run, as find_run() does."""
     runs = list_runs()
     if name in {run.run_id for run in runs}:
         return find_run(name)

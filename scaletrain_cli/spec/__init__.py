@@ -1,4 +1,4 @@
-"""The run spec: its schema, loading with line numbers, overrides and JSON Schema. Of ours it imports only errors."""
+"""The run spec: its schema, loading with line numbers, overrides and JSON Schema. Imports only the base layer."""
 
 from scaletrain_cli.spec.cluster import AcceleratorSpec, ClusterSpec
 from scaletrain_cli.spec.hugging_face_weights import to_hugging_face

@@ -1,4 +1,4 @@
-"""What the spec, the planner, the engine and the run directory must know of a back end, without importing it.
+"""The traits of a back end that spec, planner, engine and run directory need, without importing the back end.
 
 A back end declares one ``BackendTraits``. Those of the package stand here; another package registers its own through
 the entry-point group ``scaletrain.backends`` (docs/extending.md). No module but this one and launch/backends/ names a
@@ -27,9 +27,9 @@ class BackendTraits:
     """
 
     name: str  # the value of cluster.scheduler, and the key of the section
-    display_name: str  # in sentences: "Slurm", "this machine"
+    display_name: str  # its name in sentences: "Slurm", "this machine"
     implementation: str
-    rendered_as: str = "a job"  # what is handed to the scheduler, in words
+    rendered_as: str = "a job"  # text for the object handed to the scheduler
     section: type[BackendSection] = BackendSection
     max_nodes: int | None = None
     # Ranks are processes of the submitting machine: they see its files and inherit its environment, nothing preempts
@@ -89,7 +89,7 @@ def backend_traits(name: str) -> BackendTraits:
 
 
 def display_name(name: str) -> str:
-    """Return how sentences name the back end; its own name where it is not installed (any more)."""
+    """Return the name of the back end for sentences; ``name`` itself if the back end is not installed."""
     try:
         return backend_traits(name).display_name
     except UsageError:
@@ -102,7 +102,7 @@ def backend_names() -> list[str]:
 
 
 def installed_backends() -> list[BackendTraits]:
-    """Return the traits of every installed back end; one that cannot be loaded is left out."""
+    """Return the traits of every installed back end; back ends that cannot be loaded are left out."""
     found = list(BUILT_IN.values())
     for name in backend_names()[len(BUILT_IN) :]:
         try:
@@ -114,7 +114,7 @@ def installed_backends() -> list[BackendTraits]:
 
 @cache
 def _entries() -> dict[str, Any]:
-    """Return the entry points of other packages by name: a scan of all installed packages, made once."""
+    """Return the entry points of other packages by name: one cached scan of all installed packages."""
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}

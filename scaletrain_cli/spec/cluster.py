@@ -1,4 +1,4 @@
-"""The cluster section: which scheduler, how many nodes of which accelerator, and on what terms."""
+"""The cluster section: scheduler, nodes, accelerators, links, interruptions and price."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""The user's clusters, ``~/.config/scaletrain/clusters.yaml``: by name, what a spec's cluster section need not say.
+"""The user's clusters, ``~/.config/scaletrain/clusters.yaml``: defaults for a spec's cluster section, by name.
 
     default: lab
     runs: /shared/runs
@@ -29,7 +29,7 @@ _KEYS = ("default", "runs", "clusters")
 
 @dataclass(frozen=True)
 class Cluster:
-    """One cluster's entries, as plain data, and where each stands. ``above`` the spec, or only below what it says."""
+    """One cluster's entries, as plain data, with locations. ``above``: they override the spec, else are defaults."""
 
     name: str
     entries: dict[str, Any]
@@ -37,10 +37,10 @@ class Cluster:
     above: bool
 
     def apply_to(self, raw: dict[str, Any], source: Source) -> None:
-        """Put the entries into the cluster section of a spec that is not validated yet, with their places."""
+        """Merge the entries into the cluster section of a spec that is not validated yet, with their locations."""
         section = raw.setdefault("cluster", {})
         if not isinstance(section, dict):
-            return  # which validation will say
+            return  # reported by validation
         other = section.get("scheduler", self.entries.get("scheduler"))
         if self.above or other == self.entries.get("scheduler", other):
             self._merge(self.entries, section, (), source)
@@ -65,7 +65,7 @@ class Cluster:
 
 
 def clusters_file() -> Path:
-    """``$SCALETRAIN_CLUSTERS``, or ``scaletrain/clusters.yaml`` in the user's configuration folder."""
+    """Return ``$SCALETRAIN_CLUSTERS``, or ``scaletrain/clusters.yaml`` in the user's configuration folder."""
     if named := os.environ.get("SCALETRAIN_CLUSTERS"):
         return expand_home(named)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "scaletrain" / "clusters.yaml"

@@ -1,4 +1,4 @@
-"""The files that ``data.source`` names, and what shows without a library to be wrong with one of them.
+"""The files that ``data.source`` names, and problems with them that can be detected without a library.
 
 The standard library alone: verbs that only look at a spec use it, and so does the engine.
 """
@@ -29,28 +29,28 @@ PYTHON_STDLIB = "python-stdlib"
 SOURCES = f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
 FORMATS = ("txt", "md", "py", "jsonl", "parquet")
 COMPRESSED = ("txt.gz", "md.gz", "py.gz", "jsonl.gz")
-# The library itself only: no installed packages, and no tests, whose generated tables are not worth learning.
+# The library itself: no installed packages, and no tests, whose generated tables are poor training text.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# What describes a corpus and is no part of it. A path or a glob that names such a file takes it.
+# Files that describe a corpus. They are read only if a path or a glob names them.
 _ABOUT_THE_CORPUS = ("readme", "license", "licence", "notice", "changelog", "dataset_card", "datasheet")
 _FIRST_BYTES = 1 << 16
-_LOOKED_INTO = 32  # files of a corpus whose beginning is read before a run
+_LOOKED_INTO = 32  # number of a corpus's files whose beginning is read before a run
 _PARQUET_MAGIC = b"PAR1"
-# Replaced characters per character: a stray byte is dirt, more is another encoding or no text at all.
+# Maximum share of replaced characters: a few stray bytes are accepted, another encoding or binary data is not.
 MOST_REPLACED = 0.001
-FEW_REPLACED = 3  # of a text, however short
+FEW_REPLACED = 3  # per text, however short
 
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """``files`` in a fixed order, and how many of a folder's files are of each kind that is not read, by suffix."""
+    """``files`` in a fixed order; ``not_read``: the number of files in a folder that are not read, by suffix."""
 
     files: tuple[Path, ...]
     not_read: dict[str, int]
 
 
 def kind_of(path: Path) -> str:
-    """``jsonl`` of ``a.jsonl`` and of ``a.jsonl.gz``; the suffix, empty without one, of what is not read."""
+    """Return ``jsonl`` for ``a.jsonl`` and ``a.jsonl.gz``; for other files the suffix, or an empty string."""
     name = path.name.lower()
     if any(name.endswith(f".{kind}") for kind in COMPRESSED):
         return name.split(".")[-2]
@@ -58,7 +58,7 @@ def kind_of(path: Path) -> str:
 
 
 class NoCorpusError(UsageError):
-    """A source without files that are read (exit 2); ``why`` is the reason alone."""
+    """The source has no files that can be read (exit 2); ``why`` is the reason alone."""
 
     def __init__(self, source: str, why: str) -> None:
         super().__init__(f"data.source = {source}: {why}. {SOURCES}")
@@ -76,7 +76,7 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
     try:
         if path.is_dir():
             found = [entry for entry in _files_below(path) if not _is_about_the_corpus(entry.relative_to(path))]
-        elif os.path.lexists(path):  # a name may hold what a glob would interpret
+        elif os.path.lexists(path):  # a name may contain glob characters
             found = [path]
         else:
             names = glob.glob(str(expand_home(source)), root_dir=folder, recursive=True)
@@ -105,7 +105,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def problems_of(files: tuple[Path, ...]) -> Iterator[str]:
-    """Yield the first file that cannot be opened, or the first of a sample that holds something else than its kind."""
+    """Yield the first file that cannot be opened, or the first of a sample whose content does not match its kind."""
     if unreadable := unreadable_among(files):
         yield unreadable
         return
@@ -123,7 +123,7 @@ def unreadable_among(files: tuple[Path, ...]) -> str:
 
 
 def problem_of(path: Path) -> str:
-    """Return what is wrong with the beginning of one file, or the end of a parquet file; empty for a valid one."""
+    """Return the problem of a file, by its beginning, or by the end of a parquet file; empty for a valid one."""
     try:
         if kind_of(path) == "parquet":
             return _parquet_problem(path)
@@ -155,7 +155,7 @@ def text_of_line(line: str) -> str | None:
 
 def _line_problem(beginning: bytes) -> str:
     lines = beginning.split(b"\n")
-    complete = lines if len(beginning) < _FIRST_BYTES else lines[:-1]  # the last one may be cut by us
+    complete = lines if len(beginning) < _FIRST_BYTES else lines[:-1]  # the last line may be cut
     for number, line in enumerate(complete, start=1):
         if line.strip():
             held = text_of_line(line.decode("utf-8-sig", "replace"))
@@ -164,7 +164,10 @@ def _line_problem(beginning: bytes) -> str:
 
 
 def _parquet_problem(path: Path) -> str:
-    """The magic bytes at both ends and the column's name in the footer between them (parquet-format, File format)."""
+    """Return the problem of a parquet file.
+
+    Compares the magic bytes at both ends, and looks for the column's name in the footer (parquet-format, File format).
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 12 or file.read(4) != _PARQUET_MAGIC:
@@ -188,7 +191,7 @@ def _unreadable(path: Path) -> str:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Everything but folders, hidden ones left out; links to folders are not followed."""
+    """Yield all files below a folder, without hidden ones; links to folders are not followed."""
 
     def stop(error: OSError) -> None:
         raise error

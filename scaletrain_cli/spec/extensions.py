@@ -73,7 +73,7 @@ def load_callable(reference: str) -> Callable[..., Any]:
 
 
 def or_extension(lookup: Callable[[str], object | None]) -> WrapValidator:
-    """Return a validator that also accepts names of extensions, which are looked up only for names unknown so far."""
+    """Return a validator that also accepts names of extensions, which are looked up only for unknown names."""
 
     def accept(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
         try:

@@ -17,7 +17,7 @@ from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec.model import VISION
 from scaletrain_cli.spec.presets import TOWERS, SourceError, merged, vision_presets
 
-# Of every config: names, versions, token ids, outputs, and settings of generation and of other tasks.
+# Keys of every config: names, versions, token ids, outputs, and settings of generation and of other tasks.
 _ABOUT_THE_FILE = frozenset(
     (
         "architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id "
@@ -32,7 +32,7 @@ _ABOUT_THE_FILE = frozenset(
         "transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache"
     ).split()
 )
-# The same sums in another order or precision; a context length that only code of its own reads.
+# Same results in another order or precision; a context length that only custom code reads.
 _SAME_RESULT = frozenset({"pretraining_tp", "reorder_and_upcast_attn", "quantization_config", "n_ctx"})
 _NOT_BOTH_WAYS: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -50,8 +50,8 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 }
 _WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
-# What the router and the latent attention of DeepSeek add. The planner sizes the model, for which they do not count;
-# the engine refuses the whole architecture.
+# Keys of DeepSeek's router and latent attention. They do not change the model's size, which is what the planner needs;
+# the engine rejects the whole architecture.
 _DEEPSEEK_PLANNED = frozenset(
     (
         "aux_loss_alpha ep_size n_group num_mtp_layers num_nextn_predict_layers qk_head_dim rope_interleave "
@@ -62,7 +62,9 @@ _DEEPSEEK_PLANNED = frozenset(
 
 @dataclass(frozen=True)
 class KnownKeys:
-    """``used`` become keys of the spec, ``irrelevant`` change nothing, ``only`` may have these values, or be null."""
+    """Keys of a config: ``used`` become spec keys, ``irrelevant`` have no effect, ``only`` may have these values or be
+    null.
+    """
 
     used: frozenset[str]
     irrelevant: frozenset[str] = frozenset()
@@ -70,7 +72,7 @@ class KnownKeys:
 
 
 def known_keys(kind: str, taken: frozenset[str]) -> KnownKeys:
-    """Those of a ``model_type`` that we train or plan; ``taken`` are the keys that its dimensions come from."""
+    """Return the known keys of a ``model_type``; ``taken`` are the keys from which its dimensions are read."""
     if kind == "gpt2":
         heads = frozenset(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels"))
         only: dict[str, tuple[Any, ...]] = {
@@ -93,7 +95,7 @@ def known_keys(kind: str, taken: frozenset[str]) -> KnownKeys:
     return KnownKeys(used, irrelevant, llama_only)
 
 
-# Of vision networks the sizes are planned and no engine of ours trains them: only what changes a size counts.
+# Vision networks are planned, not trained by this project's engine, so only keys that change a size matter.
 VISION_KEYS: dict[str, KnownKeys] = {
     "resnet": KnownKeys(
         frozenset(),
@@ -121,12 +123,12 @@ VISION_KEYS: dict[str, KnownKeys] = {
 CLIP_TOWER = KnownKeys(
     frozenset(),
     frozenset("hidden_act layer_norm_eps attention_dropout dropout initializer_range initializer_factor".split())
-    | {"projection_dim"},  # that of the whole model counts
+    | {"projection_dim"},  # the whole model's key counts
 )
 
 
 def refusals(config: Mapping[str, Any], known: KnownKeys) -> Iterator[str]:
-    """Yield why a config cannot be taken over, one line for each key."""
+    """Yield the reasons why a config cannot be imported, one line for each key."""
     for key, value in config.items():
         if key.startswith("_") or key in known.used or key in known.irrelevant:
             continue
@@ -146,7 +148,7 @@ def _shown(value: Any) -> str:
 
 _LARGEST_CONFIG_BYTES = 1_000_000
 
-# Our family, and the spec keys to take from config.json under another name than their own.
+# The family of the spec, and the spec keys with another name in config.json.
 _LLAMA_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "num_local_experts"}
 _GPT2_KEYS = {
     "hidden_size": "n_embd",
@@ -193,7 +195,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
 }
 
 
-# What transformers takes where a config.json says nothing, if it is not what this package takes.
+# Defaults of transformers for keys missing in config.json, where they differ from those of this package.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"norm_eps": 1e-6},
     "mistral": {"norm_eps": 1e-6, "num_key_value_heads": 8},
@@ -230,7 +232,7 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
         known = ", ".join(sorted([*_FAMILIES, *VISION]))
         raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {known}")
     family, renamed, fixed = _FAMILIES[kind]
-    # Where transformers 5 keeps all of the rotary positions; before, rope_scaling stood beside rope_theta.
+    # transformers 5 keeps all rotary settings here; before, rope_scaling was next to rope_theta.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise SourceError("hf_config", "has rope_scaling or rope_parameters that is not a mapping")
@@ -304,7 +306,7 @@ def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
 def sliding_window(config: dict[str, Any]) -> int | None:
     """Return the sliding window in tokens, or None if every layer uses full attention."""
     window = config.get("sliding_window")
-    used = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))  # as transformers
+    used = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))  # as in transformers
     if config.get("layer_types"):
         used = "sliding_attention" in config["layer_types"]
     return window if used and isinstance(window, int) and not isinstance(window, bool) else None
@@ -327,7 +329,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-# A config.json leaves out what equals the default of its class in transformers, which is one of these.
+# A config.json omits values equal to the default of its class in transformers, which is one of these.
 _VISION_DEFAULTS = {
     "resnet": "resnet-50",
     "convnext": "convnext-tiny",

@@ -11,7 +11,7 @@ from scaletrain_cli.spec.hugging_face import from_config, read_config, sliding_w
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.presets import SourceError
 
-# Another value would load without a complaint and compute something else.
+# With another value the weights would load without an error and compute something else.
 _HIDDEN_FROM_SHAPES = (
     "family",
     "num_attention_heads",
@@ -25,7 +25,7 @@ _HIDDEN_FROM_SHAPES = (
 
 
 def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
-    """Differences between the model that the weights were trained as and ours; none without a config.json.
+    """Return the differences between the weights' config.json and the spec; empty without a config.json.
 
     Raises UsageError when it cannot be read, or is that of an architecture which the engine does not have.
     """
@@ -53,7 +53,7 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
 
 
 def _scaling(spec: ModelSpec) -> dict[str, object] | None:
-    """As a config.json would be read."""
+    """Return the scaling as it would be read from a config.json."""
     if spec.rope_scaling is None:
         return None
     found = spec.rope_scaling.to_hugging_face()
@@ -63,7 +63,7 @@ def _scaling(spec: ModelSpec) -> dict[str, object] | None:
 
 
 def _flow(section: dict[str, object] | None) -> str:
-    """As YAML has it in one line."""
+    """Return the value as one line of YAML."""
     if section is None:
         return "null"
     return f"{{{', '.join(f'{key}: {str(value).lower()}' for key, value in section.items())}}}"
@@ -108,7 +108,7 @@ def _llama(model: ModelSpec) -> dict[str, Any]:
 def _rope_scaling(model: ModelSpec) -> dict[str, object] | None:
     if model.rope_scaling is None:
         return None
-    # transformers 4 reads where the type stands and what the context was; transformers 5 both from here alone.
+    # transformers 4 reads the type and the original context here; transformers 5 reads both from here alone.
     found = {"original_max_position_embeddings": model.max_position_embeddings} | model.rope_scaling.to_hugging_face()
     if model.rope_scaling.rope_type == "linear":
         del found["original_max_position_embeddings"]

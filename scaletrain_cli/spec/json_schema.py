@@ -1,4 +1,4 @@
-"""The JSON Schema of a run spec as a *file* may hold it, for editors; the loader checks more than a schema can say."""
+"""The JSON Schema of a run spec *file*, for editors; the loader checks more than a schema can express."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scaletrain_cli.spec.presets import presets, vision_presets
 from scaletrain_cli.spec.run import MODELS, SCHEMA, RunSpec, model_kind
 from scaletrain_cli.spec.section import OpenSection
 
-# What a file must give where neither a preset nor a config.json does; the rest follows from these or has a default.
+# Keys that a file must have if neither a preset nor a config.json gives them; others are derived or have a default.
 _DIMENSIONS = {
     "llama": ["family", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"],
     "gpt": ["family", "hidden_size", "num_hidden_layers", "num_attention_heads"],
@@ -23,7 +23,7 @@ _DIMENSIONS = {
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of the files that load_spec accepts; yes and no for true and false aside."""
+    """Return the JSON Schema (draft 2020-12) of the files that load_spec accepts, except for yes and no as booleans."""
     schema = RunSpec.model_json_schema(by_alias=True, mode="validation")
     sections = schema["$defs"]
     for name, section in _open_sections():
@@ -31,7 +31,7 @@ def json_schema() -> dict[str, Any]:
     sections[ClusterSpec.__name__]["properties"]["scheduler"]["enum"] = backend_names()
     for section in (schema, *sections.values()):
         for name, field in section["properties"].items():
-            field.pop("title", None)  # pydantic's is the name again, in capitals
+            field.pop("title", None)  # pydantic's title repeats the name
             if name not in section.get("required", ()) and ("$ref" in field or section is schema):
                 _allow_empty(field)
     _allow_list(schema["properties"]["tracking"])
@@ -52,19 +52,19 @@ def _open_sections() -> Iterator[tuple[str, type[OpenSection]]]:
 
 
 def _add_plugins(properties_of: dict[str, Any], section: type[OpenSection]) -> None:
-    """Put the section of each plug-in in the place of the field that holds them."""
+    """Replace the field that holds the sections of plug-ins by one property per plug-in."""
     del properties_of["properties"]["plugins"]
     for name in section.plugin_names():
         try:
             model = section.plugin_model(name)
-        except Exception:  # a package that does not load; a spec that names it is refused with the reason
+        except Exception:  # the package cannot be loaded; a spec that names it is rejected with the reason
             model = None
         if model is not None:
             properties_of["properties"][name] = _with_definitions_inside(model.model_json_schema(by_alias=True))
 
 
 def _with_definitions_inside(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that can stand inside another one: its definitions stand where they are referred to."""
+    """Return a schema that can be nested in another one, with its definitions inlined."""
     definitions = schema.pop("$defs", {})
 
     def inside(node: Any) -> Any:
@@ -79,13 +79,13 @@ def _with_definitions_inside(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _allow_list(tracking: dict[str, Any]) -> None:
-    """Trackers may also be a list: of names, of mappings from one name to its options, or of mappings with a kind."""
+    """Allow trackers as a list: of names, of mappings from one name to its options, or of mappings with ``kind``."""
     item = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1}]}
     tracking["anyOf"].append({"type": "array", "items": item})
 
 
 def _allow_empty(field: dict[str, Any]) -> None:
-    """Allow an empty section (null), whose defaults then apply."""
+    """Allow an empty section (null), which has its defaults."""
     field.pop("default", None)
     whole = dict(field)
     field.clear()
@@ -93,7 +93,7 @@ def _allow_empty(field: dict[str, Any]) -> None:
 
 
 def _loosen_model(kind: str, model: dict[str, Any]) -> None:
-    """Dimensions are needed only where nothing else gives them; ``kind`` is a key of MODELS."""
+    """Require dimensions only if nothing else gives them; ``kind`` is a key of MODELS."""
     properties = model["properties"]
     known = [name for name, given in (presets() | vision_presets()).items() if model_kind(given) == kind]
     properties["preset"] = {"enum": [*known, None], "description": "known dimensions; keys beside it win"}

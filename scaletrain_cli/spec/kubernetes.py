@@ -1,4 +1,4 @@
-"""cluster.kubernetes: where a run goes in a Kubernetes cluster, and what its pods are made of.
+"""cluster.kubernetes: namespace, queue, volumes and pod settings of a run in a Kubernetes cluster.
 
 What the API server would refuse only after a while, or never, is refused here. What only a submission needs (an image,
 a volume) may be missing: planning does without it.
@@ -26,13 +26,13 @@ _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
 _QUALIFIED = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _DIGEST = r"@sha256:[0-9a-f]{64}"
-# Capitals are for hosts alone, and a host has a dot or a port: REGISTRY/name would be no image to any kubelet.
+# Capitals are allowed in hosts only, and a host has a dot or a port: kubelets reject REGISTRY/name.
 _HOST = r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:[0-9]{1,5})?|[A-Za-z0-9-]+:[0-9]{1,5})"
 _REPOSITORY = rf"({_HOST}/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
 _IMAGE = re.compile(rf"(?P<name>{_REPOSITORY})(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}}))?(?P<digest>{_DIGEST})?")
 
 _LONGEST_TTL_SECONDS = 3650 * 86400.0  # 32 bits hold 24855 days
-# Where the pods have what the launcher puts there; no volume of the user's may hide it.
+# Mount paths of the launcher; no volume of the user may hide them.
 _OWN_PATHS = ("/dev/shm", "/etc/scaletrain")
 
 
@@ -81,7 +81,7 @@ def _sub_path(value: Any) -> str:
 
 
 _STRING = {"type": "string"}
-# One name of one object, of the kinds that become part of a host name, and of the others.
+# Names of one object: of kinds that become part of a host name, and of other kinds.
 LabelName = Annotated[
     str,
     PlainValidator(_word(_LABEL, 63, "must be a Kubernetes name of at most 63 lower-case letters, digits and dashes")),
@@ -120,7 +120,7 @@ EnvironmentName = Annotated[
 Image = Annotated[str, PlainValidator(_image), WithJsonSchema(_STRING)]
 MountPath = Annotated[str, PlainValidator(_path), WithJsonSchema(_STRING)]
 SubPath = Annotated[str, PlainValidator(_sub_path), WithJsonSchema(_STRING)]
-# 0 is root, as which no pod of ours runs.
+# 0 is root, which pods must not run as.
 UserId = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 
 
@@ -149,7 +149,7 @@ class SecretSpec(Section):
 
 
 class TolerationSpec(Section):
-    """A taint that the pods may meet; ``seconds`` is how long, with NoExecute. Without a key: every taint."""
+    """A taint that pods tolerate, for ``seconds`` with NoExecute. Without a key: every taint."""
 
     key: LabelKey | None = None
     operator: Literal["Exists", "Equal"] = "Exists"
@@ -168,7 +168,7 @@ class TolerationSpec(Section):
 
 
 class TopologySpec(Section):
-    """How near to one another the nodes must be. ``key`` is the node label of a rack or block.
+    """The required distance between nodes. ``key`` is the node label of a rack or block.
 
     ``required``, ``preferred`` and ``unconstrained`` are Kueue's, or Volcano's hard and soft with ``key`` as the tier;
     ``exclusive`` is JobSet's: the run alone in one domain.
@@ -182,7 +182,7 @@ _WITH_RDMA = used_when(where_not("cluster.kubernetes.rdma_resource", None))
 
 
 class KubernetesSpec(BackendSection):
-    """Where the job goes in a Kubernetes cluster, and what its pods are made of.
+    """Namespace, queue, image, volumes and pod settings of a job in a Kubernetes cluster.
 
     ``queue`` and ``priority`` are Kueue's LocalQueue and WorkloadPriorityClass, or Volcano's queue and the job's
     PriorityClass; ``pod_priority`` is the PriorityClass of the pods.
@@ -268,17 +268,17 @@ class KubernetesSpec(BackendSection):
 
     @property
     def summary(self) -> str:
-        """The namespace, and the queue and the context where they are given."""
+        """The namespace, and the queue and the context if given."""
         asked = {"namespace": self.namespace, "queue": self.queue, "context": self.context}
         return "".join(f", {what} {value}" for what, value in asked.items() if value is not None)
 
     @property
     def host_memory_per_node(self) -> float | None:
-        """Return ``memory_per_node``; None where it is auto."""
+        """Return ``memory_per_node``; None if it is auto."""
         return None if self.memory_per_node == "auto" else self.memory_per_node
 
     def run_inconsistencies(self, *, env: Collection[str], secret_env: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Yield the names of ``secret_env`` without a Secret, and those that also stand in ``env``."""
+        """Yield the names of ``secret_env`` without a Secret, and those that are also in ``env``."""
         if unknown := sorted(set(secret_env) - self.secrets.keys()):
             yield (
                 "secret_env",
@@ -293,12 +293,12 @@ class KubernetesSpec(BackendSection):
 
     @property
     def kueue(self) -> bool:
-        """Whether Kueue admits the job."""
+        """Return True if Kueue admits the job."""
         return self.queue is not None and self.backend != "volcano"
 
     @property
     def image_is_pinned(self) -> bool:
-        """Whether the image is named by digest; a tag can come to mean another image."""
+        """Return True if the image is named by digest; a tag may later refer to another image."""
         return self.image is not None and "@" in self.image
 
     def _about_topology(self) -> Iterator[tuple[str, str]]:

@@ -35,8 +35,8 @@ from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
 from scaletrain_cli.spec.tracking import name_trackers
 from scaletrain_cli.text import counted, did_you_mean
 
-STDIN = "<stdin>"  # where `-` is given
-_LARGEST_FILE_BYTES = 1_000_000  # a spec has two thousand; whatever is larger was named by mistake
+STDIN = "<stdin>"  # file name in errors for `-`
+_LARGEST_FILE_BYTES = 1_000_000  # a spec has about two thousand bytes; a larger file was named by mistake
 
 
 def load_spec(path: str | PathLike[str], overrides: Sequence[str] = (), *, cluster: str | None = None) -> RunSpec:
@@ -68,13 +68,15 @@ def _read_file(path: Path) -> bytes:
 
 @lru_cache(maxsize=1)
 def _read_stdin(stream: TextIO) -> bytes:
-    """Return what standard input holds. It can be read once, and the variants of a comparison need it several times."""
+    """Return the content of standard input, cached: it can be read once, and variants of a comparison need it several
+    times.
+    """
     buffer = getattr(stream, "buffer", None)
     return buffer.read(_LARGEST_FILE_BYTES + 1) if buffer else stream.read(_LARGEST_FILE_BYTES + 1).encode()
 
 
 def load_cluster(name: str | None = None) -> ClusterSpec | None:
-    """The cluster section that one of the user's clusters makes; without a name the default one, if there is one.
+    """Return the cluster section from the user's named or default cluster; None without one.
 
     Raises SpecError or UsageError.
     """
@@ -101,10 +103,10 @@ def parse_spec(
 ) -> RunSpec:
     """Parse and validate the text of a run spec; ``file`` is the name in errors. Raises SpecError."""
     source = Source(file)
-    # An empty top-level key is as good as none; so are empty sections further down (see Section).
+    # An empty top-level key counts as missing; so do empty sections further down (see Section).
     raw = {key: value for key, value in parse_yaml(text, source).items() if value is not None}
     name_trackers(raw, source)
-    given = copy.deepcopy(raw)  # what this person wrote, for this run
+    given = copy.deepcopy(raw)  # keys that the user wrote for this run
     _apply(given, overrides, Source(file))
     if cluster is not None:
         cluster.apply_to(raw, source)
@@ -130,7 +132,7 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
     problems = _apply(raw, overrides, source)
     given: dict[str, Any] = {}
     _apply(given, overrides, Source(file))
-    # What an override emptied is left out, as in a file.
+    # An emptied override counts as missing, as in a file.
     raw = {key: value for key, value in raw.items() if value is not None}
     new, found = _validate(raw, source, model_is_known=True)
     problems += found
@@ -166,7 +168,7 @@ def _leaves(data: object, key: str = "") -> dict[str, str]:
 
 
 def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list[Problem]:
-    """Fill in the model section from its preset or config.json; what is wrong with either."""
+    """Fill in the model section from its preset or config.json; return the problem of either."""
     given = raw.get("model")
     problems: list[Problem] = []
     while isinstance(given, dict):
@@ -207,7 +209,7 @@ def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> t
 def _follows(
     detail: Any, reported: set[tuple[Any, ...]], wrong_values: set[tuple[Any, ...]], model_is_known: bool
 ) -> bool:
-    """Return True if a problem with a dimension only follows from another problem: its source, family or origin."""
+    """Return True if a problem with a dimension is caused by another problem: its source, family or origin."""
     section, *key = in_file(detail["loc"])
     if section == "model" and key != ["family"] and ("model", "family") in wrong_values:
         return detail["type"] in ("missing", "extra_forbidden")

@@ -9,7 +9,7 @@ from scaletrain_cli.spec.extensions import base_family, model_family_extension, 
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Text, Whole, WholeOrZero
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
-# Keys of each kind beside factor; the first ones must be given.
+# Keys of each kind beside factor; the first ones are required.
 _NEEDED = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -26,7 +26,7 @@ _ALLOWED = {
 
 
 class RopeScalingSpec(Section):
-    """Under Hugging Face's names. ``linear`` (arXiv:2306.15595), ``llama3`` (Llama 3.1 to 3.3), ``yarn``
+    """RoPE scaling, with Hugging Face's keys. ``linear`` (arXiv:2306.15595), ``llama3`` (Llama 3.1 to 3.3), ``yarn``
     (arXiv:2309.00071).
     """
 
@@ -45,7 +45,7 @@ class RopeScalingSpec(Section):
     truncate: bool | None = Field(default=None, description="yarn; round the ends of the ramp to whole channels")
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for what the kind needs and is missing, or has no use for."""
+        """Yield (key, message) for keys that the kind requires, or does not use."""
         for key in _NEEDED[self.rope_type]:
             if getattr(self, key) is None:
                 yield key, f"is missing, and rope_type: {self.rope_type} needs it."
@@ -61,7 +61,7 @@ class RopeScalingSpec(Section):
         return self.model_dump(exclude_none=True)
 
 
-# Bounded, so that a slip of the pen makes no network that takes minutes to size.
+# Bounded, so that a typing error does not create a network that takes minutes to size.
 Widths = Annotated[tuple[Whole, ...], Field(min_length=1, max_length=16)]
 Depths = Annotated[tuple[Annotated[int, Field(strict=True, ge=1, le=1000)], ...], Field(min_length=1, max_length=16)]
 ImageSize = Annotated[int, Field(strict=True, ge=1, le=8192)]
@@ -84,7 +84,7 @@ class ResNetSpec(Section):
     image_size: ImageSize = 224
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each dimension that contradicts another one."""
+        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _stages(self.hidden_sizes, self.depths)
         if self.layer_type == "bottleneck" and any(size % 4 for size in self.hidden_sizes):
             yield "hidden_sizes", "must be multiples of 4, the narrowing of a bottleneck."
@@ -106,7 +106,7 @@ class ConvNextSpec(Section):
     image_size: ImageSize = 224
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each dimension that contradicts another one."""
+        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _stages(self.hidden_sizes, self.depths)
         smallest = self.patch_size * 2 ** (len(self.depths) - 1)
         if self.image_size < smallest:
@@ -129,7 +129,7 @@ class VitSpec(Section):
     qkv_bias: bool = True
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each dimension that contradicts another one."""
+        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _heads(self.hidden_size, self.num_attention_heads)
         yield from _patches(self.image_size, self.patch_size)
 
@@ -146,7 +146,7 @@ class ClipVisionSpec(Section):
     num_channels: Whole = 3
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each dimension that contradicts another one."""
+        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _heads(self.hidden_size, self.num_attention_heads)
         yield from _patches(self.image_size, self.patch_size)
 
@@ -162,7 +162,7 @@ class ClipTextSpec(Section):
     max_position_embeddings: Whole = 77
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each dimension that contradicts another one."""
+        """Yield (key, message) for each dimension that contradicts another one."""
         yield from _heads(self.hidden_size, self.num_attention_heads)
 
 
@@ -176,7 +176,7 @@ class ClipSpec(Section):
     projection_dim: Whole = 512
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each dimension that contradicts another one."""
+        """Yield (key, message) for each dimension that contradicts another one."""
         for name in ("vision_config", "text_config"):
             for key, message in getattr(self, name).inconsistencies():
                 yield f"{name}.{key}", message
@@ -267,12 +267,12 @@ class ModelSpec(Section):
 
     @property
     def base_family(self) -> str:
-        """``llama`` or ``gpt``: the family, or the one that a family of another package has the parameters of."""
+        """Return ``llama`` or ``gpt``: the family itself, or the built-in base of an extension's family."""
         return base_family(self.family)
 
     @property
     def has_gated_mlp(self) -> bool:
-        """SwiGLU's two input matrices (arXiv:2002.05202) instead of one."""
+        """Return True if the MLP has SwiGLU's two input matrices (arXiv:2002.05202) instead of one."""
         return self.base_family == "llama" if self.gated_mlp is None else self.gated_mlp
 
     @property
@@ -292,26 +292,26 @@ class ModelSpec(Section):
 
     @property
     def has_fused_qkv(self) -> bool:
-        """Return whether queries, keys and values are one matrix, and biases and norms stand in that order (GPT-2)."""
+        """Return True if queries, keys and values are one matrix, with biases and norms in that order (GPT-2)."""
         return self.base_family == "gpt"
 
     @property
     def positions(self) -> str:
-        """``rotary``, ``learned``, ``alibi`` or ``none``."""
+        """Return ``rotary``, ``learned``, ``alibi`` or ``none``."""
         return self.position_embedding or ("rotary" if self.base_family == "llama" else "learned")
 
     @property
     def moe_layers(self) -> int:
-        """Blocks whose MLP is a mixture of experts."""
+        """Return the number of blocks whose MLP is a mixture of experts."""
         return self.num_hidden_layers - self.first_k_dense_replace if self.num_experts else 0
 
     @property
     def expert_size(self) -> int:
-        """Intermediate size of one routed expert."""
+        """Return the intermediate size of one routed expert."""
         return self.moe_intermediate_size or self.intermediate_size
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each dimension that contradicts another one."""
+        """Yield (key, message) for each dimension that contradicts another one."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             yield "num_key_value_heads", f"must divide num_attention_heads = {heads}; use {divisors(heads)}."

@@ -1,4 +1,4 @@
-"""Problems of a spec as reported to the user: location, given value, allowed values, nearest name and fix."""
+"""Problems of a spec as shown to the user: location, given value, allowed values, nearest name and fix."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _unused(
 
 
 def _is_switched_off(rule: UsedWhen, key: Key, source: Source) -> bool:
-    """Return whether the file holds the key, and an override is what makes it useless."""
+    """Return True if the file has the key, and an override makes it ineffective."""
     makes = (source.place(tuple(one.shown_key.split("."))) for one in rule.conditions)
     return source.place(key) != SET_OPTION and SET_OPTION in makes
 
@@ -57,7 +57,7 @@ def _is_met(spec: RunSpec, rule: UsedWhen) -> bool:
 
 
 def _value(spec: RunSpec, key: str) -> Any:
-    """Return the value at a dotted key, None where a section has no such key."""
+    """Return the value at a dotted key, None if a section does not have the key."""
     value: Any = spec
     for part in key.split("."):
         value = getattr(value, part, None)
@@ -77,7 +77,7 @@ def _remedy(condition: Condition) -> str:
     return f"set {condition.shown_key} to {' or '.join([', '.join(words[:-1]), words[-1]] if words[1:] else words)}"
 
 
-# pydantic's error types and how we say them; {x} comes from the error's context.
+# pydantic's error types and their messages; {x} comes from the error's context.
 _WORDS = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -106,7 +106,7 @@ _WORDS = {
 
 
 def field_problem(detail: Any, source: Source) -> Problem:
-    """One pydantic error in our words."""
+    """Return pydantic's error as a problem."""
     key = in_file(detail["loc"])
     dotted, place, kind = ".".join(map(shown, key)), source.place(key), detail["type"]
     context, given = detail.get("ctx", {}), detail["input"]
@@ -118,7 +118,7 @@ def field_problem(detail: Any, source: Source) -> Problem:
     if kind == "missing":
         if isinstance(key[-1], int):
             return Problem(source.place(key[:-1]), ".".join(map(shown, key[:-1])), "needs more items.", shown(given))
-        if dotted == "model.head_dim":  # it would have been filled in
+        if dotted == "model.head_dim":  # the dimension would have been derived
             heads = f"hidden_size = {given['hidden_size']} is no multiple of num_attention_heads"
             return Problem(place, dotted, f"is missing, and {heads} = {given['num_attention_heads']}.", hint="Give it.")
         return Problem(place, dotted, "is missing.", hint="Add it, or start from `scaletrain init`.")
@@ -126,7 +126,7 @@ def field_problem(detail: Any, source: Source) -> Problem:
         hint = did_you_mean(shown(given), FAMILIES).strip() or None
         return Problem(place, dotted, f"must be one of {comma(FAMILIES)}.", shown(given), hint)
     if kind == "string_pattern_mismatch":
-        # Texts with a form of their own bring their own message (spec.quantities.matching); here only NUL is forbidden.
+        # Texts with a pattern have their own message (spec.quantities.matching); here only NUL is forbidden.
         message = "must not be empty" if given == "" else "must not hold a NUL character"
     else:
         message = _WORDS[kind].format(**context) if kind in _WORDS else detail["msg"]
@@ -154,11 +154,13 @@ def comma(names: list[str]) -> str:
 
 
 def known_keys(key: Key) -> list[str]:
-    """Keys allowed at a place that pydantic names, with ``schema`` and ``async`` under the names the file uses."""
+    """Return the keys allowed at a location in pydantic's form, with ``schema`` and ``async`` under their names in the
+    file.
+    """
     model: Any = RunSpec
     parts = iter(key)
     for part in parts:
-        if part in MODELS and key[0] == "model":  # the kind of model, which is no key
+        if part in MODELS and key[0] == "model":  # the kind of model, which is not a key
             model = MODELS[str(part)]
             continue
         if isinstance(part, int):  # an item of a list, whose section _options() has found already
@@ -172,7 +174,7 @@ def known_keys(key: Key) -> list[str]:
         if field is None:
             return []
         if typing.get_origin(field.annotation) is dict:
-            next(parts, None)  # a name of the user's own
+            next(parts, None)  # a name chosen by the user
         model = next((option for option in _options(field.annotation) if hasattr(option, "model_fields")), None)
         if model is None:
             return []
@@ -183,7 +185,7 @@ def known_keys(key: Key) -> list[str]:
 
 
 def spec_keys() -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key that a spec may set, with the type of its value; sections are left out."""
+    """Yield each dotted key of a spec with the type of its value; sections are left out."""
     return _keys(RunSpec, "")
 
 

@@ -1,4 +1,4 @@
-"""Numbers with units as people write them: ``80GB``, ``30m``, ``300B``.
+"""Numbers with units: ``80GB``, ``30m``, ``300B``.
 
 Each type checks its whole input itself, so that a wrong value is one problem and not one per branch of a union; its
 JSON Schema is what a file may hold.
@@ -32,12 +32,12 @@ _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _BYTE_UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _SECOND_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-# Nothing is counted in thousandths, so m is a million as M is.
+# No quantity is measured in thousandths, so m means a million, as M does.
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _RATE_UNITS = {"": 1} | {f"{unit}/s": factor for unit, factor in _BYTE_UNITS.items() if unit}
 _FLOPS_UNITS = {"": 1, "tflops": 10**12, "pflops": 10**15}
 
-LARGEST = 10**18  # above every real byte, token and second count; keeps float arithmetic finite
+LARGEST = 10**18  # above every realistic number of bytes, tokens and seconds; keeps float arithmetic finite
 LARGEST_WHOLE = 10**9
 
 
@@ -57,12 +57,15 @@ def _parse(value: Any, units: dict[str, int], what: str, example: str) -> float:
 
 
 def parse_bytes(value: Any) -> int:
-    """Bytes from ``80GB`` (10^9) or ``80GiB`` (2^30) or a plain number. Raises PydanticCustomError."""
+    """Return the bytes in ``80GB`` (10^9), ``80GiB`` (2^30) or a plain number. Raises PydanticCustomError."""
     return round(_parse(value, _BYTE_UNITS, "a size in bytes", "80GB or 80GiB"))
 
 
 def parse_seconds(value: Any) -> float:
-    """Seconds from ``90``, ``30m``, ``1h30m`` or Slurm's ``24:00:00``, ``2-12:00:00``. Raises PydanticCustomError."""
+    """Return the seconds in ``90``, ``30m``, ``1h30m`` or Slurm's ``24:00:00``, ``2-12:00:00``.
+
+    Raises PydanticCustomError.
+    """
     example = "90s, 30m, 24h or 24:00:00"
     if isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
@@ -79,12 +82,12 @@ def parse_count(value: Any) -> int:
 
 
 def parse_bandwidth(value: Any) -> float:
-    """Bytes per second from ``50GB/s`` or a plain number. Raises PydanticCustomError."""
+    """Return the bytes per second in ``50GB/s`` or a plain number. Raises PydanticCustomError."""
     return float(_parse(value, _RATE_UNITS, "a bandwidth in bytes per second", "50GB/s"))
 
 
 def parse_flops(value: Any) -> float:
-    """Operations per second from ``989TFLOPS`` or a plain number. Raises PydanticCustomError."""
+    """Return the operations per second in ``989TFLOPS`` or a plain number. Raises PydanticCustomError."""
     return float(_parse(value, _FLOPS_UNITS, "a rate of floating-point operations", "989TFLOPS or 989e12"))
 
 
@@ -106,7 +109,7 @@ def _above_zero(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def or_word(word: str, parse: Callable[[Any], Any]) -> PlainValidator:
-    """Takes ``word`` as it stands, and anything else through ``parse``; one error names both."""
+    """Return a validator that accepts ``word`` as it is and passes anything else to ``parse``; one error names both."""
 
     def checked(value: Any) -> Any:
         if isinstance(value, str) and value == word:
@@ -149,7 +152,7 @@ AutoWhole = Annotated[
     WithJsonSchema({"anyOf": [_WHOLE, {"const": "auto"}]}),
 ]
 
-# Strict, so that YAML's `true` is not 1; bounded, so that arithmetic on a typing slip ends in a message.
+# Strict, so that YAML's `true` is not 1; bounded, so that arithmetic on a typing error ends in a message.
 Whole = Annotated[int, Field(strict=True, ge=1, le=LARGEST_WHOLE)]
 WholeOrZero = Annotated[int, Field(strict=True, ge=0, le=LARGEST_WHOLE)]
 Positive = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, le=1e12)]
@@ -159,7 +162,7 @@ Fraction = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1)]
 
 @dataclass(frozen=True)
 class Matching:
-    """Metadata of a text, or of the key of a mapping, that ``pattern`` must match whole.
+    """Metadata of a text, or of the key of a mapping, that must match ``pattern`` completely.
 
     ``message`` says what it must be, in the words of the field.
     """
@@ -188,5 +191,5 @@ class Matching:
         return value
 
 
-# No NUL, which neither a path, an argument nor an environment value can hold.
+# No NUL, which is invalid in paths, arguments and environment values.
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=4096)]

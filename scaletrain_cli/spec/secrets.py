@@ -1,4 +1,4 @@
-"""Secrets that stand in a spec in clear, by the name of their key or by their form.
+"""Detect secrets in plain text in a spec, by the name of their key or by their form.
 
 All that a spec holds ends in run.json, in job scripts and in Weights & Biases. Nothing here returns or prints a value
 that it takes for a secret, but for removing it from a text.
@@ -19,7 +19,7 @@ from scaletrain_cli.spec.source import Key, Source
 
 HIDDEN = "(not shown)"
 _SECRET_KEYS = ("secret_env", "cluster.kubernetes.secrets")
-# Sections whose keys are names of the user's own; elsewhere a key says what it is (tokenizer, pad_token, secret).
+# Sections whose keys are names chosen by the user; elsewhere a key has a known meaning (tokenizer, pad_token, secret).
 _FREE_NAMES = ("env", "labels", "annotations", "extra", "node_selector", "config", "args")
 _BEFORE = r"(?<![A-Za-z0-9])"
 _FORMS = {
@@ -40,7 +40,7 @@ _FORMS = {
     "a password in a URL": r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@$]{1,}@",
 }
 _FORM = re.compile("|".join(f"(?P<f{index}>{pattern})" for index, pattern in enumerate(_FORMS.values())))
-_HEX_KEY = re.compile(r"[0-9a-f]{40}")  # of Weights & Biases; a commit looks alike
+_HEX_KEY = re.compile(r"[0-9a-f]{40}")  # of Weights & Biases; a commit hash has the same form
 _NAME = re.compile(
     r"(^|[_.\-/])(token|secrets?|password|passwd|passphrase|credentials?|(api|access|secret|private|auth)[_-]?key)$"
 )
@@ -49,7 +49,7 @@ _PLAIN = re.compile(
     r"(?i)|true|false|yes|no|on|off|none|null|auto|\d{1,6}|[~./][^\s]*|file://\S+|<[^\s<>]{1,30}>|\[[a-z]{1,10}\]"
 )
 _RANDOM = re.compile(r"[A-Za-z0-9+_/-]{32,}={0,2}")
-_LONGEST_WORD = 12  # between - _ + and /: names of models and runs join shorter ones, with a number here and there
+_LONGEST_WORD = 12  # between - _ + and /: names of models and runs have shorter parts, possibly with a number
 _LARGEST_NUMBER = 10.0**40
 _BITS_PER_CHARACTER = 4.2
 _CHANGES_PER_CHARACTER = 0.45  # between capitals, small letters and digits: about 0.6 in random text, 0.2 in names
@@ -57,7 +57,7 @@ _CHANGES_PER_CHARACTER = 0.45  # between capitals, small letters and digits: abo
 
 @dataclass(frozen=True)
 class ClearSecret:
-    """One value of a spec that looks like a secret: where it stands, why it looks so. ``value`` is never shown."""
+    """A value of a spec that looks like a secret: its key and the reason. ``value`` is never shown."""
 
     key: Key
     why: str
@@ -68,12 +68,12 @@ class ClearSecret:
 
 
 def clear_secrets(raw: Mapping[str, Any]) -> tuple[ClearSecret, ...]:
-    """Return the values, and the keys, of a spec as plain data that look like secrets."""
+    """Return the values and keys that look like secrets in a spec given as plain data."""
     return tuple(_below(raw, ()))
 
 
 def with_secrets(problems: list[Problem], raw: Mapping[str, Any], source: Source) -> list[Problem]:
-    """Return the problems of a spec and one for each secret in clear, with no text in them that looks like one."""
+    """Return the problems and one for each secret in plain text, without any text that looks like a secret."""
     found = clear_secrets(raw)
     named = _names_of_secrets(raw) if any(problem.key in _SECRET_KEYS for problem in problems) else set()
     others = [each for each in found if each.key[0] != "env" or each.key[-1] not in named]
@@ -114,7 +114,7 @@ def _without_secrets(problems: list[Problem], found: tuple[ClearSecret, ...]) ->
         where = problem.where
         if without(where, found) != where:
             where = Place(without(problem.file or where, found), problem.line)
-        # A part of the spec is shown shortened, so that the beginning of a value could be left.
+        # Values are shown shortened, so the beginning of a secret could remain.
         around = any(problem.key and ".".join(map(str, each.key)).startswith(problem.key) for each in found)
         named = _why_name("?", tuple(problem.key.split("."))) is not None
         if problem.given is not None and (around or named):
@@ -143,7 +143,7 @@ def _below(value: Any, key: Key) -> Iterator[ClearSecret]:
 
 
 def _why_name(text: str, key: Key) -> str | None:
-    """Return why the key says that this is a secret; paths, switches and small numbers are none."""
+    """Return why the key indicates a secret; empty for paths, switches and small numbers."""
     if len(key) < 2 or not any(str(part) in _FREE_NAMES for part in key[:-1]):
         return None
     name = next(str(part) for part in reversed(key) if isinstance(part, str))

@@ -1,4 +1,4 @@
-"""The base of every part of the run spec: frozen, and strict about unknown keys.
+"""The base class of every section of the run spec: frozen, and strict about unknown keys.
 
 Modules of the spec do without ``from __future__ import annotations``: pydantic would compile every annotation again.
 """
@@ -25,26 +25,26 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 @dataclass(frozen=True)
 class Condition:
-    """Holds where the value at ``key``, which may be a property of a section, is (or is not) one of ``values``."""
+    """A condition on the value at ``key`` (a key, or a property of a section): it is, or is not, one of ``values``."""
 
     key: str
     values: tuple[object, ...]
     negated: bool = False
-    setting: str = ""  # the key to show where ``key`` is a property
+    setting: str = ""  # the key to show if ``key`` is a property
 
     @property
     def shown_key(self) -> str:
-        """Return the key to set to change it."""
+        """Return the key to set in order to change the value."""
         return self.setting or self.key
 
     def holds(self, value: object) -> bool:
-        """Return whether the condition holds for the value at the key."""
+        """Return True if the condition holds for this value."""
         return (value in self.values) != self.negated
 
 
 @dataclass(frozen=True)
 class UsedWhen:
-    """Metadata of a field, or of a whole section, that has an effect only where one of the conditions holds.
+    """Metadata of a field, or of a section, that has an effect only if one of the conditions holds.
 
     Given to another value than its default where none does, it is an error (see spec.unused).
     """
@@ -67,7 +67,7 @@ def where_not(key: str, *values: object, setting: str = "") -> Condition:
     return Condition(key, values, negated=True, setting=setting)
 
 
-# What a section is that is left out: an empty one, checked with the spec that it is missing from.
+# Default of a section that is left out: an empty one, validated together with the spec.
 LEFT_OUT: Any = Field(default={}, validate_default=True)
 
 
@@ -75,20 +75,20 @@ _PLUGINS_OFF = "PYDANTIC_DISABLE_PLUGINS"
 
 
 class Section(BaseModel):
-    """A frozen part of the spec that rejects keys it does not know."""
+    """A frozen section of the spec that rejects unknown keys."""
 
-    # Deferred, because the validator of a whole spec holds those of its sections, which are seldom used alone.
+    # Deferred, because the validator of a whole spec includes those of its sections, which are seldom used alone.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True)
 
     @model_validator(mode="before")
     @classmethod
     def _empty_is_default(cls, value: Any) -> Any:
-        """Treat null, as for a section whose lines are all commented out, as an empty section."""
+        """Treat null as an empty section, as when all lines of a section are commented out."""
         return {} if value is None else value
 
     @classmethod
     def model_rebuild(cls, **options: Any) -> bool | None:
-        """Build the validator, without plugins: pydantic reads the metadata of every installed package for them."""
+        """Build the validator without pydantic's plugins, which would read the metadata of every installed package."""
         before = os.environ.get(_PLUGINS_OFF)
         os.environ[_PLUGINS_OFF] = "__all__"
         try:
@@ -105,7 +105,7 @@ class UnknownPlugin(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", defer_build=True)
 
 
-# Context of a validation that reads what was recorded: a plug-in that is not installed is no error then.
+# Context of a validation of recorded specs, in which a plug-in that is not installed is not an error.
 RECORDED: Mapping[str, bool] = {"recorded": True}
 
 _PLUGINS = "plugins"
@@ -156,7 +156,7 @@ def _raised(details: InitErrorDetails) -> InitErrorDetails:
 
 
 class OpenSection(Section):
-    """A section that also holds sections of plug-ins, under their names; each plug-in brings the model of its own."""
+    """A section with nested sections of plug-ins, by name; each plug-in provides its model."""
 
     plugins: Annotated[dict[str, SerializeAsAny[BaseModel]], BeforeValidator(_checked_plugins)] = {}
 
@@ -167,7 +167,7 @@ class OpenSection(Section):
 
     @classmethod
     def plugin_names(cls) -> list[str]:
-        """Return the names of all plug-ins that can be found."""
+        """Return the names of all available plug-ins."""
         raise NotImplementedError
 
     @model_validator(mode="before")
@@ -197,17 +197,17 @@ class BackendSection(Section):
 
     # The lines that `scaletrain init` writes for the section, indented as below ``cluster:``.
     starting_text: ClassVar[str] = ""
-    # What it then tells the user to fill in.
+    # What `scaletrain init` asks the user to fill in.
     starting_note: ClassVar[str] = ""
 
     @property
     def summary(self) -> str:
-        """The settings to name where the job is summarized, each after a comma: ``, partition gpu``."""
+        """Return the settings to name in a summary of the job, each after a comma: ``, partition gpu``."""
         return ""
 
     @property
     def host_memory_per_node(self) -> float | None:
-        """Bytes of host memory that the job asks for on each node; None where it asks for what the plan needs."""
+        """Return the bytes of host memory requested on each node; None to request what the plan needs."""
         return None
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:

@@ -62,7 +62,7 @@ class CodeSpec(Section):
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for each setting that has nothing to apply to, or leads out of the tree."""
+        """Yield (key, message) for each setting without effect, or that points outside of the tree."""
         if self.on_nodes is not None and self.path is None:
             yield "on_nodes", "is compared with what code.path holds. Give code.path too."
         if self.import_root != "." and self.path is None:
@@ -109,7 +109,7 @@ class DataSpec(Section):
 
 
 class CheckpointSpec(Section):
-    """How often checkpoints are saved and how many are kept. ``dir: auto`` is the run directory."""
+    """Checkpoint interval and retention. ``dir: auto`` is the run directory."""
 
     every: AutoWhole = "auto"
     keep: Whole = 3

@@ -26,7 +26,7 @@ def _slurm_value(value: Any) -> str | int | bool:
     return value if isinstance(value, int) else _slurm_word(value)
 
 
-# One word for a `#SBATCH` line: no blank, quote, backslash or control character can reach the script.
+# One word of a `#SBATCH` line, without blanks, quotes, backslashes or control characters.
 SlurmWord = Annotated[
     str, PlainValidator(_slurm_word), WithJsonSchema({"type": "string", "pattern": f"^{_SLURM_WORD}$"})
 ]
@@ -61,7 +61,7 @@ Module = Annotated[
     ),
 ]
 
-# Options that the launcher itself sets, or that would break its contract with the run directory.
+# Options that the launcher sets itself, or that would break its contract with the run directory.
 SLURM_OWN_OPTIONS = frozenset(
     "array chdir comment cpus-per-task dependency error export gpus gpus-per-node gres input job-name "
     "kill-on-invalid-dep no-requeue nodes ntasks ntasks-per-node open-mode output parsable requeue "
@@ -71,7 +71,7 @@ SLURM_OWN_OPTIONS = frozenset(
 
 
 class ContainerSpec(Section):
-    """The image that the ranks run in. The launcher's own first and last word of a job run outside it."""
+    """The container image of the ranks. The launcher's first and last commands of a job run outside of it."""
 
     image: Image
     mounts: list[Mount] = Field(default=[], description="SOURCE[:TARGET[:OPTIONS]]; the runs root is mounted anyway")
@@ -109,7 +109,7 @@ class SlurmSpec(BackendSection):
     extra: dict[SlurmOption, SlurmValue] = {}
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """(key, message) for what contradicts another setting, or is the launcher's own to set."""
+        """Yield (key, message) for each setting that contradicts another one, or that the launcher sets itself."""
         if self.switches_wait is not None and self.switches is None:
             yield "switches_wait", "has nothing to wait for. Set slurm.switches, the most leaf switches to span."
         for name in sorted(SLURM_OWN_OPTIONS & self.extra.keys()):
@@ -117,7 +117,7 @@ class SlurmSpec(BackendSection):
 
     @property
     def summary(self) -> str:
-        """The partition, account, QOS, reservation and time limit, where they are given."""
+        """Return the partition, account, QOS, reservation and time limit, if given."""
         asked = {"partition": self.partition, "account": self.account, "QOS": self.qos, "reservation": self.reservation}
         limit = f", requeued after {seconds_text(self.time)}" if self.time is not None else ""
         return "".join(f", {what} {value}" for what, value in asked.items() if value is not None) + limit
@@ -128,8 +128,8 @@ class SlurmSpec(BackendSection):
         return self.memory_per_node
 
     def cluster_inconsistencies(self, *, grace_seconds: float) -> Iterator[tuple[str, str]]:
-        """Yield the key ``time`` where the job would end before it began to train."""
-        warning = max(60.0, grace_seconds)  # what the job asks of Slurm before its end; Slurm looks twice a minute
+        """Yield the key ``time`` if the job would end before it starts to train."""
+        warning = max(60.0, grace_seconds)  # the job's notice before its end; Slurm checks every 30 s
         if self.time is not None and self.time < warning + 120:
             yield (
                 "time",

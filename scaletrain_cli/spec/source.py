@@ -13,11 +13,14 @@ from typing import Any
 from scaletrain_cli.errors import Place, Problem, SpecError, UsageError
 
 VARY_OPTION = "--vary"
-_MOST_VARIANTS = 24  # side by side, nobody compares more
+_MOST_VARIANTS = 24  # columns of a comparison; more are not readable
 
 
 def variants(settings: Sequence[str], option: str = VARY_OPTION, most: int = _MOST_VARIANTS) -> list[tuple[str, ...]]:
-    """All combinations of ``KEY=A,B,C`` settings, each a tuple of overrides ``KEY=A``; one empty tuple without any.
+    """Return all combinations of ``KEY=A,B,C`` settings, each a tuple of overrides ``KEY=A``.
+
+    Returns one empty tuple without settings. Commas inside brackets, braces or quotes belong to the value; ``option``
+    is named in errors. Raises UsageError.
 
     Commas inside brackets, braces or quotes belong to the value; ``option`` is who is to blame. Raises UsageError.
     """
@@ -38,7 +41,7 @@ def _one_setting(setting: str, option: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside brackets, braces and quotes."""
+    """Split a text at commas outside of brackets, braces and quotes."""
     pieces, depth, quote = [""], 0, ""
     for char in text:
         if char == "," and depth == 0 and not quote:
@@ -57,12 +60,12 @@ def _split(text: str) -> list[str]:
 Key = tuple[str | int, ...]
 
 SET_OPTION = "--set"
-_DEEPEST = 40  # nesting; no spec needs ten
-_LARGEST = 20_000  # values, with aliases followed; a spec has about a hundred, a YAML bomb has billions
+_DEEPEST = 40  # maximum nesting; real specs have fewer than ten levels
+_LARGEST = 20_000  # values, with aliases expanded; a spec has about a hundred, a YAML bomb has billions
 
 
 class Source:
-    """Where each key of a spec stands (``file:line`` or ``--set``)."""
+    """The location of each key of a spec (``file:line`` or ``--set``)."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -76,7 +79,7 @@ class Source:
         return self.places.get(key, Place(self.file, 1))
 
     def move_to_option(self, key: Key) -> None:
-        """``key`` and all under it now come from the command line."""
+        """Record that ``key`` and all keys under it come from the command line."""
         self.places = {other: place for other, place in self.places.items() if other[: len(key)] != key}
         self.places[key] = SET_OPTION
 
@@ -96,14 +99,14 @@ def parse_yaml(text: str, source: Source) -> dict[str, Any]:
 
 
 def read_documents(text: str) -> list[Any]:
-    """Plain data of each YAML document in a text that this package has written."""
+    """Return the plain data of each YAML document in a text that this package has written."""
     from ruamel.yaml import YAML
 
     return list(YAML(typ="safe", pure=True).load_all(text))
 
 
 def apply_override(raw: dict[str, Any], override: str, source: Source) -> Iterator[Problem]:
-    """Set one ``a.b=c``; the value is read as YAML. Yields a problem instead of raising."""
+    """Set one ``a.b=c``; the value is parsed as YAML. Yields a problem instead of raising."""
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(parts):
@@ -162,7 +165,7 @@ def _load(text: str, file: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = Place(file, mark.line + 1) if mark and file != SET_OPTION else file
         what = " ".join(f"{error.context or ''} {error.problem or ''}".split())
-        what = re.sub(r' with value ".*" \(original value: ".*"\)', "", what)  # of a duplicate key; perhaps a secret
+        what = re.sub(r' with value ".*" \(original value: ".*"\)', "", what)  # of a duplicate key; may be a secret
         hint = "Indent with spaces; YAML forbids tabs." if "'\\t'" in what else None
         raise SpecError(f"{file} is not valid YAML", (Problem(where, "", f"{what}.", hint=hint),)) from error
     except ReaderError as error:
@@ -178,7 +181,7 @@ def _load(text: str, file: str) -> Any:
 
 
 def _plain(node: Any, key: Key, source: Source) -> Any:
-    """Plain Python data from ruamel's tree, recording the line of every key on the way."""
+    """Return plain Python data from ruamel's tree, and record the line of every key."""
     source.values += 1
     if len(key) > _DEEPEST or source.values > _LARGEST:
         reason = "is nested too deeply." if len(key) > _DEEPEST else "holds too many values for a run spec."
@@ -205,7 +208,7 @@ def _plain(node: Any, key: Key, source: Source) -> Any:
 def _plain_scalar(node: Any) -> Any:
     from ruamel.yaml.scalarbool import ScalarBoolean
 
-    if isinstance(node, ScalarBoolean):  # an anchored true or false, which is an int to Python
+    if isinstance(node, ScalarBoolean):  # an anchored boolean, which is an int to Python
         return bool(node)
     for kind in (bool, int, float):
         if isinstance(node, kind):
@@ -214,5 +217,5 @@ def _plain_scalar(node: Any) -> Any:
 
 
 def _joined(text: str) -> str:
-    """JSON writes a character beyond 16 bits as two escapes, which YAML leaves as two halves of a character."""
+    """Join surrogate pairs: JSON writes a character beyond 16 bits as two escapes, which YAML keeps as two."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

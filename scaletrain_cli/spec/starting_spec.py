@@ -1,4 +1,4 @@
-"""The spec that `scaletrain init` writes: complete, commented, and right as it stands. Knows hardware only by name."""
+"""The spec that `scaletrain init` writes: complete, commented, and valid as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section ``tracking``: how often metrics are logged, and the trackers that mirror them."""
+"""The section ``tracking``: logging interval, and the trackers that mirror the metrics."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +30,7 @@ class TrackingSpec(OpenSection):
 
     @classmethod
     def plugin_names(cls) -> list[str]:
-        """Return the names of all trackers that can be found."""
+        """Return the names of all available trackers."""
         from scaletrain_cli.tracking.registry import tracker_names
 
         return tracker_names()
@@ -59,7 +59,7 @@ class TrackingSpec(OpenSection):
 
 
 def _item(item: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return name and options of an item of the list; None where it has another form."""
+    """Return name and options of an item of the list; None if it has another form."""
     if isinstance(item, str):
         return item, {}
     if isinstance(item, dict) and isinstance(item.get("kind"), str):

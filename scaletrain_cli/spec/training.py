@@ -94,7 +94,7 @@ class OptimizerSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _weight_decay_by_optimizer(cls, value: Any) -> Any:
-        """No weight decay unless it is asked for, where it would be added to the gradient."""
+        """Return a weight decay of 0 unless it is set, for optimizers that would add it to the gradient."""
         if isinstance(value, dict) and value.get("name") in _ADDED_TO_THE_GRADIENT:
             return {"weight_decay": 0.0, **value}
         return value
@@ -127,7 +127,7 @@ class LossScaleSpec(Section):
 
 
 class EarlyStoppingSpec(Section):
-    """Ends the run when the validation loss stops falling; ``patience: 0`` turns it off."""
+    """Ends the run when the validation loss no longer falls; ``patience: 0`` turns it off."""
 
     patience: WholeOrZero = Field(
         default=0, description="evaluations without improvement before training stops; 0: off"
@@ -138,7 +138,7 @@ class EarlyStoppingSpec(Section):
 
 
 class AveragingSpec(Section):
-    """A second set of weights: their exponential average, or the mean of what was saved."""
+    """A second set of weights: their exponential average, or the mean of recent ones."""
 
     name: Literal["none", "ema", "checkpoints"] = "none"
     decay: Annotated[Fraction, used_when(where("training.averaging.name", "ema"))] = Field(
@@ -150,7 +150,7 @@ class AveragingSpec(Section):
 
 
 class TrainingSpec(Section):
-    """What is optimised and for how long. ``global_batch_size`` counts sequences over the whole job."""
+    """Training objective and duration. ``global_batch_size`` counts sequences over the whole job."""
 
     global_batch_size: Whole
     micro_batch_size: AutoWhole = "auto"

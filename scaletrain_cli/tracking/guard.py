@@ -20,23 +20,23 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import make_folder, replace_file
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker
 
-# How long the end of training waits for all trackers together; a preemption leaves only a grace period.
+# Maximum wait for all trackers at the end of training; after a preemption only a grace period is left.
 FINISH_SECONDS: Mapping[Outcome, float] = {"finished": 60.0, "preempted": 20.0, "failed": 20.0}
-_QUEUED = 10_000  # steps that wait for a tracker that is down or slow
+_QUEUED = 10_000  # steps queued for a tracker that is down or slow
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 30.0, 900.0
-_IDLE_SECONDS = 2.0  # between two looks at events.jsonl
+_IDLE_SECONDS = 2.0  # between two reads of events.jsonl
 _SAVE_SECONDS = 1.0  # between two writes of the state file
 
 
 class Report(Protocol):
-    """Where a change of a tracker is recorded: an event with ``tracker`` and the parts of a reason."""
+    """Records an event about a tracker, with ``tracker`` and the parts of a reason."""
 
     def __call__(self, event: str, tracker: str, reason: Reason) -> None: ...
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What trackers are filled from: ``metrics()`` yields the lines of metrics.jsonl that count, in order of steps."""
+    """The files that trackers read: ``metrics()`` yields the valid lines of metrics.jsonl in the order of steps."""
 
     metrics: Callable[[], Iterable[Mapping[str, Any]]]
     events: Path
@@ -50,7 +50,7 @@ class _Finish:
 
 @dataclass
 class _Position:
-    """How far a tracker got: the last step of each metric, bytes of events.jsonl, and names of stored files."""
+    """The progress of a tracker: the last step of each metric, bytes of events.jsonl, and names of stored files."""
 
     steps: dict[str, int] = field(default_factory=dict)
     events_bytes: int = 0
@@ -74,7 +74,7 @@ class GuardedTracker:
         self._make, self._run, self._files, self._report = make, run, files, report
         self._queue: queue.Queue[Mapping[str, Any] | _Finish] = queue.Queue(_QUEUED)
         self._off = threading.Event()
-        self._wake = threading.Event()  # training is over: no more waiting between two tries
+        self._wake = threading.Event()  # training has ended: retry without waiting
         self._state = run.folder / "tracking" / f"{name}.json"
         self._saved = 0.0
         self._down, self._delay = False, _FIRST_RETRY_SECONDS
@@ -82,7 +82,7 @@ class GuardedTracker:
         self._thread.start()
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Log a line of metrics.jsonl soon; it has ``step`` and ``time``."""
+        """Queue a line of metrics.jsonl, which has ``step`` and ``time``."""
         if self._off.is_set():
             return
         try:
@@ -91,13 +91,13 @@ class GuardedTracker:
             self._turn_off(Reason("tracking.queue-full", {"tracker": self.name, "lines": _QUEUED}))
 
     def finish(self, outcome: Outcome) -> None:
-        """Ask for the end, without waiting."""
+        """Request the end, without waiting."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(_Finish(outcome))
         self._wake.set()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end; a tracker that takes longer is reported and left behind."""
+        """Wait for the end; report and abandon a tracker that takes longer."""
         self._thread.join(max(0.0, seconds))
         if self._thread.is_alive() and not self._off.is_set():
             self._turn_off(Reason("tracking.finish-timeout", {"tracker": self.name}))
@@ -203,7 +203,7 @@ class GuardedTracker:
                 position.artifacts.append(path.name)
 
     def _send_events(self, tracker: Tracker[Any], position: _Position) -> None:
-        """Log the events that were recorded since; a line that is not complete yet comes next time."""
+        """Log the events recorded since the last call; an incomplete line is left for the next call."""
         with contextlib.suppress(FileNotFoundError), self._files.events.open("rb") as file:
             file.seek(position.events_bytes)
             for line in file:
@@ -241,7 +241,7 @@ class Trackers:
             one.log(line)
 
     def finish(self, outcome: Outcome) -> None:
-        """End all trackers, and wait for them no longer than FINISH_SECONDS in all."""
+        """End all trackers, and wait at most FINISH_SECONDS for all of them together."""
         until = time.monotonic() + FINISH_SECONDS[outcome]
         for one in self._all:
             one.finish(outcome)

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: the record of what was measured, from which every other tracker is filled. Always on."""
+"""``metrics.jsonl``: the record of measurements, from which every other tracker is filled. Always on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class JsonlWriter:
         self._error: Exception | None = None
 
     def put(self, line: dict[str, Any]) -> None:
-        """Write a line soon."""
+        """Queue a line."""
         self._raise()
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, name="metrics", daemon=True)
@@ -37,7 +37,7 @@ class JsonlWriter:
         self._queue.put(line)
 
     def flush(self) -> None:
-        """Wait until every line is in the file. Raises OSError where the disk did not take it."""
+        """Wait until every line is in the file. Raises OSError if it could not be written."""
         if self._thread is not None:
             written = threading.Event()
             self._queue.put(written)
@@ -45,7 +45,7 @@ class JsonlWriter:
         self._raise()
 
     def close(self) -> None:
-        """Flush, and end the thread."""
+        """Write the remaining lines, and end the thread."""
         try:
             self.flush()
         finally:
@@ -57,7 +57,7 @@ class JsonlWriter:
     def _write_all(self) -> None:
         while True:
             items = [self._queue.get()]
-            while not self._queue.empty():  # all that came during the last write
+            while not self._queue.empty():  # lines that arrived during the last write
                 items.append(self._queue.get())
             lines = [item for item in items if isinstance(item, dict)]
             try:

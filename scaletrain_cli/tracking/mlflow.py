@@ -1,4 +1,4 @@
-"""MLflow: one run over all attempts, found again by a tag; metrics with the optimizer step as their step."""
+"""MLflow: one run over all attempts, identified by a tag; metrics have the optimizer step as their step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pydantic import Field, StringConstraints
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
 
 _TAG = "scaletrain.tracking_id"
-_VALUE_CHARACTERS = 500  # the shortest limit of a parameter's value among versions of the server
-_PARAMETERS = 100  # in one request
-# SCHEDULED: the run goes on in a later attempt.
+_VALUE_CHARACTERS = 500  # the minimum over server versions of the maximum length of a parameter
+_PARAMETERS = 100  # per request
+# SCHEDULED: a later attempt continues the run.
 _STATUS = {"finished": "FINISHED", "preempted": "SCHEDULED", "failed": "FAILED"}
 _Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class MlflowOptions(TrackerOptions):
-    """MLflow. Without ``uri`` the variable MLFLOW_TRACKING_URI counts, and without that a file in the run directory."""
+    """MLflow options. Without ``uri`` the variable MLFLOW_TRACKING_URI is used, else a file in the run directory."""
 
     experiment: _Text = "scaletrain"
     uri: _Text | None = Field(default=None, description="a server (https://...) or a database (sqlite:////path)")

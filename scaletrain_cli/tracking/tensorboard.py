@@ -39,7 +39,7 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
     rewinds = True
 
     def start(self, run: TrackedRun) -> Mapping[str, int] | None:
-        """Make the folder, and find the number of the next event file. The first file is opened by rewind()."""
+        """Create the folder, and determine the number of the next event file. rewind() opens the first file."""
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
@@ -55,7 +55,7 @@ class TensorboardTracker(Tracker[TensorboardOptions]):
         """Begin a new file that replaces all steps above ``step``."""
         self._close()
         self._step = step
-        # Readers take the files in the order of their names, and node clocks differ: the number only ever grows.
+        # Readers order files by name, and node clocks differ, so the number only increases.
         numbers = [int(found[1]) for path in self._folder.iterdir() if (found := _NUMBER.match(path.name))]
         number = max([int(time.time()), *(number + 1 for number in numbers)])
         path = self._folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.scaletrain"

@@ -14,7 +14,7 @@ from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOp
 
 
 class WandbOptions(TrackerOptions):
-    """Weights & Biases. ``offline`` writes files that ``wandb sync`` sends later; ``disabled`` is as if left out."""
+    """Weights & Biases options. ``offline`` writes files that ``wandb sync`` uploads later; ``disabled``: off."""
 
     project: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^\x00]*$")] = "scaletrain"
     entity: str | None = None
@@ -68,5 +68,5 @@ class WandbTracker(Tracker[WandbOptions]):
         self._run.save(str(path), base_path=str(self._folder), policy="now")
 
     def finish(self, outcome: Outcome) -> None:
-        """Send the rest; the run counts as crashed where training failed."""
+        """Upload the rest; the run is marked as crashed if training failed."""
         self._run.finish(exit_code=1 if outcome == "failed" else 0)

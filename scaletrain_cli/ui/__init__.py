@@ -1,5 +1,5 @@
-"""What people see: the only room that uses rich. Shows what it is given and decides nothing.
+"""The screens: the only package that uses rich. Prints what it is given and makes no decisions.
 
-The answer goes to stdout, the talk to stderr. Where nobody watches (a pipe, a file, a log) there are no colours, no
-moving parts and no wrapped lines.
+Results go to stdout, everything else to stderr. Where the stream is not a terminal (a pipe, a file, a log) there are no
+colors, no moving parts and no wrapped lines.
 """

@@ -1,4 +1,4 @@
-"""A plan for people: does it fit, how fast, what does it cost, and why this layout. Computes nothing but widths."""
+"""The screens of a plan: memory, speed, cost, and the reasons for the layout. Computes only widths."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MANY_COLUMNS = 5
 
 
 def layout_view(layout: Layout, samples: str) -> RenderableType:
-    """Return the axes and the batch, two lines; ``samples`` is what a batch counts."""
+    """Return the axes and the batch, two lines; ``samples`` is the unit of a batch."""
     batch = (
         f"{whole_text(layout.global_batch_size)} {samples} per step = micro-batch {layout.micro_batch_size} "
         f"× accumulation {layout.gradient_accumulation_steps} × data {layout.data_parallel}"
@@ -81,7 +81,7 @@ def layout_text(layout: Layout) -> str:
 def alternatives_view(chosen: Layout, shown: Sequence[Alternative], hidden: int) -> RenderableType:
     """Return a row for each layout that was not chosen, with the reason."""
     columns = differing([chosen, *(alternative.layout for alternative in shown)])
-    if len(columns) > _MANY_COLUMNS:  # then the reason would have no room beside them
+    if len(columns) > _MANY_COLUMNS:  # then there is no space for the reason beside them
         columns = {_SHORT.get(name, name): field for name, field in columns.items()}
     table = Table.grid(padding=(0, 1 if len(columns) > _MANY_COLUMNS else 2, 0, 0))
     for name in columns:
@@ -103,7 +103,7 @@ def alternatives_view(chosen: Layout, shown: Sequence[Alternative], hidden: int)
 
 
 def rejected_view(rejected: Sequence[Rejection], hidden: int, *, examples: bool = False) -> RenderableType:
-    """Return how many layouts each reason rules out, in the order given; with ``examples`` also one of them."""
+    """Return the number of layouts that each reason excludes, in the order given; ``examples`` adds one of each."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
@@ -126,7 +126,7 @@ _VERDICT_STYLES = {"ok": "", "note": "cyan", "warning": "yellow"}
 
 
 def durability_view(spec: RunSpec, durability: Durability) -> RenderableType:
-    """Return how often it saves, whether the notice suffices, what interruptions cost."""
+    """Return the checkpoint interval, whether the notice suffices for a save, and the cost of interruptions."""
     grace = "within" if durability.grace_ok else "NOT within"
     steps = durability.interval_steps
     every = f"{whole_text(steps)} steps" if steps > 1 else "step"
@@ -143,12 +143,12 @@ def durability_view(spec: RunSpec, durability: Durability) -> RenderableType:
 
 
 def goodput_text(goodput: float) -> str:
-    """Return a share as a percentage in which two nines never read as 100 %."""
+    """Return a share as a percentage of at most 99.99 %, so that it is never rounded to 100 %."""
     return f"{min(goodput, 0.9999) * 100:.4g} %"
 
 
 def cost_view(plan: RunPlan) -> RenderableType:
-    """Return the dollars and days on demand and on spot; in one sentence where no price is known."""
+    """Return the dollars and days on demand and on spot; one sentence if no price is known."""
     cost = plan.cost
     markets = {"on demand": cost.on_demand, "spot": cost.spot}
     known = {name: market for name, market in markets.items() if market and market.price_per_gpu_hour is not None}
@@ -164,7 +164,7 @@ def cost_view(plan: RunPlan) -> RenderableType:
 
 
 def cost_text(plan: RunPlan) -> str:
-    """Return the expected cost in a few words."""
+    """Return the expected cost as short text."""
     cost = plan.cost
     if cost.price_per_gpu_hour is None:
         return cost.price_source
@@ -175,7 +175,7 @@ def cost_text(plan: RunPlan) -> str:
 
 
 def sanity_view(checks: Sequence[Sanity]) -> RenderableType:
-    """Return a bullet for each check: topic, figure, and what to think of it."""
+    """Return a bullet for each check: topic, figure, and assessment."""
     table = Table.grid(padding=0)
     table.add_column(width=2)
     table.add_column(overflow="fold")
@@ -224,7 +224,7 @@ def show_plan(spec: RunSpec, plan: RunPlan, *, everything: bool = False, console
 
 
 def show_plan_summary(spec: RunSpec, plan: RunPlan) -> None:
-    """Print the plan in five lines, on stderr: what is about to run."""
+    """Print a summary of the plan in five lines, on stderr."""
     cost: list[Row] = [("Cost", escaped_text(cost_text(plan)))] if plan.cost.price_per_gpu_hour is not None else []
     show(
         stderr_console(), Group(headline(spec, plan), labelled([*summary_rows(spec, plan), *cost, *warning_rows(plan)]))
@@ -246,7 +246,7 @@ def warning_rows(plan: RunPlan) -> list[Row]:
 
 
 def headline(spec: RunSpec, plan: RunPlan) -> Text:
-    """Return the one line: what, on what, and the verdict."""
+    """Return the first line: model, cluster and verdict."""
     size = f"{count_text(plan.model.parameters)} parameters"
     if plan.model.active_parameters != plan.model.parameters:
         size += f" ({count_text(plan.model.active_parameters)} active)"
@@ -270,7 +270,7 @@ def devices_text(spec: RunSpec) -> str:
 
 
 def condensed(warnings: Sequence[Reason]) -> tuple[str, ...]:
-    """Return the warnings as text; many settings that this engine cannot run in one that names them."""
+    """Return the warnings as text; settings that this engine cannot run are merged into one warning."""
     beyond = [warning for warning in warnings if warning.code == CANNOT_RUN]
     if len(beyond) < _MANY_WARNINGS:
         return tuple(f"{warning}." for warning in warnings)
@@ -285,7 +285,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
     yield "Layout", layout_view(plan.layout, spec.samples)
     yield "Memory", memory_view(plan, bar, unicode)
     if not plan.memory.fits:
-        return  # how fast it would be is no answer
+        return  # a rate is no answer to that
     yield "Time", time_view(spec, plan.time, bar, unicode, everything=everything)
     yield "Network", escaped_text(_network(plan))
     yield "Durability", durability_view(spec, plan.durability)

@@ -1,4 +1,4 @@
-"""All that was asked about one run, one block after the other: the cluster, the plan, the trace, the explanation."""
+"""The screens of an answer, one block after the other: the cluster, the plan, the trace, the explanation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scaletrain_cli.ui.plan import goodput_text, show_plan
 
 
 def show_trace(outcome: TraceOutcome, console: Console | None = None) -> None:
-    """Print the median of all starts, and the range of four of five of them."""
+    """Print the median over all starting points, and the range from the 10th to the 90th percentile."""
     title = (
         f"On the spot market of {plain(outcome.name)}: {outcome.finished} of {outcome.starts} starts finish, "
         f"{seconds_text(outcome.trace_days * 86400)} recorded"
@@ -66,7 +66,7 @@ _TITLES = ("GPUs", "done in", "expected cost", "goodput", "why not")
 
 
 def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
-    """Print what was asked, and the table of sizes."""
+    """Print the question, and the table of sizes."""
     console = console or stdout_console()
     limits = [f"at most {whole_text(sizing.max_gpus)} GPUs"]
     if sizing.deadline_seconds is not None:
@@ -79,7 +79,7 @@ def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
 
 
 def show_considered(considered: Sequence[Considered], console: Console | None = None) -> None:
-    """Print the table alone, where no size will do."""
+    """Print the table alone, if no size is sufficient."""
     if considered:
         show(console or stdout_console(), _table(considered))
 
@@ -106,7 +106,7 @@ def _table(considered: Sequence[Considered]) -> Table:
 
 
 def _short(why: Reason | None) -> str:
-    """Return why a cluster was not chosen; what does not fit, part by part, is too long for a table."""
+    """Return why a cluster was not chosen, shortened: the parts that do not fit are too long for a table."""
     if why is None:
         return ""
     return "does not fit" if why.code == "plan.cluster-does-not-fit" else str(why)
@@ -141,9 +141,7 @@ def _numbered(number: int, question: str) -> RenderableType:
 
 
 def _arithmetic(rows: Sequence[Row]) -> RenderableType:
-    """Return name, size, time, share and remark, in the columns that any row fills; titled where the rows are
-    layouts.
-    """
+    """Return name, size, time, share and remark, in the columns in use; with titles if the rows are layouts."""
     columns = {
         "memory": [bytes_text(row.bytes) if row.bytes is not None else "" for row in rows],
         "step": [seconds_text(row.seconds) if row.seconds is not None else "" for row in rows],
@@ -176,7 +174,7 @@ def _remark(row: Row) -> str:
 
 
 def show_answer(found: Answer, *, everything: bool = False, console: Console | None = None) -> None:
-    """Print the answer on ``console`` or stdout; what was not asked costs no import."""
+    """Print the answer on ``console`` or stdout; modules for parts that were not requested are not imported."""
     if found.sizing is not None:
         show_sizing(found.sizing, console)
     show_plan(found.spec, found.plan, everything=everything, console=console)

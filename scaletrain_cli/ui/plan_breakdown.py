@@ -1,4 +1,4 @@
-"""The memory and the time of a plan for people: sums, and the parts as bars that together fill the whole."""
+"""The memory and the time of a plan: sums, and their parts as bars that add up to the whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
 def waterfall(parts: list[float], whole: float, width: int, *, unicode: bool) -> list[str]:
-    """Return the one bar per part, ``width`` characters for ``whole``; a part too small to see is a tick."""
+    """Return a bar per part, ``width`` characters for ``whole``; a part too small to see is a tick."""
     bars, before = [], 0.0
     for part in parts:
         bars.append(_bar(before / whole * width, part / whole * width, unicode) if whole > 0 else "")
@@ -39,7 +39,7 @@ def _bar(start: float, length: float, unicode: bool) -> str:
 
 
 def part_line(name: str, amount: str, bar: str, style: str) -> Text:
-    """Return the one part of a whole: what, how much, and its bar."""
+    """Return one part of a whole: name, size and bar."""
     return Text.assemble(f"  {name:<{PART}}{amount:>{AMOUNT}} ", (bar, style))
 
 
@@ -55,12 +55,12 @@ MEMORY_PARTS = {
     "framework": "framework",
     "fragmentation": "fragmentation",
 }
-# Below this the chance of running out is not worth a word: the estimate of the chance itself is no better.
+# A smaller probability of running out of memory is not shown: the estimate of it is no more accurate.
 _WORTH_SAYING = 0.005
 
 
 def memory_view(plan: RunPlan, bar: int, unicode: bool) -> RenderableType:
-    """Return the memory section; ``bar`` characters are the device's memory."""
+    """Return the memory section; a bar of ``bar`` characters is the device's memory."""
     memory = plan.memory
     style = VERDICT_STYLES[memory.verdict]
     rest = memory.capacity - memory.peak
@@ -89,7 +89,7 @@ def memory_total(plan: RunPlan) -> Text:
 
 
 def risk_text(memory: Memory) -> str:
-    """Return how likely an out-of-memory error is, where it is worth a word; else nothing."""
+    """Return the probability of an out-of-memory error; empty if it is too small to show."""
     chance = memory.out_of_memory_probability
     if not memory.fits or chance < _WORTH_SAYING:
         return ""
@@ -136,7 +136,7 @@ _CONVENTION = (
 
 
 def time_view(spec: RunSpec, time: Time, bar: int, unicode: bool, *, everything: bool = False) -> RenderableType:
-    """Return the time section; ``bar`` characters are a step. ``everything`` adds how MFU is counted."""
+    """Return the time section; a bar of ``bar`` characters is a step. ``everything`` adds how MFU is defined."""
     seconds = {name: getattr(time, field) for field, name in TIME_PARTS.items()}
     bars = waterfall(list(seconds.values()), max(time.step, sum(seconds.values())), bar, unicode=unicode)
     lines = [
@@ -164,7 +164,7 @@ def time_total(spec: RunSpec, time: Time) -> Text:
 
 
 def whole_run(spec: RunSpec, time: Time) -> Text:
-    """Return how long all steps take, without interruptions."""
+    """Return the time of all steps, without interruptions."""
     seen = count_text(spec.total_steps * spec.training.global_batch_size * spec.units_per_sample)
     return escaped_text(
         f"{seconds_text(time.to_train)} for all {whole_text(spec.total_steps)} steps ({seen} {spec.unit})"

@@ -1,4 +1,4 @@
-"""Plans side by side: what differs from the first one, and by how much. Computes nothing but ratios and widths."""
+"""Plans side by side, with the ratio of each to the first one. Computes only ratios and widths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scaletrain_cli.ui.plan_breakdown import VERDICT_STYLES
 
 _LIST_GAP = 2
 _WIDEST_NAME, _NARROWEST_NAME = 30, 12
-# What goes first where the width does not suffice.
+# Columns in the order in which they are dropped if the width does not suffice.
 _LEAST_WANTED = (
     "of device",
     "MFU",
@@ -147,7 +147,7 @@ _FIGURES = (
 
 
 def show_comparison(compared: Sequence[Compared], console: Console | None = None) -> None:
-    """Print a column for each run, measured against the first; where they are too many for the width, a line each."""
+    """Print a column for each run, compared with the first; one line each if the width does not suffice."""
     console = console or stdout_console()
     side_by_side = _LABEL + len(compared) * (_COLUMN + _GAP) <= console.width + _GAP
     table = _table(compared) if side_by_side else comparison_list(compared, console.width)
@@ -210,7 +210,7 @@ def _verdict(column: Compared) -> Text:
 
 
 def _unit(columns: Sequence[Compared]) -> str:
-    """Return what all of the runs train on, ``tokens`` or ``images``; ``samples`` where they differ."""
+    """Return the unit of all runs' training data, ``tokens`` or ``images``; ``samples`` if they differ."""
     units = {column.spec.unit for column in columns}
     return units.pop() if len(units) == 1 else "samples"
 

@@ -1,4 +1,4 @@
-"""Where a picture of a plan goes: checked before the work, written at once or not at all."""
+"""Plots of a plan: the file is checked before the plan is computed, and written atomically."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _MEMORY_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#2B2B2B", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
 _TIME_COLORS = ("#0072B2", "#E69F00", "#DDDDDD", "#009E73", "#CC79A7")
 _FORWARD, _BACKWARD = "#0072B2", "#E69F00"
-_MOST_LABELS = 16  # stages named one by one; of more, every few
+_MOST_LABELS = 16  # stages with a label of their own; of more, every n-th
 
 
 def draw_memory(axes: Any, memory: Memory) -> None:
@@ -78,7 +78,7 @@ def draw_step(axes: Any, time: Time) -> None:
 
 
 def draw_pipeline(axes: Any, drawn: Timeline) -> None:
-    """Draw every pass as a box, stage by stage; white is waiting. Steady micro-batches may be left out."""
+    """Draw every pass as a box, stage by stage; white is idle time. Steady micro-batches may be left out."""
     unit, name = (1e-3, "milliseconds") if drawn.seconds < 1 else (1.0, "seconds")
     chunks = 1 + max(each.chunk for each in drawn.passes)
     dense = len(drawn.passes) > 3000
@@ -114,7 +114,7 @@ def draw_pipeline(axes: Any, drawn: Timeline) -> None:
 
 
 def draw_rate(axes: Any, points: Sequence[ScalingPoint], chosen: int, unit: str) -> None:
-    """Draw tokens (or images) per second against GPUs, with the straight line of perfect scaling."""
+    """Draw tokens (or images) per second against GPUs, with the line of perfect scaling."""
     from matplotlib.ticker import LogLocator
 
     gpus, rates = [point.gpus for point in points], [point.tokens_per_second for point in points]
@@ -132,7 +132,7 @@ def draw_rate(axes: Any, points: Sequence[ScalingPoint], chosen: int, unit: str)
 
 
 def draw_efficiency(axes: Any, points: Sequence[ScalingPoint], chosen: int) -> None:
-    """Draw the rate per GPU against that of the fewest GPUs."""
+    """Draw the rate per GPU relative to that of the fewest GPUs."""
     gpus, shares = [point.gpus for point in points], [100 * point.efficiency for point in points]
     axes.plot(gpus, shares, "o-", color="#009E73", lw=1.8)
     _mark(axes, [(g, s) for g, s in zip(gpus, shares, strict=True) if g == chosen])
@@ -170,13 +170,13 @@ _STYLE: Any = {
     "axes.titleweight": "bold",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "text.parse_math": False,  # a run's name may hold dollars
-    "svg.hashsalt": "scaletrain",  # the same plan gives the same file
+    "text.parse_math": False,  # a run's name may contain dollar signs
+    "svg.hashsalt": "scaletrain",  # makes the output reproducible
 }
 
 
 def draw(spec: RunSpec, plan: RunPlan, pictures: Pictures) -> Any:
-    """Return a matplotlib figure, not yet written anywhere."""
+    """Return a matplotlib figure."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -192,7 +192,7 @@ def draw(spec: RunSpec, plan: RunPlan, pictures: Pictures) -> Any:
     with matplotlib.rc_context(_STYLE):
         figure: Any = Figure(figsize=(_WIDTH_INCHES, height + scaling + 0.4), layout="constrained")
         figure.suptitle(headline(spec, plan).plain, x=0.01, ha="left", fontweight="bold")
-        # Each in a figure of its own, so that the legends beside the upper panels do not narrow the lower ones.
+        # A figure for each part, so that the legends beside the upper panels do not narrow the lower ones.
         parts = figure.subfigures(2, 1, height_ratios=(height, scaling)) if scaling else [figure]
         rows = parts[0].subplots(len(panels), 1, squeeze=False, height_ratios=[inches for inches, _ in panels])
         for axes, (_, panel) in zip(rows[:, 0], panels, strict=True):
@@ -206,7 +206,7 @@ def draw(spec: RunSpec, plan: RunPlan, pictures: Pictures) -> Any:
 
 
 def image(figure: Any, kind: str, dots_per_inch: int) -> bytes:
-    """Return the figure as ``svg`` or ``png``; the same figure gives the same bytes."""
+    """Return the figure as ``svg`` or ``png``, reproducibly."""
     import matplotlib
 
     stream = io.BytesIO()
@@ -238,7 +238,7 @@ pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px; }}
 
 
 def page(found: Answer, pictures: Pictures, svg: str) -> str:
-    """Return a whole HTML document around the picture."""
+    """Return an HTML document with the plot."""
     picture = svg[svg.index("<svg") :]
     body = [picture, *_memory(found), *_scaling(found, pictures), "<h2>Plan</h2>", f"<pre>{escape(_text(found))}</pre>"]
     return _PAGE.format(title=escape(f"{found.spec.name}: plan"), body="\n".join(body))
@@ -279,7 +279,7 @@ def _scaling(found: Answer, pictures: Pictures) -> Iterator[str]:
 
 
 def _text(found: Answer) -> str:
-    """Return what the terminal shows, without colors."""
+    """Return the terminal output, without colors."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     console = Console(file=stream, width=_WIDTH, highlight=False, markup=False, emoji=False)
     show_answer(found, everything=True, console=console)
@@ -299,8 +299,8 @@ _DOTS_PER_INCH = 144
 
 
 def check_plot_file(path: Path) -> None:
-    """Raise UsageError if the picture cannot be drawn or written there; leaves nothing behind."""
-    if path == Path():  # what an empty word becomes
+    """Raise UsageError if the plot cannot be drawn or written there. Leaves no file behind."""
+    if path == Path():  # an empty argument becomes this
         raise UsageError("--plot needs the name of a file that ends in .html, .svg or .png.")
     if path.suffix.lower() not in _KINDS:
         raise UsageError(f"--plot {path}: the name must end in .html, .svg or .png.")
@@ -319,12 +319,12 @@ def check_plot_file(path: Path) -> None:
 
 
 def write_plot(path: Path, found: Answer, pictures: Pictures) -> None:
-    """Draw the plan in the format of the file's ending. An existing picture is replaced. Raises OSError."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it talks of its font cache on stderr
+    """Draw the plan in the format of the file's suffix. An existing file is replaced. Raises OSError."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs messages about its font cache
 
     kind = path.suffix.lower()[1:]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that the font lacks, which then are boxes
+        warnings.simplefilter("ignore")  # about characters missing in the font
         figure = draw(found.spec, found.plan, pictures)
         data = image(figure, "svg" if kind == "html" else kind, _DOTS_PER_INCH)
     if kind == "html":
@@ -333,5 +333,5 @@ def write_plot(path: Path, found: Answer, pictures: Pictures) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """Return a name that nobody can guess in the same folder."""
+    """Return an unpredictable file name in the same folder."""
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}")

@@ -33,7 +33,9 @@ class OtherNodeUnfitError(ScaletrainError):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where an attempt starts: ``step`` steps are trained, ``evaluated`` if their validation loss is logged."""
+    """The state that an attempt starts from: ``step`` steps are trained; ``evaluated`` if their validation loss is
+    logged.
+    """
 
     checkpoint: Checkpoint | None
     step: int

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and whether the disk can hold the checkpoints of a run."""
+"""The schedule of checkpoints, and the check that the disk can hold the checkpoints of a run."""
 
 from __future__ import annotations
 

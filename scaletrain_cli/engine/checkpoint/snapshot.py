@@ -27,8 +27,6 @@ from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, shard_spec_of
 from scaletrain_cli.errors import UsageError
 
-# Where DeepSpeed's optimizers keep the fp32 weights and states of a rank: as flat tensors of slices of matrices.
-
 
 class PlacedSlice(NamedTuple):
     """A slice, and the position of its first element in the flat shard."""
@@ -168,9 +166,6 @@ def _share(placed: PlacedSlice, axis: Axis) -> PlacedSlice:
     start, stop = min(numel, length * axis.rank), min(numel, length * (axis.rank + 1))
     first = placed.slice.start
     return PlacedSlice(replace(placed.slice, start=first + start, stop=first + stop), placed.offset + start)
-
-
-# Counters of DeepSpeed in a checkpoint: steps, samples, loss scale.
 
 
 _ENGINE = ("global_steps", "global_samples", "skipped_steps")

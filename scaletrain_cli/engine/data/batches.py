@@ -69,9 +69,6 @@ def _mix_bits(value: int) -> int:
     return value ^ (value >> 31)
 
 
-# The batch of a step, if ranges of batches are skipped.
-
-
 SkipRange = tuple[int, int]
 
 

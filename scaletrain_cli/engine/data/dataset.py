@@ -154,7 +154,9 @@ def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> Tok
 
 
 def _seal(info: DatasetInfo, hashes: list[bytes]) -> str:
-    """``hashes``: of train.bin, train.ends.bin, validation.bin and validation.ends.bin."""
+    """Return the SHA-256 of the hashes and the other fields. ``hashes``: of train.bin, train.ends.bin, validation.bin
+    and validation.ends.bin.
+    """
     stated = {name: value for name, value in asdict(info).items() if name != "seal"}
     digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
     for each in hashes:

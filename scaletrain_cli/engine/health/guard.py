@@ -208,7 +208,7 @@ class DeadGradients:
         return norm <= _DEAD_NORM * (median or 0.0)
 
     def observe(self, norm: float, *, dead: bool) -> dict[str, Any] | None:
-        """Evidence when it has just shown, else None."""
+        """Return the details when it is first detected, else None."""
         self._norms = [*self._norms, norm] if dead and not self._reported else []
         if len(self._norms) < self._patience:
             return None
@@ -216,11 +216,11 @@ class DeadGradients:
         return {"norms": norms}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint."""
+        """Return JSON values, for a checkpoint."""
         return {"norms": list(self._norms), "told": self._reported}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that."""
+        """Restore what ``state_dict`` returned."""
         self._norms, self._reported = list(state["norms"]), state["told"]
 
 
@@ -236,7 +236,7 @@ class FlatLoss:
         self._first: list[float] = []
 
     def observe(self, step: int, loss: float, recent: Sequence[float]) -> dict[str, Any] | None:
-        """Evidence when it has just shown, else None; ``recent``: the latest losses that were no outliers."""
+        """Return the details when it is first detected, else None; ``recent``: the latest losses without outliers."""
         if len(self._first) < _FIRST_LOSSES:
             self._first.append(loss)
         if step != self._asked_at or len(recent) < _RECENT_LOSSES:
@@ -249,11 +249,11 @@ class FlatLoss:
         return {"first_losses": first, "recent_losses": now, "noise": noise}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint."""
+        """Return JSON values, for a checkpoint."""
         return {"first": list(self._first)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that."""
+        """Restore what ``state_dict`` returned."""
         self._first = list(state["first"])
 
 

@@ -25,9 +25,6 @@ from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
-# What one rank measures of its device and links, in a second or two.
-
-
 REDUCED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 _SENT_BYTES = {"cuda": 128 << 20, "cpu": 1 << 20}
 _MATRIX = {"cuda": 8192, "cpu": 256}
@@ -128,9 +125,6 @@ def _measure_versions(device: torch.device) -> dict[str, str]:
         # The libraries that NCCL loads at run time come from the image or the host, and may differ between nodes.
         found["NCCL_NET_PLUGIN"] = os.environ.get("NCCL_NET_PLUGIN", "")
     return found
-
-
-# Which device or node is worse than the others, by the measures of all ranks.
 
 
 # A GPU throttled by heat or power loses a third or more; healthy ones of a kind differ by a few percent.

@@ -81,7 +81,7 @@ class GuardActions:
             loss, norm = measured["loss"], measured.get("grad_norm", 0.0)
             if not (
                 math.isfinite(loss) and math.isfinite(norm)
-            ):  # a loss that is not finite is no matter of the loss scale
+            ):  # a loss that is not finite is unrelated to the loss scale
                 return self._after_non_finite(step, trained, loss, norm, metrics)
             if step == 1:
                 self._report_first_loss(loss)

@@ -17,8 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 
-# Bytes that the blocks of a model save for their backward pass, by autograd's hooks.
-
 
 class SavedActivations:
     """Bytes that one forward pass through the blocks saves; None before the first pass.

@@ -152,7 +152,7 @@ def mark_experts_for_deepspeed(model: nn.Module, mesh: Mesh) -> None:
             self.num_experts = mesh.expert.size
 
         def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
-            """Does nothing: the groups exist."""
+            """Do nothing: the groups exist."""
 
     name = _group_name(mesh.expert)
     groups._get_expert_parallel_group_dict()[name] = _expert_group(mesh)
