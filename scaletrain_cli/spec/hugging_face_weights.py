@@ -36,7 +36,7 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
         config = read_config(path)
         trained = from_config(config)
     except SourceError as error:
-        raise UsageError(f"model.weights: {path} {error}.") from error
+        raise UsageError(f"{path} {error}.") from error
     for key in _HIDDEN_FROM_SHAPES:
         ours = getattr(spec, key)
         if trained.get(key, ours) != ours:

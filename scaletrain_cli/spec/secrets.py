@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ _PLAIN = re.compile(
 _RANDOM = re.compile(r"[A-Za-z0-9+_/-]{32,}={0,2}")
 _LONGEST_WORD = 12  # between - _ + and /: names of models and runs have shorter parts, possibly with a number
 _LARGEST_NUMBER = 10.0**40
+_SHORTEST_VALUE = 4  # of a variable: removing a shorter one would only make a text unreadable
 _BITS_PER_CHARACTER = 4.2
 _CHANGES_PER_CHARACTER = 0.45  # between capitals, small letters and digits: about 0.6 in random text, 0.2 in names
 
@@ -105,6 +106,19 @@ def without(text: str, found: tuple[ClearSecret, ...]) -> str:
         for value in {secret.value, repr(secret.value)[1:-1], " ".join(secret.value.split())}:
             text = text.replace(value, HIDDEN) if value else text
     return _FORM.sub(HIDDEN, text)
+
+
+def without_values(text: str, environment: Mapping[str, str], names: Collection[str]) -> str:
+    """Return the text without the values of secret variables, and without what looks like a secret.
+
+    Secret are the variables ``names``, and all that are called like a secret.
+    """
+    found = [
+        ClearSecret(("env", name), "", value)
+        for name, value in environment.items()
+        if len(value) >= _SHORTEST_VALUE and (name in names or _NAME.search(name.lower()))
+    ]
+    return without(text, tuple(found))
 
 
 def _without_secrets(problems: list[Problem], found: tuple[ClearSecret, ...]) -> list[Problem]:

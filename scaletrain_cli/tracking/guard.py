@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import make_folder, replace_file
+from scaletrain_cli.safe_files import make_folder, open_to_read, replace_file
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker
 
 # Maximum wait for all trackers at the end of training; after a preemption only a grace period is left.
@@ -204,7 +204,7 @@ class GuardedTracker:
 
     def _send_events(self, tracker: Tracker[Any], position: _Position) -> None:
         """Log the events recorded since the last call; an incomplete line is left for the next call."""
-        with contextlib.suppress(FileNotFoundError), self._files.events.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), open_to_read(self._files.events) as file:
             file.seek(position.events_bytes)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -217,7 +217,8 @@ class GuardedTracker:
 
     def _read_position(self) -> _Position:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            data = json.loads(self._state.read_text(encoding="utf-8"))
+            with open_to_read(self._state) as file:
+                data = json.loads(file.read())
             steps = {str(name): int(step) for name, step in data["steps"].items()}
             return _Position(steps, int(data["events_bytes"]), [str(name) for name in data["artifacts"]])
         return _Position()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 
 import pytest
 
+from scaletrain_cli.engine.metrics import trackers
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
+from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
 from tests.launch.conftest import LOCAL, MadeRun, wait_until
 
 MakeRun = Callable[..., MadeRun]
@@ -66,3 +69,26 @@ def test_a_refused_resume_leaves_no_secret_behind(make_run: MakeRun, monkeypatch
     with pytest.raises(ScaletrainError, match="refused"):
         resume(made.run, scheduler=LOCAL)
     assert not made.run.secrets.exists()
+
+
+class Refused(Tracker[TrackerOptions]):
+    def start(self, run: TrackedRun) -> None:
+        raise ConnectionError(f"request to https://me:hunter22@host failed, key {os.environ['TRACKER_LOGIN']}")
+
+    def log(self, step: int, values: Mapping[str, float], seconds: float) -> None: ...
+
+    def finish(self, outcome: Outcome) -> None: ...
+
+
+def test_what_a_failing_tracker_quotes_is_recorded_without_secrets(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKER_LOGIN", "swordfish")
+    monkeypatch.setattr(trackers, "_made", lambda name, options: Refused(options))
+    made = make_run("secret_env=[TRACKER_LOGIN]", "tracking=[tensorboard]")
+    started = trackers.start_trackers(made.run, made.record, 1)
+    started.finish("failed")
+    text = made.run.events.read_text()
+    assert "request to " in text
+    assert "swordfish" not in text
+    assert "hunter22" not in text

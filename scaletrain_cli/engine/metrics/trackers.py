@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec.secrets import without_values
 from scaletrain_cli.tracking.base import TrackedRun, Tracker
 from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
 
@@ -28,6 +30,9 @@ def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
     files = RunFiles(metrics=partial(read_metrics, run), events=run.events, artifacts=[run.record])
 
     def report(event: str, tracker: str, reason: Reason) -> None:
+        if "message" in reason.params:  # words of a library, which may quote the address and the key that it was given
+            said = without_values(str(reason.params["message"]), os.environ, record.spec.secret_env)
+            reason = Reason(reason.code, {**reason.params, "message": said})
         logger.warning("%s: %s", event, reason)
         record_event(run, event, tracker=tracker, code=reason.code, params=dict(reason.params), message=str(reason))
 

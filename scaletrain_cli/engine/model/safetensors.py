@@ -50,7 +50,11 @@ class HuggingFaceFolder:
         self._folder = folder
         self._files: dict[Path, Any] = {}
         self._file_of = _index(folder)
-        if problems := [*config_mismatches(folder, model.spec), *self._mismatches(model)]:
+        try:
+            differing = list(config_mismatches(folder, model.spec))
+        except UsageError as error:
+            raise UsageError(f"model.weights: {error.message}") from error
+        if problems := [*differing, *self._mismatches(model)]:
             more = f" The first {_TOLD} of {len(problems)}:" if len(problems) > _TOLD else ""
             raise UsageError(f"model.weights: {folder} does not hold this model.{more}", tuple(problems[:_TOLD]))
 

@@ -167,7 +167,7 @@ def weights_problems(view: View) -> Iterator[Problem]:
     try:
         differing = list(config_mismatches(folder, view.spec.transformer))
     except UsageError as error:
-        yield view.problem("model.weights", error.message.removeprefix("model.weights: "), given, "Give other weights.")
+        yield view.problem("model.weights", error.message, given, "Give other weights.")
         return
     for problem in differing:
         message = f"its config.json has {problem.subject}, and {problem.message}"

@@ -448,12 +448,13 @@ _SAID_OF: dict[str, tuple[str, ...]] = {
 
 def _at_its_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
     """Return sbatch's refusal as a problem of the key that it is about; as it is where that is not certain."""
+    said = "" if error.reason is None else str(error.reason.params.get("said", ""))
     for name, phrases in _SAID_OF.items():
         value = getattr(spec.cluster.slurm, name)
-        if value is not None and any(phrase in error.message for phrase in phrases):
+        if value is not None and any(phrase in said for phrase in phrases):
             key = f"cluster.slurm.{name}"
-            params = {"said": error.reason.params["said"].rstrip(".") if error.reason is not None else error.message}
-            problem = Problem.because(spec.where(key), key, Reason("slurm.refused-value", params), value)
+            why = Reason("slurm.refused-value", {"said": said.rstrip(".")})
+            problem = Problem.because(spec.where(key), key, why, value)
             return SchedulerError(Reason("slurm.refused"), (problem,))
     return error
 

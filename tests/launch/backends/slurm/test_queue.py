@@ -15,11 +15,12 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import begin_attempt
-from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
+from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend, _at_its_key
 from scaletrain_cli.launch.backends.slurm.commands import node_names
 from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 from scaletrain_cli.launch.status import run_status, run_statuses
 from scaletrain_cli.launch.submit import create_run, open_request, read_submission, submit_run
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, write_document
 from tests.launch.backends.slurm.test_preflight import ask
 from tests.launch.conftest import MadeRun, make_plan, make_spec
@@ -328,6 +329,15 @@ def test_what_sbatch_refuses_stands_at_its_line_of_the_spec(
     (problem,) = caught.value.problems
     assert (problem.key, problem.where) == (f"cluster.slurm.{key}", spec.where(f"cluster.slurm.{key}"))
     assert said.rpartition(": ")[2] in problem.message
+
+
+def test_an_sbatch_that_cannot_be_asked_is_no_problem_of_a_key(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    missing = SchedulerError(Reason("slurm.no-command", {"command": "Invalid qos"}))
+    spec = ask("cluster.slurm.qos=night")
+    assert _at_its_key(spec, missing) is missing
 
 
 def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller: Controller, made: MadeRun) -> None:
