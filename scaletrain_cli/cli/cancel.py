@@ -139,5 +139,5 @@ def _answer_sweep(as_json: bool, sweep: Sweep, cancelled: Sequence[str], refused
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        told = {"sweep": sweep.name, "cancelled": list(cancelled), "refused": list(refused)}
-        print_json({"schema": "scaletrain.cancel-sweep/v1"} | told)
+        details = {"sweep": sweep.name, "cancelled": list(cancelled), "refused": list(refused)}
+        print_json({"schema": "scaletrain.cancel-sweep/v1"} | details)

@@ -119,7 +119,7 @@ def export(
     found = find_run(run)
     require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to export it")
     record = read_record(found)
-    checkpoint = _sound(found.run_id, checkpoint_folder(found, record.spec), step)
+    checkpoint = _valid_checkpoint(found.run_id, checkpoint_folder(found, record.spec), step)
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(record.spec.model_dump(mode="json", by_alias=True)))
@@ -180,18 +180,18 @@ def prune(
     require_own_run(chosen, trust_owner=trust_owner, remedy="Ask that user to prune it")
     require_changeable(chosen, f"checkpoints of {chosen.run_id} cannot be deleted")
     with pruning(chosen, keep, keep_every) as found:
-        freed = sum(checkpoint.size_bytes for checkpoint in found.doomed)
-        names = [checkpoint.path.name for checkpoint in found.doomed]
+        freed = sum(checkpoint.size_bytes for checkpoint in found.to_delete)
+        names = [checkpoint.path.name for checkpoint in found.to_delete]
         if names and not dry_run:
             confirm(f"Delete {len(names)} checkpoints of {bytes_text(freed)} ({', '.join(names)})?", yes)
             carry_out(found)
     if as_json:
-        _print({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": found.sound.step})
+        _print({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": found.newest.step})
         return
     for name in names:
         typer.echo(visible(name))
     verb = "would be deleted" if dry_run else "deleted"
-    say(f"{len(names)} checkpoints {verb}, {bytes_text(freed)}; step {found.sound.step} is valid")
+    say(f"{len(names)} checkpoints {verb}, {bytes_text(freed)}; step {found.newest.step} is valid")
 
 
 def _inventory(run: str) -> tuple[str, list[Entry]]:
@@ -204,7 +204,7 @@ def _inventory(run: str) -> tuple[str, list[Entry]]:
     return str(folder), take_inventory(folder)
 
 
-def _sound(run_id: str, folder: Path, step: int | None) -> Checkpoint:
+def _valid_checkpoint(run_id: str, folder: Path, step: int | None) -> Checkpoint:
     """Return the checkpoint of a step, or the latest valid one. Raises ScaletrainError if it is damaged or missing."""
     from scaletrain_cli.rundir.checkpoints import latest_valid, list_checkpoints
     from scaletrain_cli.rundir.inventory import verify_files

@@ -26,18 +26,18 @@ _SIGNALS = {number.value for number in signal.Signals}
 class EngineProcessError(ScaletrainError):
     """The engine process failed, with the error that it returned, or without one if it was killed."""
 
-    def __init__(self, exit_code: int, told: Mapping[str, Any]) -> None:
-        message = told.get("message") or f"the engine process {_end(exit_code)}; its output is above."
+    def __init__(self, exit_code: int, answer: Mapping[str, Any]) -> None:
+        message = answer.get("message") or f"the engine process {_end(exit_code)}; its output is above."
         problems = tuple(
             Problem(
                 Place(each["file"], each["line"], each["where"]) if each["file"] else each["where"],
                 *(each[key] for key in ("key", "message", "given", "hint")),
             )
-            for each in told.get("problems", ())
+            for each in answer.get("problems", ())
         )
-        super().__init__(message, problems, remedy=None if problems else told.get("remedy"), file=told.get("file"))
+        super().__init__(message, problems, remedy=None if problems else answer.get("remedy"), file=answer.get("file"))
         self.exit_code = exit_code if exit_code in set(ExitCode) else ExitCode.CRASHED
-        self.code = told.get("code") or "failed"
+        self.code = answer.get("code") or "failed"
 
 
 def _end(exit_code: int) -> str:
@@ -83,12 +83,12 @@ def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None)
                 process.wait(_PATIENCE_SECONDS)
             process.kill()
             raise
-    told = _last_object(text)
+    answer = _last_object(text)
     if process.returncode == 130:
         raise KeyboardInterrupt
-    if process.returncode != 0 or not told:
-        raise EngineProcessError(process.returncode, told.get("error", {}))
-    return told
+    if process.returncode != 0 or not answer:
+        raise EngineProcessError(process.returncode, answer.get("error", {}))
+    return answer
 
 
 def _pass_on(lines: Iterable[str]) -> None:

@@ -73,16 +73,16 @@ def command(
             show = _stream if as_json else functools.partial(_print, label=rank is None)
             follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
             first = FirstWords(found, since=files)
-            told = _tell_first_words(first, as_json)
+            any_output = _show_early_output(first, as_json)
             show(_last_of_each(shown(follower.new_lines()), tail))
             while not over():
-                told |= _tell_first_words(first, as_json)
+                any_output |= _show_early_output(first, as_json)
                 show(shown(follower.new_lines()))
                 time.sleep(_LOOK_EVERY_SECONDS)
     if follow:
-        told |= _tell_first_words(first, as_json)
+        any_output |= _show_early_output(first, as_json)
         show(shown(follower.new_lines(to_the_end=True)))
-        if not told and not log_files(found):
+        if not any_output and not log_files(found):
             say(f"the run printed nothing. `scaletrain status {found.run_id}` shows how it ended.")
         if as_json:
             print_json({"run_id": found.run_id})
@@ -101,7 +101,7 @@ def command(
         say(f"no output yet. `scaletrain status {found.run_id}` shows the state of the run.")
 
 
-def _tell_first_words(words: FirstWords, as_json: bool) -> bool:
+def _show_early_output(words: FirstWords, as_json: bool) -> bool:
     """Show the output of pods from before their attempt started; return True if there was any."""
     from scaletrain_cli.ui.json import stream_json
 

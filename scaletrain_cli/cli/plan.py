@@ -140,10 +140,10 @@ def command(
     if plot is not None:
         _draw(found, plot)
     if found.infeasible is not None:
-        told = found.infeasible.problems
+        problems = found.infeasible.problems
         if not as_json:
-            told = tuple(problem for problem in told if problem.where not in _SHOWN)
-        raise InfeasibleError(found.infeasible.message, told)
+            problems = tuple(problem for problem in problems if problem.where not in _SHOWN)
+        raise InfeasibleError(found.infeasible.message, problems)
 
 
 def _load(path: Path, overrides: list[str], varied: tuple[str, ...], cluster: str | None) -> RunSpec:

@@ -69,10 +69,10 @@ def command(
     not_checked = prepared.require_possible()
     job = prepared.render()
     changed = prepared.changes(job)
-    told = resume_json(found.directory, report, resize) | {"changes_since_sent": changed}
+    details = resume_json(found.directory, report, resize) | {"changes_since_sent": changed}
     if dry_run:
         if as_json:
-            _print(told | {"would_send": job.text})
+            _print(details | {"would_send": job.text})
         else:
             show_changes(changed)
             typer.echo(document(job.text), nl=False)
@@ -85,7 +85,7 @@ def command(
     confirm("Resume?", yes)
     done = prepared.submit()
     if as_json:
-        _print(told | summary.to_json() | {"scheduler": done.scheduler, "job_id": done.job_id})
+        _print(details | summary.to_json() | {"scheduler": done.scheduler, "job_id": done.job_id})
         return
     say(f"resumed: job {done.job_id} in {found.path}")
     suggest(useful_commands(found.run_id, found.path))

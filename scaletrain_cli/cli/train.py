@@ -86,7 +86,7 @@ class Watcher:
 
     def __init__(self, run: RunDir, line: StatusLine) -> None:
         self._run, self._line = run, line
-        self._events_told = 0
+        self._events_shown = 0
         self._looked = 0.0
 
     def look(self) -> None:
@@ -102,9 +102,9 @@ class Watcher:
         from scaletrain_cli.rundir.journal import read_events
 
         events = read_events(self._run)
-        for event in events[self._events_told :]:
+        for event in events[self._events_shown :]:
             self._line.note_event(event)
-        self._events_told = len(events)
+        self._events_shown = len(events)
         status = run_status(self._run)
         self._line.update(status)
         return status

@@ -39,8 +39,8 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        told = {"missing": [problem.to_json() for problem in found.problems], "not_checked": list(found.notes)}
-        print_json({"valid": True, "problems": [], "spec": run.model_dump(mode="json", by_alias=True)} | told)
+        details = {"missing": [problem.to_json() for problem in found.problems], "not_checked": list(found.notes)}
+        print_json({"valid": True, "problems": [], "spec": run.model_dump(mode="json", by_alias=True)} | details)
         return
     from scaletrain_cli.ui.console import warn
     from scaletrain_cli.ui.spec import show_summary

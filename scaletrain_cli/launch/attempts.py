@@ -16,7 +16,7 @@ from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, class
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.checkpoints import Checkpoint, committed_folders, read_checkpoint
-from scaletrain_cli.rundir.documents import damage_told, read_document, write_document
+from scaletrain_cli.rundir.documents import read_document, reporting_damage, write_document
 from scaletrain_cli.rundir.journal import last_logged_step
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
@@ -155,7 +155,7 @@ def read_attempt(run: RunDir, number: int) -> AttemptRecord | None:
     """Return one attempt; None where it has no record."""
     path = run.attempt(number) / "attempt.json"
     data = read_document(path)
-    with damage_told(path):
+    with reporting_damage(path):
         return _from_json(data) if data is not None else None
 
 

@@ -60,7 +60,7 @@ def pruning(
 
 def carry_out(found: Pruning) -> None:
     """Delete what pruning() yielded, inside its context."""
-    for checkpoint in found.doomed:
+    for checkpoint in found.to_delete:
         delete_checkpoint(checkpoint.path)
 
 

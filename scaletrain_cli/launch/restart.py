@@ -115,7 +115,7 @@ def _since_progress(history: Sequence[AttemptRecord]) -> Iterator[AttemptRecord]
 
 def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | None:
     """Return why no attempt may begin (cancelled, done, or no budget left); None if one may."""
-    if run.is_told_to_stop:
+    if run.is_cancelled:
         return Decision.because(False, ExitCode.PREEMPTED, Reason("launch.stop-cancelled-before-start"))
     history = attempts_of_job(run, job_id)
     last = history[-1] if history else None
@@ -166,7 +166,7 @@ def conclude_attempt(
     no attempt can follow. ``time_is_up`` distinguishes the time limit from a preemption. ``down``: the nodes that the
     scheduler reports as lost; without it, a node that reported no end may be one whose job was ended.
     """
-    spec, cancelled = record.spec, run.is_told_to_stop
+    spec, cancelled = record.spec, run.is_cancelled
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
     if told_to_stop is not None and outcome.lost and not down:
         outcome = ended_with_its_job(outcome)
@@ -211,10 +211,10 @@ def conclude_run(run: RunDir, decision: Decision) -> int:
 
     The values of its secrets are removed, except after a preemption: each resume supplies them again.
     """
-    if decision.exit_code != ExitCode.PREEMPTED or run.is_told_to_stop:
+    if decision.exit_code != ExitCode.PREEMPTED or run.is_cancelled:
         forget_secrets(run)
     if decision.exit_code != ExitCode.DONE:
-        if run.is_told_to_stop:
+        if run.is_cancelled:
             record_event(run, "cancelled")
         record_event(run, "stopped", exit_code=decision.exit_code, why=decision.why, **decision.reason.to_document())
     return decision.exit_code

@@ -175,7 +175,7 @@ def _started_over(run: RunDir, from_scratch: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _stop_lifted(run: RunDir) -> Iterator[None]:
     """Move the stop files aside, which would end the job at once; move them back if the scheduler refuses."""
-    aside = {file: file.with_name(f"{file.name}.lifted") for file in (run.stop_file, run.stop_file_by_hand)}
+    aside = {file: file.with_name(f"{file.name}.lifted") for file in (run.stop_file, run.manual_stop_file)}
     for file, lifted in aside.items():
         lifted.unlink(missing_ok=True)  # left by a resume that crashed
         with contextlib.suppress(FileNotFoundError):

@@ -51,10 +51,10 @@ def unreported_end(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: 
         return UnreportedEnd("open", Reason("launch.attempt-not-over", number | reports))
     outcome = attempt_outcome(run, record.spec, attempt.number, cancelled=False)
     reported = any(node.ended is not None for node in read_node_records(run, attempt.number))
-    if outcome.reason != "node" or (reported and job.cause is None and not run.is_told_to_stop):
+    if outcome.reason != "node" or (reported and job.cause is None and not run.is_cancelled):
         why = Reason("launch.unreported-end", number | {"cause": outcome.why})
         return UnreportedEnd("known", why, outcome.reason)
-    cause: ExitReason | None = "cancelled" if run.is_told_to_stop else job.cause
+    cause: ExitReason | None = "cancelled" if run.is_cancelled else job.cause
     if cause is not None:
         why = Reason("launch.unreported-end-of-job", number | reports | {"cause": Reason(f"launch.job-{cause}")})
         return UnreportedEnd("known", why, cause)
@@ -255,7 +255,7 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
     if job.state == "suspended" or job.state == "ending":
         return job.state
     if job.forgotten and last is None:
-        return "cancelled" if run.is_told_to_stop else "unknown"
+        return "cancelled" if run.is_cancelled else "unknown"
     if job.is_active:
         waiting = last is not None and last.ended is not None and last.reason == "preempted"
         if waiting:
@@ -263,7 +263,7 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
         return "queued" if job.state == "queued" else "running"
     if job.state == "unknown" and (last is None or last.ended is None or last.may_be_followed):
         return "unknown"
-    if run.is_told_to_stop and not (last is None and job.exit_code == ExitCode.DONE):
+    if run.is_cancelled and not (last is None and job.exit_code == ExitCode.DONE):
         return "cancelled"
     if last is None:
         known: dict[int | None, RunState] = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}

@@ -57,7 +57,7 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 def from_document(kind: type[T], data: dict[str, Any], path: Path) -> T:
     """Return the dataclass stored in a document. Raises UsageError if keys or types of values do not match."""
-    with damage_told(path):
+    with reporting_damage(path):
         hints = get_type_hints(kind)
         for name, value in data.items():
             hint = hints[name]
@@ -70,7 +70,7 @@ def from_document(kind: type[T], data: dict[str, Any], path: Path) -> T:
 
 
 @contextlib.contextmanager
-def damage_told(path: Path) -> Iterator[None]:
+def reporting_damage(path: Path) -> Iterator[None]:
     """Turn errors from a document with an unexpected structure into a UsageError that names the file."""
     try:
         yield

@@ -46,8 +46,8 @@ class Entry:
 class Pruning:
     """The checkpoints to delete, and the latest valid one, which is never deleted."""
 
-    doomed: tuple[Checkpoint, ...]
-    sound: Checkpoint
+    to_delete: tuple[Checkpoint, ...]
+    newest: Checkpoint
 
 
 def take_inventory(folder: Path) -> list[Entry]:
@@ -69,11 +69,11 @@ def verify_files(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = l
 
 def plan_pruning(folder: Path, keep: int, keep_every: int | None) -> Pruning | None:
     """Return what pruning deletes; None if no checkpoint is valid, because any of them may still be repaired."""
-    sound, _ = latest_valid(folder)
-    if sound is None:
+    newest, _ = latest_valid(folder)
+    if newest is None:
         return None
-    doomed = checkpoints_to_prune(folder, keep, keep_every)
-    return Pruning(tuple(one for one in doomed if one.step != sound.step), sound)
+    to_delete = checkpoints_to_prune(folder, keep, keep_every)
+    return Pruning(tuple(one for one in to_delete if one.step != newest.step), newest)
 
 
 def _look_at(path: Path) -> Iterator[Entry]:

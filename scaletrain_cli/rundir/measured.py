@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from scaletrain_cli.rundir.documents import damage_told, read_document, write_document
+from scaletrain_cli.rundir.documents import read_document, reporting_damage, write_document
 from scaletrain_cli.rundir.paths import RunDir
 
 SCHEMA = "scaletrain.measured/v1"
@@ -81,7 +81,7 @@ def read_measured(run: RunDir) -> Measured | None:
     for attempt in reversed(run.attempts()):
         data = read_document(run.measured(attempt))
         if data is not None and data.get("schema") == SCHEMA:
-            with damage_told(run.measured(attempt)):
+            with reporting_damage(run.measured(attempt)):
                 stages = tuple(_stage(stage) for stage in data["stages"])
                 return Measured(attempt, data["step"], data["ranks"], data["device"], data["worst"], stages)
     return None

@@ -65,7 +65,7 @@ class RunDir:
         return self.path / "cancelled"
 
     @property
-    def stop_file_by_hand(self) -> Path:
+    def manual_stop_file(self) -> Path:
         """Written by a user without the command, through the file system: the same effect."""
         return self.path / "stop"
 
@@ -75,9 +75,9 @@ class RunDir:
         return self.path / "save"
 
     @property
-    def is_told_to_stop(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Return True if the run was canceled, by the command or by a stop file."""
-        return self.stop_file.exists() or self.stop_file_by_hand.exists()
+        return self.stop_file.exists() or self.manual_stop_file.exists()
 
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / f"{number:04d}"

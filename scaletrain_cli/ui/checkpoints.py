@@ -24,14 +24,18 @@ def show_entries(entries: Sequence[Entry]) -> None:
     for title in _TITLES:
         table.add_column(justify="right" if title else "left", no_wrap=bool(title), overflow="fold")
     table.add_row(*(Text(title, "dim") for title in _TITLES))
-    sound = [entry for entry in entries if not entry.problem]
+    valid = [entry for entry in entries if not entry.problem]
     for entry in entries:
         checkpoint = entry.checkpoint
         stated = ["", "", "", ""]
         if checkpoint is not None:
             clean = "yes" if checkpoint.clean else "no"
             stated = [bytes_text(checkpoint.size_bytes), str(checkpoint.world_size), clean, str(checkpoint.attempt)]
-        note = escaped_text("latest", "bold") if sound and entry is sound[-1] else escaped_text(_unsound(entry), "red")
+        note = (
+            escaped_text("latest", "bold")
+            if valid and entry is valid[-1]
+            else escaped_text(_problem_text(entry), "red")
+        )
         age = seconds_text(max(0, round(time.time() - entry.written)))
         table.add_row(str(entry.step), age, *stated, note)
     show(stdout_console(), table)
@@ -89,5 +93,5 @@ class VerifyingLine:
         self._progress.update(self._task, completed=self._read, amount=amount)
 
 
-def _unsound(entry: Entry) -> str:
+def _problem_text(entry: Entry) -> str:
     return entry.problem and f"invalid: {entry.problem}"

@@ -53,12 +53,12 @@ def show(console: Console, renderable: RenderableType) -> None:
     """Print a rich renderable without trailing blanks."""
     with console.capture() as capture:
         console.print(renderable)
-    text = capture.get() if speaks_unicode(console) else capture.get().translate(_ASCII)
+    text = capture.get() if supports_unicode(console) else capture.get().translate(_ASCII)
     console.file.write("".join(f"{row.rstrip(' ')}\n" for row in text.splitlines()))
     console.file.flush()
 
 
-def speaks_unicode(console: Console) -> bool:
+def supports_unicode(console: Console) -> bool:
     """Return True if the stream can encode block characters."""
     return console.encoding.lower().startswith("utf")
 

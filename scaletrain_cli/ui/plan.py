@@ -18,7 +18,7 @@ from scaletrain_cli.text import (
     seconds_text,
     whole_text,
 )
-from scaletrain_cli.ui.console import escaped_text, plain, show, speaks_unicode, stderr_console, stdout_console
+from scaletrain_cli.ui.console import escaped_text, plain, show, stderr_console, stdout_console, supports_unicode
 from scaletrain_cli.ui.plan_breakdown import (
     AMOUNT,
     PART,
@@ -281,7 +281,7 @@ def condensed(warnings: Sequence[Reason]) -> tuple[str, ...]:
 
 def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) -> Iterator[Row]:
     bar = min(_LONGEST_BAR, console.width - LABEL_WIDTH - PART - AMOUNT - 3)
-    unicode = speaks_unicode(console)
+    unicode = supports_unicode(console)
     yield "Layout", layout_view(plan.layout, spec.samples)
     yield "Memory", memory_view(plan, bar, unicode)
     if not plan.memory.fits:

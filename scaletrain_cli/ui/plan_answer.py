@@ -16,7 +16,7 @@ from scaletrain_cli.plan.search.cluster_limits import Considered
 from scaletrain_cli.plan.search.sizing import Sizing
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text, whole_text
-from scaletrain_cli.ui.console import escaped_text, plain, show, speaks_unicode, stdout_console
+from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console, supports_unicode
 from scaletrain_cli.ui.plan import goodput_text, show_plan
 
 
@@ -120,7 +120,7 @@ _NAME = 34
 def show_explanation(questions: Sequence[Question], console: Console | None = None) -> None:
     """Print all questions, numbered."""
     console = console or stdout_console()
-    arrow = "→" if speaks_unicode(console) else "->"
+    arrow = "→" if supports_unicode(console) else "->"
     blocks: list[RenderableType] = ["", Text("Why this layout", "bold")]
     for number, question in enumerate(questions, 1):
         blocks += ["", _numbered(number, f"{question.question}?")]

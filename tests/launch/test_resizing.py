@@ -30,7 +30,7 @@ class Refusing(Cluster):
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
         self.seen = read_record(run)
-        assert not run.is_told_to_stop, "a job that starts at once would end at once"
+        assert not run.is_cancelled, "a job that starts at once would end at once"
         raise self.error("no such partition")
 
 
@@ -43,7 +43,7 @@ def ended_run(*overrides: str) -> MadeRun:
     attempt(made, 75, "cancelled")
     commit(made, 10)
     made.run.stop_file.touch()
-    made.run.stop_file_by_hand.write_text("the disk is to be changed")
+    made.run.manual_stop_file.write_text("the disk is to be changed")
     return made
 
 
@@ -158,7 +158,7 @@ def test_a_refusal_leaves_the_run_as_it_was() -> None:
     assert cluster.seen.revision == 1, "a job that starts at once reads the new layout"
     assert (read_record(made.run).spec, revisions(made.run)) == (made.record.spec, [])
     assert made.run.stop_file.exists()
-    assert made.run.stop_file_by_hand.read_text() == "the disk is to be changed"
+    assert made.run.manual_stop_file.read_text() == "the disk is to be changed"
     assert len(made.events("submitted")) == 1
 
 

@@ -30,7 +30,7 @@ class Queue(CountingScheduler):
         self.resists: Sequence[str] = ()
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
-        return Job("7", "ended" if run.is_told_to_stop or run.attempts() else "queued")
+        return Job("7", "ended" if run.is_cancelled or run.attempts() else "queued")
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         if run.run_id in self.resists:

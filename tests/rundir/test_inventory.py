@@ -48,8 +48,8 @@ def test_the_newest_that_verifies_is_never_deleted_however_old(tmp_path: Path) -
         flip_bit(save(tmp_path, step) / "rank-00000.pt", 9) if step > 20 else save(tmp_path, step)
     found = plan_pruning(tmp_path, 1, None)
     assert found is not None
-    assert found.sound.step == 20
-    assert [one.step for one in found.doomed] == [10, 30]
+    assert found.newest.step == 20
+    assert [one.step for one in found.to_delete] == [10, 30]
 
 
 def test_nothing_is_planned_where_nothing_verifies(tmp_path: Path) -> None:

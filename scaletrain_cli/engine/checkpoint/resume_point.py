@@ -166,8 +166,8 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> Re
     step = checkpoint.step if checkpoint is not None else 0
     problem: Reason | None = None
     # Corrupt folders count too, because a kill or a lost file may have lost the event of the commit.
-    told_to_start_over = any(event["event"] == "from-scratch" for event in read_events(run))
-    if checkpoint is None and (has_committed(run) or (passed_over and not told_to_start_over)):
+    from_scratch = any(event["event"] == "from-scratch" for event in read_events(run))
+    if checkpoint is None and (has_committed(run) or (passed_over and not from_scratch)):
         problem = _no_checkpoint(folder, search)
     else:
         set_aside_newer(folder, step, attempt)

@@ -87,7 +87,7 @@ class GuardActions:
                 self._report_first_loss(loss)
             judgement, findings = self.guard.observe(step, measured)
             for finding in findings:
-                self._tell(finding.event, step=step, **finding.evidence)
+                self._record(finding.event, step=step, **finding.evidence)
             if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
                 metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
             if judgement == "spike" and (back := self._after_spike(step, trained, metrics)) is not None:
@@ -106,7 +106,7 @@ class GuardActions:
             if back is not None:
                 return back
             then = "training continues: no checkpoint is known to be clean yet"
-        self._tell("spike", step=step, then=then, **evidence)
+        self._record("spike", step=step, then=then, **evidence)
         return None
 
     def _after_non_finite(self, step: int, trained: int, loss: float, norm: float, metrics: MetricsLog) -> int:
@@ -161,7 +161,7 @@ class GuardActions:
     def _report_first_loss(self, loss: float) -> None:
         """Report whether the first loss of a new model is near that of a uniform guess, ln(vocab_size)."""
         expected = math.log(self.record.spec.transformer.vocab_size)
-        self._tell("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
+        self._record("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
 
-    def _tell(self, name: str, **details: Any) -> None:
+    def _record(self, name: str, **details: Any) -> None:
         report_event(self.run, self.ranks.rank, name, **details)

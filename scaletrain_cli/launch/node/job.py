@@ -89,7 +89,7 @@ class OneNodeJob:
         first = max(self.run.attempts(), default=0) + 1
         while True:
             self.listen()
-            if self.told_to_stop or self.run.is_told_to_stop:
+            if self.told_to_stop or self.run.is_cancelled:
                 decision = Decision.because(False, ExitCode.PREEMPTED, Reason("launch.stop-before-start"))
                 self.on_begin()
             else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaletrain_cli.launch.node.processes import ProcessIdentity
-from scaletrain_cli.rundir.documents import damage_told, read_document, write_document
+from scaletrain_cli.rundir.documents import read_document, reporting_damage, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder, touch
 
@@ -67,7 +67,7 @@ def write_node_record(run: RunDir, attempt: int, record: NodeRecord) -> None:
 def read_node_records(run: RunDir, attempt: int) -> list[NodeRecord]:
     """Return the records of an attempt's nodes, by node rank. Raises UsageError for a damaged one."""
     folder = run.attempt(attempt) / "nodes"
-    with damage_told(folder):
+    with reporting_damage(folder):
         found = [_node_record(data) for data in _documents(run, attempt, "nodes")]
         return sorted(found, key=lambda record: record.node_rank)
 

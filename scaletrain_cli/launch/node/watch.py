@@ -209,7 +209,7 @@ class Watch:
                 self._forward(signum)
             for pid, exit_code in reap():
                 self._note_end(pid, exit_code)
-            if not self.preempted and self.run.is_told_to_stop:
+            if not self.preempted and self.run.is_cancelled:
                 self._forward(signal.SIGTERM)  # cancelled before the agent could receive a signal
             if not self.ending and not self.killed:
                 self._check_progress()

@@ -139,7 +139,7 @@ class Recomputation(NamedTuple):
         return layers if self.mode == "full" else 0
 
     @property
-    def of_attention(self) -> bool:
+    def attention_only(self) -> bool:
         """Return whether each block recomputes its attention module and keeps all else."""
         return self.mode == "selective" and self.scope == "attention"
 
@@ -149,13 +149,13 @@ def stage_activation_bytes(
 ) -> int:
     """Return the bytes that ``layers`` blocks of a stage save for the micro-batches in flight."""
     short = again.blocks(layers)
-    whole = per_token.saved - (per_token.attention if again.of_attention else 0)
+    whole = per_token.saved - (per_token.attention if again.attention_only else 0)
     return tokens * (short * per_token.block_input + (layers - short) * whole) * micro_batches_in_flight
 
 
 def block_backward_bytes(per_token: TokenActivations, tokens: int, layers: int, again: Recomputation) -> int:
     """Return the bytes of one block's backward pass: its gradients, and its recomputed activations."""
-    made_again = per_token.saved if again.blocks(layers) else per_token.attention if again.of_attention else 0
+    made_again = per_token.saved if again.blocks(layers) else per_token.attention if again.attention_only else 0
     return tokens * (per_token.working + made_again)
 
 

@@ -159,7 +159,7 @@ class KubernetesBackend(Backend):
                 ref = confirmed(ref)
             elif not seen.pods and all(_has_ended(other) for other in seen.others):
                 return self._job_of_lost_request(run, record, ref, now)
-        job = job_of(seen, ref.job_id, now, cancelled=run.is_told_to_stop)
+        job = job_of(seen, ref.job_id, now, cancelled=run.is_cancelled)
         if job.state == "ended" and (earlier := self._active_earlier(cluster, ref, record, seen, now)) is not None:
             return earlier
         if not shares_volume(run) and seen.workload is not None and job.state in ("running", "ending", "ended"):

@@ -19,7 +19,7 @@ from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.kubernetes.names import parse_id, submission_number
 from scaletrain_cli.launch.submit import read_submission
-from scaletrain_cli.rundir.documents import damage_told, from_document, read_document, write_document
+from scaletrain_cli.rundir.documents import from_document, read_document, reporting_damage, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import locked
@@ -86,7 +86,7 @@ def previous_job_ref(run: RunDir, ref: JobRef) -> JobRef | None:
 
 def _from_document(data: dict[str, Any], path: Path) -> JobRef:
     ref = from_document(JobRef, data, path)
-    with damage_told(path):
+    with reporting_damage(path):
         parse_id(ref.job_id)
         if not isinstance(ref.before, dict | None) or not isinstance(ref.progress, dict):
             raise TypeError("before and progress must be objects")

@@ -30,7 +30,7 @@ from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import reason_from
 from scaletrain_cli.rundir.code import CodeRecord
-from scaletrain_cli.rundir.documents import damage_told, from_document, read_document, write_document
+from scaletrain_cli.rundir.documents import from_document, read_document, reporting_damage, write_document
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -197,7 +197,7 @@ def read_supervisor(run: RunDir) -> Supervisor | None:
     data = read_document(path)
     if data is None:
         return None
-    with damage_told(path):
+    with reporting_damage(path):
         identity = {"pid": data["pid"], "start_ticks": data["start_ticks"]}
         return Supervisor(str(data["hostname"]), from_document(ProcessIdentity, identity, path))
 

@@ -97,7 +97,7 @@ class Supervision(OneNodeJob):
         conclude_abandoned(self.run, self.record)
         if run_to_wait_for(self.run) is not None:
             self.on_begin()
-        while run_to_wait_for(self.run) is not None and not (self.told_to_stop or self.run.is_told_to_stop):
+        while run_to_wait_for(self.run) is not None and not (self.told_to_stop or self.run.is_cancelled):
             self.listen(timeout=WAIT_SECONDS)
 
     def on_begin(self) -> None:

@@ -234,7 +234,7 @@ class SlurmBackend(Backend):
         for row in living:
             if row.state == "queued":
                 call_slurm(["scancel", row.job_id])
-        was_told = run.is_told_to_stop
+        was_cancelled = run.is_cancelled
         touch(run.stop_file)
         try:
             for row in running:
@@ -244,7 +244,7 @@ class SlurmBackend(Backend):
             told = "The stop file of the run is set all the same; its nodes see that within seconds and stop it."
             raise SchedulerSilentError(f"{error.message} {told}") from error
         except SchedulerError:
-            if not was_told:
+            if not was_cancelled:
                 run.stop_file.unlink(missing_ok=True)
             raise
         if not running and not any(row.state == "ending" for row in living):

@@ -253,7 +253,7 @@ def test_a_cancelled_run_gets_its_grace_and_is_not_over_until_its_pods_are_gone(
     assert options["propagationPolicy"] == "Foreground"
     assert "gracePeriodSeconds" not in options
     assert CANCELLED in workload(api, name)["metadata"]["annotations"]
-    assert made.run.is_told_to_stop
+    assert made.run.is_cancelled
     assert made.events("cancelled")
     job = scheduler.job(made.run, made.record)
     assert (job.state, "cancelled" in job.detail) == ("ending", True)
@@ -292,7 +292,7 @@ def test_a_resumed_run_is_a_new_workload_once_the_old_one_has_ended(made: MadeRu
     KubernetesBackend().cancel(made.run, made.record)
     second = resume(made.run).submission.job_id.partition("/")[2]
     assert (first[-3:], second[-3:]) == ("-s1", "-s2")
-    assert not made.run.is_told_to_stop
+    assert not made.run.is_cancelled
     assert run_status(made.run).state == "queued"
     put_pods(api, made, second, pod(second, 0))
     workload(api, second)

@@ -132,7 +132,7 @@ def test_a_request_that_may_still_be_done_is_neither_over_nor_cancelled(
     assert "the outcome is known in" in found.detail
     with pytest.raises(SchedulerError, match="Repeat `scaletrain cancel"):
         cancel(made)
-    assert not made.run.is_told_to_stop
+    assert not made.run.is_cancelled
     assert api.all("configmaps"), "nothing owns it yet"
     later()
     cancel(made)
@@ -313,7 +313,7 @@ def test_a_cancel_that_is_refused_changes_nothing_that_matters(made: MadeRun, ap
         return
     with pytest.raises(SchedulerError, match="the right to delete jobsets"):
         cancel(made)
-    assert not made.run.is_told_to_stop
+    assert not made.run.is_cancelled
     assert CANCELLED not in api.all("jobsets")[0]["metadata"]["annotations"]
     assert not made.events("cancelled")
 
@@ -334,7 +334,7 @@ def test_a_refusal_after_the_dry_run_takes_the_stop_file_and_the_mark_back(
     monkeypatch.setattr(cluster, "delete", refused)
     with pytest.raises(SchedulerError, match="the right to delete"):
         KubernetesBackend(lambda context, namespace: cluster).cancel(made.run, made.record)
-    assert not made.run.is_told_to_stop
+    assert not made.run.is_cancelled
     assert CANCELLED not in api.all("jobsets")[0]["metadata"]["annotations"]
 
 

@@ -245,7 +245,7 @@ def test_a_cancel_that_fails_stops_nothing(controller: Controller, made: MadeRun
     controller.fails(command, f"{command}: error: Access/permission denied")
     with pytest.raises(SchedulerError, match="permission denied"):
         SLURM.cancel(made.run, made.record)
-    assert not made.run.is_told_to_stop
+    assert not made.run.is_cancelled
     assert not made.events("cancelled")
 
 
@@ -257,7 +257,7 @@ def test_a_suspended_job_is_resumed_before_it_is_told_to_save(controller: Contro
         "scontrol resume 100",
         "scancel --signal=TERM 100",
     ]
-    assert made.run.is_told_to_stop
+    assert made.run.is_cancelled
 
 
 def test_a_suspended_job_that_may_not_be_resumed_is_left_as_it_is_with_what_a_kill_would_lose(
@@ -268,7 +268,7 @@ def test_a_suspended_job_that_may_not_be_resumed_is_left_as_it_is_with_what_a_ki
     controller.fails("scontrol", "Access/permission denied")
     with pytest.raises(SchedulerError, match=r"Nothing was changed.*`scancel 100`, which loses"):
         SLURM.cancel(made.run, made.record)
-    assert not made.run.is_told_to_stop
+    assert not made.run.is_cancelled
     assert not controller.called("scancel")
 
 
