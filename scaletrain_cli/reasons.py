@@ -39,8 +39,9 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
+_DEEPEST = 20  # causes of causes; a record that a fault or another user wrote may nest without end
 # Raised by a template whose parameters are absent or of another type, as in a record of another version.
-_UNFIT = (AttributeError, LookupError, TypeError, ValueError)
+_UNFIT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,27 @@ class Reason:
         return {"code": self.code, "params": params}
 
 
-def reason_from(document: Mapping[str, Any]) -> Reason:
-    """Return the reason that ``to_json`` wrote; a document without a code is a sentence of an earlier version."""
-    if document.get("code"):
-        params = dict(document.get("params", {}))
-        inner = {name: reason_from(value) for name, value in params.items() if _is_document(value)}
-        return Reason(str(document["code"]), params | inner)
-    return recorded(str(document.get("text", "")))
+def reason_from(document: object) -> Reason:
+    """Return the reason that ``to_json`` wrote; a document without a code is a sentence of an earlier version.
+
+    Any other value, as in a damaged record, becomes a reason too: showing it must not fail.
+    """
+    return _reason_from(document, _DEEPEST)
+
+
+def _reason_from(document: object, depth: int) -> Reason:
+    if not isinstance(document, Mapping):
+        return recorded(str(document))
+    if not document.get("code"):
+        return recorded(str(document.get("text", "")))
+    given = document.get("params")
+    params = {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else {}
+    inner = {
+        name: _reason_from(value, depth - 1) if depth else "..."
+        for name, value in params.items()
+        if _is_document(value)
+    }
+    return Reason(str(document["code"]), params | inner)
 
 
 def _is_document(value: object) -> bool:
@@ -141,6 +156,8 @@ def _entry(code: str) -> Text:
 
 def _table(name: str) -> Mapping[str, Text]:
     if name not in _TABLES:
+        if not name.isidentifier() or name.startswith("_"):  # the code is that of a record, and may be any text
+            return {}
         try:
             module = importlib.import_module(f"scaletrain_cli.reason_texts.{name}")
         except ModuleNotFoundError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from string import Formatter
+from typing import Any
 
 import pytest
 
@@ -55,3 +57,17 @@ def test_codes_are_words_with_hyphens_and_templates_parse(table: str) -> None:
         for template in (entry.text, *entry.remedies):
             assert all(name != "" for _, name, _, _ in Formatter().parse(template)), key
         assert not entry.text.endswith("."), f"{key}: without a full stop"
+
+
+def test_a_damaged_record_of_a_reason_can_be_shown() -> None:
+    endless: dict[str, Any] = {"code": "launch.out-of-time", "params": {}}
+    for _ in range(400):
+        endless = {"code": "launch.out-of-time", "params": {"end": endless}}
+    odd: list[Any] = [None, 7, "text", [], {"code": ["a"], "params": 3}, {"code": "launch.nodes-lost", "params": "x"}]
+    odd += [{"code": code, "params": {}} for code in ("__init__.x", ".", "\0.x", "a b.c", "plan.")]
+    odd += [{"code": "launch.last-line-age", "params": {"age": 10**400}}, endless]
+    for document in odd:
+        reason = reason_from(document)
+        assert isinstance(str(reason), str)
+        assert isinstance(reason.remedies, tuple)
+        json.dumps(reason.to_json())
