@@ -1,6 +1,6 @@
-"""The whole path in a few minutes: prepare, plan, submit, preempt with a real signal, resume by itself, finish, check.
+"""The life of a run in a few minutes: prepare, plan, submit, preempt with a real signal, resume, finish, check.
 
-Uses the command line alone, as a user would; only the yardstick (unigram entropy) is computed here, from the tokens.
+Uses the command line only; the baseline (unigram entropy) is computed here, from the tokens.
 Run it with `make demo`. Arguments are passed on as overrides, e.g. `recipes/demo.py training.steps=40`.
 """
 
@@ -24,7 +24,7 @@ GIVE_UP_SECONDS = 900
 
 
 def scaletrain(*arguments: str, show: bool = True) -> str:
-    """Run one command as a user would and return its standard output; a failure ends the demo."""
+    """Run one command and return its standard output; a failure ends the demo."""
     if show:
         print(f"\n$ scaletrain {' '.join(arguments)}", flush=True)
     command = [sys.executable, "-m", "scaletrain_cli", *arguments]
@@ -35,19 +35,19 @@ def scaletrain(*arguments: str, show: bool = True) -> str:
 
 
 def status(run_id: str) -> dict[str, Any]:
-    """What `scaletrain status --json` says now."""
+    """Return the present output of `scaletrain status --json`."""
     return dict(json.loads(scaletrain("status", run_id, "--json", show=False)))
 
 
 def unigram_entropy_nats(tokens_file: Path, dtype: str) -> float:
-    """Entropy of the token frequencies: the loss of the best model that ignores context."""
+    """Return the entropy of the token frequencies: the loss of the best model that ignores context."""
     counts = np.bincount(np.memmap(tokens_file, dtype=dtype, mode="r"))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 def wait_until(run_id: str, reached: Any) -> dict[str, Any]:
-    """Poll the status until ``reached`` holds or the run has ended, with a line whenever the step moves on by ten."""
+    """Poll the status until ``reached`` holds or the run has ended, and print a line every ten steps."""
     deadline, shown = time.monotonic() + GIVE_UP_SECONDS, -10
     while time.monotonic() < deadline:
         now = status(run_id)
@@ -63,7 +63,7 @@ def wait_until(run_id: str, reached: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The demo; exits with an error unless the run finished, lost no step and beat the yardstick."""
+    """Run the demo; exit with an error unless the run finished, lost no step and beat the baseline."""
     started = time.monotonic()
     sets = [word for override in sys.argv[1:] for word in ("--set", override)]
     dataset = json.loads(scaletrain("data", "prepare", RECIPE, *sets, "--json"))

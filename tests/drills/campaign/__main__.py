@@ -1,6 +1,6 @@
-"""``python -m tests.drills.campaign``: hurt real runs by the hundred, and print what came of it as a table.
+"""``python -m tests.drills.campaign``: inject hundreds of faults into real runs, and print the results as a table.
 
-Each line is the claim of a promise: how often it was tried, and how often it was broken. Exit code 1 if any was.
+Each line is a claim with the number of trials and of violations. The exit code is 1 if there are violations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST_LOSS_DIFFERENCE = 1e-4  # relative, in fp32, of sums in another order
 
 @dataclass(frozen=True)
 class Line:
-    """One of the table; ``broken`` names each case."""
+    """A line of the table; ``broken`` names each violation."""
 
     promise: str
     tried: str
@@ -35,13 +35,13 @@ class Line:
 
 
 def main() -> int:
-    """Run the campaign; the exit code."""
+    """Run the campaign and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.drills.campaign", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--damages", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of what is hit, and when")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the table, as a page")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="seed of faults and times")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as a page")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,28 +65,26 @@ def _parts(dataset: Path, options: argparse.Namespace, chance: random.Random) ->
         found = kill(dataset, options.kills, chance)
         tried = f"{found.kills} kills, {found.in_saves} of them inside a save, ZeRO 0 to 3"
         return [
-            Line("a run that is killed goes on from its newest checkpoint", tried, found.failed_resumes),
-            Line("and comes to the same losses, weights and moments, to the bit", tried, found.different),
+            Line("a killed run resumes from its latest checkpoint", tried, found.failed_resumes),
+            Line("its losses, weights and moments then equal an undisturbed run's bit for bit", tried, found.different),
         ]
 
     def requests() -> list[Line]:
         found = request(dataset, options.requests, chance)
         tried = f"{found.requests} signals and save files, while compiling, evaluating, saving, training"
         return [
-            Line("a run that is asked to leave or to save commits its last step", tried, found.unanswered),
-            Line("and loses nothing by it, to the bit", tried, found.different),
+            Line("a run that receives a signal or a save request commits its last step", tried, found.unanswered),
+            Line("it then continues bit-identically to an undisturbed run", tried, found.different),
         ]
 
     def damages() -> list[Line]:
         found = damage_files(dataset, options.damages, chance)
         fill_disks(dataset, found)
-        tried = (
-            f"{found.damages} files cut, flipped or deleted; {found.full_disks} disks full at one write after the other"
-        )
+        tried = f"{found.damages} files cut, flipped or deleted; {found.full_disks} full disks, one per write of a save"
         return [
-            Line("what is damaged or half written is never restored", tried, found.wrong_restores),
-            Line("and is reported by name", tried, found.unreported),
-            Line("and the run comes to the same, to the bit", tried, found.different),
+            Line("a damaged or incomplete checkpoint is never restored", tried, found.wrong_restores),
+            Line("it is reported by name", tried, found.unreported),
+            Line("the run then ends bit-identically to an undisturbed run", tried, found.different),
         ]
 
     def elastic() -> list[Line]:
@@ -95,13 +93,13 @@ def _parts(dataset: Path, options: argparse.Namespace, chance: random.Random) ->
         strays = [f"{found.loss:.1e}"] if found.loss > _LARGEST_LOSS_DIFFERENCE else []
         return [
             Line(
-                "weights and moments are the same, value by value, right after a change of layout",
+                "after a change of layout, weights and moments are equal value by value",
                 tried,
                 found.other_values,
             ),
-            Line("and each step trains on the same samples", tried, found.other_samples),
+            Line("each step then trains on the same samples", tried, found.other_samples),
             Line(
-                f"and the final loss is that of the undisturbed run (largest difference {found.loss:.0e})",
+                f"the final loss is that of the undisturbed run (largest difference {found.loss:.0e})",
                 tried,
                 strays,
             ),
@@ -118,14 +116,14 @@ def _dataset(folder: Path) -> Path:
 
 def _table(lines: list[Line]) -> str:
     rows = [f"| {line.promise} | {line.tried} | {len(line.broken)} |" for line in lines]
-    return "\n".join(["| promise | tried | broken |", "|---|---|---|", *rows])
+    return "\n".join(["| claim | trials | violations |", "|---|---|---|", *rows])
 
 
 def _page(table: str, seed: int, minutes: float) -> str:
     return (
-        "# What runs survive\n\n"
+        "# Faults that runs survive\n\n"
         f"Made by `make drills` (seed {seed}, {minutes:.0f} minutes on two cores): real runs of a small model on CPU "
-        "ranks, each rank\nthe engine's own entry in a process of its own.\n\n"
+        "ranks, each\nrank an engine process.\n\n"
         f"{table}\n"
     )
 
