@@ -15,8 +15,9 @@ from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.base import Check
-from scaletrain_cli.launch.backends.registry import all_backends
+from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.project_files import project_file
+from scaletrain_cli.spec.backend_traits import backend_names
 from scaletrain_cli.text import binary_bytes_text, bytes_text
 
 # Checks read the system; they import no optional package and open no device.
@@ -46,8 +47,11 @@ def checks(runs_root: Path) -> Iterator[Check]:
     yield _shared_memory()
     yield from _gpus()
     yield from _compilers()
-    for backend in all_backends():
-        yield from backend.checks()
+    for name in backend_names():
+        try:
+            yield from backend_for(name).checks()
+        except Exception as error:  # code of another package may raise any exception
+            yield Check(name, "warn", "the back end cannot be used", str(error) or type(error).__name__)
     yield _runs_root(runs_root)
 
 

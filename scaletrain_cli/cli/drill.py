@@ -62,10 +62,10 @@ def command(
     """
     from scaletrain_cli.launch.drill import drill_kinds
 
-    known = drill_kinds()
     if list_kinds:
         _list(as_json)
         return
+    known = drill_kinds(kinds or ())
     unknown = [kind for kind in kinds or () if kind not in known]
     if unknown:
         raise UsageError(f"unknown drill: {', '.join(unknown)}. Available drills: {', '.join(known)}.")

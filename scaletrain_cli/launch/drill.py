@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -113,13 +113,16 @@ KINDS: dict[str, DrillKind] = {
 }
 
 
-def drill_kinds() -> dict[str, DrillKind]:
+def drill_kinds(wanted: Collection[str] = ()) -> dict[str, DrillKind]:
     """Return every kind by its name: those of this package, then those of others (entry points ``scaletrain.drills``).
 
-    Raises UsageError where an entry point cannot be loaded, or is no DrillKind of another name than these.
+    No other package is imported where this one has all that are ``wanted``. Raises UsageError where an entry point
+    cannot be loaded, or is no DrillKind of another name than these.
     """
     from importlib.metadata import entry_points
 
+    if wanted and set(wanted) <= KINDS.keys():
+        return dict(KINDS)
     kinds = dict(KINDS)
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         try:

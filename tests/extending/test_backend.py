@@ -154,6 +154,11 @@ def test_an_entry_point_that_cannot_be_loaded_is_one_clear_error(cli: Cli, tmp_p
     assert done.returncode == 2
     assert "the back end broken of broken cannot be loaded" in " ".join(done.stderr.split())
     assert "Installed: local, slurm, kubernetes" in " ".join(done.stderr.split())
+    command = [sys.executable, "-m", "scaletrain_cli", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["broken"]["state"] == "warn"
+    assert "no_such_module" in checks["broken"]["advice"]
 
 
 def wait_for_event(cli: Cli, run: str, name: str) -> Any:

@@ -51,3 +51,13 @@ def test_a_drill_that_takes_a_name_in_use_is_refused(installed: dict[str, str], 
     refused = scaletrain(installed, "drill", "--list", "--json")
     assert refused.returncode == 2
     assert json.loads(refused.stdout)["error"]["reason"]["code"] == "launch.drill-invalid"
+
+
+def test_a_package_that_cannot_be_imported_stops_no_drill_of_this_one(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "site" / "storage_drills.py").write_text("raise RuntimeError('broken')")
+    built_in = scaletrain(installed, "drill", "sigkill", "--timeout", "no-time")
+    assert "no-time" in built_in.stderr
+    assert "broken" not in built_in.stderr
+    assert "broken" in scaletrain(installed, "drill", "slow-storage").stderr
