@@ -1,1 +1,1 @@
-"""The Slurm back end: batch scripts, and what Slurm's commands report."""
+"""The Slurm back end: the batch script, and parsers of the output of Slurm's commands."""

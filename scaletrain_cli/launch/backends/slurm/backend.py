@@ -1,6 +1,6 @@
 """The Slurm back end: sbatch, squeue, scancel and scontrol, by their stable text interfaces.
 
-The batch script is in script.py; what it calls to begin and end an attempt is in job.py.
+script.py renders the batch script; job.py is what the script calls to begin and end an attempt.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _ESTIMATE = re.compile(
 
 
 def start_and_rest(lines: Sequence[str], now: float, *, reservations_hidden: bool = False) -> tuple[Start, list[str]]:
-    """Return Slurm's estimate of the start, and the other lines that it or a plugin of the site printed."""
+    """Return Slurm's estimate of the start, and the other lines that Slurm or a plugin of the site printed."""
     counted = ", reservations that are hidden from you counted" if reservations_hidden else ""
     start: Start | None = None
     rest = []
@@ -80,16 +80,16 @@ def start_and_rest(lines: Sequence[str], now: float, *, reservations_hidden: boo
     return start or Start(None, "sbatch --test-only gave no time"), rest
 
 
-# How long after an sbatch without an answer its job may still appear: the controller works through a backlog.
+# How long after an unanswered sbatch its job may still appear: the controller works through a backlog.
 _SETTLED_SECONDS = 300.0
 _LOOKS_FOR_LOST, _PAUSE_SECONDS = 3, 1.0
 
 
 @dataclass(frozen=True)
 class SlurmBackend(Backend):
-    """Jobs of the cluster that this machine's Slurm commands talk to.
+    """Jobs of the cluster that this machine's Slurm commands address.
 
-    ``answers``: what is known of the jobs of several runs, by run directory, so that job() need not ask.
+    ``answers``: known jobs by run directory, so that job() needs no request for them.
     """
 
     name: ClassVar[str] = "slurm"
@@ -97,13 +97,13 @@ class SlurmBackend(Backend):
     replaces_nodes: ClassVar[bool] = True
 
     answers: Mapping[Path, Job | SchedulerError] = field(default_factory=dict)
-    _sites: dict[str, Site] = field(default_factory=dict)  # what one command asks of a site, it asks once
+    _sites: dict[str, Site] = field(default_factory=dict)  # cache: each command queries the site once
 
     def asked_once(self, runs: Sequence[RunDir]) -> SlurmBackend:
-        """Ask for the jobs of all these runs with one squeue, and at most one sacct for those that it has forgotten."""
+        """Return a back end with the jobs of all these runs, from one squeue and at most one sacct call."""
         ids: dict[RunDir, str] = {}
         for run in runs:
-            with contextlib.suppress(UsageError):  # its own row tells of the damage
+            with contextlib.suppress(UsageError):  # the row of the run reports the damage
                 if open_request(run) is None and (job_id := _latest_id(run)):
                     ids[run] = job_id
         try:
@@ -121,9 +121,9 @@ class SlurmBackend(Backend):
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
     ) -> PreflightResult:
-        """Return what would make the job wait, and Slurm's own estimate of its start.
+        """Return the reasons why the job would wait, and Slurm's estimate of its start.
 
-        Raises SchedulerError with every problem that keeps the job from ever running, or with Slurm's own message.
+        Raises SchedulerError with every problem that keeps the job from ever running, or with Slurm's message.
         """
         _check_path(runs_root())
         site = self._site(spec)
@@ -150,7 +150,7 @@ class SlurmBackend(Backend):
         return self._script(run, record, exclusion_for(run, record.spec))
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
-        """Queue the job, unless one of this run is there: a submitter may have died after sbatch."""
+        """Queue the job and return its id. If a submitter died after sbatch, return the id of the existing job."""
         _check_path(run.path)
         secrets = record.spec.secret_env
         comment = f"{mark_of(run)}-{record.revision}"
@@ -166,7 +166,7 @@ class SlurmBackend(Backend):
         replace_file(script, self._script(run, record, excluded))
         command = ["sbatch", "--parsable", f"--comment={comment}", *_dependency(run), script.name]
         try:
-            # From the run directory: the log's name needs no path then, which may hold blanks and quotes.
+            # In the run directory, so that the log's name needs no path, which could contain blanks and quotes.
             job_id = call_slurm(command, folder=run.path, without=secrets).stdout.strip().split(";")[0]  # id;cluster
         except SchedulerSilentError as error:
             job_id = _found_after_all(run, comment, error, secrets)
@@ -190,7 +190,7 @@ class SlurmBackend(Backend):
         return self._sites[key]
 
     def _preemption(self, spec: RunSpec) -> str:
-        """Return the site's rule in words; nothing where Slurm cannot be asked, as in a dry run on a laptop."""
+        """Return the site's preemption rule as text; empty without Slurm, as in a dry run on a laptop."""
         try:
             return preemption_rule(self._site(spec), spec.cluster)
         except SchedulerError:
@@ -218,10 +218,10 @@ class SlurmBackend(Backend):
         return forgotten_job(job_id, accounted_states([job_id]).get(job_id, "") if _end_is_open(run) else "")
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
-        """Ask the ranks to save and leave; the job's last word is slurm_job's. A queued job just goes.
+        """Signal the ranks to save and exit; ``slurm/job.py`` then ends the job. A queued job is deleted.
 
-        Every job of the run is meant, also one whose id was never received. Slurm is asked before anything changes,
-        and what it refuses is not done by the stop file either. Raises SchedulerError.
+        This applies to every job of the run, also one whose id was never received. Slurm's permission is checked
+        first: if it refuses, no stop file is written. Raises SchedulerError.
         """
         living = [row for row in self._rows(run) if row.state != "ended"]
         running = [row for row in living if row.state in ("running", "suspended")]
@@ -229,7 +229,7 @@ class SlurmBackend(Backend):
             if row.user != user_name():
                 _require_right(row, run.run_id)
         for row in running:
-            if row.state == "suspended":  # a stopped process cannot save, and Slurm would kill it as it is
+            if row.state == "suspended":  # a stopped process cannot save, and Slurm would kill it without continuing it
                 _continue(row, record)
         for row in living:
             if row.state == "queued":
@@ -238,7 +238,7 @@ class SlurmBackend(Backend):
         touch(run.stop_file)
         try:
             for row in running:
-                # Plain scancel would leave KillWait, not the grace period, before SIGKILL.
+                # A plain scancel would grant KillWait instead of the grace period before SIGKILL.
                 call_slurm(["scancel", "--signal=TERM", row.job_id])
         except SchedulerSilentError as error:
             told = "The stop file of the run is set all the same; its nodes see that within seconds and stop it."
@@ -252,7 +252,7 @@ class SlurmBackend(Backend):
             forget_secrets(run)
 
     def probe(self, spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
-        """Run a short job on the nodes and return what each reports. Raises WrongNodesError for a mismatch."""
+        """Run a short job on the nodes and return the facts of each. Raises WrongNodesError for a mismatch."""
         from scaletrain_cli.launch.backends.slurm.probe import probe_nodes
 
         return probe_nodes(spec, plan)
@@ -271,7 +271,7 @@ class SlurmBackend(Backend):
         return "on the nodes"
 
     def has_own_python(self, spec: RunSpec) -> bool:
-        """Return whether the section sets up Python on the nodes: by a script, modules or a container."""
+        """Return whether ``cluster.slurm`` sets up Python on the nodes: by a script, modules or a container."""
         slurm = spec.cluster.slurm
         return bool(slurm.activate is not None or slurm.modules or slurm.container is not None)
 
@@ -293,7 +293,7 @@ class SlurmBackend(Backend):
                 yield view.problem(f"{key}.mounts.{index}", message, mount, "Name a folder of the nodes.")
 
     def secret_hint(self, name: str) -> str:
-        """Return that the variable must be exported and named: jobs get no other part of the environment."""
+        """Return the hint to export and name the variable: jobs get no other part of the environment."""
         return f"Export {name} and name it in secret_env"
 
     def job_log(self, run: RunDir, job_id: str) -> Path | None:
@@ -302,7 +302,7 @@ class SlurmBackend(Backend):
         return log if log.is_file() else None
 
     def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
-        """Return the meaning of the reason that Slurm gives, with the queue around the job."""
+        """Return the finding for Slurm's pending reason, with the state of the queue."""
         from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 
         try:
@@ -312,7 +312,7 @@ class SlurmBackend(Backend):
             return Finding.because("unknown", Reason("slurm.wait-no-answer"), evidence)
 
     def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
-        """Return the finding with what the controller, the accounting and the log of the job say."""
+        """Return the finding from the controller, the accounting and the job's log."""
         from scaletrain_cli.launch.backends.slurm.explain import how_it_ended
 
         found = super().explain_never_began(run, record, status)
@@ -326,25 +326,25 @@ class SlurmBackend(Backend):
         return (f"scontrol resume {job_id} (for operators of the cluster)",)
 
     def is_available(self) -> bool:
-        """Return whether sbatch is here."""
+        """Return whether sbatch is installed on this machine."""
         return shutil.which("sbatch") is not None
 
     def has_this_machine(self) -> bool:
-        """Return whether sinfo is here."""
+        """Return whether sinfo is installed on this machine."""
         return shutil.which("sinfo") is not None
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
-        """Return the view with the quotas of the section's account and QOS."""
+        """Return the view, with the quotas of the account and QOS of ``cluster.slurm``."""
         from scaletrain_cli.launch.backends.slurm.cluster_view import slurm_view
 
         return slurm_view(cluster)
 
     def checks(self) -> Iterator[Check]:
-        """Yield whether the commands are here and the controller answers."""
+        """Yield the check that the commands are installed and the controller answers."""
         yield commands_check()
 
     def _rows(self, run: RunDir) -> list[JobRow]:
-        """Return the jobs of the run by their mark, and the latest by its id: a site may rewrite comments."""
+        """Return the run's jobs by the mark in their comments, and the latest by id: sites may rewrite comments."""
         rows, job_id = rows_of_run(run), _latest_id(run)
         if job_id and all(row.job_id != job_id for row in rows):
             rows += rows_by_id([job_id]).values()
@@ -352,16 +352,16 @@ class SlurmBackend(Backend):
 
 
 def _latest_id(run: RunDir) -> str:
-    """Return the id of the newest job that is known, by its submission or by the attempt that it began."""
+    """Return the id of the newest known job, from its submission or from an attempt that it began."""
     request, submission = open_request(run), read_submission(run)
-    if request is not None:  # the answer of sbatch was lost; a job that came of it has recorded itself
+    if request is not None:  # the answer of sbatch was lost; if the job exists and has begun, its attempt has the id
         attempts = [attempt for attempt in read_attempts(run) if attempt.number >= request.first_attempt]
         return attempts[-1].job_id if attempts else ""
     return submission.job_id if submission is not None else ""
 
 
 def _end_is_open(run: RunDir) -> bool:
-    """Return whether the run directory leaves open how the run ended: only then the accounting can add something."""
+    """Return whether the run directory does not show how the run ended: only then is the accounting queried."""
     attempts = read_attempts(run)
     return not attempts or attempts[-1].ended is None or attempts[-1].may_be_followed
 
@@ -375,7 +375,7 @@ def _never_seen(request: Request) -> Job:
 
 
 def _rows_before(run: RunDir, secrets: Sequence[str]) -> list[JobRow]:
-    """As rows_of_run, where silence means that nothing was sent."""
+    """Return rows_of_run(); a missing answer becomes a SchedulerError, since nothing was submitted yet."""
     try:
         return rows_of_run(run, secrets)
     except SchedulerSilentError as error:
@@ -387,7 +387,7 @@ def _cause(error: SchedulerError) -> Reason:
 
 
 def _refuse_while_unsettled(run: RunDir) -> None:
-    """Raise SchedulerError where a job of an earlier request may still appear beside the one that is to be queued."""
+    """Raise SchedulerError if the job of an earlier, unanswered request may still appear."""
     request = open_request(run)
     left = 0.0 if request is None or request.earlier is None else request.earlier + _SETTLED_SECONDS - time.time()
     if left > 0:
@@ -397,7 +397,7 @@ def _refuse_while_unsettled(run: RunDir) -> None:
 
 
 def _found_after_all(run: RunDir, comment: str, error: SchedulerSilentError, secrets: Sequence[str]) -> str:
-    """Return the id of the job that Slurm took although its answer was lost. Raises SchedulerSilentError."""
+    """Return the id of the job that Slurm accepted although its answer was lost. Raises SchedulerSilentError."""
     for _ in range(_LOOKS_FOR_LOST):
         with contextlib.suppress(SchedulerError):
             found = [row for row in rows_of_run(run, secrets) if row.comment == comment and row.state != "ended"]
@@ -410,7 +410,7 @@ def _found_after_all(run: RunDir, comment: str, error: SchedulerSilentError, sec
 
 
 def _require_right(row: JobRow, run_id: str) -> None:
-    """Raise SchedulerError unless Slurm lets this user signal the job; SIGCONT changes nothing in what runs."""
+    """Raise SchedulerError unless this user may signal the job. Sends SIGCONT, which running processes ignore."""
     try:
         call_slurm(["scancel", "--signal=CONT", row.job_id])
     except SchedulerError as error:
@@ -423,7 +423,7 @@ def _require_right(row: JobRow, run_id: str) -> None:
 
 
 def _continue(row: JobRow, record: RunRecord) -> None:
-    """Let a suspended job run again. Raises SchedulerError where only an operator may."""
+    """Resume a suspended job. Raises SchedulerError if only an operator may do that."""
     try:
         call_slurm(["scontrol", "resume", row.job_id])
     except SchedulerError as error:
@@ -432,7 +432,7 @@ def _continue(row: JobRow, record: RunRecord) -> None:
         ) from error
 
 
-# What sbatch says of the value of one key (schedmd/slurm, slurm_errno.c), where the tables of the site did not tell.
+# Messages of sbatch about the value of one key (schedmd/slurm, slurm_errno.c).
 _SAID_OF: dict[str, tuple[str, ...]] = {
     "constraint": ("Invalid feature specification", "Requested node configuration is not available"),
     "licenses": ("Invalid license specification", "Licenses are not available"),
@@ -447,7 +447,7 @@ _SAID_OF: dict[str, tuple[str, ...]] = {
 
 
 def _at_its_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
-    """Return sbatch's refusal as a problem of the key that it is about; as it is where that is not certain."""
+    """Return sbatch's refusal as a problem of the key that it is about; unchanged if the key is not certain."""
     said = "" if error.reason is None else str(error.reason.params.get("said", ""))
     for name, phrases in _SAID_OF.items():
         value = getattr(spec.cluster.slurm, name)

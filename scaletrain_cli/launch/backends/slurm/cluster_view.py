@@ -19,14 +19,14 @@ _RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING")
 
 
 def slurm_view(cluster: ClusterSpec) -> ClusterView:
-    """Return the view with the quotas of the section's account and QOS. Raises SchedulerError for no answer."""
+    """Return the view, with the quotas of the account and QOS of ``cluster.slurm``. Raises SchedulerError."""
     states = "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING,COMPLETING"
     text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout
     return make_view(ask_site(cluster), text)
 
 
 def make_view(site: Site, queue: str) -> ClusterView:
-    """Return the view of these answers."""
+    """Return the view of this site and queue."""
     rows = [line.split("|", 9) for line in queue.splitlines() if line.count("|") >= 9]
     others = [row for row in rows if row[1] != site.user]
     down = [f"{node.name} {node.state}" for node in site.nodes if not node.is_usable]
@@ -106,7 +106,7 @@ def _mine(rows: Sequence[Sequence[str]], user: str) -> tuple[QueueRow, ...]:
 
 
 def _order(row: Sequence[str]) -> tuple[int, int]:
-    """Return the sort key of the scheduler: by priority, the highest first, then by age."""
+    """Return the scheduler's sort key: priority, highest first, then age."""
     return -int(row[4]) if row[4].isdigit() else 0, int(re.sub(r"\D.*", "", row[0]) or 0)
 
 

@@ -1,4 +1,4 @@
-"""Call Slurm's commands: with which environment, for how long, and with an error for each failure."""
+"""Call Slurm's commands with a filtered environment and a timeout; each failure becomes a SchedulerError."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from scaletrain_cli.reasons import Reason
 logger = logging.getLogger(__name__)
 _TIMEOUT_SECONDS = 120
 _CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
-# What Slurm's commands print once a request was sent and no answer to it came (schedmd/slurm, slurm_errno.c). Of a
-# controller that cannot be reached at all they say "Unable to contact": that one has done nothing.
+# Messages of Slurm's commands about a request that was sent but not answered (schedmd/slurm, slurm_errno.c). With
+# "Unable to contact", in contrast, the controller has received nothing.
 _ANSWER_LOST = (
     *("Socket timed out", "Connection timed out", "Connection reset", "Broken pipe", "Zero Bytes were transmitted"),
     *("Message receive failure", "Unexpected message received", "Protocol authentication error"),
 )
-# The job gets these of the submitter's environment and no others: the rest may hold secrets, which Slurm would store.
+# The only variables of the submitter that the job gets: others may hold secrets, which Slurm would store.
 PASSED_ON = frozenset(
     "PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
     "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG".split()
@@ -31,11 +31,11 @@ PASSED_ON = frozenset(
 
 
 def node_names(nodes: str, without: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of a Slurm hostlist as ``rack[1-2]n[08-10,12],login1``, in its order. Calls no command."""
+    """Return the names in a Slurm hostlist such as ``rack[1-2]n[08-10,12],login1``, in order. Calls no command."""
     return tuple(name for part in _HOSTLIST_PART.findall(nodes) for name in _expanded(part))
 
 
-# A comma inside brackets parts numbers, outside of them names.
+# A comma separates numbers inside brackets, and names outside.
 _HOSTLIST_PART = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 
 
@@ -60,10 +60,10 @@ def call_slurm(
     without: Sequence[str] = (),
     seconds: float = _TIMEOUT_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
-    """Run one Slurm command. Raises SchedulerError when it fails, unless it says one of ``accept``.
+    """Run one Slurm command. Raises SchedulerError if it fails, unless its message contains one of ``accept``.
 
-    Raises SchedulerSilentError where it was killed or lost the connection: the controller may have done as asked.
-    ``without`` names variables that it must not see, whatever they are called.
+    Raises SchedulerSilentError if it was killed or lost the connection: the controller may have executed the request.
+    ``without``: names of variables that are removed from its environment in any case.
     """
     if shutil.which(command[0]) is None:
         raise SchedulerError(Reason("slurm.no-command", {"command": command[0]}))
@@ -89,7 +89,7 @@ def call_slurm(
 
 
 def passed_on(without: Sequence[str] = ()) -> dict[str, str]:
-    """Return the part of this process's environment that Slurm's commands, and so the job, get."""
+    """Return the part of this process's environment that Slurm's commands, and therefore the job, get."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -98,7 +98,7 @@ def passed_on(without: Sequence[str] = ()) -> dict[str, str]:
 
 
 def commands_check() -> Check:
-    """Return whether Slurm's commands are on this machine and its controller answers, for `scaletrain doctor`."""
+    """Return the check of `scaletrain doctor` that Slurm's commands are installed and the controller answers."""
     path = shutil.which("sbatch")
     if path is None:
         return Check("slurm", "none", "no sbatch", "scheduler: slurm needs it; scheduler: local works without")

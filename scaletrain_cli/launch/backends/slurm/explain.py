@@ -1,6 +1,6 @@
-"""What Slurm still knows of a job: why it is pending, or how it ended. Asks squeue, scontrol, sinfo and sacct.
+"""Explain why a job is pending, or how it ended, from squeue, scontrol, sinfo and sacct.
 
-Every answer may be missing: a controller forgets a job after minutes, and many sites keep no accounting.
+Any answer may be missing: the controller forgets a job after minutes (MinJobAge), and many sites have no accounting.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.logs import last_error
 from scaletrain_cli.reasons import Reason
 
-# Slurm's words for why a job is pending, as regular expressions over the whole word: the first that matches counts.
-# Each has a cause, whether waiting cannot help, and the code ``slurm.wait-<key>`` of its text and remedies.
+# Slurm's reasons of pending jobs, as regular expressions over the whole word; the first match applies. Each has a
+# cause, the code ``slurm.wait-<key>`` of its text and remedies, and whether the job can never start as it is.
 _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
     (r"None|", "resources", "not-considered", False),
     ("Resources", "resources", "resources", False),
@@ -56,7 +56,7 @@ _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
 
 @dataclass(frozen=True)
 class QueueReason:
-    """What one of Slurm's words for a pending job means. ``for_ever``: waiting cannot help."""
+    """The meaning of one of Slurm's pending reasons. ``for_ever``: waiting does not help."""
 
     cause: str
     code: str
@@ -64,7 +64,7 @@ class QueueReason:
 
 
 def queue_reason(word: str) -> QueueReason:
-    """Return the meaning of Slurm's word; ``slurm.wait-unknown`` for one that is not in the table."""
+    """Return the meaning of Slurm's reason; ``slurm.wait-unknown`` for one that is not in the table."""
     word = word.strip().strip("()")
     for pattern, cause, key, for_ever in _QUEUE_REASONS:
         if re.fullmatch(pattern, word):
@@ -91,7 +91,7 @@ def why_it_waits(job_id: str, run_id: str) -> Finding:
 
 
 def how_it_ended(job_id: str, log: Path) -> Iterator[Evidence]:
-    """Yield what is known of a job that is over: by the controller or the accounting, and by the job's log."""
+    """Yield the evidence about a job that is over, from the controller or the accounting, and from the job's log."""
     try:
         fields = job_fields(job_id)
         names = ("JobState", "Reason", "ExitCode", "RunTime", "EndTime", "NodeList")
@@ -106,7 +106,7 @@ def how_it_ended(job_id: str, log: Path) -> Iterator[Evidence]:
 
 
 def job_fields(job_id: str) -> dict[str, str]:
-    """Return ``scontrol show job`` as a dictionary; empty when Slurm no longer knows the job."""
+    """Return the fields of ``scontrol show job``; empty if Slurm no longer knows the job."""
     return parse_fields(call_slurm(["scontrol", "-o", "show", "job", job_id], accept=("Invalid job id",)).stdout)
 
 
@@ -142,7 +142,7 @@ def _nodes_of(partition: str) -> Iterator[Evidence]:
 
 
 def _ahead_of(job_id: str, partition: str) -> Iterator[Evidence]:
-    """Yield how many pending jobs Slurm considers first; squeue lists them in that order."""
+    """Yield the number of pending jobs that Slurm considers first; squeue lists them in that order."""
     command = ["squeue", "--noheader", "--states=pending", f"--partition={partition}", "--sort=-p,i", "--format=%A"]
     waiting = call_slurm(command).stdout.split()
     if job_id in waiting:

@@ -1,8 +1,8 @@
 """Begin and end an attempt inside a Slurm job; ``python -m scaletrain_cli.launch.backends.slurm.job WORD RUN_DIR``.
 
-Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, or nothing when the
-run is done; ``end`` prints ``requeue`` (and what the job must avoid) or ``stop`` and exits with the run's code;
-``not-requeued`` takes that back.
+Runs in the batch script, on the first node. ``begin`` prints ``ATTEMPT MASTER_ADDR MASTER_PORT``, or nothing if the
+run must not continue; ``end`` prints ``requeue`` (and the nodes to exclude) or ``stop`` and exits with the run's code;
+``not-requeued`` withdraws a requeue that failed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NOT_REQUEUED = Reason("slurm.job-not-requeued")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Begin or end an attempt; the exit code of the process."""
+    """Begin or end an attempt; return the exit code of the process."""
     leave_current_folder()
     set_up_logging("slurm job")
     parser = argparse.ArgumentParser(prog="slurm_job", description="Begin or end an attempt inside a Slurm job.")
@@ -82,14 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
-    """Claim the next attempt and print where its ranks meet; print nothing when the run must not go on."""
+    """Claim the next attempt and print its rendezvous address; print nothing if the run must not continue."""
     job_id = environment["SLURM_JOB_ID"]
     given, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
     if given is not None and int(given) != planned:
-        # Brought back by hand after a resize. Another job has the run, so nothing is written here.
+        # Requeued manually after a resize. Another job has the run, so nothing is written here.
         logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, given, planned)
         return ExitCode.USAGE
-    conclude_abandoned(run, record)  # of this job, which Slurm took off its nodes before it could say its last word
+    conclude_abandoned(run, record)  # of this job, which was killed before it could record the end
     refusal = why_not_begin(run, record, job_id)
     if refusal is not None:
         logger.error("%s", refusal.why)
@@ -108,9 +108,9 @@ def end(
     environment: Mapping[str, str],
     told_to_stop: Reason | None = None,
 ) -> int:
-    """Judge the attempt and print what the script must do.
+    """Conclude the attempt and print what the script must do.
 
-    There is nothing to say of an attempt that was given up for dead and that a later one of the job has followed.
+    Prints ``stop`` for an attempt that a later one of the same job has superseded.
     """
     if number < max(run.attempts(), default=number):
         print("stop")
@@ -133,14 +133,14 @@ def end(
 
 
 def not_requeued(run: RunDir, number: int, told_to_stop: Reason | None) -> int:
-    """Withdraw the requeue; where Slurm is ending the job, Slurm may still requeue it."""
+    """Withdraw the requeue decision. If Slurm is ending the job, Slurm may still requeue it."""
     if told_to_stop is not None:
         return withdraw_restart(run, number, told_to_stop, left_to_scheduler=True).exit_code
     return conclude_run(run, withdraw_restart(run, number, _NOT_REQUEUED))
 
 
 def _exclude_word(run: RunDir, record: RunRecord) -> str:
-    """``=HOSTLIST`` where the job's list of nodes to avoid must change, else nothing: it may be set by hand."""
+    """Return ``=HOSTLIST`` if the job's excluded nodes must change, else an empty text: a user may have set them."""
     excluded, before = exclusion_for(run, record.spec), last_exclusion(run)
     if excluded.spared or excluded.nodes != before:
         record_exclusion(run, excluded)
@@ -150,7 +150,7 @@ def _exclude_word(run: RunDir, record: RunRecord) -> str:
 
 
 def _own_address(environment: Mapping[str, str]) -> str:
-    """Return the first of this node's names that resolves; Slurm's name need not be that of the host."""
+    """Return the first of this node's names that resolves; Slurm's node name may differ from the host name."""
     names = [environment.get("SLURMD_NODENAME", ""), socket.gethostname()]
     for name in names:
         with contextlib.suppress(OSError):

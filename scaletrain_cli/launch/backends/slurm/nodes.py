@@ -1,7 +1,4 @@
-"""What Slurm reports of nodes and of a job's time limit: which nodes are usable or down, and whether time is up.
-
-Asks sinfo and squeue by their stable text interfaces; decides nothing about runs.
-"""
+"""Usable and lost nodes, and the time limit of a job, as sinfo and squeue report them."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
-_EARLY_SECONDS = 60.0  # Slurm may send --signal that much before the lead that was asked for
+_EARLY_SECONDS = 60.0  # Slurm may send the signal of --signal up to a minute early
 
 
 def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
-    """Return the bad nodes that the next attempt excludes; none, with the reason, where Slurm does not answer."""
+    """Return the bad nodes that the next attempt excludes; none, with the reason, if Slurm does not answer."""
     bad = read_bad_nodes(run.path.parent, time.time())
     if not bad:
         return Exclusion()
@@ -39,18 +36,18 @@ def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
 
 
 def record_exclusion(run: RunDir, excluded: Exclusion) -> None:
-    """Say in the run's events what the next attempt keeps away from, and what it cannot afford to."""
+    """Record in the run's events which nodes the next attempt excludes, and which it cannot exclude."""
     record_event(run, "nodes-excluded", **excluded.to_event())
 
 
 def last_exclusion(run: RunDir) -> tuple[str, ...]:
-    """Return the nodes that the run's job excludes, without those of the spec."""
+    """Return the nodes that the run's job excludes beyond those of the spec."""
     events = (event for event in reversed(read_events(run)) if event["event"] == "nodes-excluded")
     return tuple(next(events, {"nodes": ()})["nodes"])
 
 
 def exclude_option(spec: RunSpec, excluded: Exclusion) -> str | None:
-    """Return the nodes that the spec excludes and those of ``excluded`` as one hostlist; None for none."""
+    """Return the nodes of the spec's ``exclude`` and of ``excluded`` as one hostlist; None for none."""
     return ",".join([*([spec.cluster.slurm.exclude] if spec.cluster.slurm.exclude else []), *excluded.nodes]) or None
 
 
@@ -64,7 +61,7 @@ def usable_nodes(cluster: ClusterSpec) -> set[str]:
 
 
 def down_nodes(names: tuple[str, ...]) -> frozenset[str]:
-    """Return which of these nodes Slurm reports as lost; none if it does not answer."""
+    """Return those of these nodes that Slurm reports as lost; none if it does not answer."""
     if not names:
         return frozenset()
     try:
@@ -76,14 +73,14 @@ def down_nodes(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str], now: float) -> bool:
-    """Return whether the ranks were warned of the time limit. The variable exists since Slurm 23.02."""
-    told = environment.get("SLURM_JOB_END_TIME", "")
-    end = float(told) if told.isdigit() else _end_by_limit(job_id)
+    """Return whether the job ends because of its time limit. SLURM_JOB_END_TIME exists since Slurm 23.02."""
+    stated = environment.get("SLURM_JOB_END_TIME", "")
+    end = float(stated) if stated.isdigit() else _end_by_limit(job_id)
     return end is not None and now >= end - lead_seconds(cluster) - _EARLY_SECONDS
 
 
 def _end_by_limit(job_id: str) -> float | None:
-    """Return when the time limit is reached. squeue's own end time is now for a job that is being cancelled."""
+    """Return the Unix time of the limit. squeue's own end time is now for a job that is being cancelled."""
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%S|%l"]
     try:
         start, _, limit = call_slurm(command, accept=("Invalid job id",)).stdout.strip().partition("|")

@@ -1,7 +1,7 @@
-"""The preflight check of a job against the site: what can never run, and what only makes the job wait. Pure functions.
+"""Check a job against the site: find problems that keep it from ever running, and notes on waits. Pure functions.
 
-All problems at once, each with what was given, what is allowed and what to do. Slurm itself accepts many of these jobs
-and leaves them pending for ever.
+All problems are reported at once, each with the given value, the allowed values and a remedy. Slurm itself accepts many
+of these jobs and leaves them pending indefinitely.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scaletrain_cli.text import nearest_name
 
 
 def too_small(cluster: ClusterSpec, node: Node) -> Iterator[str]:
-    """Keys of the spec that ask for more than the node has; what Slurm does not tell of a node is enough."""
+    """Yield the keys of the spec that request more than the node has; what Slurm does not report counts as enough."""
     slurm = cluster.slurm
     if cluster.gpu != "cpu":
         if slurm.gres_type is not None and not node.gpus.get(slurm.gres_type):
@@ -35,7 +35,7 @@ def too_small(cluster: ClusterSpec, node: Node) -> Iterator[str]:
 
 
 def shortages(spec: RunSpec, partition: str, nodes: Sequence[Node]) -> Iterator[Problem]:
-    """Yield what all of these nodes lack, or else what any of them lacks."""
+    """Yield a problem for each resource that all of these nodes lack or, if there is none, that any of them lacks."""
     lacking = [set(too_small(spec.cluster, node)) for node in nodes]
     for key in sorted(set.intersection(*lacking) or set.union(*lacking)):
         yield _shortage(spec, partition, nodes, key)
@@ -71,20 +71,20 @@ def _gpus(cluster: ClusterSpec, node: Node) -> int:
 
 
 def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
-    """Return one paragraph for the script; empty where Slurm gave no answer."""
+    """Return the site's preemption rule as one paragraph for the script; empty if Slurm did not answer."""
     kind = site.config.get("PreemptType", "")
     if kind in ("preempt/none", "(null)"):
         return "Preemption: none on this cluster (PreemptType=preempt/none)."
     if kind == "preempt/qos":
         return f"Preemption: by QOS. {_by_qos(site)}"
     if kind == "preempt/partition_prio":
-        told = " ".join(_by_partition(site, partition) for partition in site.partitions_of(cluster))
-        return f"Preemption: by the tiers of partitions. {told}" if told else ""
+        rules = " ".join(_by_partition(site, partition) for partition in site.partitions_of(cluster))
+        return f"Preemption: by the tiers of partitions. {rules}" if rules else ""
     return f"Preemption: by {kind}, which is not known here." if kind else ""
 
 
 def preemption_notes(site: Site, cluster: ClusterSpec) -> Iterator[Reason]:
-    """Yield what the spec should change under this rule."""
+    """Yield notes on what the spec should change under the site's preemption rule."""
     for where, mode, grace in _rules(site, cluster):
         kill_wait = _kill_wait_seconds(site)
         given = grace or kill_wait
@@ -101,7 +101,7 @@ def preemption_notes(site: Site, cluster: ClusterSpec) -> Iterator[Reason]:
 
 
 def _rules(site: Site, cluster: ClusterSpec) -> Iterator[tuple[str, str, float]]:
-    """Who preempts: its name, how, and with which grace time."""
+    """Yield the preemption rules that apply to the job: name, mode and grace time in seconds."""
     kind = site.config.get("PreemptType", "")
     if kind == "preempt/partition_prio":
         for partition in site.partitions_of(cluster):
@@ -173,14 +173,14 @@ _REFUSING_STATES = ("DRAIN", "INACTIVE")
 
 @dataclass(frozen=True)
 class PreflightVerdict:
-    """Problems that no wait solves, and notes on what only waits or should be known."""
+    """``problems`` keep the job from ever running; ``notes`` are about waits and other conditions."""
 
     problems: tuple[Problem, ...]
     notes: tuple[Reason, ...]
 
 
 def check_site(site: Site, spec: RunSpec, expand: Callable[[str], Collection[str]]) -> PreflightVerdict:
-    """``expand`` turns a hostlist into names."""
+    """Return the result of all checks. ``expand`` turns a hostlist into names."""
     return _Judge(site, spec, expand).verdict()
 
 
@@ -195,13 +195,13 @@ class _Judge:
         notes: list[Reason] = []
         named = [*self._no_partition(partitions), *self._who()]
         problems = [] if self.site.may_rewrite_jobs else named
-        if self.site.may_rewrite_jobs:  # then sbatch --test-only is the judge of names
+        if self.site.may_rewrite_jobs:  # then only sbatch --test-only can check the names
             notes += [
                 Reason("slurm.note-plugin-may-change", {"subject": one.subject, "problem": one.reason or one.message})
                 for one in named
             ]
         by_partition = [list(self._of_partition(partition, notes)) for partition in partitions]
-        if all(by_partition):  # Slurm takes the first of a list of partitions that can
+        if all(by_partition):  # Slurm uses the first partition of the list that can run the job
             problems += [one for found in by_partition for one in found]
         problems += self._quotas(partitions, notes)
         problems += self._reservation(notes)
@@ -270,7 +270,7 @@ class _Judge:
         yield from self._nodes_of(partition, notes)
 
     def _nodes_of(self, partition: Partition, notes: list[Reason]) -> Iterator[Problem]:
-        """Yield that the partition has too few nodes of that kind in any state; note how many are not usable."""
+        """Yield a problem if the partition has too few such nodes in any state; note the number of unusable ones."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
         here = [node for node in self.site.nodes if partition.name in node.partitions]
         excluded = set(self.expand(slurm.exclude)) if slurm.exclude else set()
@@ -304,7 +304,7 @@ class _Judge:
         yield from shortages(self.spec, partition.name, offered)
 
     def _quotas(self, partitions: list[Partition], notes: list[Reason]) -> Iterator[Problem]:
-        """Against what the account and QOS may hold at once: never, or not now."""
+        """Check the limits of account and QOS: yield those that the job alone exceeds, and note those in use."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
         if not self.site.enforces("limits"):
             return
@@ -358,7 +358,7 @@ class _Judge:
             yield self._problem("cluster.slurm.reservation", code, wanted, reservations=names)
 
     def _reserved(self, partition: Partition, fitting: list[Node]) -> Iterator[Reason]:
-        """Reservations that the job cannot end before, where too few nodes are left beside them."""
+        """Yield a note for each reservation that begins before the job's end and leaves too few nodes."""
         slurm, now = self.spec.cluster.slurm, self.site.now
         lasts = slurm.time or partition.default_seconds or partition.max_seconds or float("inf")
         in_the_way = [

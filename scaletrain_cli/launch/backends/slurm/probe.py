@@ -1,6 +1,6 @@
-"""Ask the nodes themselves, before the gang is queued: one short submitit task on each of as many nodes as planned.
+"""Probe the nodes before the job is queued: one short submitit task on each of the planned number of nodes.
 
-Leaves nothing behind, whatever happens. What is asked, and what the answers mean, is in node_probe.
+The temporary folder and the job are always removed. launch/node/probe.py collects and compares the facts.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
 
 _JOB_MINUTES = 5
-_QUEUE_SECONDS = 1800.0  # who has to wait longer for the nodes should queue the job itself
-_LATE_SECONDS = 10.0  # for a result to appear on a shared file system after its job has ended
+_QUEUE_SECONDS = 1800.0  # if no nodes are free for that long, queue the job without a probe
+_LATE_SECONDS = 10.0  # until a result is visible on a shared file system after its job has ended
 _POLL_SECONDS = 0.5
-# submitit and this module say these themselves; what a job of minutes does not need is left out.
+# Options that submitit or this module sets, or that a job of minutes does not need.
 _SAID_OTHERWISE = {"job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "open-mode", "output"}
 
 
 def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
-    """Wait for the nodes' answers. Raises WrongNodesError when they are not what was planned."""
+    """Return the facts of the nodes. Raises WrongNodesError if they do not match the plan."""
     if find_spec("submitit") is None:
         raise MissingPackageError("--probe needs submitit.", install_command("slurm"))
     root = runs_root()
@@ -51,7 +51,7 @@ def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
     try:
         return _probe(spec, plan, folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # a task that is still ending may hold a file in it
+        shutil.rmtree(folder, ignore_errors=True)  # a task that is still ending may have a file open in it
 
 
 def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
@@ -59,7 +59,7 @@ def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
     try:
         silent = _wait(job.job_id, spec.cluster.nodes, folder)
     finally:
-        # --quiet: a job that has ended is what it should be.
+        # --quiet: no error if the job has already ended.
         call_slurm(["scancel", "--quiet", job.job_id], accept=("Invalid job id", "already completing"))
     nodes = [facts for index in range(spec.cluster.nodes) if (facts := read_answer(folder, index)) is not None]
     problems = list(probe_problems(spec, plan, nodes))
@@ -74,7 +74,7 @@ def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
 def _submit(spec: RunSpec, folder: Path) -> Any:
     import submitit
 
-    # srun writes the tasks' logs.
+    # The tasks' logs, written by srun.
     options: dict[str, str | bool] = {"output": "/dev/null", "error": "/dev/null"}
     for option in sbatch_options(spec, folder.name):
         name, equals, value = option.partition("=")
@@ -93,7 +93,7 @@ def _submit(spec: RunSpec, folder: Path) -> Any:
             srun_args=["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0"],
         )
         try:
-            # Not submit(): it pickles, and who may write to the runs root could put another folder in place of ours.
+            # Not submit(), which uses pickle: users who can write to the runs root could replace the folder.
             return executor._submit_command(command)
         except submitit.core.utils.FailedJobError as error:
             raise SchedulerError(f"the probe was refused: {error}") from error
@@ -124,7 +124,7 @@ def _has_ended(job_id: str) -> bool:
 
 
 def _names(job_id: str, nodes: int) -> list[str]:
-    """Return the node of each task."""
+    """Return the name of the node of each task."""
     command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N"]
     names = node_names(call_slurm(command, accept=("Invalid job id",)).stdout.strip())
     return list(names) if len(names) == nodes else [f"node {index}" for index in range(nodes)]
@@ -144,7 +144,7 @@ def _nothing_from(names: list[str], folder: Path) -> Iterator[Problem]:
 
 @contextlib.contextmanager
 def _only_what_is_passed_on(spec: RunSpec) -> Iterator[None]:
-    """Slurm stores the environment of who submits, and submitit hands it all of this process's."""
+    """Restrict this process's environment to what Slurm may store: submitit passes on all of it."""
     before, allowed = dict(os.environ), passed_on(spec.secret_env)
     os.environ.clear()
     os.environ.update(absolute_paths(allowed))

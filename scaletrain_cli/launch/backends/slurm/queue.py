@@ -1,6 +1,6 @@
-"""What Slurm knows of this project's jobs: squeue's rows, by job id or by the directory of the run, and sacct's states.
+"""The jobs of runs in squeue, by job id or by run directory, and their states in sacct.
 
-A job carries the mark of its run directory in its comment, so that one whose id was never received can be found.
+The comment of a job has the mark of its run directory, so that a job whose id was never received can be found.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from scaletrain_cli.launch.backends.base import Job, JobCause, JobState
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names
 from scaletrain_cli.rundir.paths import RunDir
 
-LOOK_SECONDS = 15.0  # a controller that is down keeps squeue trying for a minute
-_COLUMNS = "%A|%T|%r|%N|%u|%k"  # the comment last: it may hold anything
+LOOK_SECONDS = 15.0  # squeue retries for a minute if the controller is down
+_COLUMNS = "%A|%T|%r|%N|%u|%k"  # the comment is last: it may contain any character
 _STATES: dict[str, JobState] = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"), "queued"),
     **dict.fromkeys(("RUNNING", "RESIZING", "SIGNALING"), "running"),
@@ -50,27 +50,27 @@ class JobRow:
 
     @property
     def job(self) -> Job:
-        told = self.slurm_state if self.reason in ("None", "") else f"{self.slurm_state} ({self.reason})"
-        return Job(self.job_id, self.state, told, node_names(self.nodes), cause=job_cause(self.slurm_state))
+        detail = self.slurm_state if self.reason in ("None", "") else f"{self.slurm_state} ({self.reason})"
+        return Job(self.job_id, self.state, detail, node_names(self.nodes), cause=job_cause(self.slurm_state))
 
 
 def job_state(slurm_state: str) -> JobState:
-    """Return Slurm's state in the words that all schedulers share."""
+    """Return the job state, common to all schedulers, for Slurm's state."""
     return _STATES.get(slurm_state, "ended")
 
 
 def job_cause(slurm_state: str) -> JobCause | None:
-    """Return why a whole job ended, where its Slurm state names that; ``CANCELLED by 1000`` is sacct's form."""
+    """Return why the job ended, if its Slurm state shows that; sacct writes ``CANCELLED by 1000``."""
     return _CAUSES.get(slurm_state.partition(" ")[0])
 
 
 def mark_of(run: RunDir) -> str:
-    """Return what the comments of a run's jobs begin with. A name alone may be that of a run under another root."""
+    """Return the prefix of the comments of a run's jobs. The run id alone is not unique across runs roots."""
     return hashlib.sha256(str(run.path).encode()).hexdigest()[:16]
 
 
 def rows_by_id(job_ids: Iterable[str], without: Sequence[str] = ()) -> dict[str, JobRow]:
-    """Return the rows of these jobs by their ids, with one call; Slurm has forgotten those that are missing."""
+    """Return the rows of these jobs by id, from one call; jobs that Slurm has forgotten are missing."""
     wanted = sorted(set(job_ids))
     if not wanted:
         return {}
@@ -78,14 +78,14 @@ def rows_by_id(job_ids: Iterable[str], without: Sequence[str] = ()) -> dict[str,
 
 
 def rows_of_run(run: RunDir, without: Sequence[str] = ()) -> list[JobRow]:
-    """Return the rows of every job that was submitted for this run directory, ended ones too, oldest first."""
+    """Return the rows of all jobs that were submitted for this run directory, ended ones included, oldest first."""
     mark = f"{mark_of(run)}-"
     found = [row for row in _rows([f"--name={run.run_id}"], without) if row.comment.startswith(mark)]
     return sorted(found, key=lambda row: int(row.job_id))
 
 
 def accounted_states(job_ids: Iterable[str]) -> dict[str, str]:
-    """Return the last state of jobs that the controller has forgotten; empty where Slurm keeps no accounting."""
+    """Return the last state of jobs that the controller has forgotten; empty without accounting."""
     wanted = sorted(set(job_ids))
     if not wanted:
         return {}

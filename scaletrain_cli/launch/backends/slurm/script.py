@@ -1,7 +1,8 @@
-"""The batch script of a run, as text. Pure: what cannot be one word in a `#SBATCH` line is not put there.
+"""Render the batch script of a run as text. Pure functions.
 
-Every value reaches bash through shlex.quote, or is a word that the spec's schema has checked. Secrets are not in it:
-the node agent reads them from the run directory. What Slurm tells which process when, slurm/README.md says.
+Every value is quoted with shlex.quote, or is a word that the spec's schema has validated; `#SBATCH` lines contain only
+single words. The script contains no secrets: the node agent reads them from the run directory. slurm/README.md
+describes which process gets which signal.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON
 from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
-# Slurm's own and the devices', what sites set for their network, and Kerberos, without which home may be unreadable.
+# Variables of Slurm, of devices and of the site's network, and of Kerberos, which a home folder may need.
 _FAMILIES = (
     *("SLURM_*", "SLURMD_*", "SRUN_*", "SCALETRAIN_*", "CUDA_*", "NVIDIA_*", "NCCL_*", "UCX_*", "FI_*", "GLOO_*"),
     *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "KRB5CCNAME", "PWD"),
 )
-# Of the machine outside: an image has its own.
+# Variables of the host that are not passed into a container: the image has its own.
 _NOT_IN_CONTAINERS = {"LD_LIBRARY_PATH", "CUDA_HOME", "VIRTUAL_ENV", "PYTHONPATH", "SSL_CERT_FILE"}
 _MODULES_SCRIPTS = ("/etc/profile.d/modules.sh", "/etc/profile.d/lmod.sh", "/etc/profile.d/z00_lmod.sh")
 
 
 def environment_lines(spec: RunSpec) -> Iterator[str]:
-    """Drop what is not allowed to go on; ``"${dropped[@]}"`` is for env, of what no shell can unset."""
+    """Yield lines that unset variables that are not allowed; ``"${dropped[@]}"`` has those that bash cannot unset."""
     yield "# Of the environment that came with the job only this goes on; the ranks get what the spec names beside it."
     yield "dropped=()"
     yield "while IFS='=' read -r -d '' name _; do"
@@ -43,7 +44,7 @@ def environment_lines(spec: RunSpec) -> Iterator[str]:
 
 
 def module_lines(spec: RunSpec) -> Iterator[str]:
-    """Load the modules and source the activation, in this order."""
+    """Yield lines that load the modules, then source the activation script."""
     slurm = spec.cluster.slurm
     if slurm.modules:
         yield "# A batch shell is no login shell: it may not know `module` yet."
@@ -69,12 +70,12 @@ def _patterns(spec: RunSpec) -> Iterator[str]:
     yield f"{line.removesuffix('|')}) continue ;;"
 
 
-# Over what the image has by these names: of the rest the image's own values win, and the agent sets the ranks'.
+# These override the image's values. For all others the image's values win, and the agent sets those of the ranks.
 _FROM_THE_JOB = "MASTER_ADDR,MASTER_PORT"
 
 
 def srun_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
-    """Options of srun."""
+    """Yield the options of srun that the container needs."""
     container = cluster.slurm.container
     if container is None or container.runtime != "pyxis":
         return
@@ -84,7 +85,7 @@ def srun_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
 
 
 def agent_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
-    """Yield the words of srun's command, up to the interpreter."""
+    """Yield the words of srun's command up to the interpreter."""
     container = cluster.slurm.container
     if container is None:
         yield '"$python"'
@@ -97,7 +98,7 @@ def agent_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
             yield f"--bind {shlex.quote(mount)}"
         yield shlex.quote(container.image)
     yield shlex.quote(container.python)
-    yield "-s"  # packages of the image alone: home, with what pip has put there, is often mounted
+    yield "-s"  # only the image's packages: the home folder, with user site-packages, is often mounted
 
 
 def _mounts(cluster: ClusterSpec, run_folder: Path) -> list[str]:
@@ -112,11 +113,11 @@ def _mounts(cluster: ClusterSpec, run_folder: Path) -> list[str]:
     return [f"{root}:{root}", *cluster.slurm.container.mounts]
 
 
-# How long the other nodes may take to end by themselves once one agent has ended.
+# Seconds for the other agents to end by themselves after one has ended (srun --wait).
 _STRAGGLER_SECONDS = 30
-_SMALLEST_LEAD_SECONDS = 60  # Slurm looks at time limits about every half minute
+_SMALLEST_LEAD_SECONDS = 60  # Slurm checks time limits about every 30 s
 _REQUEUE_PAUSES_SECONDS = (5, 15, 30, 0)
-# The agents get these from the script and srun; in the ranks the contract with the engine overrides the user's anyway.
+# The script and srun set these for the agents; in the ranks the engine contract overrides the user's values.
 _OWN_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"})
 
 
@@ -129,10 +130,9 @@ def job_script(
     exclude: str | None = None,
     preemption: str = "",
 ) -> str:
-    """Return the batch script. Slurm runs it on the first node, again from the top after each requeue.
+    """Return the batch script. Slurm runs it on the first node, and from the start again after each requeue.
 
-    ``exclude`` is a hostlist that takes the place of the spec's own; ``preemption`` says in words which rule of the
-    site the run relies on.
+    ``exclude``: a hostlist that replaces the spec's; ``preemption``: a comment about the site's preemption rule.
     """
     slurm = spec.cluster.slurm
     lines = [
@@ -199,7 +199,7 @@ def job_script(
 
 
 def _search_path_lines() -> Iterator[str]:
-    """Lines that define ``keep_absolute``, and apply it to what the shell itself starts."""
+    """Yield lines that define ``keep_absolute`` and apply it to the search paths of the shell itself."""
     yield "# Programs and modules are searched in no folder relative to the one that the job starts in."
     yield "keep_absolute() {"
     yield "    local name entry kept"
@@ -215,7 +215,7 @@ def _search_path_lines() -> Iterator[str]:
 
 
 def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> Iterator[str]:
-    """Long options without their dashes, each one word. ``exclude`` takes the place of the spec's own."""
+    """Yield long options without their dashes, each one word. ``exclude`` replaces the spec's list."""
     cluster, slurm = spec.cluster, spec.cluster.slurm
     yield f"job-name={run_id}"
     yield f"nodes={cluster.nodes}"
@@ -238,7 +238,7 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> It
         yield f"time={_minutes_seconds(slurm.time)}"
     if slurm.memory_per_node is not None:
         yield f"mem={math.ceil(slurm.memory_per_node / 2**20)}M"
-    # To the tasks, not to this script (that would be B:): under cgroups nothing else tells the ranks.
+    # To the tasks, not to the batch script (B:): the agents forward the signal to the ranks.
     yield f"signal=USR1@{lead_seconds(cluster)}"
     yield "requeue"
     yield "open-mode=append"
@@ -254,26 +254,26 @@ def lead_seconds(cluster: ClusterSpec) -> int:
 
 
 def cores_per_node(cluster: ClusterSpec) -> int | None:
-    """Cores to ask for on each node; None leaves it to the cluster's default."""
+    """Return the number of cores to request on each node; None for the cluster's default."""
     if cluster.cpus_per_gpu != "auto":
         return cluster.cpus_per_gpu * cluster.gpus_per_node
     return cluster.gpus_per_node if cluster.gpu == "cpu" else None
 
 
 def _agent_environment(spec: RunSpec) -> dict[str, str]:
-    """Return what the spec gives the agents; the ranks get the rest from them."""
+    """Return the variables that the agents get from the spec; the ranks get the others from the agents."""
     return absolute_paths({name: value for name, value in spec.env.items() if name not in _OWN_VARIABLES})
 
 
 def _srun(cluster: ClusterSpec, run_folder: Path) -> str:
-    # An agent that ends with 75 is no reason to kill the others, which end with 75 too: hence --wait, not
-    # --kill-on-bad-exit. Since 22.05 srun does not inherit --cpus-per-task from the job.
+    # --wait instead of --kill-on-bad-exit: an agent that exits with 75 must not kill the others, which are still
+    # saving. Since 22.05 srun does not inherit --cpus-per-task from the job.
     cores = cores_per_node(cluster)
     options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_STRAGGLER_SECONDS}"]
     if cores is not None:
         options.append(f"--cpus-per-task={cores}")
     options += srun_words(cluster, run_folder)
-    return " ".join(['"$(type -P srun)"', *options])  # found before PATH may become the run's
+    return " ".join(['"$(type -P srun)"', *options])  # resolved before PATH is set from the spec
 
 
 def _minutes_seconds(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""A Slurm site as data: what it has, what it allows this user, and by which rule it preempts.
+"""A Slurm site as data: its partitions and nodes, the limits of this user, and its preemption rules.
 
-Every question may stay without an answer, since sites hide things from users: what is not known is empty, or None.
+Sites may hide any of this from users: a value that is not known is empty, or None.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _AMOUNT = re.compile(r"([\w/:.\-]+)=(N|[\d.]+)(?:\(([\d.]+)\))?")
 _SCALAR = re.compile(r"(N|[\d.]+)(?:\(([\d.]+)\))?")
 _NAMES = {"gres/gpu": "GPUs", "node": "nodes", "cpu": "CPUs", "mem": "MiB of memory", "jobs": "jobs"}
 GPU = "gres/gpu"
-AT_LEAST = "MinTRESPJ"  # the only limit from below: a job that asks for less pends until it is changed
+AT_LEAST = "MinTRESPJ"  # the only minimum: a job that requests less stays pending until it is changed
 PER_NODE = "MaxTRESPN"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit: ``owner`` may hold ``allowed`` of ``resource``; per job, or with ``used`` over all its jobs."""
+    """One limit: ``owner`` may use ``allowed`` of ``resource``, per job or, if ``used`` is set, over all its jobs."""
 
     owner: str
-    kind: str  # Slurm's own name of it
+    kind: str  # Slurm's name for it
     resource: str
     allowed: float
     used: float | None
@@ -55,7 +55,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Fit:
-    """Limits that the job alone exceeds, and those that leave no room for it now."""
+    """``never``: limits that the job alone exceeds; ``busy``: limits that it exceeds only with the current usage."""
 
     never: tuple[Limit, ...]
     busy: tuple[Limit, ...]
@@ -64,16 +64,16 @@ class Fit:
 def limits_of(
     text: str, *, user: str, uid: int, account: str, qos: Sequence[str], factor: float = 1.0
 ) -> tuple[Limit, ...]:
-    """Return the limits that apply to a job of the user. ``qos``: the one that counts first, then any other.
+    """Return the limits that apply to a job of the user. ``qos``: names in order of precedence.
 
-    A limit of the first on a resource replaces those of the next ones and of associations; ``factor`` multiplies the
-    limits of associations (LimitFactor of the QOS).
+    The limit of a QOS on a resource overrides those of later QOS and of associations; ``factor`` multiplies the limits
+    of associations (LimitFactor of the QOS).
     """
     found: list[Limit] = []
     for limits in (_of_qos(text, name, uid, account) for name in qos):
         said = {(limit.kind, limit.resource) for limit in found}
         found += [limit for limit in limits if (limit.kind, limit.resource) not in said]
-    # What an association says of a user's jobs counts where no QOS says so much of a user's or an account's.
+    # An association's per-user limit applies where no QOS has a limit per user or per account on that resource.
     said = {(_SET_ASIDE.get(limit.kind, limit.kind), limit.resource) for limit in found}
     for limit in _of_associations(text, user, account):
         if (limit.kind, limit.resource) not in said:
@@ -83,7 +83,10 @@ def limits_of(
 
 
 def fit(limits: Sequence[Limit], request: Mapping[str, float], seconds: float | None, nodes: int = 1) -> Fit:
-    """``request``: of each resource, over the whole job of so many nodes; ``seconds``: its time limit, if any."""
+    """Return the limits that a job on ``nodes`` nodes exceeds.
+
+    ``request``: the amount of each resource for the whole job; ``seconds``: its time limit, if any.
+    """
     never, busy = [], []
     for limit in limits:
         asked = seconds if limit.resource == "seconds" else 1.0 if limit.resource == "jobs" else None
@@ -96,7 +99,7 @@ def fit(limits: Sequence[Limit], request: Mapping[str, float], seconds: float | 
         elif limit.kind == PER_NODE:
             if asked / nodes > limit.allowed:
                 never.append(limit)
-        elif limit.kind == "GrpTRESMins":  # a budget of minutes that is used up, whatever one job asks for
+        elif limit.kind == "GrpTRESMins":  # a budget of TRES minutes, which may be used up
             if limit.used is not None and limit.used >= limit.allowed:
                 busy.append(limit)
         elif asked > limit.allowed:
@@ -107,14 +110,14 @@ def fit(limits: Sequence[Limit], request: Mapping[str, float], seconds: float | 
 
 
 def resource_in_words(resource: str) -> str:
-    """``gres/gpu:h100`` as ``GPUs of type h100``."""
+    """Return the name of a resource for people: ``GPUs of type h100`` for ``gres/gpu:h100``."""
     if resource.startswith(f"{GPU}:"):
         return f"GPUs of type {resource.removeprefix(f'{GPU}:')}"
     return _NAMES.get(resource, resource)
 
 
 def _of_associations(text: str, user: str, account: str) -> Iterator[Limit]:
-    """The user's own in the account, then the account's, then those of the accounts above."""
+    """Yield the limits of the user's association in the account, then of the account, then of its parents."""
     lines = [record for record in records(text) if "ClusterName" in record]
     for record in lines:
         if record.get("Account") == account and record.get("UserName", "").partition("(")[0] == user:
@@ -141,7 +144,7 @@ def _of_qos(text: str, qos: str, uid: int, account: str) -> Iterator[Limit]:
                 yield from _limits(owner or f"each user in QOS {qos}", record, _SHARES)
 
 
-# Which fields hold which resource: "" is one of each, by name.
+# The resource that each field limits: "" for TRES lists, which name their resources.
 _GROUP = {"GrpTRES": "", "GrpTRESMins": "", "GrpJobs": "jobs", "GrpSubmitJobs": "jobs"}
 _PER_JOB = {"MaxTRESPJ": "", PER_NODE: "", "MaxWallPJ": "seconds"}
 _OWN = {"MaxJobs": "jobs", "MaxSubmitJobs": "jobs"}
@@ -170,7 +173,7 @@ QOS_COLUMNS = "name,preempt,preemptmode,gracetime,flags,limitfactor"
 
 @dataclass(frozen=True)
 class Association:
-    """One account that the user may charge, with the QOS that it may have there."""
+    """One account that the user may charge, with the QOS that are available in it."""
 
     account: str
     qos: frozenset[str]
@@ -179,9 +182,9 @@ class Association:
 
 @dataclass(frozen=True)
 class QosRule:
-    """How jobs of a QOS are preempted and which QOS they preempt; ``flags``, in lower case, are what else it does.
+    """One QOS: how its jobs are preempted, which QOS they preempt, and its ``flags`` in lower case.
 
-    ``limit_factor`` multiplies what associations allow.
+    ``limit_factor`` multiplies the limits of associations.
     """
 
     name: str
@@ -194,9 +197,9 @@ class QosRule:
 
 @dataclass(frozen=True)
 class Site:
-    """What the site says now. ``account`` and ``qos`` are those that the job would have; "" where Slurm has none.
+    """The current state of the site. ``account`` and ``qos``: those that the job would get; "" for none.
 
-    ``reservations`` is None where Slurm tells of none at all.
+    ``reservations`` is None where Slurm does not answer.
     """
 
     user: str
@@ -217,9 +220,9 @@ class Site:
 
     def enforces(self, what: str) -> bool:
         """Return whether Slurm enforces ``associations``, ``limits`` or ``qos``."""
-        told = set(self.config.get("AccountingStorageEnforce", "").lower().split(","))
+        enforced = set(self.config.get("AccountingStorageEnforce", "").lower().split(","))
         implied = {"associations": {"limits", "qos", "safe"}, "limits": {"safe"}, "qos": set[str]()}[what]
-        return self.has_accounting and bool(told & ({what, "all"} | implied))
+        return self.has_accounting and bool(enforced & ({what, "all"} | implied))
 
     @property
     def may_rewrite_jobs(self) -> bool:
@@ -228,12 +231,12 @@ class Site:
 
     @property
     def hides_reservations(self) -> bool:
-        """Return whether Slurm shows only reservations that the user may use, which leaves out most maintenance."""
+        """Return whether Slurm shows only reservations that the user may use; most maintenance is then hidden."""
         private = self.config.get("PrivateData", "").lower().split(",")
         return bool({"reservations", "all"} & set(private)) and self.user != "root"
 
     def qos_says(self, flag: str) -> bool:
-        """Return whether the job's own QOS has this flag, as ``NoReserve``; a partition's QOS does not count."""
+        """Return whether the job's own QOS has this flag, such as ``NoReserve``; the partition's QOS is ignored."""
         return any(rule.name == self.qos and flag.lower() in rule.flags for rule in self.qos_rules)
 
     def qos_may_lift(self, flag: str) -> bool:
@@ -247,36 +250,36 @@ class Site:
 
 
 def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
-    """Ask Slurm's controller, and slurmdbd where there is one. Raises SchedulerError when the controller is silent.
+    """Return the site as slurmctld, and slurmdbd if there is one, report it. Raises SchedulerError without an answer.
 
-    ``without`` names variables that no Slurm command must see.
+    ``without``: names of variables that are removed from the environment of Slurm's commands.
     """
     user, slurm = user_name(), cluster.slurm
     config = settings(call_slurm(["scontrol", "show", "config"], without=without).stdout)
 
     def ask(command: Sequence[str]) -> str | None:
-        """Return the answer, or None: a site may hide this from its users, or have it disabled."""
+        """Return the output, or None if the command fails: a site may hide or disable it."""
         try:
             return call_slurm(command, without=without).stdout
         except SchedulerError:
             return None
 
-    def told(*command: str) -> str:
-        """Return the answer, or an empty text."""
+    def output_of(*command: str) -> str:
+        """Return the output, or an empty text if the command fails."""
         return ask(command) or ""
 
     associations: tuple[Association, ...] = ()
     rules: tuple[QosRule, ...] = ()
     limits: tuple[Limit, ...] = ()
     account, qos = slurm.account or "", slurm.qos or ""
-    there = partitions(told("scontrol", "--all", "-o", "show", "partition"))
+    there = partitions(output_of("scontrol", "--all", "-o", "show", "partition"))
     if config.get("AccountingStorageType", "").endswith("slurmdbd"):
         mine = ["where", f"user={user}", f"cluster={config.get('ClusterName', '')}", "format=account,qos,defaultqos"]
-        associations = read_associations(told("sacctmgr", "-nP", "show", "associations", *mine))
-        rules = read_qos_rules(told("sacctmgr", "-nP", "show", "qos", f"format={QOS_COLUMNS}"))
-        account = account or told("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount").strip()
+        associations = read_associations(output_of("sacctmgr", "-nP", "show", "associations", *mine))
+        rules = read_qos_rules(output_of("sacctmgr", "-nP", "show", "qos", f"format={QOS_COLUMNS}"))
+        account = account or output_of("sacctmgr", "-nP", "show", "user", user, "format=defaultaccount").strip()
         qos = qos or _default_qos(associations, account)
-        managed = told("scontrol", "-o", "show", "assoc_mgr", "flags=assoc,qos", f"users={user}")
+        managed = output_of("scontrol", "-o", "show", "assoc_mgr", "flags=assoc,qos", f"users={user}")
         binding = binding_qos(rules, [partition.qos for partition in _chosen(there, cluster)], qos)
         factor = limit_factor(rules, binding)
         limits = limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding, factor=factor)
@@ -286,7 +289,7 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
         now=time.time(),
         config=config,
         partitions=there,
-        nodes=nodes(told("sinfo", "--noheader", "--Node", "--all", f"--Format={NODES}")),
+        nodes=nodes(output_of("sinfo", "--noheader", "--Node", "--all", f"--Format={NODES}")),
         reservations=None if reserved is None else reservations(reserved, lambda hosts: node_names(hosts, without)),
         associations=associations,
         qos_rules=rules,
@@ -297,9 +300,10 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
 
 
 def binding_qos(rules: Sequence[QosRule], partitions: Sequence[str], own: str) -> list[str]:
-    """Whose limits count, the first before the second: the partition's QOS, unless the job's is above it (OverPartQOS).
+    """Return the QOS whose limits apply, by precedence: the partition's first, unless the job's has OverPartQOS.
 
-    ``partitions``: the QOS of each that the job may run in, "" for none. Which of several it will be, nobody knows.
+    ``partitions``: the QOS of each partition that the job may run in, "" for none. With several different ones only the
+    job's own QOS is returned, since the partition is not known.
     """
     chosen = set(partitions)
     if len(chosen) != 1 or chosen == {""}:
@@ -309,7 +313,7 @@ def binding_qos(rules: Sequence[QosRule], partitions: Sequence[str], own: str) -
 
 
 def limit_factor(rules: Sequence[QosRule], binding: Sequence[str]) -> float:
-    """Return the factor of associations' limits: that above 0 of the first of these QOS that has one."""
+    """Return the factor for associations' limits: the first positive LimitFactor of these QOS, else 1."""
     factors = {rule.name: rule.limit_factor for rule in rules}
     return next((factor for name in binding if (factor := factors.get(name))), 1.0)
 
@@ -320,13 +324,13 @@ def _chosen(partitions: Sequence[Partition], cluster: ClusterSpec) -> list[Parti
 
 
 def read_associations(text: str) -> tuple[Association, ...]:
-    """``sacctmgr -nP show associations format=account,qos,defaultqos``."""
+    """Return the associations in ``sacctmgr -nP show associations format=account,qos,defaultqos``."""
     rows = (line.split("|") for line in text.splitlines())
     return tuple(Association(row[0], frozenset(row[1].split(",")), row[2]) for row in rows if len(row) == 3)
 
 
 def read_qos_rules(text: str) -> tuple[QosRule, ...]:
-    """``sacctmgr -nP show qos format=QOS_COLUMNS``."""
+    """Return the QOS in ``sacctmgr -nP show qos format=QOS_COLUMNS``."""
     rows = (line.split("|") for line in text.splitlines())
     return tuple(
         QosRule(
@@ -342,8 +346,8 @@ def read_qos_rules(text: str) -> tuple[QosRule, ...]:
 
 
 def user_name() -> str:
-    """Whom Slurm takes this process for; $USER may say anything."""
-    with contextlib.suppress(KeyError):  # an id that no user database knows, as in a container
+    """Return the name of the user of this process, by its uid: $USER may be wrong."""
+    with contextlib.suppress(KeyError):  # a uid without an entry in the user database, as in a container
         return pwd.getpwuid(os.getuid()).pw_name
     return str(os.getuid())
 

@@ -1,6 +1,6 @@
-"""What Slurm's commands print, as data: partitions, nodes, reservations, settings. Pure functions.
+"""Parsers of the output of Slurm's commands: partitions, nodes, reservations, settings. Pure functions.
 
-The text forms of 22.05 and later: scontrol has no JSON there.
+They parse the text formats of Slurm 22.05 and later: scontrol of 22.05 has no JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-# Answers to `sinfo --format=NODES`: names with a bar behind each, which keeps sinfo from cutting columns.
+# Columns of `sinfo --Format`, separated by bars, which keeps sinfo from truncating them.
 NODES = "NodeList:|,StateCompact:|,Gres:|,GresUsed:|,PartitionName:|,CPUs:|,Memory:|"
 _UNUSABLE = ("down", "drain", "drng", "err", "fail", "futr", "inval", "maint", "reboot", "unk")
 _PAIR = re.compile(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)")
@@ -19,7 +19,7 @@ _GRES = re.compile(r"gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d+)(?:\(|,|$)")
 
 @dataclass(frozen=True)
 class Partition:
-    """Limits are None where there are none; ``allowed_*`` None lets everybody in."""
+    """One partition. None: no limit; ``allowed_*``: None admits everyone."""
 
     name: str
     is_default: bool
@@ -35,12 +35,12 @@ class Partition:
     preempt_mode: str
     grace_seconds: float
     tier: int
-    qos: str = ""  # whose limits bind every job in it
+    qos: str = ""  # its limits apply to every job in the partition
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node with its GPUs by type; "" is the type of GPUs that have none."""
+    """One node with its GPUs by type; the key "" is for GPUs without a type."""
 
     name: str
     state: str
@@ -57,7 +57,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Reservation:
-    """Nodes that are set aside for a time, in seconds since the epoch."""
+    """Nodes that are reserved for a time, in seconds since the epoch."""
 
     name: str
     start: float
@@ -67,25 +67,25 @@ class Reservation:
 
 
 def records(text: str) -> Iterator[dict[str, str]]:
-    """Yield one record per line of ``scontrol -o show ...``; a value may contain blanks."""
+    """Yield one record for each line of ``scontrol -o show ...``; a value may contain blanks."""
     for line in text.splitlines():
         if "=" in line:
             yield {match[1]: match[2] for match in _PAIR.finditer(line)}
 
 
 def settings(text: str) -> dict[str, str]:
-    """``scontrol show config``: ``Name = value`` in lines."""
+    """Return the settings in ``scontrol show config`` (lines ``Name = value``)."""
     pairs = (line.partition("=") for line in text.splitlines())
     return {name.strip(): value.strip() for name, equals, value in pairs if equals}
 
 
 def partitions(text: str) -> tuple[Partition, ...]:
-    """``scontrol -o show partition``."""
+    """Return the partitions in ``scontrol -o show partition``."""
     return tuple(_partition(record) for record in records(text) if "PartitionName" in record)
 
 
 def nodes(text: str) -> tuple[Node, ...]:
-    """``sinfo --noheader --Node --Format=NODES``: a line per node and partition becomes one per node."""
+    """Return the nodes in ``sinfo --noheader --Node --Format=NODES``, which has one line per node and partition."""
     found: dict[str, Node] = {}
     for line in text.splitlines():
         fields = line.split("|")
@@ -100,7 +100,7 @@ def nodes(text: str) -> tuple[Node, ...]:
 
 
 def reservations(text: str, expand: Callable[[str], tuple[str, ...]]) -> tuple[Reservation, ...]:
-    """``scontrol -o show reservation``; ``expand`` turns ``n[1-3]`` into names."""
+    """Return the reservations in ``scontrol -o show reservation``; ``expand`` turns ``n[1-3]`` into names."""
     return tuple(
         Reservation(
             record["ReservationName"],
@@ -115,7 +115,7 @@ def reservations(text: str, expand: Callable[[str], tuple[str, ...]]) -> tuple[R
 
 
 def gpus(gres: str) -> dict[str, int]:
-    """``gpu:h100:8(S:0-1),gpu:a100:2`` by type."""
+    """Return the number of GPUs by type in a GRES text such as ``gpu:h100:8(S:0-1),gpu:a100:2``."""
     counts: dict[str, int] = {}
     for match in _GRES.finditer(gres):
         kind = match["type"] or ""
@@ -124,12 +124,12 @@ def gpus(gres: str) -> dict[str, int]:
 
 
 def is_usable(state: str) -> bool:
-    """Return whether Slurm would run jobs on a node in this compact state, busy or not."""
-    return not state.startswith(_UNUSABLE) and not state.endswith("*")  # the star: it does not respond
+    """Return whether Slurm runs jobs on a node in this compact state, idle or busy."""
+    return not state.startswith(_UNUSABLE) and not state.endswith("*")  # *: not responding
 
 
 def limit_seconds(text: str) -> float | None:
-    """``1-02:03:04``, ``02:03:04`` or ``03:04``; None for UNLIMITED, NONE and the like."""
+    """Return the seconds in ``1-02:03:04``, ``02:03:04`` or ``03:04``; None for UNLIMITED, NONE and the like."""
     days, _, clock = text.strip().rpartition("-")
     if not re.fullmatch(r"\d+(:\d+){1,2}", clock) or (days and not days.isdigit()):
         return None
@@ -140,7 +140,7 @@ def limit_seconds(text: str) -> float | None:
 
 
 def moment(text: str) -> float | None:
-    """``2026-11-21T21:12:28`` on this machine's clock, in seconds since the epoch; None for N/A."""
+    """Return the Unix time of ``2026-11-21T21:12:28`` in the local time zone; None for N/A."""
     try:
         return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
