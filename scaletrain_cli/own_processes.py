@@ -1,8 +1,7 @@
-"""How every Python process of this project is started, and from where it may import.
+"""The command lines of this project's Python processes, and their search paths.
 
-No process imports a module, or runs a program, from the folder that it happens to start in: a `random.py` beside a run
-spec is the user's, not the library's. Standard library only, and of that only what Python itself loads before any
-module of ours; every package may import this.
+No process imports a module or runs a program from its current folder: a `random.py` beside a run spec must not replace
+the library's. Uses only modules that Python loads at start-up; every package may import this one.
 """
 
 from __future__ import annotations
@@ -10,30 +9,30 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # as type checkers read it; the typing module is not loaded yet
+TYPE_CHECKING = False  # recognized by type checkers; avoids the import of typing
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Does what `python -P -m MODULE` does, also for Python 3.10, which has no -P. For -c Python puts '' first in the path,
-# which is removed before the first import from a file. No quotes: batch scripts and manifests hold this text.
+# Equivalent to `python -P -m MODULE`, also for Python 3.10, which has no -P. With -c, Python puts '' first in sys.path;
+# it is removed before the first import from a file. No quotes: batch scripts and manifests contain this text.
 START = (
     "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
     "runpy.run_module(sys.argv.pop(1), run_name=__name__, alter_sys=True)"
 )
-# For Python processes that libraries start (compilation workers, multiprocessing); Python has it since 3.11.
+# For Python processes that libraries start (compilation workers, multiprocessing); since Python 3.11.
 SAFE_CHILDREN = {"PYTHONSAFEPATH": "1"}
-_SEARCHED = ("PATH", "PYTHONPATH")  # lists of folders, in which an empty or relative one means the current folder
+_SEARCHED = ("PATH", "PYTHONPATH")  # in them an empty or relative entry refers to the current folder
 _FOLDERS = ("PYTHONUSERBASE", "PYTHONPYCACHEPREFIX")
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs ``module`` in this process's interpreter."""
+    """Return the command line that runs ``module`` with this process's interpreter."""
     own = ["-s"] if sys.flags.no_user_site else []
     return [sys.executable, *own, *python_words(module), *arguments]
 
 
 def python_words(module: str) -> list[str]:
-    """Return what follows the interpreter in a command line, for an interpreter of any version."""
+    """Return the command-line words after the interpreter that run ``module``, for any Python version."""
     return ["-c", START, module]
 
 
@@ -50,9 +49,9 @@ def absolute_paths(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def leave_current_folder(*, started_as_module: bool = False) -> None:
-    """Search neither modules nor programs in the current folder, in this process and in those that it starts.
+    """Remove the current folder from the search paths of this process and of those that it starts.
 
-    ``started_as_module``: by ``python -m``, which puts the current folder first.
+    ``started_as_module``: started with ``python -m``, which puts the current folder first.
     """
     if started_as_module and not getattr(sys.flags, "safe_path", False):
         del sys.path[0]

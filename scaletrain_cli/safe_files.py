@@ -1,9 +1,9 @@
-"""Files and folders at names that another user can predict, in folders that another user may write to.
+"""Safe file operations in folders that other users may be able to write to.
 
 A runs root is often shared: setgid and writable by a group. A user who can write there can create a symbolic link,
 a hard link, a FIFO or a folder at a name to which another user's process will write. These functions open nothing
 through a link of another user, truncate no existing file, wait on no FIFO and hold no other user's lock. All packages
-write through this file. Standard library only.
+write files through this module. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,20 +21,17 @@ from typing import BinaryIO, NoReturn
 
 from scaletrain_cli.errors import UsageError
 
-FOLDER_MODE = 0o750  # only the owner changes a run; its group may read it
-_MOST_LINKS = 40  # as the kernel counts
+FOLDER_MODE = 0o750  # the owner may change a run, the group may read it
+_MOST_LINKS = 40  # the kernel's limit
 _PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
-_QUIET = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a planted FIFO must not hold the process up
+_QUIET = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a planted FIFO must not block
 _LOCK_POLL_SECONDS = 0.05
 
 
-# ------------------------------------------------------------------------------------------------------------ opening
-
-
 def create_file(path: Path, data: bytes | str, *, private: bool = False, public: bool = False) -> None:
-    """Write a file that must not exist yet, durably. Raises FileExistsError and OSError.
+    """Create a file with ``data``, durably (fsync). Raises FileExistsError and OSError.
 
-    Its mode is 0600 if ``private``, what the umask leaves of 0666 if ``public``, else of 0640.
+    Its mode is 0600 if ``private``, else 0666 if ``public`` and 0640 if not, less the umask.
     """
     with _folder(path.parent) as folder:
         descriptor = _create(folder, path, private=private, public=public)
@@ -50,11 +47,10 @@ def create_file(path: Path, data: bytes | str, *, private: bool = False, public:
 def replace_file(
     path: Path, data: bytes | str, *, private: bool = False, public: bool = False, shared: bool = False
 ) -> None:
-    """Replace a file in one step: a reader sees the old content or the new. Raises OSError; the old one is kept then.
+    """Replace a file atomically: a reader sees either the old or the new content. Raises OSError and keeps the old one.
 
-    Modes are as of create_file().
-    A ``shared`` file, such as one of a runs root, may be changed by all who may change its folder; in a sticky folder,
-    where only its owner can replace it, it is rewritten in place.
+    Modes are those of create_file(). A ``shared`` file, such as one of a runs root, may be changed by all users who may
+    change its folder; in a sticky folder, where only its owner can replace it, it is rewritten in place.
     """
     draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     with _folder(path.parent) as folder:
@@ -73,9 +69,9 @@ def replace_file(
 
 
 def open_new(path: Path, *, private: bool = False, replace: bool = True) -> BinaryIO:
-    """Return a new file to write to. What had the name is removed, never opened, or not ``replace``: FileExistsError.
+    """Return a new file to write to. An existing file is never opened: it is removed if ``replace``.
 
-    Raises OSError.
+    Raises FileExistsError without ``replace``, and OSError.
     """
     with _folder(path.parent) as folder:
         if replace:
@@ -85,7 +81,7 @@ def open_new(path: Path, *, private: bool = False, replace: bool = True) -> Bina
 
 
 def open_to_append(path: Path) -> int:
-    """Return a descriptor that reads, and writes at the end of the file, which is made if need be. Raises OSError."""
+    """Return a descriptor to read and append; creates the file if it does not exist. Raises OSError."""
     return _open(path, os.O_RDWR | os.O_APPEND, create=True)
 
 
@@ -96,7 +92,7 @@ def open_to_change(path: Path) -> int:
 
 @contextlib.contextmanager
 def closing_descriptor(descriptor: int) -> Iterator[int]:
-    """Yield the descriptor, and close it at the end."""
+    """Yield the descriptor, and close it on exit."""
     try:
         yield descriptor
     finally:
@@ -104,7 +100,7 @@ def closing_descriptor(descriptor: int) -> Iterator[int]:
 
 
 def open_to_read(path: Path) -> BinaryIO:
-    """Return the file, opened for reading. Raises OSError, at once for a FIFO or device, which counts as no file."""
+    """Return the file, opened for reading. Raises OSError, also for a FIFO or device, without blocking."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -116,13 +112,13 @@ def open_to_read(path: Path) -> BinaryIO:
 
 
 def touch(path: Path) -> None:
-    """Make sure that a file of this name exists. Raises OSError."""
+    """Create an empty file unless one exists. Raises OSError."""
     with _folder(path.parent) as folder:
         try:
             os.close(_create(folder, path))
         except FileExistsError:
             if not stat.S_ISREG(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
-                _refuse(path, folder)  # a link to nothing would count as no file
+                _refuse(path, folder)  # otherwise a dangling link would be reported as a missing file
 
 
 @contextlib.contextmanager
@@ -130,7 +126,7 @@ def locked(path: Path, *, wait_seconds: float | None = None, shared: bool = Fals
     """Hold an exclusive lock on the file; yield whether it was acquired within ``wait_seconds`` (None: no limit).
 
     Only the owner can open the file of a lock that is not ``shared``, so no other user can hold it. On a file system
-    without locks it counts as acquired: what the lock protects is replaced in one step there. Raises OSError where the
+    without locks it counts as acquired: the protected files are replaced atomically in any case. Raises OSError if the
     file cannot be opened.
     """
     descriptor = _open(path, os.O_RDWR, create=True, private=not shared, shared=shared)
@@ -155,7 +151,7 @@ def _lock(descriptor: int, wait_seconds: float | None) -> bool:
 
 
 def make_folder(path: Path, *, mode: int = FOLDER_MODE, exist_ok: bool = True, parents: bool = True) -> None:
-    """Make a folder, and its ``parents``, with this mode less the umask. Raises FileExistsError and OSError."""
+    """Create a folder, and its ``parents``, with this mode less the umask. Raises FileExistsError and OSError."""
     try:
         with _folder(path.parent) as parent:
             os.mkdir(path.name, mode, dir_fd=parent)
@@ -167,14 +163,14 @@ def make_folder(path: Path, *, mode: int = FOLDER_MODE, exist_ok: bool = True, p
     except FileExistsError:
         if not exist_ok:
             raise
-        with _folder(path):  # refuses a link of another user, and what is no folder
+        with _folder(path):  # refuses links of other users, and anything that is not a folder
             pass
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only this user can look into, mode 0700. Raises PermissionError where it is not, and OSError.
+    """Create a folder with mode 0700. Raises PermissionError if an existing one is not private, and OSError.
 
-    For what is read back and trusted, at a name below /tmp that others could have taken.
+    For trusted files below /tmp, at a name that another user could have taken.
     """
     make_folder(path, mode=0o700)
     found = path.lstat()
@@ -185,17 +181,17 @@ def make_private_folder(path: Path) -> None:
 
 
 def make_shared_folder(path: Path) -> None:
-    """Make a folder that everybody who may write to its parent may write to, and no others. Raises OSError."""
+    """Create a folder that exactly the users who may write to its parent may write to. Raises OSError."""
     with _folder(path.parent) as parent, contextlib.suppress(FileExistsError):
         os.mkdir(path.name, 0o700, dir_fd=parent)
         bits = os.fstat(parent)
         umask = process_umask()
-        # Who may write to the root is what its mode says; the umask of one user decides only where it is no team's.
+        # The mode of the root decides who may write to it; a user's umask applies only outside group folders.
         wanted = stat.S_IMODE(bits.st_mode) if _is_team_folder(bits.st_mode) else 0o777 & ~umask
         made = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:
             if _is_team_folder(bits.st_mode) and os.fstat(made).st_gid != bits.st_gid:
-                with contextlib.suppress(PermissionError):  # as in /tmp, whose group is root: its mode is for all
+                with contextlib.suppress(PermissionError):  # as in /tmp, whose group is root
                     os.fchown(made, -1, bits.st_gid)
             os.fchmod(made, wanted | 0o700)
         finally:
@@ -208,7 +204,7 @@ def _create(folder: int, path: Path, *, private: bool = False, public: bool = Fa
     descriptor = os.open(path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | _QUIET, 0o600, dir_fd=folder)
     if not private:
         about = os.fstat(folder).st_mode
-        # No more than the folder allows: what is in a folder that only its owner changes is changed by no one else.
+        # At most the permissions of the folder: files in a private folder stay private.
         mode = (about & 0o666) | 0o600 if shared else 0o666 if public else 0o640 | (about & 0o020)
         with contextlib.suppress(OSError):  # a file system without modes
             os.fchmod(descriptor, mode if shared else mode & ~process_umask())
@@ -219,7 +215,7 @@ def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared
     with _folder(path.parent) as folder:
         while True:
             try:
-                # Without O_CREAT first: the kernel refuses to create over another user's file in a sticky folder.
+                # First without O_CREAT: the kernel refuses that for other users' files in a sticky folder.
                 descriptor = os.open(path.name, flags | _QUIET, dir_fd=folder)
             except FileNotFoundError:
                 if not create:
@@ -232,13 +228,13 @@ def _open(path: Path, flags: int, *, create: bool, private: bool = False, shared
                 if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK) or closed:
                     _refuse(path, folder)
                 if error.errno == errno.EACCES and shared and flags & os.O_ACCMODE != os.O_RDONLY:
-                    flags = os.O_RDONLY  # enough for a lock, except on NFS
+                    flags = os.O_RDONLY  # sufficient for a lock, except on NFS
                     continue
                 raise OSError(error.errno, error.strerror, str(path)) from error
             found = os.fstat(descriptor)
-            linked = found.st_nlink > 1 and os.fstat(folder).st_mode & 0o022  # or only its owner can have linked it
-            device = stat.S_ISCHR(found.st_mode)  # /dev/null, which only root makes
-            # A private file of somebody else would be a lock that they can hold for any time.
+            linked = found.st_nlink > 1 and os.fstat(folder).st_mode & 0o022  # else only its owner can have linked it
+            device = stat.S_ISCHR(found.st_mode)  # such as /dev/null; only root can create one
+            # Another user could hold a lock on their own file indefinitely.
             foreign = private and found.st_uid not in (os.geteuid(), 0, os.fstat(folder).st_uid)
             if not (stat.S_ISREG(found.st_mode) or device) or (linked and not device) or foreign:
                 os.close(descriptor)
@@ -273,14 +269,14 @@ def _write_all(descriptor: int, path: Path, data: bytes | str) -> None:
     try:
         while rest:
             rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)  # or a power cut could leave the new name with nothing in it
+        os.fsync(descriptor)  # otherwise a power loss could leave an empty file under the new name
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextlib.contextmanager
 def _folder(path: Path) -> Iterator[int]:
-    """Yield a descriptor of the folder; links on the way are followed as follow_link() allows, without a race."""
+    """Yield a descriptor of the parent folder; links in the path are followed as _follow() allows, without a race."""
     descriptor, links = os.open("/", _PATH_ONLY | os.O_DIRECTORY | os.O_CLOEXEC), 0
     try:
         parts = deque(path.absolute().parts[1:])
@@ -309,7 +305,7 @@ def _folder(path: Path) -> Iterator[int]:
 
 
 def _follow(folder: int, name: str, path: Path) -> str:
-    """Return where a link in a path leads if its owner is root, this user or the owner of the folder it is in."""
+    """Return the target of a link in a path. Its owner must be root, this user or the owner of its folder."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if not stat.S_ISLNK(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -331,7 +327,7 @@ def _is_team_folder(mode: int) -> bool:
 
 
 def process_umask() -> int:
-    """Return the umask of this process; read from the kernel where possible, since asking for it means setting it."""
+    """Return the umask of this process, from /proc if possible, since os.umask() has to set it to return it."""
     try:
         with open("/proc/self/status", "rb") as status:
             for line in status:
@@ -342,9 +338,6 @@ def process_umask() -> int:
     umask = os.umask(0o077)
     os.umask(umask)
     return umask
-
-
-# ---------------------------------------------------------------------------------------------------------- ownership
 
 
 def user_name(uid: int) -> str:
@@ -358,16 +351,16 @@ def user_name(uid: int) -> str:
 
 
 def other_owner(path: Path) -> int | None:
-    """Return the uid that owns the file or folder, or a link of this name; None where that is this user or root."""
+    """Return the uid of the owner of the file, folder or link; None if that is this user or root."""
     owners = set()
-    for look in (path.lstat, path.stat):  # a link to nothing has an owner, too
+    for look in (path.lstat, path.stat):  # a dangling link has an owner, too
         with contextlib.suppress(OSError):
             owners.add(look().st_uid)
     return next(iter(sorted(owners - {os.geteuid(), 0})), None)
 
 
 def require_own(path: Path, what: str, *, trust: bool, remedy: str) -> None:
-    """Raise UsageError where another user than this one or root owns ``path``, unless that is to be trusted."""
+    """Raise UsageError if neither this user nor root owns ``path``, unless ``trust`` is set."""
     uid = other_owner(path)
     if uid is not None and not trust:
         raise UsageError(
@@ -377,7 +370,7 @@ def require_own(path: Path, what: str, *, trust: bool, remedy: str) -> None:
 
 
 def require_writable(folder: Path, purpose: str) -> None:
-    """Raise UsageError, with what to do, where this user cannot make files in ``folder``, or make it."""
+    """Raise UsageError, with a remedy, if this user cannot create ``folder``, or files in it."""
     existing = folder
     while not os.path.lexists(existing) and existing.parent != existing:
         existing = existing.parent
@@ -388,7 +381,7 @@ def require_writable(folder: Path, purpose: str) -> None:
 
 
 def unwritable(folder: Path) -> str:
-    """Return why this user cannot write to the folder, and what to do."""
+    """Return why this user cannot write to the folder, and a remedy."""
     remedy = "set SCALETRAIN_RUNS, or `runs` in clusters.yaml, to a folder that you can write to"
     try:
         found = folder.stat()
@@ -419,8 +412,8 @@ def _group_name(gid: int) -> str:
 
 
 def expand_home(path: str) -> Path:
-    """Return a path that a user wrote, with a leading ``~`` or ``~user`` expanded.
+    """Return a path from user input, with a leading ``~`` or ``~user`` expanded.
 
-    An unknown user, or a missing home folder, leaves the text as it is, where ``Path.expanduser`` raises RuntimeError.
+    For an unknown user or a missing home folder it is unchanged, where ``Path.expanduser`` raises RuntimeError.
     """
     return Path(os.path.expanduser(path))

@@ -1,4 +1,4 @@
-"""What any training process uses under ScaleTrain, without torch: signals, heartbeat, checkpoints, metrics, failures.
+"""The API for training processes under ScaleTrain: signals, heartbeat, checkpoints, metrics, failures. No torch.
 
     from scaletrain_cli.worker import ExitCode, Rank
 

@@ -1,6 +1,6 @@
-"""A rank's watch over its node agent: a stopped agent (state T) forwards no signals and ends no hang.
+"""A watchdog in each rank over its node agent: a stopped agent (state T) forwards no signals and ends no hang.
 
-On Slurm and Kubernetes nothing above the agent watches it, so each rank does, in a thread beside the training loop. It
+On Slurm and Kubernetes no other process watches the agent, so each rank does, in a thread beside the training loop. It
 runs before torch loads.
 """
 
@@ -19,17 +19,17 @@ from pathlib import Path
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 
-# Shorter than the grace period of most schedulers, and than the minute after which a local supervisor ends the agent.
+# Less than the grace period of most schedulers, and than the 60 s after which a local supervisor kills the agent.
 _LIMIT_SECONDS, _LOOK_SECONDS = 30.0, 5.0
-_RESERVE_FACTOR = 1.5  # of the limit, for all ranks of a node but the first
-_LAST_SECONDS = 3.0  # for the other ranks to end by themselves before an agent that stays stopped is ended
+_RESERVE_FACTOR = 1.5  # times the limit, for all ranks of a node but the first
+_LAST_SECONDS = 3.0  # for the other ranks to exit before an agent that stays stopped is killed
 logger = logging.getLogger(__name__)
 
 
 class AgentWatch:
-    """Continues a node agent that stays stopped; where that does not help, the rank exits as for a preemption.
+    """Continues a node agent that stays stopped; if that has no effect, the rank exits as for a preemption.
 
-    Time is counted in looks, one every ``look_seconds``: while a suspended job is stopped as a whole, no look happens.
+    Time is counted in polls, one every ``look_seconds``: no poll happens while the whole job is suspended.
     ``report`` gets the seconds and whether this rank exits now. A process under a debugger (state t) is not stopped.
     """
 
@@ -43,7 +43,7 @@ class AgentWatch:
     ) -> None:
         self._agent, self._report = agent, report
         self._limit_seconds, self._look_seconds = limit_seconds, look_seconds
-        self._looks = 0  # in succession that found the agent stopped
+        self._looks = 0  # consecutive polls that found the agent stopped
         self._reported = self._exits = False
         self._at_work = threading.Lock()
 
@@ -51,7 +51,7 @@ class AgentWatch:
     def of_rank(
         cls, run: RunDir, attempt: int, *, limit_seconds: float = _LIMIT_SECONDS, look_seconds: float = _LOOK_SECONDS
     ) -> AgentWatch:
-        """Return the watch of this rank; without an agent it does nothing.
+        """Return the watchdog of this rank; without an agent it does nothing.
 
         The first rank of a node acts and records the event; the others wait longer, and act if it cannot.
         """
@@ -63,7 +63,7 @@ class AgentWatch:
             then = "the ranks save and exit" if exits else "a rank continued it"
             logger.warning("the node agent was stopped by a signal for %.0f s; %s", seconds, then)
             if first:
-                with contextlib.suppress(OSError):  # a full disk does not change what is to be done
+                with contextlib.suppress(OSError):  # a full disk must not prevent the reaction
                     record_event(
                         run, "node-agent-stopped", node=node, attempt=attempt, seconds=round(seconds), ends=exits
                     )
@@ -75,17 +75,17 @@ class AgentWatch:
         )
 
     def start(self) -> None:
-        """Watch from a thread, as long as this process runs."""
+        """Start the watchdog thread, which runs until this process ends."""
         if self._agent is not None:
             threading.Thread(target=self._run, name="agent-watch", daemon=True).start()
 
     def leave(self) -> None:
         """Continue a stopped agent once more. Call before this rank ends, or the job might never end."""
-        if self._at_work.acquire(timeout=_LAST_SECONDS):  # the event is recorded, unless the disk hangs
+        if self._at_work.acquire(timeout=_LAST_SECONDS):  # wait until the event is recorded, unless the disk hangs
             self._at_work.release()
         if self._is_stopped():
             self._signal(signal.SIGCONT)
-        if self._exits:  # the agent does not stay continued; when it is killed, the kernel ends the ranks that are left
+        if self._exits:  # the agent stays stopped: kill it, and the kernel ends the remaining ranks
             time.sleep(min(_LAST_SECONDS, self._limit_seconds))
             if self._is_stopped():
                 self._signal(signal.SIGKILL)
@@ -104,7 +104,7 @@ class AgentWatch:
         seconds = self._looks * self._look_seconds
         if seconds < self._limit_seconds:
             return
-        self._signal(signal.SIGCONT)  # before anything that a slow disk could delay
+        self._signal(signal.SIGCONT)  # before any access to a disk, which may be slow
         self._exits = seconds >= 2 * self._limit_seconds
         if self._exits:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -115,11 +115,11 @@ class AgentWatch:
     def _is_stopped(self) -> bool:
         try:
             stat = Path(f"/proc/{self._agent}/stat").read_bytes()
-        except OSError:  # it has ended: the kernel ends this rank, too
+        except OSError:  # the agent has ended, so the kernel ends this rank, too
             return False
         return stat.rpartition(b")")[2].split()[0] == b"T"
 
     def _signal(self, number: int) -> None:
         assert self._agent is not None
-        with contextlib.suppress(OSError):  # not permitted, or ended
+        with contextlib.suppress(OSError):  # no permission, or it has ended
             os.kill(self._agent, number)

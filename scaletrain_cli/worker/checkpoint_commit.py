@@ -1,7 +1,7 @@
-"""The commit protocol of checkpoints, whatever their files hold: write, hash, fsync, manifest, rename.
+"""The commit protocol of checkpoints, independent of their contents: write, hash, fsync, manifest, rename.
 
 An attempt commits, marks and deletes by renames out of and into its own ``attempt-N.tmp`` folder. The next attempt
-removes that folder, so that a superseded attempt, on a node that the network had cut off, can change nothing any more.
+removes that folder, so that a superseded attempt, for example on a disconnected node, can no longer change anything.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HashingWriter:
         self._file.flush()
 
     def close(self) -> FileDigest:
-        """Write everything to the disk itself (fsync) and return the digest. Raises OSError when that failed."""
+        """Flush everything to disk (fsync) and return the digest. Raises OSError."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -64,13 +64,13 @@ class HashingWriter:
 
 
 class SupersededAttemptError(DoNotRequeueError):
-    """A later attempt has begun: this one must not change the checkpoints any more."""
+    """A later attempt has begun: this one must no longer change the checkpoints."""
 
 
 def open_attempt(folder: Path, attempt: int) -> None:
-    """Make ``attempt`` the only one that may write checkpoints, and remove what earlier ones left uncommitted.
+    """Make ``attempt`` the only one that may write checkpoints, and remove uncommitted files of earlier ones.
 
-    Raises SupersededAttemptError when a later attempt was first, and OSError.
+    Raises SupersededAttemptError if a later attempt has begun, and OSError.
     """
     make_folder(folder)
     make_folder(_own_folder(folder, attempt))
@@ -82,17 +82,17 @@ def open_attempt(folder: Path, attempt: int) -> None:
         if number < attempt:
             close_attempt(folder, number)
     for entry in entries(folder):
-        if _REMOVED_ATTEMPT.fullmatch(entry.name):  # by an attempt that was killed meanwhile
+        if _REMOVED_ATTEMPT.fullmatch(entry.name):  # left by an attempt that was killed during a removal
             shutil.rmtree(entry, ignore_errors=True)
 
 
 def close_attempt(folder: Path, attempt: int) -> None:
-    """Remove an attempt's folder with what it had not committed; a process that still writes there gets errors."""
+    """Remove an attempt's folder with its uncommitted files; a process that still writes there gets errors."""
     aside = folder / f"attempt-{attempt:04d}.{os.getpid()}{_REMOVED}"
     with contextlib.suppress(FileNotFoundError):
         _own_folder(folder, attempt).rename(aside)
-        for grave in aside.glob(f"*{_REPLACED}"):  # a kill came between the two renames of a commit
-            with contextlib.suppress(OSError):  # a folder that is not empty: what replaced it is there
+        for grave in aside.glob(f"*{_REPLACED}"):  # the attempt was killed between the two renames of a commit
+            with contextlib.suppress(OSError):  # ENOTEMPTY: its replacement was committed
                 grave.rename(folder / grave.name.removesuffix(_REPLACED))
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -103,10 +103,10 @@ def staging_path(folder: Path, attempt: int, step: int) -> Path:
 
 
 def stage_checkpoint(folder: Path, attempt: int, step: int) -> Path:
-    """Create that folder; any rank of the attempt may. Raises SupersededAttemptError after the next one has begun."""
+    """Create and return the staging folder, on any rank. Raises SupersededAttemptError once a later attempt began."""
     staging = staging_path(folder, attempt, step)
     with _fenced(attempt):
-        make_folder(staging, parents=False)  # without parents: that is the fence
+        make_folder(staging, parents=False)  # without parents: fails once a later attempt has removed the folder
     return staging
 
 
@@ -135,13 +135,13 @@ def commit_checkpoint(
         replaced = _bury(final, attempt, _REPLACED) if os.path.lexists(final) else None
         staging.rename(final)
     _fsync_folder(folder)
-    if replaced is not None:  # only now: removing gigabytes takes seconds, in which a kill would leave neither
+    if replaced is not None:  # last, since it takes seconds: a kill before the rename must leave one of the two
         shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
 def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
-    """Mark in its manifest that training went well after it. Raises SupersededAttemptError and OSError."""
+    """Mark in the manifest that training stayed healthy after it. Raises SupersededAttemptError and OSError."""
     folder, path = checkpoint.path.parent, checkpoint.path / MANIFEST
     draft = _own_folder(folder, attempt) / f"{checkpoint.path.name}.{MANIFEST}"
     with _fenced(attempt):
@@ -153,13 +153,13 @@ def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
 
 
 def remove_checkpoint(path: Path, attempt: int) -> None:
-    """Remove a checkpoint in one step, as a running attempt. Raises SupersededAttemptError and OSError."""
+    """Remove a checkpoint atomically, as a running attempt. Raises SupersededAttemptError and OSError."""
     with _fenced(attempt):
         shutil.rmtree(_bury(path, attempt), ignore_errors=True)
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Remove a checkpoint while no attempt runs; manifest first, so that a half-deleted one does not count."""
+    """Remove a checkpoint while no attempt runs; the manifest first, so that a partly deleted one is not valid."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
@@ -167,8 +167,8 @@ def delete_checkpoint(path: Path) -> None:
 def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
     """Rename the folders of later steps than ``step`` to ``damaged-step-N``, and return their former names.
 
-    For an attempt that resumes at ``step``: retention would keep the damaged ones as the latest in the place of valid
-    ones. A folder that holds the checkpoint of another step is not changed.
+    For an attempt that resumes at ``step``: otherwise retention would keep the damaged checkpoints in place of valid
+    ones. A folder that contains the checkpoint of another step is not changed.
     """
     above = [path for path in committed_folders(folder) if int(path.name.removeprefix("step-")) > step]
     doubtful = [path for path in above if not _is_misnamed(path)]
@@ -186,7 +186,7 @@ def _is_misnamed(path: Path) -> bool:
 
 
 def _move_out_of_the_way(path: Path, attempt: int) -> None:
-    """Rename a copy of another step's checkpoint that has this name; nothing is deleted."""
+    """Rename a folder of this name that contains the checkpoint of another step; nothing is deleted."""
     free = path.with_name(f"misnamed-{path.name}")
     number = 1
     while os.path.lexists(free):
@@ -203,7 +203,7 @@ def _bury(path: Path, attempt: int, suffix: str = _REMOVED) -> Path:
 
 @contextlib.contextmanager
 def _fenced(attempt: int) -> Iterator[None]:
-    """Raise SupersededAttemptError for a missing folder, which a later attempt has removed (or ESTALE on NFS)."""
+    """Raise SupersededAttemptError if the attempt's folder is missing (or ESTALE): a later attempt removed it."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The checkpoints of a running attempt, for a training program that writes its own files. No torch."""
+"""The checkpoint API of a running attempt, for training programs that write their own files. No torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from scaletrain_cli.worker.checkpoint_commit import (
 
 
 class StagedCheckpoint:
-    """The files that one rank writes into a checkpoint before it is committed; ``digests`` of those that are durable.
+    """The files of one rank in a checkpoint that is not committed yet; ``digests``: those of durable files.
 
-    Files are named relative to ``folder``.
+    File names are relative to ``folder``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class StagedCheckpoint:
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[HashingWriter]:
-        """Yield a file object for ``torch.save`` and the like: it hashes what passes and is flushed to disk at the end.
+        """Yield a file object for ``torch.save`` and the like: it hashes what is written, and is fsynced on exit.
 
         Raises OSError.
         """
@@ -46,7 +46,7 @@ class StagedCheckpoint:
 class Checkpoints:
     """The checkpoint folder of a run, as one attempt uses it.
 
-    An attempt that a later one has superseded gets SupersededAttemptError from every call that writes.
+    Every call that writes raises SupersededAttemptError once a later attempt has begun.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class Checkpoints:
         self._keep, self._keep_every = keep, keep_every
 
     def latest(self) -> Checkpoint | None:
-        """Return the latest checkpoint of which every byte is as written; None where there is none. Reads all of it."""
+        """Return the latest valid checkpoint; None if there is none. Reads and verifies all of its bytes."""
         return latest_valid(self.folder)[0]
 
     def open(self) -> None:
-        """Make this attempt the one that may write. Call on one rank, once, before any save. Raises OSError."""
+        """Make this attempt the only writer. Call once, on one rank, before any save. Raises OSError."""
         open_attempt(self.folder, self.attempt)
 
     def folder_of(self, step: int) -> Path:
-        """Return where the committed checkpoint of ``step`` is, for the ranks that did not look for it themselves."""
+        """Return the folder of the committed checkpoint of ``step``, for ranks that did not call latest()."""
         return checkpoint_path(self.folder, step)
 
     def stage(self, step: int) -> StagedCheckpoint:
-        """Begin the checkpoint of ``step``. Call on every rank that writes a part. Raises OSError."""
+        """Begin the checkpoint of ``step``. Call on every rank that writes to it. Raises OSError."""
         return StagedCheckpoint(stage_checkpoint(self.folder, self.attempt, step))
 
     def commit(self, step: int, files: Mapping[str, FileDigest], *, clean: bool = True) -> Checkpoint:
-        """Turn the staged files into a checkpoint, and delete those that retention does not keep. Raises OSError.
+        """Commit the staged files as a checkpoint, and delete checkpoints that retention does not keep. Raises OSError.
 
-        Call on one rank, after all ranks' files are durable, with the digests of all. ``clean``: training went well up
-        to here, so that a rollback may go back to it.
+        Call on one rank, after all ranks' files are durable, with the digests of all. ``clean``: training was healthy
+        up to here, so a rollback may use this checkpoint.
         """
         path = commit_checkpoint(
             self.folder, step, files, world_size=self.world_size, clean=clean, attempt=self.attempt

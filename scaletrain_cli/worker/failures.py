@@ -1,4 +1,4 @@
-"""Why a rank or a node failed: the reason as one word, its record in attempts/NNNN/failures/<name>.json.
+"""The failure of a rank or a node: its exit reason, and its record in attempts/NNNN/failures/<name>.json.
 
 Reasons are ``oom``, ``host-oom``, ``hardware``, ``communication``, ``disk-full``, ``nan``, ``spike``, ``data``,
 ``unreadable``, ``wrong-nodes``, ``hang``, ``usage`` and ``crash``; the restart decision depends on them.
@@ -21,13 +21,13 @@ from scaletrain_cli.rundir.documents import from_document, read_document, write_
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
 
-# Words of NVIDIA's driver, CUDA, NCCL, gloo, torch and the C library, in an error or at the end of a log.
-# Cause before consequence: a device that breaks also breaks the connections of its rank.
+# Messages of NVIDIA's driver, CUDA, NCCL, gloo, torch and the C library, in an error or at the end of a log.
+# Causes precede consequences: a failed device also breaks the connections of its rank.
 _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "hardware",
-        # NVIDIA's names for what no program can do to a device: docs.nvidia.com/deploy/xid-errors. A device-side
-        # assertion or an illegal address is a program's own error, whatever Xid the driver logs for it.
+        # Xid errors that no program can cause (docs.nvidia.com/deploy/xid-errors). A device-side
+        # assertion or an illegal address is an error of the program, even if the driver logs an Xid for it.
         re.compile(
             r"[Uu]ncorrectable (ECC|NVLink)|ECC error|\bXid \(|fallen off the bus|GPU is lost|hardware stack error"
         ),
@@ -45,13 +45,13 @@ _SIGNS: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
 )
-# Types of torch, by name, so that this module needs no torch.
+# Exception types of torch, by name, so that this module does not import torch.
 _TORCH_TYPES = {
     "OutOfMemoryError": "oom",
     "MemoryError": "host-oom",
     **dict.fromkeys(("DistBackendError", "DistNetworkError", "DistStoreError"), "communication"),
 }
-# The reason that each code of an exception's Reason stands for; all others are a crash.
+# The exit reason of each Reason code of an exception; all other codes mean a crash.
 EXIT_REASON_OF_CODE: Mapping[str, str] = {
     "engine.gradient-not-finite": "nan",
     "engine.gradient-not-finite-again": "nan",
@@ -72,7 +72,7 @@ EXIT_REASON_OF_CODE: Mapping[str, str] = {
     "engine.connection-lost": "communication",
     "engine.device-failed": "hardware",
 }
-# The codes of errors that Python, torch or the system raise, by the reason that is recognized.
+# Reason codes for errors of Python, torch or the system, by exit reason.
 _CODE_OF_FOREIGN = {
     "oom": "engine.out-of-memory",
     "host-oom": "engine.host-out-of-memory",
@@ -85,11 +85,11 @@ _MESSAGE_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank (or, with rank None, a node) failed, by itself or by its agent.
+    """The failure of a rank (or, with rank None, of a node), reported by itself or by its agent.
 
-    ``reason`` is the exit reason; ``code`` and ``params`` are those of the Reason that ``message`` is the text of,
-    empty where there is only the message. ``node`` is the name of the node record where an agent reports. Not ``sure``:
-    another node may have better evidence.
+    ``reason`` is the exit reason; ``code`` and ``params`` are those of the Reason whose text is ``message``, empty if
+    there is only the message. ``node``: the name of the node record, if an agent reports. ``sure`` is False if another
+    node may have better evidence.
     """
 
     rank: int | None
@@ -103,14 +103,14 @@ class Failure:
 
     @property
     def why(self) -> Reason:
-        """The code and parameters, or the message alone as ``recorded.text``."""
+        """Return the Reason; its code is ``recorded.text`` if there is only the message."""
         return reason_from({"code": self.code, "params": self.params, "text": self.message})
 
 
 def failure_of(error: BaseException, rank: int | None) -> Failure:
-    """Return the failure that an exception means: its reason, exit code, message with notes, and reason code.
+    """Return the failure for an exception: exit reason, exit code, message with notes, and reason code.
 
-    An exception states it by an attribute ``failure_reason`` (the word), or by the code of an attribute ``reason``.
+    An exception states its exit reason in an attribute ``failure_reason``, or by the code of an attribute ``reason``.
     """
     reason = failure_reason_of(error)
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])[:_MESSAGE_CHARACTERS]
@@ -131,13 +131,13 @@ def _fits_in_json(reason: Reason) -> bool:
 
 
 def failure_reason_of(error: BaseException) -> str:
-    """Return the reason of an exception: what it states, else what caused it; ``crash`` where nothing is known."""
+    """Return the exit reason of an exception: the stated one, else that of its causes, else ``crash``."""
     if isinstance(stated := getattr(error, "failure_reason", None), str):
         return stated
     if isinstance(because := getattr(error, "reason", None), Reason) and because.code in EXIT_REASON_OF_CODE:
         return EXIT_REASON_OF_CODE[because.code]
     found = [reason for link in _chain(error) if (reason := _reason_of_link(link)) is not None]
-    # The oldest in the chain is the cause; a broken connection on the way to it is not.
+    # The oldest exception in the chain is the cause; a broken connection is only a consequence.
     causes = [reason for reason in found if reason != "communication"]
     if found:
         return causes[-1] if causes else "communication"
@@ -146,14 +146,14 @@ def failure_reason_of(error: BaseException) -> str:
 
 
 def exit_code_of(error: BaseException, reason: str) -> int:
-    """Return the exit code; 93 for a full disk, since each retry would fail at its first save."""
+    """Return the exit code of an exception; 93 for a full disk, since each retry would fail at its first save."""
     if reason == "disk-full":
         return int(ExitCode.DO_NOT_REQUEUE)
     return int(error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED)
 
 
 def reason_in(text: str) -> str | None:
-    """Return the reason that words of a library or driver point to; None for all other text."""
+    """Return the exit reason for a message of a library or driver; None for all other text."""
     return next((reason for reason, sign in _SIGNS if sign.search(text)), None)
 
 
@@ -180,7 +180,7 @@ def _reason_of_link(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, what it was raised from or during, and so on. A loop, which Python permits, is cut."""
+    """Yield the exception, its cause or context, and so on. Stops at a cycle, which Python permits."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

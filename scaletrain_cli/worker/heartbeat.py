@@ -1,8 +1,8 @@
-"""The heartbeat of a rank: its format, the rank's end and the reader that its node agent uses.
+"""The heartbeat of a rank: its format, the writer in the rank, and the reader for the node agent.
 
 A rank writes one JSON line per beat to a pipe: ``{"turn": 0, "step": 12, "phase": "step", "allowed": 30.0}``.
 ``allowed`` is how many seconds may pass until the next beat; ``turn`` counts how often the run went back to an earlier
-step. On SIGUSR2 the rank writes the stacks of all its threads to a file in memory. The agent opened both and
+step. On SIGUSR2 the rank writes the stacks of all its threads to an in-memory file. The agent opens both and
 passes their descriptors in the environment. Nothing here may fail or delay training. It runs before torch loads.
 """
 
@@ -21,21 +21,21 @@ from typing import NamedTuple
 
 HEARTBEAT_VARIABLE, STACKS_VARIABLE = "SCALETRAIN_HEARTBEAT_FD", "SCALETRAIN_STACKS_FD"
 
-# Limits of phases that a healthy cluster may take long for: a save, a rollback, a wait for a slow disk.
+# Time limits of phases that may take long on a healthy cluster: a save, a rollback, a wait for a slow disk.
 LONG_SECONDS = 1800.0
-IMPORT_SECONDS = 900.0  # of torch, by all nodes at once from one shared disk
-# Of the set-up and of the first steps: without what the size of the run, its planned step and compilation add.
+IMPORT_SECONDS = 900.0  # import of torch by all nodes at once from one shared disk
+# Base limit of the set-up and of the first steps; the size of the run, its step time and compilation are added.
 _SET_UP_SECONDS, _FIRST_STEP_SECONDS, _COMPILE_SECONDS = 600.0, 300.0, 900.0
-_SLOWEST_BYTES_PER_SECOND = 50e6  # of a node that loads its part of the states from a busy shared disk
-_PLANNED_STEPS = 20.0  # a first step loads kernels, makes communicators and fills caches; plans of CPUs are rough
-# Minimum for the first steps whatever guard.hang is: they load kernels and set up NCCL, a minute or more at scale.
+_SLOWEST_BYTES_PER_SECOND = 50e6  # for a node that loads its shards from a busy shared disk
+_PLANNED_STEPS = 20.0  # a first step loads kernels, creates communicators and fills caches; CPU plans are rough
+# Minimum for the first steps, independent of guard.hang: loading kernels and setting up NCCL take a minute or more.
 _SMALLEST_FIRST_STEP_SECONDS = 120.0
-DATA_SECONDS = 24 * 3600.0  # others wait while rank 0 prepares data and verifies a checkpoint
+DATA_SECONDS = 24 * 3600.0  # rank 0 prepares data and verifies a checkpoint while the others wait
 _FLOOR_SECONDS = 30.0
 _MEDIANS = 5.0
 _TIMED_BEFORE_TRUSTED = 3
 _TIMES_KEPT = 64
-# Phases that repeat evenly, so that a multiple of their median duration is the limit.
+# Phases with an even duration, whose limit is a multiple of the median.
 _EVEN_PHASES = ("step", "evaluation")
 _SET_UP_PHASES = ("connect", "preflight", "set-up", "restore")
 
@@ -50,13 +50,13 @@ class Beat(NamedTuple):
 
 
 def beat_line(beat: Beat) -> bytes:
-    """Return the line that a rank writes for a beat."""
+    """Return the beat as a line of JSON, as a rank writes it."""
     fields = {"turn": beat.turn, "step": beat.step, "phase": beat.phase, "allowed": round(beat.allowed_seconds, 3)}
     return json.dumps(fields).encode() + b"\n"
 
 
 def read_beat(line: bytes) -> Beat | None:
-    """Return the beat in a line; None for any other text, which a user's program may write."""
+    """Return the beat in a line; None for any other text, such as the output of a user's program."""
     try:
         fields = json.loads(line)
         beat = Beat(int(fields["step"]), str(fields["phase"]), float(fields["allowed"]), int(fields["turn"]))
@@ -66,14 +66,14 @@ def read_beat(line: bytes) -> Beat | None:
 
 
 def collective_seconds(hang_seconds: float | None) -> float:
-    """Return the timeout of a collective: above every silence that the agent allows in training."""
+    """Return the timeout of collectives in seconds: longer than any silence that the agent allows in training."""
     return max(LONG_SECONDS, hang_seconds or 0.0) + 600.0
 
 
 class Heartbeat:
-    """The rank's end. ``hang_seconds`` is the user's own limit for a step (``guard.hang``), if there is one.
+    """The writer of a rank's heartbeat. ``hang_seconds``: the user's limit for a step (``guard.hang``), if any.
 
-    Without a descriptor, as in a process without an agent, every call does nothing.
+    Without a descriptor (in a process without an agent) every call does nothing.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class Heartbeat:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Heartbeat:
-        """Return the heartbeat over the pipe that the agent opened; child processes of the rank do not inherit it."""
+        """Return the heartbeat for the agent's pipe, which child processes of the rank do not inherit."""
         several = environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE")
         return cls(_private_descriptor(environment, HEARTBEAT_VARIABLE), several_nodes=several)
 
     def allow(self, *, hang_seconds: float | None, step_seconds: float, bytes_per_node: float, compiled: bool) -> None:
-        """Set the limits of a run for its set-up and its first steps, which have no measured median yet.
+        """Set the time limits for the set-up and the first steps, which have no measured median yet.
 
-        ``hang_seconds`` is the user's own limit for steps, ``step_seconds`` the planned time of one, ``bytes_per_node``
-        what each node loads, ``compiled`` whether the first step compiles the model.
+        ``hang_seconds``: the user's limit for a step; ``step_seconds``: the planned step time; ``bytes_per_node``: the
+        bytes that each node loads; ``compiled``: the first step compiles the model.
         """
         self.hang_seconds = hang_seconds
         compilation = _COMPILE_SECONDS if compiled else 0.0
@@ -113,27 +113,27 @@ class Heartbeat:
 
     @property
     def longest_seconds(self) -> float:
-        """The longest silence of any phase except the preparation of data."""
+        """Return the longest time limit of any phase except data preparation, in seconds."""
         return max(LONG_SECONDS, self.hang_seconds or 0.0, self.set_up_seconds, self.first_step_seconds)
 
     def beat(self, step: int, phase: str, allowed_seconds: float | None = None) -> None:
         """Report that the rank enters ``phase`` of ``step``. Default limit: five times the median of that phase.
 
-        Every rank passes the same phases in the same order: the agent takes the rank that is behind as the suspect.
+        All ranks must pass the same phases in the same order: the agent suspects the rank that is furthest behind.
         """
         now, before = self._clock(), self._phase
         if phase == before and phase in self._times:
             self._times[phase].append(now - self._begun)
-        self._turn += step < self._step  # rolled back: what comes is ahead of what was
+        self._turn += step < self._step  # after a rollback the step decreases; the turn keeps beats ordered
         self._step, self._phase, self._begun = step, phase, now
         if allowed_seconds is None:
-            # A rank of another node may still wait for its disk, and this one for it, inside the step.
+            # Inside the step this rank may wait for a rank of another node, which still waits for its disk.
             waits = before == "save" and self._several_nodes
             allowed_seconds = self._long() if waits else self._usual(phase)
         self._write(phase, allowed_seconds)
 
     def meet(self) -> None:
-        """Report that the rank waits for the others between two steps."""
+        """Report that the rank waits for the other ranks between two steps."""
         self._write(f"{self._phase}, waiting for the other ranks", self._usual(self._phase))
 
     def _usual(self, phase: str) -> float:
@@ -150,23 +150,23 @@ class Heartbeat:
     def _write(self, phase: str, allowed_seconds: float) -> None:
         if self._descriptor is None:
             return
-        # The pipe does not block and takes a line this short as a whole or not at all. A line that does not fit is no
-        # loss: an agent that has not read the earlier ones takes no rank for hung.
+        # Non-blocking; a write this short is atomic. A line that does not fit may be lost: an agent that has not read
+        # the earlier ones does not consider any rank hung.
         with contextlib.suppress(OSError):
             os.write(self._descriptor, beat_line(Beat(self._step, phase, allowed_seconds, self._turn)))
 
 
 def show_stacks_when_asked(environment: Mapping[str, str]) -> None:
-    """On SIGUSR2 write the stacks of all threads for the agent. In C, so it works inside a collective that hangs."""
+    """Install a SIGUSR2 handler in C that writes all threads' stacks for the agent, even in a hung collective."""
     descriptor = _private_descriptor(environment, STACKS_VARIABLE)
     if descriptor is None:
         return
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2,))  # the agent blocks it: by default it would kill
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2,))  # blocked by the agent: by default it terminates
 
 
 def _private_descriptor(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the descriptor that a variable names, closed to the processes that this one starts."""
+    """Return the descriptor that a variable names, made non-inheritable; None without the variable."""
     if name not in environment:
         return None
     descriptor = int(environment[name])
@@ -175,6 +175,6 @@ def _private_descriptor(environment: Mapping[str, str], name: str) -> int | None
 
 
 def _median(values: deque[float] | tuple[()]) -> float:
-    ordered = sorted(values)  # `statistics` costs more to import than all the rest of this package
+    ordered = sorted(values)  # importing `statistics` takes longer than the rest of this package
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,6 +1,6 @@
-"""Progress lines: what the first rank of a training program prints for programs that read its log.
+"""Progress lines: JSON lines that the first rank of a training program prints for programs that read its log.
 
-A line of its own, beside the line for people:
+One per logged step, in addition to the readable line:
 
     {"scaletrain": "progress", "step": 7, "total_steps": 80, "loss": 6.5133, "tokens_per_second": 1180.2}
 """

@@ -1,4 +1,4 @@
-"""One rank of a run, for a training program of the user's: start it before torch is imported. No torch."""
+"""The API of one rank for a user's training program. No torch; Rank.start() must precede the import of torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
 
 class Rank:
-    """This process as one rank of a run: its place, signals, heartbeat, checkpoints and records.
+    """This process as one rank of a run: its environment, signals, heartbeat, checkpoints and records.
 
-    ``preemption.raised`` is true once the run is asked to save and exit. Of metrics and events only rank 0 writes.
+    ``preemption.raised`` is true once the run must save and exit. Only rank 0 writes metrics and events.
     """
 
     def __init__(self, environment: RunEnvironment, resolved: ResolvedRun) -> None:
@@ -43,9 +43,9 @@ class Rank:
 
     @classmethod
     def start(cls, run_dir: str | Path) -> Rank:
-        """Take over the signals of this process, and return its rank. Raises UsageError for a damaged run directory.
+        """Install the signal handlers and return the rank. Raises UsageError for a damaged run directory.
 
-        Call it before torch is imported: the agent starts a rank with the signals blocked, and this unblocks them.
+        Call it before torch is imported: the agent starts ranks with the signals blocked, and this unblocks them.
         """
         die_with_agent()
         rank = cls(environment := RunEnvironment.read(run_dir), read_resolved_run(environment.run))
@@ -63,8 +63,8 @@ class Rank:
     def record_event(self, event: str, **details: Any) -> None:
         """Append an event to events.jsonl on rank 0.
 
-        ``started`` or ``resumed`` (with the step), ``checkpoint``, ``preempted`` and ``finished`` are what ``status``
-        and the count of lost steps read.
+        ``status`` and the count of lost steps use ``started`` or ``resumed`` (with the step), ``checkpoint``,
+        ``preempted`` and ``finished``.
         """
         if self.environment.rank == 0:
             record_event(self.environment.run, event, **details)
@@ -72,8 +72,8 @@ class Rank:
     def run(self, train: Callable[[], int]) -> NoReturn:
         """Call ``train``, which returns an exit code, and end the process with that code.
 
-        An exception is printed, recorded as the failure of this rank and turned into an exit code. The interpreter is
-        not torn down: a process group whose peer has died may abort in its destructor, which would hide the code.
+        An exception is printed, recorded as the failure of this rank and turned into an exit code. The process ends
+        without interpreter shutdown: a process group whose peer has died may abort in its destructor.
         """
         try:
             code = int(train())

@@ -1,4 +1,4 @@
-"""Which rank of which attempt a process is, and what its run was planned to do."""
+"""The environment of a rank (run, attempt, rank numbers), and the resolved spec and plan of its run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _REVISION = re.compile(r"\d{4,}\.json")
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """The place of this process in its run, as the node agent states it in the environment."""
+    """The run, attempt and rank of this process, from the environment that the node agent sets."""
 
     run: RunDir
-    attempt: int  # 1 the first
+    attempt: int  # from 1
     rank: int
     world_size: int
     local_rank: int
@@ -31,7 +31,7 @@ class RunEnvironment:
 
     @classmethod
     def read(cls, run_dir: str | Path, environment: Mapping[str, str] = os.environ) -> RunEnvironment:
-        """Return the place that ``environment`` states. Raises UsageError where a variable is missing."""
+        """Return the values in ``environment``. Raises UsageError if a variable is missing."""
         names = ("SCALETRAIN_ATTEMPT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
         missing = [name for name in names if name not in environment]
         if missing:
@@ -58,13 +58,13 @@ class ResolvedRun:
 
     @property
     def checkpoint_interval_steps(self) -> int:
-        """Steps between checkpoints: ``checkpoint.every``, or what the plan chose for ``auto``."""
+        """Return the steps between checkpoints: ``checkpoint.every``, or the plan's value for ``auto``."""
         every = self.spec["checkpoint"]["every"]
         return int(self.plan["durability"]["interval_steps"] if every == "auto" else every)
 
 
 def read_resolved_run(run: RunDir) -> ResolvedRun:
-    """Return the spec and the plan that the current attempt trains. Raises UsageError where they cannot be read."""
+    """Return the spec and the plan of the current attempt. Raises UsageError if they cannot be read."""
     folder = run.path / "revisions"
     revisions = [path for path in folder.iterdir() if _REVISION.fullmatch(path.name)] if folder.is_dir() else []
     path = max(revisions, key=lambda path: int(path.stem), default=run.record)

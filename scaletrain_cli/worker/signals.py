@@ -15,7 +15,7 @@ _PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptionFlag:
-    """Raised by SIGTERM or SIGUSR1: finish the step, commit a checkpoint, exit. A second signal changes nothing."""
+    """A flag that SIGTERM or SIGUSR1 raises: finish the step, commit a checkpoint, exit. Further signals do nothing."""
 
     def __init__(self) -> None:
         self.raised_at: float | None = None  # monotonic
@@ -23,13 +23,13 @@ class PreemptionFlag:
 
     @property
     def raised(self) -> bool:
-        """True once a signal has arrived."""
+        """Return whether a signal has arrived."""
         return self.raised_at is not None
 
     def install(self) -> None:
-        """Install the handlers, then unblock the signals: the agent blocks them until this, so that none is lost.
+        """Install the handlers, then unblock the signals, which the agent blocked so that none is lost.
 
-        A thread receives them at once; Python's own handlers wait for the main thread, which may compile for minutes.
+        A thread receives them at once; Python's handlers would wait for the main thread, which may compile for minutes.
         """
         reads, writes = os.pipe()
         os.set_blocking(writes, False)
@@ -40,7 +40,7 @@ class PreemptionFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PREEMPTION_SIGNALS)
 
     def at_the_latest(self, seconds: float, leave: Callable[[], None]) -> None:
-        """Call ``leave`` from a thread ``seconds`` after the first signal, if the process still runs then."""
+        """Call ``leave`` in a thread ``seconds`` after the first signal, if the process still runs."""
 
         def wait() -> None:
             self._heard.wait()
@@ -51,7 +51,7 @@ class PreemptionFlag:
         threading.Thread(target=wait, name="grace", daemon=True).start()
 
     def seconds_left(self, grace_seconds: float) -> float:
-        """Return what is left of the grace period; infinity on a rank that has received no signal itself."""
+        """Return the remaining seconds of the grace period; infinity on a rank that has received no signal."""
         if self.raised_at is None:
             return float("inf")
         return self.raised_at + grace_seconds - time.monotonic()
@@ -63,7 +63,7 @@ class PreemptionFlag:
                 self._heard.set()
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        """Also a signal handler, which the next signal may interrupt: it takes no lock, so nothing else is set here."""
+        """Set the time of the first signal. Also a signal handler, which may interrupt itself: it takes no lock."""
         if self.raised_at is None:
             self.raised_at = time.monotonic()
 
@@ -72,5 +72,5 @@ def die_with_agent() -> None:
     """Have the kernel kill this rank when its node agent dies, so that no rank is left on the node."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     agent = os.environ.get("SCALETRAIN_AGENT_PID")
-    if agent is not None and os.getppid() != int(agent):  # it died before the line above
+    if agent is not None and os.getppid() != int(agent):  # it died before the call above
         os.kill(os.getpid(), signal.SIGKILL)

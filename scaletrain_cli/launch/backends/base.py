@@ -1,4 +1,4 @@
-"""What a back end can do: the interface through which the launcher talks to a scheduler, and the data it exchanges."""
+"""The back-end interface between the launcher and a scheduler, and the data types that it uses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """When a job could start: ``at`` in seconds since the epoch, None where that is not known.
+    """The estimated start of a job: ``at`` in seconds since the epoch, None if unknown.
 
-    ``why`` says whose estimate it is, or why there is none.
+    ``why`` names the source of the estimate, or why there is none.
     """
 
     at: float | None
@@ -45,7 +45,7 @@ class PreflightResult:
 
     start: Start
     notes: tuple[str, ...] = ()
-    reasons: tuple[Reason, ...] = ()  # of the notes that have a code
+    reasons: tuple[Reason, ...] = ()  # the notes that have a code
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,19 @@ class SubmissionSummary:
         return {"start": dataclasses.asdict(self.start), "cost": cost, "notes": list(self.notes)}
 
 
-# "suspended" keeps its nodes and does not run; "ending" waits for its last processes. Neither has ended.
+# A "suspended" job keeps its nodes but does not run; an "ending" one waits for its last processes. Both are active.
 JobState = Literal["queued", "running", "suspended", "ending", "ended", "unknown"]
-# Causes that a scheduler reports for the end of a whole job.
+# Causes of the end of a job that a scheduler reports.
 JobCause = Literal["cancelled", "preempted", "time-limit", "host-oom", "node"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run's job as its scheduler sees it; ``detail`` is the scheduler's own word for the state.
+    """A run's job as its scheduler reports it; ``detail`` is the scheduler's own text for the state.
 
-    ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not seen from here.
-    ``cause`` is set for an ended job where the scheduler itself names one; ``unsettled``: its scheduler was asked for
-    it, gave no answer, and may still take it; ``forgotten``: it ended, and the scheduler no longer knows how.
+    ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not visible here.
+    ``cause`` is set for an ended job if the scheduler names one; ``unsettled``: the submission was not answered, and
+    the scheduler may still accept it; ``forgotten``: it ended, and the scheduler no longer knows how.
     """
 
     id: str
@@ -105,11 +105,11 @@ class Job:
     unsettled: bool = False
     progress: Mapping[str, float] = field(default_factory=dict)
     forgotten: bool = False
-    reason: Reason | None = None  # why it is in this state, by code; ``detail`` is its text with more around it
+    reason: Reason | None = None  # why it is in this state; ``detail`` contains its text
 
     @property
     def why(self) -> Reason:
-        """``reason`` where ``detail`` is its text; else a Reason whose text is ``detail``, with ``reason`` in it."""
+        """Return ``reason`` if ``detail`` is its text; else a Reason with the text ``detail`` that nests ``reason``."""
         if self.reason is None:
             return recorded(self.detail)
         whole = str(self.reason) == self.detail
@@ -122,13 +122,13 @@ class Job:
 
     @property
     def may_be_active(self) -> bool:
-        """Return whether the job may still run: also True where the state is unknown, so that no second gang starts."""
+        """Return whether the job may still run. True for an unknown state, so that no second gang starts."""
         return self.is_active or (self.state == "unknown" and (self.id != "" or self.unsettled))
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of `scaletrain doctor`; ``advice`` says what to do where ``state`` is not ``ok``."""
+    """One line of `scaletrain doctor`; ``advice`` is the remedy if ``state`` is not ``ok``."""
 
     name: str
     state: Literal["ok", "warn", "none"]
@@ -137,19 +137,19 @@ class Check:
 
 
 class LogFetcher(Protocol):
-    """Copies the output of ranks that write elsewhere into the run directory, each line once."""
+    """Copies the output of ranks that do not write to the run directory into it, each line once."""
 
     def fetch(self) -> None:
-        """Copy what is new. Raises SchedulerError, after everything that could be copied."""
+        """Copy new lines. Raises SchedulerError after everything that could be copied."""
 
     def following(self) -> AbstractContextManager[None]:
-        """Copy while the context is entered, as the ranks print."""
+        """Return a context in which lines are copied as the ranks print them."""
 
 
 class Backend(ABC):
     """One way to run jobs. A back end has no state of its own: everything is in the run directory and the scheduler.
 
-    A back end must implement render, submit, job and cancel; every other method has a default. What all of them owe:
+    A back end must implement render, submit, job and cancel; every other method has a default. The contract:
 
     - **Errors.** SchedulerError where the scheduler refuses or cannot be reached, with nothing changed;
       SchedulerSilentError where it did not answer, so that it may or may not have done what was asked.
@@ -158,7 +158,7 @@ class Backend(ABC):
     - **Gang.** All nodes of an attempt start together or not at all, and end together.
     - **Grace period.** Before a job ends for any reason but its own, each node agent gets SIGTERM, and
       ``cluster.grace_seconds`` before it is killed. Ranks save a checkpoint in that time.
-    - **Restarts.** The job, or the scheduler, starts the next attempt; nobody else does. An attempt begins with
+    - **Restarts.** Only the job or the scheduler starts the next attempt. An attempt begins with
       ``launch.attempts.begin_attempt`` and ends with ``launch.restart.conclude_attempt``, whose Decision says whether
       another one follows. A job of one node can run ``launch.node.job``, which does all of it.
     - **Exit codes.** The job ends with the exit code of the Decision (docs/exit-codes.md): 0 done, 75 preempted with
@@ -181,11 +181,11 @@ class Backend(ABC):
 
     @abstractmethod
     def render(self, run: RunDir, record: RunRecord) -> str:
-        """Return the exact text that submit() would hand over. It holds no secret, and nothing is written."""
+        """Return the exact text that submit() would submit. It contains no secret, and nothing is written."""
 
     @abstractmethod
     def submit(self, run: RunDir, record: RunRecord) -> str:
-        """Hand the job over and return its id. Called through launch.submit, which holds the lock of the run.
+        """Submit the job and return its id. Called through launch.submit, which holds the lock of the run.
 
         The run of a sweep whose SweepPlace names a run before it must not start before that one has ended, unless
         max_concurrent() returns the number of all points.
@@ -193,7 +193,7 @@ class Backend(ABC):
 
     @abstractmethod
     def job(self, run: RunDir, record: RunRecord) -> Job:
-        """Return the latest job of the run as the scheduler sees it now. Changes nothing."""
+        """Return the latest job of the run as the scheduler reports it now. Changes nothing."""
 
     @abstractmethod
     def cancel(self, run: RunDir, record: RunRecord) -> None:
@@ -209,7 +209,7 @@ class Backend(ABC):
     ) -> PreflightResult:
         """Return when the job could start, with notes. Raises SchedulerError where it could never run.
 
-        ``run`` is the one to resume, with the code kept of it; None for a new one. Leaves nothing behind.
+        ``run``: the run to resume, with the code kept of it; None for a new run. Leaves no job or file behind.
         """
         return PreflightResult(Start(None, f"{self.traits.display_name} gives no estimate"))
 
@@ -218,7 +218,7 @@ class Backend(ABC):
         raise UsageError(f"--probe is not implemented for {self.traits.display_name}.")
 
     def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
-        """Return how many runs of a sweep may run at once. Raises UsageError for a ``wanted`` that is not possible."""
+        """Return the maximum number of concurrent runs of a sweep. Raises UsageError for an impossible ``wanted``."""
         return min(points, wanted or points)
 
     def unseen_place(self, view: View, path: str) -> str:
@@ -230,7 +230,7 @@ class Backend(ABC):
         return False
 
     def resource_problems(self, view: View) -> Iterator[Problem]:
-        """Yield what the section of the back end names and this machine can see is missing."""
+        """Yield a problem for each resource of the back end's section that is visibly missing on this machine."""
         yield from ()
 
     def passes_on(self, spec: RunSpec, name: str, environment: Mapping[str, str]) -> bool:
@@ -238,11 +238,11 @@ class Backend(ABC):
         return bool(environment.get(name)) and (self.traits.runs_here or name in spec.secret_env)
 
     def secret_hint(self, name: str) -> str:
-        """Return what to do so that the ranks get the secret ``name``."""
+        """Return the hint on how the ranks get the secret ``name``."""
         return f"Export {name} and name it in secret_env"
 
     def run_directory_mode(self) -> int | None:
-        """Return the permissions of new run directories; None for the usual ones."""
+        """Return the permissions of new run directories; None for the default."""
         return None
 
     def preflight_settings(self) -> tuple[str, ...]:
@@ -259,7 +259,7 @@ class Backend(ABC):
     # ---- while it is queued or runs -----------------------------------------------------------------------------
 
     def asked_once(self, runs: Sequence[RunDir]) -> Backend:
-        """Return a back end that answers job() for these runs from one question to the scheduler, where it can."""
+        """Return a back end that answers job() for these runs from one request to the scheduler, if it can."""
         return self
 
     def latest_job_id(self, run: RunDir, record: RunRecord, submitted: str) -> str:
@@ -267,7 +267,7 @@ class Backend(ABC):
         return submitted
 
     def logs(self, run: RunDir, record: RunRecord) -> LogFetcher | None:
-        """Return what copies the output of the ranks here; None where they write to the run directory."""
+        """Return the fetcher of the ranks' output; None if they write to the run directory."""
         return None
 
     def job_log(self, run: RunDir, job_id: str) -> Path | None:
@@ -275,20 +275,20 @@ class Backend(ABC):
         return None
 
     def force(self, run: RunDir, record: RunRecord) -> list[str]:
-        """Remove what is left of a cancelled job on nodes that are known to be off; return the names of the parts.
+        """Remove the remains of a cancelled job on nodes that are known to be off; return their names.
 
         Raises UsageError where can_force is False.
         """
         raise UsageError(f"{run.run_id} is on {self.traits.display_name}, where --force has no effect.")
 
     def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
-        """Delete what the scheduler keeps of a job that is over; return the names of the objects."""
+        """Delete the objects that the scheduler keeps of a job that is over; return their names."""
         return []
 
     # ---- explanations -------------------------------------------------------------------------------------------
 
     def explain_stuck(self, run: RunDir, record: RunRecord, status: RunStatus) -> Iterator[Finding]:
-        """Yield what keeps an active job from starting or ending and does not go away by itself."""
+        """Yield the conditions that keep an active job from starting or ending and do not resolve by themselves."""
         yield from ()
 
     def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
@@ -302,19 +302,19 @@ class Backend(ABC):
         return Finding.because("never-began", Reason("launch.never-began", {"run": run.run_id}), evidence)
 
     def actions_if_suspended(self, job_id: str) -> tuple[str, ...]:
-        """Return what ends the suspension of a job: commands or sentences."""
+        """Return how to end the suspension of a job: commands or sentences."""
         return ()
 
     # ---- attempts -----------------------------------------------------------------------------------------------
 
     def restarts_lost_nodes_free(self, attempt: AttemptRecord) -> bool:
-        """Return whether a lost node costs the job none of its restarts: the scheduler brings the job back."""
+        """Return whether a restart after a lost node is charged to no budget, as the scheduler requeues the job."""
         return False
 
     # ---- the cluster and this machine ---------------------------------------------------------------------------
 
     def is_available(self) -> bool:
-        """Return whether this machine can submit: its command or configuration is there. Asks no server."""
+        """Return whether this machine can submit: the command or configuration exists. Contacts no server."""
         return False
 
     def has_this_machine(self) -> bool:
@@ -322,7 +322,7 @@ class Backend(ABC):
         return False
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
-        """Return the nodes, quotas and queue. Raises SchedulerError where the scheduler does not answer."""
+        """Return the nodes, quotas and queue. Raises SchedulerError if the scheduler does not answer."""
         note = f"{self.traits.display_name} reports nothing about its nodes"
         return ClusterView(scheduler=self.name, cluster=self.traits.display_name, notes=(note,))
 

@@ -19,12 +19,12 @@ class GpuRow:
     free: int
     out_of_order: int
     nodes: int
-    free_nodes: int  # with all their GPUs free: what a gang of whole nodes can have
+    free_nodes: int  # with all their GPUs free, hence available to a gang of whole nodes
 
 
 @dataclass(frozen=True)
 class NodesRow:
-    """Nodes in one state, as the scheduler calls it."""
+    """The nodes in one state, under the scheduler's name for it."""
 
     state: str
     count: int
@@ -32,10 +32,10 @@ class NodesRow:
 
 @dataclass(frozen=True)
 class QuotaRow:
-    """The limit for all jobs together, or for one job where ``used`` is None."""
+    """One limit: for all jobs together, or for a single job if ``used`` is None."""
 
     owner: str
-    limit: str  # as the scheduler calls it
+    limit: str  # the scheduler's name for it
     resource: str
     allowed: float
     used: float | None
@@ -43,25 +43,25 @@ class QuotaRow:
 
 @dataclass(frozen=True)
 class QueueRow:
-    """One of my jobs. ``ahead``: jobs that the scheduler looks at before it; None for one that runs or where none says.
+    """One job of this user. ``ahead``: number of jobs that are scheduled before it; None if it runs, or if unknown.
 
-    On Kubernetes, where a job is its namespace's, mine are the runs in it.
+    On Kubernetes these are all runs of the namespace.
     """
 
     job_id: str
     name: str
-    state: str  # as a job's: queued, running, suspended, ending
+    state: str  # queued, running, suspended, ending
     queue: str
     nodes: int
     gpus: int | None
     ahead: int | None
     reason: str
-    start: float | None  # when it began, or the scheduler's estimate; seconds since the epoch
+    start: float | None  # actual, or the scheduler's estimate; seconds since the epoch
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The whole view; ``others_*`` count jobs of other users."""
+    """The state of a cluster; ``others_*`` count jobs of other users."""
 
     scheduler: str
     cluster: str
@@ -71,7 +71,7 @@ class ClusterView:
     queue: tuple[QueueRow, ...] = ()
     others_running: int = 0
     others_queued: int = 0
-    has_other_users: bool = True  # False: the jobs of other users are not known
+    has_other_users: bool = True  # False: jobs of other users are not shown
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Find the back end that a run names, and import its module only then."""
+"""The registry of back ends: finds them by name and imports their modules lazily."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def all_backends() -> list[Backend]:
     for traits in installed_backends():
         try:
             found.append(_implementation(traits))
-        except SchedulerError:  # of another package; whoever names it gets the error
+        except SchedulerError:  # of another package; backend_for() reports the error
             continue
     return found
 
@@ -42,7 +42,7 @@ def _implementation(traits: BackendTraits) -> Backend:
     module, _, attribute = traits.implementation.partition(":")
     try:
         backend = getattr(import_module(module), attribute)()
-    except Exception as error:  # any, since the module may be another package's
+    except Exception as error:  # code of another package may raise any exception
         raise SchedulerError(
             f"the back end {traits.name} cannot be loaded ({traits.implementation}): {type(error).__name__}: {error}. "
             f"Installed: {listed(backend_names())}."

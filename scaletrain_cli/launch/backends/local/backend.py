@@ -1,7 +1,6 @@
-"""The local scheduler: a detached supervisor process on this machine stands in for a cluster's controller.
+"""The local back end: a detached supervisor process on this machine in place of a cluster's controller.
 
-Starts, finds and signals the supervisor by its files in the run directory; what the supervisor does is in
-local_supervisor.
+Starts, finds and signals the supervisor by its files in the run directory; supervisor.py is the process itself.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 _ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # looked up, not imported
 SUPERVISOR_FAILED = "local.supervisor-failed"  # the code of its last event
-_START_SECONDS = 60.0  # a Python start on a busy machine with a cold file cache
+_START_SECONDS = 60.0  # for Python to start on a busy machine with a cold file cache
 _POLL_SECONDS = 0.05
 _TICK_SECONDS = 0.2
 
@@ -63,7 +62,7 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class LocalBackend(Backend):
-    """Runs jobs on this machine. ``engine`` is the module that each rank runs; tests put their own there."""
+    """Runs jobs on this machine. ``engine`` is the module that each rank runs; tests replace it."""
 
     name: ClassVar[str] = "local"
 
@@ -117,14 +116,14 @@ class LocalBackend(Backend):
             raise SchedulerError(f"{run.run_id} was started on {supervisor.hostname}; cancel it there.")
         touch(run.stop_file)
         if supervisor is not None and _stop(supervisor.process, run):
-            return  # it records the end itself, once there is one
+            return  # it records the end itself
         for agent in living_agents(run):
             _stop(agent, run)
         record_event(run, "cancelled")
         forget_secrets(run)
 
     def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
-        """Return 1 unless ``wanted`` says more. Raises UsageError where the runs would share GPUs."""
+        """Return ``wanted``, by default 1. Raises UsageError if the runs would share GPUs."""
         if (wanted or 1) > 1 and cluster.gpu != "cpu":
             raise UsageError(
                 f"--max-concurrent {wanted}: local runs all begin at GPU 0 of this machine and would share it. Leave "
@@ -133,11 +132,11 @@ class LocalBackend(Backend):
         return min(points, wanted or 1)
 
     def run_in_foreground(self, run: RunDir, record: RunRecord, on_tick: Callable[[], None]) -> int:
-        """Supervise the run as a child of this process; Ctrl-C stops it as a preemption would: its state is saved."""
+        """Supervise the run in a child of this process. Ctrl-C saves a checkpoint and stops it, as a preemption."""
         return run_in_foreground(run, record, engine=self.engine, on_tick=on_tick)
 
     def secret_hint(self, name: str) -> str:
-        """Return that the variable must be exported: ranks inherit the environment."""
+        """Return the hint to export the variable: ranks inherit the environment."""
         return f"Export {name}"
 
     def is_available(self) -> bool:
@@ -145,28 +144,28 @@ class LocalBackend(Backend):
         return True
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
-        """Return this machine's GPUs or cores, and the local runs that hold or wait for them."""
+        """Return this machine's GPUs or cores, and the local runs that use or wait for them."""
         from scaletrain_cli.launch.backends.local.cluster_view import local_view
 
         return local_view(self._job_of)
 
     def checks(self) -> Iterator[Check]:
-        """Yield nothing: `scaletrain doctor` looks at this machine anyway."""
+        """Yield nothing: `scaletrain doctor` checks this machine in any case."""
         yield from ()
 
     def _job_of(self, run: RunDir, record: RunRecord) -> Job | None:
-        """Return the run's job; None where the run belongs to another back end."""
+        """Return the run's job; None if the run belongs to another back end."""
         return self.job(run, record) if record.spec.cluster.scheduler == self.name else None
 
 
 def run_in_foreground(
     run: RunDir, record: RunRecord, *, engine: str = ENGINE_MODULE, on_tick: Callable[[], None] = lambda: None
 ) -> int:
-    """Supervise as a child of this process, which calls ``on_tick`` some times a second; returns the run's exit code.
+    """Supervise in a child of this process, which calls ``on_tick`` several times a second; return the exit code.
 
-    Ctrl-C stops the run as a preemption would: the state is saved. If this process dies, the same happens.
+    Ctrl-C, or the death of this process, saves a checkpoint and stops the run, as a preemption.
     """
-    # A child, not this process: supervising owns the signal mask and adopts orphans, which a caller may not want.
+    # In a child: a supervisor changes the signal mask and adopts orphans, which the caller may not want.
     command = [*supervisor_command(run, engine), "--parent-pid", str(os.getpid())]
     log = run.path / "supervisor.log"
     said_before = log.stat().st_size if log.exists() else 0
@@ -186,7 +185,7 @@ def run_in_foreground(
 
 
 def supervisor_command(run: RunDir, engine: str = ENGINE_MODULE) -> list[str]:
-    """Return the command of the supervisor of a run."""
+    """Return the command line that starts the supervisor of a run."""
     command = python_command("scaletrain_cli.launch.backends.local.supervisor", str(run.path))
     return command if engine == ENGINE_MODULE else [*command, "--engine", engine]
 
@@ -203,7 +202,7 @@ def read_supervisor(run: RunDir) -> Supervisor | None:
 
 
 def write_supervisor(run: RunDir, process: ProcessIdentity, *, at_work: bool = False) -> None:
-    """Record this process as the supervisor; ``at_work`` once it has begun an attempt or waits for its turn."""
+    """Record this process as the supervisor; ``at_work``: it has begun an attempt, or waits for its turn in a sweep."""
     data = {"hostname": socket.gethostname(), "pid": process.pid, "start_ticks": process.start_ticks}
     data |= {"at_work": at_work}
     write_document(run.path / "supervisor.json", data)
@@ -222,8 +221,8 @@ def run_to_wait_for(run: RunDir) -> RunDir | None:
 def _stop(process: ProcessIdentity, run: RunDir) -> bool:
     """Send SIGTERM to a process of this run; return False if it has ended.
 
-    Its pid was read from a file that others of the team may be able to write, so a process that was not started for
-    this run directory is none of its processes, whatever the file says.
+    The pid comes from a file that other users may be able to write, so a process is signaled only if its command line
+    names this run directory.
     """
     folder = os.path.realpath(run.path)
     if not any(os.path.realpath(word) == folder for word in command_line(process.pid)):
@@ -264,7 +263,7 @@ def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
     """
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
-        code = _exit_code(pid)  # before the file is read, which an ended process can no longer write
+        code = _exit_code(pid)  # before the file is read: an ended process no longer changes it
         supervisor = read_document(run.path / "supervisor.json")
         is_known = supervisor is not None and supervisor.get("pid") == pid
         if supervisor is not None and is_known and supervisor.get("at_work"):
@@ -275,15 +274,15 @@ def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
                 said = " ".join(log.read().decode(errors="replace").split())[-500:]
             raise SchedulerError(f"the supervisor did not start: {said or f'it ended with exit code {code}'}")
         time.sleep(_POLL_SECONDS)
-    if is_known:  # it holds the run, and a slow disk holds it up
+    if is_known:  # it supervises the run, but a slow disk delays it
         return None
-    os.kill(pid, signal.SIGKILL)  # or it might start after all, unknown to anyone
+    os.kill(pid, signal.SIGKILL)  # otherwise it might still start, without a record
     os.waitpid(pid, 0)
     raise SchedulerError(f"the supervisor {pid} did not start within {_START_SECONDS:.0f} s; see {run.path}.")
 
 
 def _failure(run: RunDir) -> str | None:
-    """Return why the supervisor failed; None where its last event says something else."""
+    """Return why the supervisor failed; None if the last event is not a failure of it."""
     events = read_events(run)
     failed = events and events[-1].get("code") == SUPERVISOR_FAILED
     return str(reason_from(events[-1])) if failed else None

@@ -41,7 +41,7 @@ def local_view(
 
 
 def _row(run: RunDir, job_of: Callable[[RunDir, RunRecord], Job | None]) -> QueueRow | None:
-    """Return the row of a run of this machine that is active; None for any other."""
+    """Return the row of an active run on this machine; None for any other run."""
     try:
         record = read_record(run)
     except UsageError:

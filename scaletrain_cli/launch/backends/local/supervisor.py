@@ -1,7 +1,7 @@
 """The supervisor of a local run; ``python -m scaletrain_cli.launch.backends.local.supervisor RUN_DIR``.
 
-It runs attempt after attempt until the run is done, cancelled or must not be retried. It is a process of its own, which
-outlives the terminal. SIGTERM means that the machine shuts down or the run is cancelled: no attempt follows.
+It runs attempts until the run is done, cancelled or must not be retried. It is a detached process, which outlives the
+terminal. SIGTERM means that the machine shuts down or the run is cancelled: no attempt follows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Supervise a run; return its exit code."""
+    """Supervise a run until its end; return its exit code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     parser = argparse.ArgumentParser(prog="local_supervisor", description="Run a job's attempts on this machine.")
     parser.add_argument("run_folder", type=Path)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def supervisor_lock(run: RunDir) -> Iterator[None]:
-    """Hold the lock of the only supervisor of the run. Raises SchedulerError if another process holds it."""
+    """Hold the lock that allows one supervisor per run. Raises SchedulerError if another process holds it."""
     with locked(run.path / "supervisor.lock", wait_seconds=0) as alone:
         if not alone:
             raise SchedulerError(f"{run.run_id} has a supervisor already.")
@@ -89,11 +89,11 @@ class Supervision(OneNodeJob):
     at_work: bool = field(default=False, init=False)
 
     def before_first_attempt(self) -> None:
-        """Wait for the node agent of a supervisor that was killed, and for the run before this one in its sweep."""
+        """Wait for the agent that a killed supervisor left, and for the run before this one in its sweep."""
         if living_agents(self.run):
             self.on_begin()
         while living_agents(self.run) and not self.told_to_stop:
-            self.listen(timeout=WAIT_SECONDS)  # it is saving the state
+            self.listen(timeout=WAIT_SECONDS)  # the agent's ranks are saving
         conclude_abandoned(self.run, self.record)
         if run_to_wait_for(self.run) is not None:
             self.on_begin()
@@ -101,7 +101,7 @@ class Supervision(OneNodeJob):
             self.listen(timeout=WAIT_SECONDS)
 
     def on_begin(self) -> None:
-        """Record it once."""
+        """Record in supervisor.json, once, that this supervisor is at work."""
         if not self.at_work:
             write_supervisor(self.run, own_identity(), at_work=True)
         self.at_work = True
