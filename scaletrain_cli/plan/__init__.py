@@ -1,6 +1,6 @@
 """Pure arithmetic from a run spec to a run plan. Standard library only; imports the spec and the errors.
 
-``make_plan`` sizes and chooses a layout, and ``submittable`` says what keeps a plan from being run by this engine. For
+``make_plan`` sizes and chooses a layout, and ``submittable`` returns the reasons why this engine cannot run a plan. For
 the engine: ``blocks_per_stage`` is how a pipeline is cut, ``zero_buffers`` gives the buffer sizes that the plan has
 counted, and ``rank_model_states`` what a rank must hold.
 

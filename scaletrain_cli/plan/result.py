@@ -249,8 +249,8 @@ class Rejection:
 class RunPlan:
     """The plan of a run: printed, submitted, asserted on the nodes and compared with measurements.
 
-    ``alternatives`` are the best of the layouts that were sized; ``rejected`` says, reason by reason, what became of
-    all ``considered`` ones but the chosen, and of the degrees that no layout may have.
+    ``alternatives`` are the best of the layouts that were sized; ``rejected`` counts, by reason, the other
+    ``considered`` layouts, and the excluded degrees.
     """
 
     model: ModelSize

@@ -66,8 +66,8 @@ class AttemptSpan:
 class Goodput:
     """Seconds by activity; the sum is the time from the first attempt's start to the last one's end.
 
-    ``productive``: steps that the run is made of, without waiting for data. ``lost_work``: steps that a crash or a
-    rollback undid, at the price of a mean step. ``idle``: between attempts.
+    ``productive``: steps that were kept, without waiting for data. ``lost_work``: steps undone by a crash or a
+    rollback, each with the mean time of a step. ``idle``: between attempts.
     """
 
     productive: float

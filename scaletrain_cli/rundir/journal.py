@@ -90,7 +90,7 @@ def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
 def record_event(run: RunDir, event: str, **details: Any) -> None:
     """Append an event with the wall-clock time (Unix seconds).
 
-    One that says which metrics count from then on also states how long metrics.jsonl was, in bytes.
+    An event that invalidates earlier metrics also records the length of metrics.jsonl in bytes.
     """
     place = {_METRICS_BYTES: _size(run.metrics)} if event in _PLACED else {}
     append_line(run.events, {"time": round(time.time(), 3), "event": event, **details, **place})
@@ -167,7 +167,7 @@ def _is_before(place: int, record: dict[str, Any], event: dict[str, Any]) -> boo
     """Return True if a line of metrics.jsonl was written before the event, by its position: clocks are set back, and
     differ.
 
-    Events of earlier versions name no place; for these the time has to do.
+    Events of earlier versions have no position; for these the time is compared.
     """
     if _METRICS_BYTES in event:
         return place < int(event[_METRICS_BYTES])

@@ -31,9 +31,9 @@ class Figure:
 class StageFigures:
     """Figures of the worst rank of a pipeline stage.
 
-    parameters, gradients, optimizer_states; ``activations``: kept by the stage's blocks for one micro-batch. Where
-    there is something: ``host``, offloaded; ``allocated`` and ``reserved``: the most in tensors, and in the allocator,
-    during the step, on a GPU.
+    parameters, gradients, optimizer_states; ``activations``: kept by the stage's blocks for one micro-batch. If any:
+    ``host``, offloaded bytes; ``allocated`` and ``reserved``, on a GPU: the maximum in tensors, and in the allocator,
+    during the step.
     """
 
     stage: int

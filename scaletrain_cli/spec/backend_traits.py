@@ -1,8 +1,8 @@
 """The traits of a back end that spec, planner, engine and run directory need, without importing the back end.
 
-A back end declares one ``BackendTraits``. Those of the package stand here; another package registers its own through
-the entry-point group ``scaletrain.backends`` (docs/extending.md). No module but this one and launch/backends/ names a
-scheduler: everything else asks for a trait, or for a method of the back end.
+A back end declares one ``BackendTraits``. Those of this package are defined here; another package registers its own
+through the entry-point group ``scaletrain.backends`` (docs/extending.md). No module but this one and launch/backends/
+names a scheduler: everything else asks for a trait, or for a method of the back end.
 """
 
 from dataclasses import dataclass

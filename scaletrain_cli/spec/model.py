@@ -68,7 +68,7 @@ ImageSize = Annotated[int, Field(strict=True, ge=1, le=8192)]
 
 
 class ResNetSpec(Section):
-    """A residual network (arXiv:1512.03385) whose stride lies in the 3 x 3 convolution (v1.5), as torchvision's."""
+    """A residual network (arXiv:1512.03385) with the stride in the 3 x 3 convolution (v1.5), as in torchvision."""
 
     family: Literal["resnet"]
     preset: str | None = None

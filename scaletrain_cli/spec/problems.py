@@ -18,7 +18,7 @@ from scaletrain_cli.text import did_you_mean
 
 
 def unused_keys(spec: RunSpec, given: Mapping[str, Any], source: Source) -> Iterator[Problem]:
-    """Yield a problem for each key in ``given``, which a person wrote, that changes nothing in ``spec``.
+    """Yield a problem for each key in ``given``, written by the user, that has no effect in ``spec``.
 
     A key that is given its default is none: a spec written out in full is as good as a short one. Neither is a key of
     the file that an override makes useless: ``--set evaluation.every=0`` switches it off for one run. Facts about

@@ -164,7 +164,7 @@ Fraction = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1)]
 class Matching:
     """Metadata of a text, or of the key of a mapping, that must match ``pattern`` completely.
 
-    ``message`` says what it must be, in the words of the field.
+    ``message`` describes valid values.
     """
 
     pattern: str

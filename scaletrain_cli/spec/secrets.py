@@ -1,7 +1,7 @@
 """Detect secrets in plain text in a spec, by the name of their key or by their form.
 
-All that a spec holds ends in run.json, in job scripts and in Weights & Biases. Nothing here returns or prints a value
-that it takes for a secret, but for removing it from a text.
+The content of a spec is written to run.json, job scripts and trackers. Nothing here returns or prints a value that
+looks like a secret, except to remove it from a text.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Condition:
 class UsedWhen:
     """Metadata of a field, or of a section, that has an effect only if one of the conditions holds.
 
-    Given to another value than its default where none does, it is an error (see spec.unused).
+    Otherwise a value that differs from the default is an error (see spec.problems.unused_keys).
     """
 
     conditions: tuple[Condition, ...]

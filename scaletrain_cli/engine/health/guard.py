@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 Judgement = Literal["fine", "suspicious", "spike"]
 
 _WINDOW_STEPS = 64
-_FEWEST_LOSSES = 8  # fewer say little about a falling loss
+_FEWEST_LOSSES = 8  # too few to judge a falling loss
 _FEWEST_NORMS = 32  # gradient norms of a new model change by orders of magnitude at first
 # A late loss varies by a few percent, so a spike from 2.2 to 5 stays below three times the median but far beyond the
 # spread. Hence the limit of seven standard deviations, and at least 1.25 times the median, which the hardest batches

@@ -1,6 +1,6 @@
 """Explain the layout of a plan: the decision step by step, with the numbers of this run.
 
-The order is the one that people reason in: one GPU, then data parallelism with ZeRO, then tensor parallelism within a
+The order is: one GPU, then data parallelism with ZeRO, then tensor parallelism within a
 node, then pipeline stages across nodes; then batch, bubble and communication, and what the runners-up lacked.
 """
 

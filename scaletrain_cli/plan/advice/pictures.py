@@ -33,8 +33,6 @@ def pictures(spec: RunSpec, plan: RunPlan) -> Pictures:
 
 
 def stage_times(plan: RunPlan) -> list[tuple[float, float]]:
-    """Return (forward, backward) seconds of one micro-batch on each pipeline stage; the last known stage stands for
-    later ones.
-    """
+    """Return (forward, backward) seconds of a micro-batch on each pipeline stage; the last known stage is repeated."""
     known = [(stage.forward, stage.backward) for stage in plan.time.by_stage]
     return known + known[-1:] * (plan.layout.pipeline_parallel - len(known))

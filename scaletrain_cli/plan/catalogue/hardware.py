@@ -1,6 +1,6 @@
 """The accelerator catalogue: memory, peak rates and bandwidths per device.
 
-Rates are dense and per device, bandwidths per direction; memory is what the driver leaves to a process. What a field
+Rates are dense and per device, bandwidths per direction; memory is the part available to a process. What a field
 means, and the data sheet that each row comes from, stand in hardware.json; what kernels reach of it, in kernels.py.
 """
 

@@ -1,8 +1,8 @@
 """The network catalogue: bandwidth and latency of links, and the time of one collective on them.
 
 Rates are per GPU and direction, in bytes/s, and so are those that a spec gives. Bus bandwidths and their sources are in
-networks.json. A collective takes its latency, and the bytes that each rank sends over the bus bandwidth (nccl-tests,
-doc/PERFORMANCE.md: n - 1 of n parts to gather or scatter, twice that to reduce for all).
+networks.json. The time of a collective is its latency plus the bytes that each rank sends over the bus bandwidth
+(nccl-tests, doc/PERFORMANCE.md: n - 1 of n parts to gather or scatter, twice that to reduce for all).
 """
 
 from __future__ import annotations

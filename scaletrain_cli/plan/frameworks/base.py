@@ -52,7 +52,7 @@ class Framework(ABC):
     # --- time
 
     profile: ClassVar[FrameworkProfile]
-    # Whether gradients below ZeRO-2 are reduced for all ranks, where a scatter would do.
+    # Whether gradients below ZeRO-2 are all-reduced although a reduce-scatter would suffice.
     reduces_whole_gradients: ClassVar[bool] = False
     # Whether gradients below ZeRO-2 are reduced after the backward pass of the last micro-batch, not beside it. Only
     # vision networks are modeled with it; for transformers it is in profile.reduce_overlap.
@@ -61,7 +61,7 @@ class Framework(ABC):
     gathers_per_micro_batch: ClassVar[bool] = False
     # Whether an activation that norms leave whole is sent whole to the next stage, by every tensor rank.
     sends_whole_boundary: ClassVar[bool] = False
-    # Whether tensor parallelism cuts norms and residuals too, unless the spec says (arXiv:2205.05198).
+    # Whether tensor parallelism also shards norms and residuals, unless set in the spec (arXiv:2205.05198).
     cuts_norms: ClassVar[bool] = True
     # Whether its blocks may be compiled by ``training.compile: auto``.
     compiles_blocks: ClassVar[bool] = False

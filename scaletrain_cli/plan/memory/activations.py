@@ -2,8 +2,8 @@
 
 Counted like Korthikanti et al. (arXiv:2205.05198, section 4). Attention is fused where it has no dropout: it saves its
 inputs, its output and one log-sum-exp per query and head, no matrix of scores. For a GPT block in 16 bits that is 32
-bytes per token and channel: their 34 without the two dropout masks. What a compiled block keeps instead was read off
-torch 2.13, whose partitioner keeps the fewest bytes between what it will not compute twice.
+bytes per token and channel: their 34 without the two dropout masks. The bytes kept by a compiled block follow torch
+2.13, whose partitioner minimizes the bytes kept between operations that it does not recompute.
 """
 
 from __future__ import annotations

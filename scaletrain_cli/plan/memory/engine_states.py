@@ -48,7 +48,7 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 class Tensors(NamedTuple):
     """Elements of each parameter of a part of the model, grouped by weight decay and sharding.
 
-    Matrices decay, vectors do not; experts are matrices that lie on fewer ranks than the others.
+    Matrices decay, vectors do not; experts are matrices that are replicated over fewer ranks than the others.
     """
 
     matrices: tuple[int, ...] = ()

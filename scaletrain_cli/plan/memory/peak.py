@@ -1,6 +1,6 @@
 """The peak of a training step over its phases, and memory outside PyTorch's allocator.
 
-NCCL's memory grows with the communicators, not with the ranks beyond two nodes (its authors, NVIDIA/nccl issue 986),
+NCCL's memory grows with the number of communicators, not of ranks beyond two nodes (NVIDIA/nccl issue 986),
 and with the peers of an all-to-all, each of which is a connection of its own.
 """
 

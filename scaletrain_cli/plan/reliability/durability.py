@@ -129,8 +129,8 @@ def best_interval_steps(step: float, save: float, blocked: float, sudden: float)
     """Return the steps between checkpoints by Young (1974): sqrt(2 C M), where C is the time that one takes from
     training.
 
-    Seconds of a step, of a checkpoint until it is whole, and of those for which training stands still; ``sudden``:
-    interruptions per second that no last save answers.
+    Arguments: seconds of a step, seconds until a checkpoint is committed, seconds that it blocks training; ``sudden``:
+    interruptions per second without a last save.
     """
     # At most one checkpoint per write, and at least one per expected interruption.
     wanted = min(max(math.sqrt(2 * blocked / sudden), save), max(1 / sudden, save))

@@ -147,9 +147,9 @@ class TraceOutcome:
 def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
     """Replay the run from 16 starting points spread over the trace, which repeats if the run is longer.
 
-    The run needs all its nodes at once. When it gets them it loads for ``restart_seconds``, then works and saves as the
-    plan says; when it loses one, work since the last checkpoint is lost, or, if a last save fits the notice, none but
-    the notice itself. Deterministic. Raises UsageError if the run would never end on this trace.
+    The run needs all its nodes at once. With all nodes it loads for ``restart_seconds``, then trains and saves as
+    planned; when it loses a node, the work since the last checkpoint is lost, or only the notice if a last save fits in
+    it. Deterministic. Raises UsageError if the run would never end on this trace.
     """
     most = max(nodes for _, nodes in trace.stretches)
     needed = min(spec.cluster.nodes, most)

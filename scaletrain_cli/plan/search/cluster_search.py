@@ -51,7 +51,7 @@ def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
 
 
 def likeliest(spec: RunSpec, counts: Sequence[int], near: int) -> list[int]:
-    """Return the node counts near ``near`` with the most layouts, ascending.
+    """Return the node counts near ``near`` that divide best, ascending.
 
     Data parallelism divides the batch, so the ranks over their common divisor must be shared out in another way: the
     less of that a count asks for, the more layouts it has.

@@ -1,7 +1,7 @@
 """The planned layouts that this project's engine can run. The planner sizes more.
 
-``ENGINE`` (frameworks/deepspeed.py) is the one declaration: the search proposes within it, and ``submittable`` names
-what lies outside.
+``ENGINE`` (frameworks/deepspeed.py) is the one declaration: the search proposes within it, and ``submittable`` lists
+what is outside of it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Candidate:
 def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate | None:
     """Return the fastest layout that fits with a margin, or else that fits; of equal ones the simplest.
 
-    Speed counts as far as it can be expected: a layout that may run out of memory must be faster by as much. Where the
+    Layouts are compared by expected speed: one that may run out of memory must be faster accordingly. Where the
     loss is ``contrastive``, one that accumulates is taken only if none that does not fits with room.
     """
     pool = [candidate for candidate in fitting if candidate.comfortable] or fitting

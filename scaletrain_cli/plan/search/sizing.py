@@ -43,7 +43,7 @@ class Sizing:
     notes: tuple[Reason, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return objective, limits and the table; the plan stands by itself.
+        """Return objective, limits and the table, without the plan.
 
         ``tried``: the clusters planned; ``ruled_out``: those that a bound showed to be no better.
         """

@@ -1,7 +1,7 @@
 """Bytes that one rank sends per optimizer step on each axis, and how long that takes.
 
 Volumes: ZeRO (arXiv:1910.02054, section 7), Megatron-LM (arXiv:1909.08053, arXiv:2104.04473, arXiv:2205.05198),
-Ulysses (arXiv:2309.14509); corrected for what each framework really sends, as the comments say.
+Ulysses (arXiv:2309.14509); corrected for the actual traffic of each framework, as in the comments.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
         layer = _convnext_layer(model, features, side**2, autocast)
         if index < len(model.depths) - 1:
             blocks.append(Block(layer, depth, input=features * side**2))
-        else:  # the last sum is not read again: the mean's gradient does not need it
+        else:  # the last sum is not read again
             blocks += [Block(layer, depth - 1, input=features * side**2)] if depth > 1 else []
             blocks.append(Block((*layer[:-1], replace(layer[-1], kept=0)), input=features * side**2))
         channels = features

@@ -1,7 +1,7 @@
 """Step time of a data-parallel rank that trains a vision network: its kernels, its traffic, its optimizer.
 
-An operation takes as long as its arithmetic or its memory traffic, whichever is longer, plus the copies that bring
-its input into the order its kernel wants.
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer, plus the copies that reorder
+its input for the kernel.
 """
 
 from __future__ import annotations
