@@ -1,12 +1,11 @@
 """Pure arithmetic from a run spec to a run plan. Standard library only; imports the spec and the errors.
 
 ``make_plan`` sizes and chooses a layout, and ``submittable`` returns the reasons why this engine cannot run a plan. For
-the engine: ``blocks_per_stage`` is how a pipeline is cut, ``zero_buffers`` gives the buffer sizes that the plan has
-counted, and ``rank_model_states`` what a rank must hold.
-
-planning puts the parts together: architecture (exact sizes), stages (what a rank holds), memory and speed of one layout
-(workloads has an object per kind of network, frameworks one per training framework), search over layouts and clusters,
-catalogue (devices, networks, prices, recipes), reliability (checkpoints, goodput, cost), and advice (warnings, checks).
+the engine: ``blocks_per_stage`` divides a pipeline into stages, ``zero_buffers`` returns the buffer sizes that the plan
+counts, and ``rank_model_states`` the model states of a rank. planning combines the parts: architecture (exact sizes),
+stages (what a rank holds), memory and speed of one layout (workloads has an object per kind of network, frameworks one
+per training framework), search over layouts and clusters, catalogue (devices, networks, prices, recipes), reliability
+(checkpoints, goodput, cost), and advice (warnings, checks).
 """
 
 from importlib import import_module

@@ -70,7 +70,7 @@ class StageMemory:
     ``peak``, the sum of MEMORY_PARTS, is what the device sees. ``allocated``: the part in live tensors, as
     torch.cuda.max_memory_allocated counts it; ``reserved``: what the caching allocator holds, with its fragmentation;
     the rest of the peak is the context and NCCL. ``host``: of one rank, in the node's memory, not in the peak.
-    ``step_temporaries``: what the optimizer's update takes and gives back, where that is the worst moment.
+    ``step_temporaries``: temporary memory of the optimizer's update, if the peak is there.
     """
 
     parameters: int
@@ -92,8 +92,8 @@ class StageMemory:
 class Memory(StageMemory):
     """Bytes on the worst rank, against the device's capacity; ``by_stage`` holds the same per pipeline stage.
 
-    ``out_of_memory_probability`` (0 to 1) follows from how far the estimate misses published measurements; ``verdict``
-    is ``fits``, ``tight`` or ``does not fit``, and ``fits`` means that the peak is within the capacity.
+    ``out_of_memory_probability`` (0 to 1) follows from the error of the estimate against published measurements;
+    ``verdict`` is ``fits``, ``tight`` or ``does not fit``, and ``fits`` means that the peak is within the capacity.
     """
 
     capacity: int
@@ -159,10 +159,10 @@ class Network:
 class Durability:
     """Checkpoint size and interval (Young 1974), and the goodput under interruptions (Daly 2006).
 
-    ``blocked_seconds``: that one checkpoint takes from training. ``lost_work_seconds``: of work done twice, mean over
-    interruptions. ``wall_seconds``: of the whole run with interruptions but without waiting for capacity; None if it
-    would never end. ``seconds_between_losses``: between interruptions that no last save answers.
-    ``copy_bytes_per_node``: of the node's memory, for the copy of the state that checkpoints are written from.
+    ``blocked_seconds``: time that one checkpoint blocks training. ``lost_work_seconds``: repeated work, mean over
+    interruptions. ``wall_seconds``: the whole run with interruptions but without waiting for capacity; None if it would
+    never end. ``seconds_between_losses``: mean time between interruptions without a last save. ``copy_bytes_per_node``:
+    host memory for the copy of the state from which checkpoints are written.
     """
 
     checkpoint_bytes: int
@@ -305,7 +305,7 @@ def coded(reason: Reason) -> dict[str, Any]:
 def with_reasons(plan: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON object of a plan with its texts converted back to reasons, for validation as a RunPlan.
 
-    Plans of earlier versions have texts alone. Alternatives are left out: nothing reads them back.
+    Plans of earlier versions have only texts. Alternatives are left out, because they are not used again.
     """
     changed: dict[str, Any] = {"alternatives": []}
     changed["rejected"] = [

@@ -120,8 +120,8 @@ def answer(
 ) -> Answer:
     """Return the plan of the run, on a cluster within the limits if there are any.
 
-    A run that does not fit is an answer with ``infeasible`` set; raises what ``make_plan`` and ``size_cluster`` raise
-    where there is no layout at all.
+    A run that does not fit is an answer with ``infeasible`` set. Raises as ``make_plan`` and ``size_cluster`` do if
+    there is no layout at all.
     """
     sizing, infeasible = None, None
     if limits is not None:

@@ -1,7 +1,7 @@
 """The data of an explanation: questions in order, each with its arithmetic and an answer.
 
-Part of the JSON of ``scaletrain plan --explain --json``, under ``explanation``; keys are added, never renamed. Layouts
-that were not chosen are sized here too, for "what if one axis were folded away".
+Part of the JSON of ``scaletrain plan --explain --json``, under ``explanation``; keys are added, never renamed. Other
+layouts are sized here for comparison, such as the chosen one without one of its axes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def modes(spec: RunSpec) -> tuple[str, ...]:
 def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) -> Candidate | None:
     """Return ``layout`` with some fields changed; data parallelism uses the remaining ranks.
 
-    None where a rule of the framework forbids it or something does not divide; what the spec pins does not matter.
+    Return None if a rule of the framework excludes it or a size does not divide. Values pinned in the spec are ignored.
     """
     changed = replace(layout, world_size=spec.world_size, **changes)
     others = changed.tensor_parallel * changed.pipeline_parallel * changed.sequence_parallel * changed.context_parallel

@@ -1,7 +1,7 @@
 """The accelerator catalogue: memory, peak rates and bandwidths per device.
 
-Rates are dense and per device, bandwidths per direction; memory is the part available to a process. What a field
-means, and the data sheet that each row comes from, stand in hardware.json; what kernels reach of it, in kernels.py.
+Rates are dense and per device, bandwidths per direction; memory is the part available to a process. The fields, and the
+data sheet of each row, are documented in hardware.json; the rates that kernels reach are in kernels.py.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class Link:
     def exchange(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
         """Return the seconds of an all-to-all in which each rank holds ``size`` bytes.
 
-        ``copies`` of each element go to different ranks at random, those for one node over the wire once and on from
-        there (DeepEP, github.com/deepseek-ai/DeepEP).
+        ``copies`` of each element go to random different ranks; copies for one node cross the network once and are
+        distributed there (DeepEP, github.com/deepseek-ai/DeepEP).
         """
         if ranks <= 1 or not size:
             return 0.0

@@ -1,7 +1,7 @@
 """The interface of a training framework: one object that owns its memory, time, pipeline and search rules.
 
-A framework that is new to the planner is a subclass in a file of its own and a line in registry.py. Memory, speed and
-search ask the object and never its name.
+To add a framework, write a subclass in a new file and add a line to registry.py. Memory, speed and search use the
+object and never its name.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Framework(ABC):
     def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:
         """Return the bytes of a checkpoint that data-parallel rank 0 writes by itself; all nodes share the rest.
 
-        Most frameworks share out what ranks hold alike (Megatron-LM: ``--ckpt-fully-parallel-save``).
+        Most frameworks distribute the write of replicated state (Megatron-LM: ``--ckpt-fully-parallel-save``).
         """
         return 0
 

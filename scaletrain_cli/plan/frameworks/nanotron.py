@@ -132,8 +132,8 @@ class Nanotron(Framework):
 def _blocks_by_weight(model: ModelSpec, stages: int) -> tuple[int, ...]:
     """Return the blocks on each stage (models/base.py build_model): a stage ends where the cost reaches its share.
 
-    The head costs what it weighs. Step times of the published 1B to 8B runs over 2 to 32 stages tell it from its
-    variants (a share that must be passed, a block that opens the next stage, a head that costs nothing).
+    The cost of the head is its number of parameters. The published step times of 1B to 8B runs over 2 to 32 stages
+    confirm this rule against variants (a strict comparison, the block on the next stage, a head without cost).
     """
     layers = model.num_hidden_layers
     block = model.hidden_size * (
@@ -150,8 +150,8 @@ def _blocks_by_weight(model: ModelSpec, stages: int) -> tuple[int, ...]:
 def loss_stage(model: ModelSpec, stages: int) -> int:
     """Return the stage that computes the loss (models/base.py build_model), which must be the last.
 
-    The head goes on where the blocks end and fills its stage; the cast of the logits and the loss cost nothing, and
-    each moves on as long as stages are full. With many stages some are left empty behind the loss.
+    The head follows the last block and fills its stage; the cast of the logits and the loss have no cost, and each is
+    placed on the next stage that is not full. With many stages, stages after the loss stay empty.
     """
     layers, hidden = model.num_hidden_layers, model.hidden_size
     if layers > MOST_BLOCKS:

@@ -1,10 +1,10 @@
 """Memory and time that a framework adds around a transformer's blocks, as frozen data without model or layout.
 
-Bytes and collectives are counted in the frameworks' sources, which the comments name. Host seconds and overlaps are
-read off published runs and calibrated on half of them: nanotron's on the Ultra-Scale Playbook's sweep, Megatron's on
-vTrain's runs, FSDP's on LLM Foundry's; benchmarks/planner_accuracy.py prints the errors on the whole of each. Host
-figures hold for server CPUs of 2020 to 2024, and matter where micro-batches are too small to keep a GPU busy. Those of
-this project's engine are estimates between the others.
+Bytes and collectives are counted in the frameworks' sources, which the comments cite. Host seconds and overlaps are
+calibrated on half of the published runs: nanotron's on the Ultra-Scale Playbook's sweep, Megatron's on vTrain's runs,
+FSDP's on LLM Foundry's; benchmarks/planner_accuracy.py prints the errors on the whole of each. Host figures hold for
+server CPUs of 2020 to 2024, and matter where micro-batches are too small to keep a GPU busy. Those of this project's
+engine are interpolated estimates.
 """
 
 from __future__ import annotations

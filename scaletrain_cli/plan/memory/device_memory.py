@@ -2,8 +2,8 @@
 
 The ratio of needed to estimated bytes is taken as log-normal, with a median of one and the spread of the framework.
 Usable share and spread are calibrated on the Ultra-Scale sweep (nanotron), and halves of its panels give the same: of
-runs estimated at 0.85 of the device a quarter crashed, at 0.9 six of ten, at 0.95 three of four, beyond 1.15 all. That
-is before the memory is full, because the fullest of many ranks decides, and NCCL and the allocator need memory to work;
+runs estimated at 0.85 of the device a quarter crashed, at 0.9 six of ten, at 0.95 three of four, beyond 1.15 all. Runs
+crash before the memory is full, because the fullest of many ranks is decisive, and NCCL and the allocator need memory;
 a few percent of smaller runs crashed too, for other reasons. Nothing comparable is published for other frameworks.
 """
 

@@ -195,7 +195,7 @@ _MOST_REPLICAS = 256
 def rank_model_states(spec: RunSpec, layout: Layout, stage: int = 0, replica: int | None = None) -> ModelStates:
     """Return what one rank of pipeline stage ``stage`` holds on its device, offloaded parts left out.
 
-    ``replica``: its place among the data x sequence ranks of its stage, 0-based; without it, the fullest of them.
+    ``replica``: its index among the data x sequence ranks of its stage; None for the fullest of them.
     """
     found = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
     return engine_states(spec, layout, found, replica)[0]

@@ -1,7 +1,7 @@
 """The peak of a training step over its phases, and memory outside PyTorch's allocator.
 
 NCCL's memory grows with the number of communicators, not of ranks beyond two nodes (NVIDIA/nccl issue 986),
-and with the peers of an all-to-all, each of which is a connection of its own.
+and with the peers of an all-to-all, each a separate connection.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What DeepSpeed 0.19 keeps, read in its source and confirmed by counting the live
 
 * Stage 0, fp32: ``engine.py _do_optimizer_sanity_check`` returns no wrapper, so the user's AdamW works on the weights.
 * Stage 0, 16 bits: ``_do_optimizer_sanity_check`` raises NotImplementedError with fp32 gradient accumulation, and
-  otherwise takes FP16_UnfusedOptimizer, which was measured to be less exact. The planner maps it to stage 1, openly.
+  otherwise takes FP16_UnfusedOptimizer, which was measured to be less exact. The planner uses stage 1 instead.
 * Stages 1 and 2: ``zero/stage_1_and_2.py __init__`` clones the rank's partition into
   ``single_partition_of_fp32_groups`` whatever the precision, so fp32 runs hold a second copy of their partition.
 * Stage 1, bf16 with fp32 gradients: ``bf16_optimizer.py _setup_for_real_optimizer`` allocates

@@ -15,7 +15,8 @@ def plan_cost(spec: RunSpec, layout: Layout, time: Time, durability: Durability)
     """Return the dollars of the training time on each market, without and with interruptions.
 
     Each market has the goodput of its own interruptions: on spot preemptions and failures, on demand failures alone.
-    ``durability`` is that of the run's own market. Waiting for spot capacity costs days, not counted here, and nothing.
+    ``durability`` is that of the run's own market. Time spent waiting for spot capacity is not counted, and costs
+    nothing.
     """
     device = find_accelerator(spec.cluster)
     own = spec.cluster.spot
@@ -51,7 +52,7 @@ def _market(quote: Quote | None, gpus: int, durable: Durability) -> Market:
 def _quote(spec: RunSpec, device: Accelerator, spot: bool) -> Quote | None:
     """Return the price in the spec, or else the catalogue's median.
 
-    With one price in the spec, it is that of the market that the run is on.
+    A single price in the spec applies to the run's own market.
     """
     cluster = spec.cluster
     if spot and cluster.spot_price_per_gpu_hour != "auto":

@@ -1,8 +1,8 @@
 """Lower bounds on the time and memory of layouts, from a few of them sized in full.
 
 A search over a large cluster cannot size every layout. The bounds follow from the models themselves: a larger
-micro-batch is no slower per sequence, more ranks per expert are no slower to compute, what comes once per step comes
-however the batch is cut; and the first stage of a pipeline holds at least its share of states and activations.
+micro-batch is no slower per sequence, more ranks per expert are no slower to compute, work once per step is independent
+of the micro-batch; and the first stage of a pipeline holds at least its share of states and activations.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Bounds:
     ) -> list[float]:
         """Return a tighter bound for layouts of one ZeRO stage; ``floors`` are those of ``step_seconds``.
 
-        From the widest micro-batch on the true ranks: what comes once per step (the optimizer, and gradients that the
-        backward pass does not hide) comes on top, and no smaller micro-batch is faster per sequence.
+        From the widest micro-batch on the true ranks: work once per step (the optimizer, and gradient reduction that
+        the backward pass does not hide) is added, and no smaller micro-batch is faster per sequence.
         """
         widest = micro_batches[-1]
         layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, widest, offload)
@@ -111,7 +111,7 @@ class Bounds:
         """Return a lower bound on (compute, communication) seconds per micro-batch of ranks that hold all stages.
 
         Experts spread over more ranks compute no slower and send no less; how much either changes depends on the
-        tokens of a rank alone, so it is read where the sequence is cut in the cheapest way.
+        tokens of a rank alone, so it is taken from the cheapest sharding of the sequence.
         """
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._micro_batches:

@@ -31,7 +31,7 @@ def parse_limits(
 ) -> Limits | None:
     """Return the limits, or None if no option is given. Raises UsageError.
 
-    Without an objective, a deadline asks for the fewest GPUs that keep it, and all else for the soonest end.
+    The default objective is ``gpus`` (fewest) with a deadline, and ``time`` otherwise.
     """
     if objective is None and max_gpus is None and deadline is None and budget is None and not gpus:
         return None

@@ -53,8 +53,8 @@ def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
 def likeliest(spec: RunSpec, counts: Sequence[int], near: int) -> list[int]:
     """Return the node counts near ``near`` that divide best, ascending.
 
-    Data parallelism divides the batch, so the ranks over their common divisor must be shared out in another way: the
-    less of that a count asks for, the more layouts it has.
+    Data parallelism divides the batch, so ranks beyond the common divisor need another kind of parallelism: the fewer
+    of these, the more layouts a count has.
     """
     per_node, batch = spec.cluster.gpus_per_node, spec.training.global_batch_size
 
@@ -132,7 +132,7 @@ def first_pass(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]
 
     One kind of GPU is planned at every count. Of several kinds each is planned at its smallest cluster that fits, at a
     middle one and at its largest; further counts only where one with 95 % of the GPU seconds of the cheapest of these
-    three could still be the best. If no planned cluster keeps the limits, the rest is planned too.
+    three could still be the best. If no planned cluster meets the limits, the rest is planned too.
     """
     counts = node_counts(spec, limits.max_gpus)
     if len(names) == 1:
