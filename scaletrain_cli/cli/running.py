@@ -116,11 +116,11 @@ def _invoked(words: Sequence[str]) -> ScaletrainError | None:
         _drop_stdout()
         return EndedError(ExitCode.CRASHED, "stdout was closed by its reader", code="io")
     except Exception as error:
-        return known_error(error, _doing(error, words))
+        return known_error(error, _failed_action(error, words))
     return EndedError(code) if isinstance(code, int) and code else None
 
 
-def _doing(error: Exception, words: Sequence[str]) -> str:
+def _failed_action(error: Exception, words: Sequence[str]) -> str:
     """Return what failed; a full disk without a file name means that stdout could not be written."""
     if isinstance(error, OSError) and error.filename is None and (is_full(error) or error.errno == errno.EIO):
         return "the answer could not be written"

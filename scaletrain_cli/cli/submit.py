@@ -115,7 +115,7 @@ def command(
         _show_rendered(prepared, output, as_json)
         return
     if prepared.earlier is not None:
-        _tell(prepared.submit(), {}, as_json)
+        _print_submitted(prepared.submit(), {}, as_json)
         return
     summary = prepared.check()
     for note in summary.notes:
@@ -130,10 +130,10 @@ def command(
         show_probe(prepared.backend.probe(run_spec, prepared.plan))
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
 
-    def tell_id(run: Run) -> None:
+    def print_id(run: Run) -> None:
         say(f"run id {run.run_id}")  # before the scheduler is asked: its answer may be lost
 
-    _tell(prepared.submit(tell_id), summary.to_json(), as_json)
+    _print_submitted(prepared.submit(print_id), summary.to_json(), as_json)
 
 
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
@@ -153,14 +153,14 @@ def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bo
         typer.echo(document(text), nl=False)
 
 
-def _tell(done: Submitted, told_before: dict[str, object], as_json: bool) -> None:
+def _print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bool) -> None:
     from scaletrain_cli.ui.console import say, suggest
     from scaletrain_cli.ui.json import print_json
 
     run = done.run
     if as_json:
         answer = {"run_id": run.run_id, "run_dir": str(run.path), "created": done.created}
-        print_json(answer | {"scheduler": done.scheduler, "job_id": done.job_id} | told_before)
+        print_json(answer | {"scheduler": done.scheduler, "job_id": done.job_id} | other_keys)
         return
     say(f"{'submitted' if done.created else 'was submitted before'}: job {done.job_id} in {run.path}")
     suggest(useful_commands(run.run_id, run.path))

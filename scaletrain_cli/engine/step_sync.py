@@ -43,7 +43,9 @@ class StepSync:
         """
         self.heartbeat.meet()
         values = [value for measured in measures for value in in_slots(measured.values)]
-        verdict, anyone_writing, agreed = self.consensus.reach(self._wish(step), self.checkpointer.writing, values)
+        verdict, anyone_writing, agreed = self.consensus.reach(
+            self._own_request(step), self.checkpointer.writing, values
+        )
         judged = [
             measured._replace(values=from_slots(measured.values, agreed[place * SLOTS :]))
             for place, measured in enumerate(measures)
@@ -76,7 +78,7 @@ class StepSync:
         saves = 1 if self.checkpointer.in_flight_step in (None, step) else 2
         return left, -self.consensus.least(-saves * self.checkpointer.expected_seconds)
 
-    def _wish(self, step: int) -> StepDecision:
+    def _own_request(self, step: int) -> StepDecision:
         if self.flag.raised:
             return StepDecision.PREEMPT
         # Only rank 0 decides, because clocks and file systems differ between ranks.

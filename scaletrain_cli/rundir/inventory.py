@@ -52,7 +52,7 @@ class Pruning:
 
 def take_inventory(folder: Path) -> list[Entry]:
     """Return the entries by step, oldest first. Reads manifests and sizes only."""
-    found = [entry for path in entries(folder) for entry in _look_at(path)]
+    found = [entry for path in entries(folder) for entry in _entries_at(path)]
     return sorted(found, key=lambda entry: (entry.step, entry.path.name))
 
 
@@ -76,7 +76,7 @@ def plan_pruning(folder: Path, keep: int, keep_every: int | None) -> Pruning | N
     return Pruning(tuple(one for one in to_delete if one.step != newest.step), newest)
 
 
-def _look_at(path: Path) -> Iterator[Entry]:
+def _entries_at(path: Path) -> Iterator[Entry]:
     if _ATTEMPT.fullmatch(path.name):
         with contextlib.suppress(OSError):  # deleted meanwhile, or not readable by this user
             for inner in entries(path):

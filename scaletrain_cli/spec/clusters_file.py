@@ -53,9 +53,9 @@ class Cluster:
                 self._merge(value, given, inner, source)
             elif self.above or given is None:
                 section[name] = copy.deepcopy(value)
-                self._take_places(inner, source)
+                self._record_locations(inner, source)
 
-    def _take_places(self, key: Key, source: Source) -> None:
+    def _record_locations(self, key: Key, source: Source) -> None:
         here, there = ("cluster", *key), ("clusters", self.name, *key)
         source.places = {place: text for place, text in source.places.items() if place[: len(here)] != here}
         for place, text in self.source.places.items():

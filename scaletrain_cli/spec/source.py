@@ -86,7 +86,7 @@ class Source:
 
 def parse_yaml(text: str, source: Source) -> dict[str, Any]:
     """Parse a YAML mapping and record the lines of its keys in ``source``. Raises SpecError."""
-    if _looks_bottomless(text):
+    if _is_nested_too_deeply(text):
         raise SpecError(
             f"{source.file} is not a run spec", (Problem(Place(source.file, 1), "", "is nested too deeply."),)
         )
@@ -144,7 +144,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _looks_bottomless(text: str) -> bool:
+def _is_nested_too_deeply(text: str) -> bool:
     """Return True if the nesting is so deep that the YAML parser, quadratic in depth, would take minutes."""
     if re.search(r"(?:[-?] ){100}", text):
         return True

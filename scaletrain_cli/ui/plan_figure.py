@@ -309,7 +309,7 @@ def check_plot_file(path: Path) -> None:
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.parent}.")
     try:
-        probe = _beside(path)
+        probe = _temporary_path(path)
         create_file(probe, b"")
         probe.unlink()
     except OSError as error:
@@ -332,6 +332,6 @@ def write_plot(path: Path, found: Answer, pictures: Pictures) -> None:
     replace_file(path, data, public=True)
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """Return an unpredictable file name in the same folder."""
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}")

@@ -31,7 +31,7 @@ class LedgerClock:
         self._end = threading.Event()
         self._active = rank == 0
         if self._active:
-            threading.Thread(target=self._write_now_and_then, name="ledger", daemon=True).start()
+            threading.Thread(target=self._write_periodically, name="ledger", daemon=True).start()
 
     @contextlib.contextmanager
     def during(self, category: Category) -> Iterator[None]:
@@ -86,6 +86,6 @@ class LedgerClock:
             seconds={name: round(value, 4) for name, value in self._seconds.items()},
         )
 
-    def _write_now_and_then(self) -> None:
+    def _write_periodically(self) -> None:
         while not self._end.wait(_WRITE_SECONDS):
             self.write()

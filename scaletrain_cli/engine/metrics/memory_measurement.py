@@ -136,7 +136,7 @@ def watching_model_states(engine: Any) -> Iterator[WatchedStates]:
     }
     for name, look in moments.items():
         if hasattr(engine, name):
-            setattr(engine, name, _looking_first(look, getattr(engine, name)))
+            setattr(engine, name, _counting_before(look, getattr(engine, name)))
     try:
         yield watched
     finally:
@@ -144,7 +144,7 @@ def watching_model_states(engine: Any) -> Iterator[WatchedStates]:
             engine.__dict__.pop(name, None)
 
 
-def _looking_first(look: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+def _counting_before(look: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*arguments: Any, **named: Any) -> Any:
         look()
         return method(*arguments, **named)

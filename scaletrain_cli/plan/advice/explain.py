@@ -32,7 +32,7 @@ def explain(spec: RunSpec, plan: RunPlan) -> tuple[Question, ...]:
 def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
     base = _plain(plan.layout)
     yield from _states(spec, plan, base, device)
-    if alone := _alone(spec, base, device):
+    if alone := _checkpointing_modes_on_one_rank(spec, base, device):
         yield _one_rank(spec, alone, device)
     if spec.world_size > 1:
         sharded = list(_sharded(spec, base, device))
@@ -70,7 +70,9 @@ def _lowest(spec: RunSpec) -> int:
     return _stages(spec)[0]
 
 
-def _alone(spec: RunSpec, base: Layout, device: Accelerator, **changes: int) -> list[Candidate]:
+def _checkpointing_modes_on_one_rank(
+    spec: RunSpec, base: Layout, device: Accelerator, **changes: int
+) -> list[Candidate]:
     """Return the run on one rank, with each mode of activation checkpointing."""
     one = on_one_rank(spec)
     stage = 0 if spec.training.precision in ("fp32", "tf32") else _lowest(spec)
@@ -86,7 +88,7 @@ def _states(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> 
 
     The peak then lies in the backward pass, and not in the optimizer step with its temporary copies.
     """
-    found = _alone(spec, base, device, micro_batch_size=base.global_batch_size)
+    found = _checkpointing_modes_on_one_rank(spec, base, device, micro_batch_size=base.global_batch_size)
     if not found:
         return
     memory, count = found[0].memory, max(1, plan.model.parameters)

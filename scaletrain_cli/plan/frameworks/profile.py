@@ -130,13 +130,13 @@ def compiled_profile(eager: FrameworkProfile) -> FrameworkProfile:
         backward_host=min(eager.backward_host, 0.5e-3),
         norm_forward=min(eager.norm_forward, 16.0),
         norm_backward=min(eager.norm_backward, 20.0),
-        gated=_less(eager.gated, (6.0, 10.0)),
-        plain=_less(eager.plain, (4.0, 6.0)),
-        rotary=eager.rotary if eager.complex_rotary else _less(eager.rotary, (4.0, 4.0)),
-        scores=_less(eager.scores, FUSED_SCORES),
+        gated=_difference(eager.gated, (6.0, 10.0)),
+        plain=_difference(eager.plain, (4.0, 6.0)),
+        rotary=eager.rotary if eager.complex_rotary else _difference(eager.rotary, (4.0, 4.0)),
+        scores=_difference(eager.scores, FUSED_SCORES),
         small_kernels=(6, 10),
     )
 
 
-def _less(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+def _difference(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
     return min(one[0], other[0]), min(one[1], other[1])

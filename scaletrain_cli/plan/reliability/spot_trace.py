@@ -35,10 +35,12 @@ def read_trace(path: Path) -> SpotTrace:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise _odd(path, f"cannot be read: {error}.", "Give a JSON or CSV file, plain or gzipped.") from error
+        raise _invalid_trace(path, f"cannot be read: {error}.", "Give a JSON or CSV file, plain or gzipped.") from error
     stretches = _from_json(path, text) if text.lstrip()[:1] in ("{", "[") else _from_csv(path, text)
     if not any(nodes for _, nodes in stretches):
-        raise _odd(path, "has no point with a node up, so nothing can run on it.", "Record a time with capacity.")
+        raise _invalid_trace(
+            path, "has no point with a node up, so nothing can run on it.", "Record a time with capacity."
+        )
     return SpotTrace(path.name, tuple(stretches))
 
 
@@ -46,17 +48,23 @@ def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
     try:
         document: Any = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise _odd(path, f"is not JSON: {error}.", "Check that the file is whole.") from error
+        raise _invalid_trace(path, f"is not JSON: {error}.", "Check that the file is whole.") from error
     if isinstance(document, dict) and isinstance(document.get("files"), dict):
         some = ", ".join(list(document["files"])[:2])
-        raise _odd(path, f"holds {len(document['files'])} traces.", f"Write one of them to a file, such as {some}.")
+        raise _invalid_trace(
+            path, f"holds {len(document['files'])} traces.", f"Write one of them to a file, such as {some}."
+        )
     metadata = document.get("metadata") if isinstance(document, dict) else None
     gap: Any = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     data = document.get("data") if isinstance(document, dict) else None
     if not _is_number(gap) or not 0 < gap <= _LONGEST_SECONDS:
-        raise _odd(path, "lacks metadata.gap_seconds, the seconds between two points.", 'Add {"gap_seconds": 600}.')
+        raise _invalid_trace(
+            path, "lacks metadata.gap_seconds, the seconds between two points.", 'Add {"gap_seconds": 600}.'
+        )
     if not isinstance(data, list) or not data:
-        raise _odd(path, "lacks data, the list of nodes up at each point.", "Add it, or give CSV lines seconds,nodes.")
+        raise _invalid_trace(
+            path, "lacks data, the list of nodes up at each point.", "Add it, or give CSV lines seconds,nodes."
+        )
     stretches: list[tuple[float, int]] = []
     for index, point in enumerate(data):
         nodes = _nodes(path, f"data[{index}]", point)
@@ -79,12 +87,16 @@ def _from_csv(path: Path, text: str) -> list[tuple[float, int]]:
         try:
             seconds, nodes = (float(cell) for cell in cells)
         except ValueError:
-            raise _odd(path, f"line {number} is not seconds,nodes.", "Write two numbers, as 600,4.", line) from None
+            raise _invalid_trace(
+                path, f"line {number} is not seconds,nodes.", "Write two numbers, as 600,4.", line
+            ) from None
         if not abs(seconds) <= _LONGEST_SECONDS or (points and seconds <= points[-1][0]):
-            raise _odd(path, f"line {number} does not come after the one before it.", "Sort the lines by time.", line)
+            raise _invalid_trace(
+                path, f"line {number} does not come after the one before it.", "Sort the lines by time.", line
+            )
         points.append((seconds, _nodes(path, f"line {number}", nodes)))
     if len(points) < 2:
-        raise _odd(path, "has fewer than two points.", "Write at least two lines seconds,nodes.")
+        raise _invalid_trace(path, "has fewer than two points.", "Write at least two lines seconds,nodes.")
     ends = [seconds for seconds, _ in points[1:]]
     ends.append(2 * points[-1][0] - points[-2][0])
     return [(end - seconds, nodes) for (seconds, nodes), end in zip(points, ends, strict=True)]
@@ -94,7 +106,7 @@ def _nodes(path: Path, where: str, value: Any) -> int:
     if isinstance(value, bool):
         return int(value)
     if not _is_number(value) or not 0 <= value <= 1e6 or value != int(value):
-        raise _odd(path, f"{where} is not a number of nodes.", "Give whole numbers from 0 on.", str(value))
+        raise _invalid_trace(path, f"{where} is not a number of nodes.", "Give whole numbers from 0 on.", str(value))
     return int(value)
 
 
@@ -102,7 +114,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _odd(path: Path, message: str, hint: str, given: str | None = None) -> UsageError:
+def _invalid_trace(path: Path, message: str, hint: str, given: str | None = None) -> UsageError:
     shown = None if given is None else given.encode("unicode_escape").decode("ascii")[:80]
     return UsageError(f"the spot trace {path} cannot be used", (Problem(str(path), "", message, shown, hint),))
 
@@ -153,7 +165,7 @@ def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
     """
     most = max(nodes for _, nodes in trace.stretches)
     needed = min(spec.cluster.nodes, most)
-    stretches = _up_and_down(trace, needed)
+    stretches = _availability(trace, needed)
     ended = []
     for start in range(_STARTS):
         run = _Replay(spec, plan)
@@ -256,7 +268,7 @@ class _Replay:
         return kept / self.pace, (worked - kept) / self.pace
 
 
-def _up_and_down(trace: SpotTrace, needed: int) -> _Stretches:
+def _availability(trace: SpotTrace, needed: int) -> _Stretches:
     """Return the intervals with and without enough nodes in turn; the end of the trace is joined to its beginning."""
     joined: _Stretches = []
     for seconds, nodes in trace.stretches:

@@ -128,7 +128,7 @@ class Bounds:
         """Return (compute, exposed communication) seconds per micro-batch of ranks that hold all stages."""
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._alone_seconds:
-            layout = self._alone(axes, 0, micro_batch, checkpointing, "none")
+            layout = self._single_micro_batch(axes, 0, micro_batch, checkpointing, "none")
             time = self._time(layout, _MANY)
             self._alone_seconds[key] = time.compute / _MANY, time.exposed_communication / _MANY
         return self._alone_seconds[key]
@@ -145,7 +145,7 @@ class Bounds:
         key = (axes.tensor, axes.expert, zero_stage, offload)
         if key not in self._states:
             whole = axes._replace(sequence=1, context=1)
-            layout = self._alone(whole, zero_stage, _MANY, self.checkpointing, offload)
+            layout = self._single_micro_batch(whole, zero_stage, _MANY, self.checkpointing, offload)
             memory = self._workload.memory(self.spec, layout, self.device)
             self._states[key] = _States(
                 memory.parameters, memory.gradients, memory.optimizer_states, layout.data_parallel
@@ -155,11 +155,13 @@ class Bounds:
     def _activation_bytes(self, axes: Axes, micro_batch: int, checkpointing: str) -> int:
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._activations:
-            layout = self._alone(axes, 3, micro_batch, checkpointing, "none")
+            layout = self._single_micro_batch(axes, 3, micro_batch, checkpointing, "none")
             self._activations[key] = self._workload.memory(self.spec, layout, self.device).activations
         return self._activations[key]
 
-    def _alone(self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str) -> Layout:
+    def _single_micro_batch(
+        self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str
+    ) -> Layout:
         """Return one micro-batch without a pipeline, with no more data parallelism than the experts need."""
         data = -(-axes.expert // axes.sequence)
         alone = axes._replace(data=data, pipeline=1, virtual=1)

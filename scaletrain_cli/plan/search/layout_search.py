@@ -239,7 +239,7 @@ class _Search:
             elif item.timing is None:
                 self._time(item, floor)
             else:
-                self._look_at(item, floor)
+                self._size_next(item, floor)
         if not self.fitting:
             for _, point in sorted(self._bounded_out, key=lambda pair: pair[0])[:_MOST_TOO_LARGE]:
                 self.too_large.append(Sized(self._layout(point), self._memory(point)))
@@ -274,7 +274,7 @@ class _Search:
         self.timed += 1
         self._push(timing[0].step, point._replace(timing=timing))
 
-    def _look_at(self, point: _Point, step_seconds: float) -> None:
+    def _size_next(self, point: _Point, step_seconds: float) -> None:
         """Size the layout with the best bound, keep it if it fits, and queue its variants."""
         bare = point._replace(timing=None)
         self._queue_recomputing(bare, step_seconds)
