@@ -349,18 +349,23 @@ def logs(
 
 
 def prepare_submission(
-    spec: RunSpec, *, run_id: str | None = None, trust_owner: bool = False, name: str | Path = "the run spec"
+    spec: RunSpec,
+    *,
+    run_id: str | None = None,
+    trust_owner: bool = False,
+    name: str | Path = "the run spec",
+    dry_run: bool = False,
 ) -> PreparedSubmission:
     """Plan a run and check on this machine what the spec names; write nothing and ask no scheduler.
 
     ``run_id`` (default: a new one) makes the submission repeatable. ``trust_owner`` accepts a run directory of another
-    user. ``name`` is what errors call the spec.
+    user. ``name`` is what errors call the spec. ``dry_run``: check it as if it had not been submitted before.
     """
     backend = backend_for(spec.cluster.scheduler)
     plan, snapshot = plan_for_engine(spec, name), take_snapshot(spec)
     if run_id is not None and os.path.lexists(runs_root() / run_id):
         require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
-    earlier = None if run_id is None else _submitted_before(run_id)
+    earlier = None if run_id is None or dry_run else _submitted_before(run_id)
     notes = require_external(spec, snapshot) if earlier is None else ()
     return PreparedSubmission(spec, plan, backend, snapshot, notes, earlier, run_id, trust_owner)
 
@@ -422,7 +427,7 @@ def cancel(
     """
     found = find_run(run)
     record = read_record(found.directory)
-    seen = seen or require_cancel(found, force=force, trust_owner=trust_owner)
+    seen = require_cancel(found, force=force, trust_owner=trust_owner, seen=seen)
     if seen.state in _OVER:
         return Cancellation(found.run_id, seen.state, cancelled=False)
     backend = backend_for(record.spec.cluster.scheduler)
@@ -431,12 +436,17 @@ def cancel(
     return Cancellation(found.run_id, seen.state, cancelled=True, removed=removed)
 
 
-def require_cancel(run: Run, *, force: bool = False, trust_owner: bool = False) -> RunStatus:
-    """Return the status. Raises UsageError where this user may not cancel the run, or the back end has no force."""
+def require_cancel(
+    run: Run, *, force: bool = False, trust_owner: bool = False, seen: RunStatus | None = None
+) -> RunStatus:
+    """Return the status, which is ``seen`` where the caller has it.
+
+    Raises UsageError where this user may not cancel the run, or the back end has no force.
+    """
     backend = backend_for(read_record(run.directory).spec.cluster.scheduler)
     if force and not backend.can_force:
         raise UsageError(f"--force removes pods, and {run.run_id} is on {backend.name}.")
-    seen = run_status(run.directory)
+    seen = seen or run_status(run.directory)
     if seen.state not in _OVER:
         require_cancellable(run.directory, trust_owner=trust_owner)
     return seen

@@ -55,6 +55,14 @@ def test_nothing_is_written_before_a_submission(spec: api.RunSpec, tmp_path: Pat
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_checks_a_run_that_was_submitted_before_as_a_new_one(
+    spec: api.RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scaletrain_cli.api._submitted_before", lambda run_id: object())
+    assert api.prepare_submission(spec, run_id="same").earlier is not None
+    assert api.prepare_submission(spec, run_id="same", dry_run=True).earlier is None
+
+
 def test_what_is_wrong_is_raised(spec: api.RunSpec) -> None:
     with pytest.raises(api.SpecError):
         api.load_spec(SMALL, ["training.stepz=1"])
@@ -71,3 +79,21 @@ def test_every_public_name_is_there_typed_and_described() -> None:
             assert inspect.getdoc(value), name
         if inspect.isfunction(value):
             assert "return" in value.__annotations__, name
+
+
+def test_a_run_of_another_user_is_not_cancelled_whatever_status_is_given(
+    spec: api.RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = api.load_spec(SMALL, settings(tmp_path / "program", steps=100_000, step_seconds=0.02))
+    run = api.submit(slow).run
+    seen = run.status()
+    with monkeypatch.context() as other:
+        other.setattr("scaletrain_cli.safe_files.other_owner", lambda path: 12345)
+        for options in ({"seen": seen}, {}):
+            with pytest.raises(api.UsageError, match="belongs to"):
+                api.cancel(run, **options)
+        with pytest.raises(api.UsageError, match="--force"):
+            api.cancel(run, seen=seen, force=True)
+    assert run.status().state == "running"
+    assert run.cancel().cancelled
+    assert run.wait(timeout_seconds=60).state == "cancelled"

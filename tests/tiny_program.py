@@ -23,7 +23,7 @@ def train():
         rank.log_metrics(step, loss=1.0 / step)
         time.sleep(float(rank.resolved.spec["env"]["STEP_SECONDS"]))
     staged = rank.checkpoints.stage(step)
-    with staged.open("state") as file:
+    with staged.file("state") as file:
         file.write(str(step).encode())
     rank.checkpoints.commit(step, staged.digests)
     rank.record_event("checkpoint", step=step)

@@ -110,7 +110,7 @@ def command(
     if probe and (dry_run or not backend_for(run_spec.cluster.scheduler).can_probe):
         able = ", ".join(backend.name for backend in all_backends() if backend.can_probe)
         raise UsageError(f"--probe runs a job on the nodes: it needs cluster.scheduler = {able}, and no --dry-run.")
-    prepared = prepare_submission(run_spec, run_id=run_id, trust_owner=trust_owner, name=spec)
+    prepared = prepare_submission(run_spec, run_id=run_id, trust_owner=trust_owner, name=spec, dry_run=dry_run)
     if dry_run:
         _show_rendered(prepared, output, as_json)
         return
