@@ -18,19 +18,23 @@ def progress_line(step: int, total_steps: int, loss: float, tokens_per_second: f
     """Return the line after ``step`` optimizer steps; ``loss`` in nats, null in the line where it is not finite."""
     line: dict[str, Any] = {"scaletrain": _KIND, "step": step, "total_steps": total_steps}
     line["loss"] = loss if math.isfinite(loss) else None
-    if tokens_per_second is not None:
+    if tokens_per_second is not None and math.isfinite(tokens_per_second):
         line["tokens_per_second"] = tokens_per_second
     return json.dumps(line)
 
 
 def read_progress(line: str) -> dict[str, float] | None:
-    """Return the numbers of a progress line by name, or None for any other line."""
+    """Return the finite numbers of a progress line by name, or None for any other line."""
     if not line.startswith('{"scaletrain"'):
         return None
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # any program can print a line that begins like this
         return None
     if found.get("scaletrain") != _KIND or not isinstance(found.get("step"), int):
         return None
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {
+        name: value
+        for name, value in found.items()
+        if type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    }

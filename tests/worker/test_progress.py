@@ -21,6 +21,13 @@ def test_a_loss_that_is_not_finite_is_left_out_and_the_line_stays_json() -> None
     assert read_progress(line) == {"step": 1, "total_steps": 2}
 
 
+def test_a_progress_line_of_any_program_gives_numbers_that_a_record_can_hold() -> None:
+    line = '{"scaletrain": "progress", "step": 3, "loss": NaN, "tokens_per_second": Infinity, "ok": true, "lr": 0.5}'
+    assert read_progress(line) == {"step": 3, "lr": 0.5}
+    assert read_progress('{"scaletrain": ' + "[" * 100_000) is None
+    assert "tokens_per_second" not in progress_line(1, 2, 1.0, math.inf)
+
+
 @pytest.mark.parametrize(
     "line", ["step      1/2  loss 2.25", '{"scaletrain": "other", "step": 1}', '{"scaletrain": "prog', "", "{}"]
 )

@@ -43,7 +43,7 @@ def read_pod_line(line: str) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_about_attempt = found.get("scaletrain") in ("attempt-start", "attempt-end")
     return found if is_about_attempt and isinstance(found.get("attempt"), int) else None
