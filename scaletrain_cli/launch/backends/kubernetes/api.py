@@ -26,14 +26,14 @@ from scaletrain_cli.safe_files import expand_home
 FIELD_MANAGER = "scaletrain"
 logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 5.0
-_MAY_BE_APPLIED = (502, 503, 504)  # by a gateway or proxy before the server
+_MAY_BE_APPLIED = (502, 503, 504)  # statuses of a gateway or proxy in front of the server
 _BUSY, _BUSY_PAUSES_SECONDS = 429, (1.0, 2.0, 4.0)
 _READ_SECONDS = 30.0
-_LOG_SECONDS = 10.0  # to the first line, which comes from the pod's node, that may be dead
-_FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is asked for again
+_LOG_SECONDS = 10.0  # until the first line: it comes from the pod's node, which may be dead
+_FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is requested again
 _SILENCE_SECONDS = 10.0
 _PAGE = 500
-_MOST_CONNECTIONS = 300  # every log that is followed holds one
+_MOST_CONNECTIONS = 300  # every followed log uses one
 _Answer = TypeVar("_Answer")
 _IN_CLUSTER_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
@@ -46,7 +46,7 @@ class Cluster:
 
         self.where = where
         self._silent_since: float | None = None
-        self._versions: dict[Kind, Kind] = {}  # which one the cluster has, of kinds with older ones
+        self._versions: dict[Kind, Kind] = {}  # the served version of kinds with older versions
         # Sends any path with the client's credentials; without this discoverer it would first read all API groups.
         self._client = DynamicClient(client, discoverer=lambda client, cache_file: None)
 
@@ -89,7 +89,7 @@ class Cluster:
                 refused = error if served is kind or refused is None else refused
                 continue
             except RefusedError as error:
-                if error.status == 404:  # there is no such object, hence there is the kind
+                if error.status == 404:  # the object is missing, so the kind exists
                     self._versions[kind] = served
                 raise
             self._versions[kind] = served
@@ -103,7 +103,7 @@ class Cluster:
         return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
     def apply(self, body: Object, *, dry_run: bool = False) -> Object:
-        """Create or update the object, or with ``dry_run`` only validate it. Return it as the server has it."""
+        """Create or update the object, or with ``dry_run`` only validate it. Return the server's version of it."""
         kind, metadata = kind_of(body), body["metadata"]
         return self._json(
             "patch",
@@ -116,7 +116,7 @@ class Cluster:
         )
 
     def annotate(self, kind: Kind, namespace: str, name: str, annotations: Mapping[str, str | None]) -> None:
-        """Add annotations to an object, and remove those that are None. Does nothing to one that is not there."""
+        """Add annotations to an object, and remove those that are None. Does nothing if the object does not exist."""
         body = {"metadata": {"annotations": dict(annotations)}}
         try:
             self._json(
@@ -142,10 +142,10 @@ class Cluster:
         at_once: bool = False,
         dry_run: bool = False,
     ) -> bool:
-        """Delete an object, and all that it owns before it. Return False when there was none.
+        """Delete an object after its dependents. Return False if it did not exist.
 
-        ``uid`` spares a later object of the same name. With ``background`` the object goes first. ``at_once`` waits for
-        no kubelet to confirm the end. ``dry_run`` only asks whether the server would do it.
+        ``uid``: only the object with this UID. ``background``: delete the object before its dependents. ``at_once``:
+        without a grace period or confirmation by the kubelet. ``dry_run``: only validate the request.
         """
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if uid:
@@ -176,7 +176,7 @@ class Cluster:
     ) -> Iterator[str]:
         """Yield a container's lines, each beginning with its time, from second ``since`` on (RFC 3339).
 
-        Raises RefusedError for a node that does not answer, too.
+        Raises RefusedError, also for a node that does not answer.
         """
         query = [("container", container), ("timestamps", "true"), ("follow", "true" if follow else "false")]
         query += [("sinceTime", since)] if since else []
@@ -187,10 +187,10 @@ class Cluster:
         try:
             yield from _lines(response.stream(1 << 16))
         except _transport_errors() as error:
-            if not follow:  # a followed log may go silent; the follower asks again
+            if not follow:  # a followed log may be silent; the follower repeats the request
                 raise self._silent_node(pod, error) from error
         finally:
-            response.close()  # unread data would be taken for the answer to the next request
+            response.close()  # unread data would be read as the answer to the next request
 
     def serves(self, kind: Kind) -> bool:
         """Return whether the cluster has this kind, in this version or an older one that is known here."""
@@ -206,7 +206,7 @@ class Cluster:
         return any(resource.get("name") == kind.plural for resource in found.get("resources", []))
 
     def version(self, patience_seconds: float = _READ_SECONDS) -> str:
-        """Return the server's version, such as ``v1.36.2``. The cheapest request that shows whether it answers."""
+        """Return the server's version, such as ``v1.36.2``: the cheapest request that shows whether it answers."""
         answer = self._parsed(self._send("get", None, "/version", read_seconds=patience_seconds).data)
         return str(answer.get("gitVersion", "of unknown version"))
 
@@ -241,7 +241,7 @@ class Cluster:
 
         timeout = (_CONNECT_SECONDS, read_seconds)
         if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
-            raise SchedulerError(f"{self.where} did not answer a moment ago.")  # else each run of a list would wait
+            raise SchedulerError(f"{self.where} did not answer a moment ago.")  # or each run of a list would wait
         logger.debug("%s %s %s", self.where, method, path)
         try:
             return self._ask(method, path, serialize=False, _request_timeout=timeout, **options)
@@ -251,7 +251,7 @@ class Cluster:
                 raise SchedulerSilentError(f"{message} The request may have been applied.") from error
             raise refusal(self.where, method, kind, path, error) from error
         except _transport_errors() as error:
-            if by_node_of and _is_late(error):  # only the node is silent; the server may answer other requests
+            if by_node_of and _is_late(error):  # only the node does not answer
                 raise self._silent_node(by_node_of, error) from error
             message = f"{self.where} does not answer: {_short(error)}. Check the VPN, the server and the context."
             if method == "get":
@@ -260,7 +260,7 @@ class Cluster:
             raise SchedulerSilentError(f"{message} The request may have been applied.") from error
 
     def _ask(self, method: str, path: str, **options: Any) -> Any:
-        """Send the request, and again while the server answers 429, which it does before it acts."""
+        """Send the request, and repeat it while the server answers 429 (it has then not acted)."""
         from kubernetes.client.exceptions import ApiException
 
         for pause in _BUSY_PAUSES_SECONDS:
@@ -283,7 +283,7 @@ def connect(context: str | None, namespace: str) -> Cluster:
 
 @functools.lru_cache
 def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
-    """Return one connection for all runs of a list: credentials may come from a program that takes a second."""
+    """Return a cached connection: credentials may come from a program that takes a second."""
     try:
         from kubernetes import client, config
     except ImportError as error:
@@ -292,7 +292,7 @@ def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
             install_command("k8s"),
         ) from error
     settings = client.Configuration()
-    settings.retries = False  # each would wait for the whole time limit again
+    settings.retries = False  # each retry would take the full timeout again
     settings.connection_pool_maxsize = _MOST_CONNECTIONS
     try:
         if context is None and _is_in_cluster(os.environ):
@@ -301,7 +301,7 @@ def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
         else:
             config.load_kube_config(file, context=context, client_configuration=settings, persist_config=False)
             name = f"context {context or config.list_kube_config_contexts(file)[1]['name']}"
-    except Exception as error:  # anything can be wrong in a kubeconfig and in the programs that it names
+    except Exception as error:  # a kubeconfig and the programs that it names can raise any exception
         wanted = f"context {context}" if context else "the current context"
         raise SchedulerError(
             f"{wanted} of the kubeconfig ({file or '~/.kube/config'}) cannot be used: "
@@ -311,7 +311,7 @@ def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
 
 
 def configured_namespace(context: str | None) -> str | None:
-    """Return the namespace that the context of the kubeconfig names, or that this pod is in; None where none is."""
+    """Return the namespace of the kubeconfig's context, or of this pod; None if there is neither."""
     if context is None and _is_in_cluster(os.environ):
         with contextlib.suppress(OSError):
             return _IN_CLUSTER_TOKEN.with_name("namespace").read_text(encoding="utf-8").strip() or None
@@ -320,7 +320,7 @@ def configured_namespace(context: str | None) -> str | None:
         from kubernetes import config
 
         known, current = config.list_kube_config_contexts(os.environ.get("KUBECONFIG") or None)
-    except Exception:  # connect() reports what is wrong with the file
+    except Exception:  # connect() reports the error
         return None
     wanted = current if context is None else next((one for one in known if one["name"] == context), None)
     named = (wanted or {}).get("context", {}).get("namespace")
@@ -334,7 +334,7 @@ def is_configured() -> bool:
 
 
 def _is_in_cluster(environment: Mapping[str, str]) -> bool:
-    """Return whether to use the pod's own cluster: a kubeconfig that is set in a pod, as in a notebook, comes first."""
+    """Return whether to use the pod's own cluster: a kubeconfig that is set in a pod takes precedence."""
     return "KUBERNETES_SERVICE_HOST" in environment and "KUBECONFIG" not in environment and _IN_CLUSTER_TOKEN.is_file()
 
 
@@ -345,7 +345,7 @@ def _transport_errors() -> tuple[type[BaseException], ...]:
 
 
 def _is_late(error: BaseException) -> bool:
-    """Return whether the connection was made and no answer came in time."""
+    """Return whether the connection was established, but the answer timed out."""
     import urllib3.exceptions
 
     return isinstance(error, urllib3.exceptions.ReadTimeoutError)

@@ -20,7 +20,7 @@ class RefusedError(SchedulerError):
 
     @property
     def is_rights(self) -> bool:
-        """True if the user lacks a right; False if an object breaks a rule or a quota."""
+        """Return True if the user lacks a permission; False if an object violates a rule or a quota."""
         return self.status == 403 and missing_right(self.said) is not None
 
 

@@ -13,7 +13,7 @@ Object = dict[str, Any]  # as the API server writes it
 class Kind:
     """A resource type. ``install`` is how to install it on a cluster.
 
-    ``older`` are versions that a cluster may have in place of this one, the newest first; these are only read.
+    ``older``: versions that a cluster may serve instead, the newest first; they are only read.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Kind:
 
     @property
     def root(self) -> str:
-        """Path of the version of the group."""
+        """Return the path of the API group and version."""
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
     def path(self, namespace: str, name: str = "", part: str = "") -> str:
@@ -84,10 +84,10 @@ FLAVOR = Kind("ResourceFlavor", *_KUEUE_GROUP, "resourceflavors", False, _KUEUE,
 COHORT = Kind("Cohort", *_KUEUE_GROUP, "cohorts", False, _KUEUE, _KUEUE_OLDEST)
 TOPOLOGY = Kind("Topology", *_KUEUE_GROUP, "topologies", False, _KUEUE, _KUEUE_OLDEST)
 WORKLOAD_PRIORITY = Kind("WorkloadPriorityClass", *_KUEUE_GROUP, "workloadpriorityclasses", False, _KUEUE, _KUEUE_OLDER)
-# Fields of Kueue's older versions by what they are called now.
+# Renamed fields of Kueue's older versions: old name, new name.
 _RENAMED = {"cohort": "cohortName", "parent": "parentName"}
 
-# What cluster.kubernetes.backend makes of a run, by the first word of the job's id.
+# The workload kind for each value of cluster.kubernetes.backend, which is also the first part of the job id.
 BACKENDS = {"jobset": JOB_SET, "volcano": VOLCANO_JOB, "trainjob": TRAIN_JOB}
 _APPLIED = (CONFIG_MAP, POD, JOB, JOB_SET, VOLCANO_JOB, TRAIN_JOB, RUNTIME, NATIVE_POD_GROUP)
 

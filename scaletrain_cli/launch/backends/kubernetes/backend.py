@@ -74,12 +74,12 @@ _CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
 
 @dataclass(frozen=True)
 class KubernetesBackend(Backend):
-    """Jobs of the clusters that the kubeconfig names. ``connect`` reaches one; tests replace it."""
+    """Jobs of the clusters in the kubeconfig. ``connect`` opens a connection to one; tests replace it."""
 
     name: ClassVar[str] = "kubernetes"
     output_format: ClassVar[Literal["script", "yaml"]] = "yaml"
     can_force: ClassVar[bool] = True
-    replaces_nodes: ClassVar[bool] = False  # a pod is only moved with its gang
+    replaces_nodes: ClassVar[bool] = False  # pods restart only as a whole gang
 
     connect: Callable[[str | None, str], Cluster] = connect
 
@@ -92,12 +92,12 @@ class KubernetesBackend(Backend):
         """
         from scaletrain_cli.launch.backends.kubernetes.preflight import check
 
-        # A name that no object has: the server validates the objects as new ones.
+        # A name that is not in use, so that the server validates the objects as new ones.
         name = f"preflight-{secrets.token_hex(4)}"
         if run is None:
             record = make_record(spec, plan, name, take_snapshot(spec))
             documents = documents_for(RunDir(runs_root() / name), record)
-        else:  # with the code that is kept in its directory, whatever the tree holds now
+        else:  # with the code kept in the run directory, not the current working tree
             record = dataclasses.replace(read_record(run), run_id=name, spec=spec, plan=plan, code=code)
             documents = documents_for(run, record)
         rendered = manifest(record, documents)
@@ -109,7 +109,7 @@ class KubernetesBackend(Backend):
         return to_yaml(self._manifest(run, record, lambda: self._cluster(record.spec))[0].objects)
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
-        """Apply the objects unless they exist, as after a submitter that died; return the job id."""
+        """Apply the objects and return the job id. Objects that a submitter which died has created are kept."""
         cluster = self._cluster(record.spec)
         rendered, excluded = self._manifest(run, record, lambda: cluster)
         spec, workload = record.spec.cluster.kubernetes, rendered.workload
@@ -136,8 +136,8 @@ class KubernetesBackend(Backend):
         return self._job_at(run, record, ref)
 
     def _job_at(self, run: RunDir, record: RunRecord, ref: JobRef) -> Job:
-        """Return the job of this reference, and record what is learned where the run directory can be written."""
-        if ref.ended:  # final, and its object may be deleted
+        """Return the job of this reference, and record its state if the run directory is writable."""
+        if ref.ended:  # final, and its object may have been deleted
             return Job(
                 ref.job_id,
                 "ended",
@@ -174,7 +174,7 @@ class KubernetesBackend(Backend):
         return job if job.progress else dataclasses.replace(job, progress=ref.progress)
 
     def _job_of_lost_request(self, run: RunDir, record: RunRecord, ref: JobRef, now: float) -> Job:
-        """Return the job of a request that was not answered and of which the API server has nothing now."""
+        """Return the job of an unanswered request for which the API server has no object now."""
         wait = ref.unsettled_seconds(now)
         if wait:
             asked = time.strftime("%H:%M:%S", time.localtime(ref.asked))
@@ -202,10 +202,10 @@ class KubernetesBackend(Backend):
         return None
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
-        """Delete the run's workloads, their pods before them: each gets SIGTERM and its whole grace period to save.
+        """Delete the run's workloads, after their pods: each pod gets SIGTERM and its full grace period to save.
 
-        Raises SchedulerError, with nothing changed, where the server refuses, or may still create a job that it has
-        not answered for. The object of a JobSet or Volcano Job stays until its last pod is gone.
+        Raises SchedulerError, with nothing changed, if the server refuses, or if it may still create the job of an
+        unanswered request. The object of a JobSet or Volcano Job exists until its last pod is deleted.
         """
         ref = job_ref_of(run, record)
         if ref is None:
@@ -225,13 +225,13 @@ class KubernetesBackend(Backend):
             *(one for one in named if not one["metadata"].get("deletionTimestamp") or kind is TRAIN_JOB),
             *(one for one in seen.others if not one["metadata"].get("deletionTimestamp") and not _has_ended(one)),
         ]
-        for one in targets:  # all before anything is changed
+        for one in targets:  # check all of them before anything is changed
             delete_workload(cluster, kind, ref.namespace, one, dry_run=True)
         with stop_requested(run, cluster, kind, ref.namespace, targets):
             for one in targets:
                 delete_workload(cluster, kind, ref.namespace, one)
         if targets:
-            with contextlib.suppress(SchedulerError):  # their output is deleted with the pods
+            with contextlib.suppress(SchedulerError):  # fetch the output, which is deleted with the pods
                 self._logs(run, record, ref, cluster).fetch()
         elif seen.workload is None and not ref.confirmed:
             remove_leftovers(cluster, ref, record)
@@ -239,7 +239,7 @@ class KubernetesBackend(Backend):
             record_event(run, "cancelled", job_id=ref.job_id)
 
     def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
-        """Delete the run's workloads, all of which are over; return their names. What they own goes with them."""
+        """Delete the run's workloads, all of which have ended, with their dependents; return their names."""
         ref = job_ref_of(run, record)
         if ref is None:
             return []
@@ -251,19 +251,19 @@ class KubernetesBackend(Backend):
         return [str(one["metadata"]["name"]) for one in targets]
 
     def logs(self, run: RunDir, record: RunRecord) -> PodLogs | None:
-        """Return what fetches the pods' output; None where it is visible here already, or there is no job."""
+        """Return the fetcher of the pods' output; None if the output is visible here anyway, or there is no job."""
         ref = job_ref_of(run, record)
         if ref is None or shares_volume(run):
             return None  # the pods of a job that has ended may still exist
         return self._logs(run, record, ref, self.connect(ref.context, ref.namespace))
 
     def findings(self, run: RunDir, record: RunRecord) -> list[StuckJob]:
-        """Return what the job would wait for in vain; empty where nothing is."""
+        """Return the reasons why the job is stuck; empty if it is not."""
         ref = job_ref_of(run, record)
         return [] if ref is None else stuck_jobs(self._look(ref, record)[1], time.time())
 
     def force(self, run: RunDir, record: RunRecord) -> list[str]:
-        """Delete pods of dead nodes; return their names. Only safe where the nodes are off."""
+        """Delete pods of dead nodes; return their names. Only safe if the nodes are powered off."""
         ref = job_ref_of(run, record)
         if ref is None:
             return []
@@ -283,39 +283,39 @@ class KubernetesBackend(Backend):
         return points
 
     def unseen_place(self, view: View, path: str) -> str:
-        """Return ``in the pods``, which have file systems of their own."""
+        """Return ``in the pods``: pods have their own file systems."""
         return "in the pods"
 
     def has_own_python(self, spec: RunSpec) -> bool:
-        """Return True: it is in the image."""
+        """Return True: the ranks use the Python of the image."""
         return True
 
     def passes_on(self, spec: RunSpec, name: str, environment: Mapping[str, str]) -> bool:
-        """Return whether a Secret holds the variable: the environment of the submitting machine is not sent."""
+        """Return whether a Secret supplies the variable: the environment of the submitting machine is not sent."""
         return name in spec.cluster.kubernetes.secrets
 
     def secret_hint(self, name: str) -> str:
-        """Return that the secret must be named in the section too."""
+        """Return the hint to name the secret in ``cluster.kubernetes.secrets``."""
         return f"Add {name} to secret_env and to cluster.kubernetes.secrets"
 
     def run_directory_mode(self) -> int | None:
-        """Return the mode for pods, which write as a user of their own with the group of the volume."""
+        """Return the mode for pods, which write as another user with the volume's group."""
         return 0o770
 
     def preflight_settings(self) -> tuple[str, ...]:
-        """Return that the objects of the short run go soon."""
+        """Return overrides that delete the objects of the short run soon after its end."""
         return ("cluster.kubernetes.ttl_seconds_after_finished=10m",)
 
     def latest_job_id(self, run: RunDir, record: RunRecord, submitted: str) -> str:
-        """Return the id of the job that was sent, or may have been: the answer may have been lost."""
+        """Return the id of the submitted job, also of one whose answer was lost."""
         place = job_ref_of(run, record)
         return "" if place is None else place.job_id
 
     def explain_stuck(self, run: RunDir, record: RunRecord, status: RunStatus) -> Iterator[Finding]:
-        """Yield what keeps the pods from starting or from ending; nothing where the server does not answer."""
+        """Yield the conditions that keep pods from starting or ending; nothing if the server does not answer."""
         from scaletrain_cli.launch.backends.kubernetes.explain import what_never_ends
 
-        with contextlib.suppress(SchedulerError):  # the status reports that
+        with contextlib.suppress(SchedulerError):  # the status reports the error
             yield from what_never_ends(run, record, self.findings(run, record))
 
     def explain_waiting(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
@@ -339,13 +339,13 @@ class KubernetesBackend(Backend):
         return is_configured()
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
-        """Return the nodes, quotas and jobs of the context and namespace of the section."""
+        """Return the nodes, quotas and jobs of the context and namespace in ``cluster.kubernetes``."""
         from scaletrain_cli.launch.backends.kubernetes.cluster_view import kubernetes_view
 
         return kubernetes_view(cluster.kubernetes)
 
     def checks(self) -> Iterator[Check]:
-        """Yield whether the API server answers. It is asked only where a context names it."""
+        """Yield the check that the API server answers; nothing without a configured context."""
         name = self.name
         if not is_configured():
             yield Check(name, "none", "no kubeconfig", "required for cluster.scheduler: kubernetes; set $KUBECONFIG")

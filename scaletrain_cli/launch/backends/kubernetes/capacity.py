@@ -1,6 +1,6 @@
-"""Whether a cluster can ever hold the job, and whether it can now: quota of its queue and namespace, and its nodes.
+"""Check whether the job fits into the cluster: the quota of its queue and namespace, and its nodes.
 
-That the job does not fit now is a note: jobs wait. That it can never fit is a problem.
+A job that does not fit now gives a note, since it can wait. One that can never fit gives a problem.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import listed
 
-# What a preflight finds: problems by the key of the spec, notes, and when the job could start.
+# The results of a check: problems by the key of the spec, notes, and the possible start.
 
 
-Found = Problem | Reason | Start  # a problem, a note, or what is known of the start
+Found = Problem | Reason | Start  # a problem, a note, or the possible start
 _SECTION = "cluster.kubernetes"
 NAMES_SHOWN = 8
 
 
 def missing(spec: RunSpec, key: str, given: str, what: str, there: Sequence[Object]) -> Problem:
-    """Return that ``given`` names nothing, with the names of what exists."""
+    """Return the problem that no object ``given`` exists, with the names of existing ones."""
     names = listed(sorted(str(item["metadata"]["name"]) for item in there), NAMES_SHOWN) or "none"
     return problem(spec, key, reason("object-missing", kind=what, names=names), given)
 
@@ -62,11 +62,11 @@ def problem(spec: RunSpec, key: str, message: str | Reason, given: str | None = 
 
 
 def unknown_start(why: Reason) -> Start:
-    """Return that no time of the start is known, and why."""
+    """Return a start without a time, and why the time is unknown."""
     return Start(None, str(why), why)
 
 
-# Labels of node pools that can grow, where a missing node may still be added.
+# Labels of node pools that an autoscaler may extend.
 _GROWING = (
     *("cloud.google.com/gke-nodepool", "eks.amazonaws.com/nodegroup", "kubernetes.azure.com/agentpool"),
     "karpenter.sh/nodepool",
@@ -112,7 +112,7 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
 
 
 def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
-    """Yield where the capability of a Volcano queue is too small; a gang that needs more is never enqueued."""
+    """Yield a problem if the capability of the Volcano queue is too small: such a gang is never enqueued."""
     given = spec.cluster.kubernetes.queue
     taken = queue.get("status", {}).get("allocated", {})
     for name, amount in _needed(spec, pod).items():
@@ -129,7 +129,7 @@ def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
 
 
 def _activity(spec: RunSpec, queue: Object, given: str, *, caused_elsewhere: bool = False) -> Iterator[Found]:
-    """Yield why the queue admits no jobs. A LocalQueue repeats its ClusterQueue, which has the cause."""
+    """Yield why the queue admits no jobs. A LocalQueue repeats the state of its ClusterQueue, which has the cause."""
     what = f"{queue['kind']} {queue['metadata']['name']}"
     if queue["spec"].get("stopPolicy", "None") != "None":
         yield reason("queue-stopped", queue=what, policy=queue["spec"]["stopPolicy"])
@@ -178,7 +178,7 @@ def _nearness(cluster: Cluster, spec: RunSpec) -> TopologyRequest | None:
 
 
 def _start(queue: Object, given: str, *, busy: bool) -> Start:
-    """Return the start as far as Kueue shows it: no times, and not which waiting jobs have a higher priority."""
+    """Return the possible start. Kueue shows no times, and not which waiting jobs have a higher priority."""
     waiting = int(queue.get("status", {}).get("pendingWorkloads", 0))
     if busy:
         return unknown_start(reason("start-quota-used", queue=given, waiting=waiting))
@@ -189,7 +189,7 @@ def _start(queue: Object, given: str, *, busy: bool) -> Start:
 
 
 def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:
-    """Return what all pods request together, by resource."""
+    """Return the total requests of all pods by resource."""
     found: dict[str, Fraction] = {}
     for container in pod.get("containers", ()):
         resources = container.get("resources", {})
@@ -199,12 +199,12 @@ def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:
 
 
 def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
-    """Yield where a ResourceQuota of the namespace is too small; it refuses pods one by one."""
+    """Yield the ResourceQuotas of the namespace that are too small: they would refuse single pods of the gang."""
     needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
     for quota in cluster.find(RESOURCE_QUOTA, spec.cluster.kubernetes.namespace):
         status = quota.get("status", {})
         if quota.get("spec", {}).get("scopes") or quota.get("spec", {}).get("scopeSelector"):
-            continue  # it may not be about such pods
+            continue  # its scope may not include these pods
         for limited, hard in status.get("hard", {}).items():
             wanted = needed.get(limited.removeprefix("requests."))
             if wanted is None:
@@ -220,7 +220,7 @@ def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fo
 
 
 def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
-    """Yield why there are not enough nodes for the gang; Kueue's quota ignores labels and cordons."""
+    """Yield why there are not enough nodes for the gang. Kueue's quota ignores labels and cordons."""
     if not pod:
         return
     places, may_grow = _places(cluster, spec, pod)
@@ -255,7 +255,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Room:
-    """How many pods fit now, and once nodes are uncordoned; ``why`` counts the other nodes by what they lack."""
+    """The number of pods that fit now, and after nodes are uncordoned; ``why`` counts unfit nodes by cause."""
 
     fits: int
     cordoned: int
@@ -265,7 +265,7 @@ class _Room:
 def _places(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Place], bool]:
     """Return the placement of the pods for each flavor that Kueue could choose, and whether nodes may be added.
 
-    An admission check of the queue may stand for another cluster, or for nodes that are made on demand.
+    An admission check of the queue may mean that another cluster runs the job, or that nodes are added on demand.
     """
     selector, tolerations = pod.get("nodeSelector", {}), list(pod.get("tolerations", ()))
     kubernetes = spec.cluster.kubernetes
@@ -299,6 +299,6 @@ def _room(nodes: Sequence[Object], one: Mapping[str, Fraction], place: _Place) -
 
 
 def _pods_on(node: Object, one: Mapping[str, Fraction]) -> int:
-    """Return how many such pods fit on the node if it is empty; two pods of a gang may share a node."""
+    """Return how many of these pods fit on the empty node; pods of a gang may share a node."""
     has = node.get("status", {}).get("allocatable", {})
     return min((int(parse_quantity(has.get(name, 0)) // amount) for name, amount in one.items() if amount), default=1)

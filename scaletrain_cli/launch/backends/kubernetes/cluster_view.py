@@ -1,6 +1,6 @@
-"""An overview of a cluster: nodes, Kueue's quotas and a namespace's runs, as rows that all schedulers share.
+"""The view of a cluster: nodes, Kueue's quotas and a namespace's runs, in the rows common to all back ends.
 
-look() sends the requests; make_view() is pure. What the user may not list is left out with a note.
+look() sends the requests; make_view() is pure. Resources that the user may not list are left out with a note.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from scaletrain_cli.spec.kubernetes import KubernetesSpec
 if TYPE_CHECKING:
     from scaletrain_cli.launch.backends.kubernetes.api import Cluster
 
-# The runs of a namespace in the order in which Kueue looks at them, and why each waits.
+# The runs of a namespace in Kueue's order, and why each waits.
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Runs:
 
     workloads: tuple[tuple[str, Object], ...] = ()  # each with its back end
     pods: tuple[Object, ...] = ()
-    queued: tuple[Object, ...] = ()  # Kueue's Workloads, of anybody
+    queued: tuple[Object, ...] = ()  # Kueue's Workloads of all users
     groups: tuple[Object, ...] = ()  # Volcano's PodGroups
     nodes: tuple[Object, ...] = ()
     queue_known: bool = True
@@ -139,7 +139,7 @@ def _waits(queued: Object) -> bool:
 
 
 def _order(queued: Object) -> tuple[float, float]:
-    """Return the sort key: priority, then age; a workload whose pods did not become ready goes last."""
+    """Return the sort key: priority, then age; a workload whose pods did not become ready is last."""
     evicted = _condition(queued, "Evicted")
     since = queued["metadata"]["creationTimestamp"]
     if evicted is not None and evicted.get("reason") == "PodsReadyTimeout":
@@ -148,7 +148,7 @@ def _order(queued: Object) -> tuple[float, float]:
 
 
 def _gpus(seen: Observation, resource: str) -> int | None:
-    """Return the GPUs of the whole gang; None if no pod is described yet, as at the start of a TrainJob."""
+    """Return the number of GPUs of the gang; None if there is no pod template yet, as at the start of a TrainJob."""
     assert seen.workload is not None
     spec, queued = seen.workload["spec"], seen.queued if seen.queued is not None else {"spec": {}}
     described = [
@@ -194,20 +194,20 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Seen:
-    """The answers of the API server. ``forbidden`` names what the user may not list, which is None or left out here."""
+    """The answers of the API server. ``forbidden``: resources that the user may not list, here None or empty."""
 
     runs: Runs
     nodes: tuple[Object, ...] | None = ()
-    pods: tuple[Object, ...] | None = ()  # those that live, in all namespaces
+    pods: tuple[Object, ...] | None = ()  # active ones in all namespaces
     local_queues: tuple[Object, ...] = ()
     cluster_queues: tuple[Object, ...] = ()
     forbidden: tuple[str, ...] = ()
 
 
 def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
-    """Return the view of the context and namespace that are set. Raises SchedulerError when the API server is silent.
+    """Return the view of the configured context and namespace. Raises SchedulerError without an answer.
 
-    Where no namespace is set: that of this user's runs which are not over, the newest first; else the kubeconfig's.
+    Default namespace: that of this user's newest run that has not ended; else the kubeconfig's.
     """
     from scaletrain_cli.launch.backends.kubernetes.api import configured_namespace, connect
 
@@ -224,10 +224,10 @@ def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
 
 
 def _namespaces_of_runs(context: str | None) -> list[str]:
-    """Return the namespaces of this user's runs that have not ended, as far as is known here, the newest first."""
+    """Return the namespaces of this user's runs that have not ended according to their records, newest first."""
     places = []
     for run in list_runs():
-        with contextlib.suppress(UsageError, OSError):  # reported where that run is shown
+        with contextlib.suppress(UsageError, OSError):  # reported when that run is shown
             place = read_job_ref(run)
             if place is not None and not place.ended and context in (None, place.context):
                 places.append((run.record.stat().st_mtime, place.namespace))
@@ -246,7 +246,7 @@ def look(cluster: Cluster, namespace: str) -> Seen:
         except RefusedError as error:
             if not error.is_rights:
                 raise
-            if not cluster.serves(kind):  # rights are looked at before that
+            if not cluster.serves(kind):  # permissions are checked before existence
                 return ()
             forbidden.append(f"{kind.plural}.{kind.group}" if kind.group else kind.plural)
             return None

@@ -1,6 +1,6 @@
-"""The state of a run's job, and why it is so, from the conditions, pods and events that controllers write.
+"""Determine the state of a run's job and its reason from conditions, pods and events.
 
-Pure: an Observation in, a Job out. Of two reasons, the one nearer to the cause becomes the job's.
+Pure: an Observation in, a Job out. Of two reasons, the one closer to the root cause is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob, is_read
 from scaletrain_cli.reasons import Reason
 
 CANCELLED = "scaletrain.dev/cancelled"  # an annotation: when, by `scaletrain cancel`
-# States of a container that does not start until its cause is fixed.
+# Waiting states of a container that do not resolve by themselves.
 _STUCK = {
     "ErrImagePull": "image-not-pulled",
     "ImagePullBackOff": "image-not-pulled",
@@ -43,7 +43,7 @@ _BETTER_IN_PODS = ("kubernetes.image-event", "kubernetes.pod-unschedulable")  # 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a job is in its state: the cause, and what is reported before and after it."""
+    """Why a job is in its state: the cause, and further reasons that are reported before and after it."""
 
     cause: Reason
     after: tuple[Reason, ...] = ()
@@ -66,7 +66,7 @@ def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = Fals
     left = [pod for pod in seen.pods if not _has_ended(pod)]
 
     def ending(cause: Reason) -> Job:
-        """Two gangs must never run at once, so a job is not over before its last pod is."""
+        """Return the job in state ``ending``: it has not ended before its last pod, so two gangs never run at once."""
         after = () if stuck else _leaving(left, seen, "pods-saving")
         return Explanation(cause, after, stuck=stuck).job(job_id, "ending", nodes)
 
@@ -165,7 +165,7 @@ def _last_line(message: str) -> str:
 
 
 def _leaving(pods: Sequence[Object], seen: Observation, doing: str) -> tuple[Reason, ...]:
-    """Return what pods that were asked to end do, as far as their nodes report."""
+    """Return the state of the terminating pods, as far as their nodes report it."""
     if not pods:
         return (reason("no-pods-left"),)
     silent = _silent_nodes(pods, seen)

@@ -1,6 +1,7 @@
-"""The objects that a controller creates for a workload, which a dry run must check too. Pure.
+"""The objects that controllers create for a workload, for the dry run. Pure.
 
-The API server accepts a JobSet whose pod template no Job may have; it then never starts, and only an event shows why.
+The API server accepts a JobSet with a pod template that is invalid for a Job; it then never starts, and only an event
+shows why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a run on Kubernetes waits, never ends or has ended, and what to do: decided by reason codes alone."""
+"""Explain why a run on Kubernetes waits, is stuck or has ended, by reason codes only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONTAINER = _Meaning("image", "explain-container")
 _VOLUME = _Meaning("volume", "explain-volume")
 _STARTING = _Meaning("starting", "explain-starting")
 _UNSCHEDULABLE = _Meaning("resources", "explain-unschedulable")
-# By the code of the job's reason.
+# The meanings by the code of the job's reason.
 _MEANINGS = {
     "no-queue": _Meaning("held", "explain-suspended", True),
     "queue-unreadable": _QUOTA,
@@ -98,7 +98,7 @@ def what_never_ends(run: RunDir, record: RunRecord, found: Sequence[StuckJob]) -
 
 
 def how_it_ended(run: RunDir, status: RunStatus) -> Finding:
-    """Return how a job ended whose attempts are not visible here, and what helps after such an end."""
+    """Return the finding about an ended job whose attempts are not visible here."""
     evidence = [Evidence.because("the cluster", status.reason)] if status.why else []
     if status.step:
         last_step = reason("last-step", step=status.step, total_steps=status.total_steps)
@@ -118,7 +118,7 @@ def _ended_code(status: RunStatus) -> str:
 
 
 def _names(run: RunDir, record: RunRecord) -> dict[str, str]:
-    """Return what remedies name: the run, its namespace, and its workload as kubectl takes it."""
+    """Return the parameters of remedies: the run, its namespace, and its workload as a kubectl argument."""
     ref = job_ref_of(run, record)
     namespace = ref.namespace if ref else record.spec.cluster.kubernetes.namespace
     workload = ref.job_id.replace("volcano/", "jobs.batch.volcano.sh/") if ref else "pods"

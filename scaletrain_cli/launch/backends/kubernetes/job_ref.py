@@ -1,6 +1,6 @@
-"""kubernetes.json in the run directory: where the run's job is, and how it ended, which the cluster does not keep.
+"""The reference to the run's job, kubernetes.json: where it is, and its end, which the cluster does not keep.
 
-The spec does not suffice: a later revision may name another namespace than that of the job. The file is written before
+The spec is not sufficient: a later revision may name another namespace than that of the job. The file is written before
 the request is sent, so that a job is found even if the server's answer was lost.
 """
 
@@ -31,11 +31,10 @@ _LOCK_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class JobRef:
-    """The latest job. ``detail`` and ``exit_code`` are set once it has ended; ``forgotten``: its object was gone.
+    """The latest job. ``detail`` and ``exit_code`` are set once it has ended; ``forgotten``: its object was deleted.
 
-    ``confirmed`` is False from before the API server is asked until the job is known to be there; ``asked`` is the Unix
-    time of that request, ``before`` the document that it replaced. ``progress`` is the newest line of pod 0 that was
-    seen, as Job.progress.
+    ``confirmed`` is False from before the request until the job is known to exist; ``asked`` is the Unix time of the
+    request, ``before`` the document that it replaced. ``progress``: the newest known progress of pod 0 (Job.progress).
     """
 
     job_id: str
@@ -56,12 +55,12 @@ class JobRef:
         return self.job_id.partition("/")[2]
 
     def unsettled_seconds(self, now: float) -> float:
-        """Return for how long the API server may still make the job of a request that it has not answered."""
+        """Return the seconds during which the API server may still create the job of an unanswered request."""
         return 0.0 if self.confirmed else max(0.0, self.asked + _SETTLED_SECONDS - now)
 
 
 def job_ref_of(run: RunDir, record: RunRecord) -> JobRef | None:
-    """Return where the latest job is, or would be if the API server took it; None before the first."""
+    """Return the reference to the latest job, or to that of an unanswered request; None before the first."""
     ref, submission = read_job_ref(run), read_submission(run)
     recorded = "" if submission is None else submission.job_id
     if ref is not None and submission_number(ref.job_id) >= submission_number(recorded):
@@ -95,13 +94,13 @@ def _from_document(data: dict[str, Any], path: Path) -> JobRef:
 
 @contextlib.contextmanager
 def submission_recorded(run: RunDir, ref: JobRef) -> Iterator[None]:
-    """Write the intent before the job is handed over. A refusal puts back what was there.
+    """Write the intent before the job is submitted. A refusal restores the previous document.
 
-    For holders of submit_lock(): this overwrites what another command that looked at the run has written meanwhile.
+    Requires submit_lock(): this overwrites updates that another command has written meanwhile.
     """
     there = read_job_ref(run)
     if there is not None and not there.confirmed:
-        there = previous_job_ref(run, there)  # of a request that is made again
+        there = previous_job_ref(run, there)  # for a repeated request
     before = None if there is None else dataclasses.asdict(there)
     intent = dataclasses.replace(ref, confirmed=False, asked=time.time(), before=before)
     _write(run, intent)
@@ -117,19 +116,19 @@ def submission_recorded(run: RunDir, ref: JobRef) -> Iterator[None]:
 
 
 def confirmed(intent: JobRef) -> JobRef:
-    """Return the reference to a job that the API server has."""
+    """Return the reference with the job confirmed: the API server has it."""
     return dataclasses.replace(intent, confirmed=True, before=None)
 
 
 def withdraw_intent(run: RunDir, intent: JobRef) -> None:
-    """Put back what was known before a request of which nothing came, unless another was made meanwhile."""
+    """Restore the document from before a request that created no job, unless another was made meanwhile."""
     with _writing(run):
         if _is_still(run, intent):
             _put(run, previous_job_ref(run, intent))
 
 
 def update(run: RunDir, old: JobRef, new: JobRef) -> None:
-    """Replace what is known of a job, unless another one was sent meanwhile. Raises OSError."""
+    """Replace the document of a job, unless another job was submitted meanwhile. Raises OSError."""
     with _writing(run):
         if _is_still(run, old):
             _put(run, new)
@@ -149,7 +148,7 @@ def _put(run: RunDir, ref: JobRef | None) -> None:
 
 
 def _writing(run: RunDir) -> contextlib.AbstractContextManager[bool]:
-    """Lock the file: a command that shows a run and one that resumes it may write at the same time."""
+    """Lock the file: concurrent commands, such as status and resume, may both write it."""
     return locked(run.path / "kubernetes.lock", wait_seconds=_LOCK_SECONDS)
 
 
@@ -160,7 +159,7 @@ def _is_still(run: RunDir, ref: JobRef) -> bool:
 
 
 def record_end(run: RunDir, ref: JobRef, job: Job) -> None:
-    """Record the end of a job, whose object is deleted some time later."""
+    """Record the end of a job, since its object is deleted later."""
     progress = {**ref.progress, **job.progress}
     ended = dataclasses.replace(
         ref,
@@ -176,18 +175,18 @@ def record_end(run: RunDir, ref: JobRef, job: Job) -> None:
 
 
 def record_progress(run: RunDir, ref: JobRef, progress: Mapping[str, float]) -> None:
-    """Record the progress of the pods, whose output is deleted with them."""
+    """Record the progress of the pods, since their output is deleted with them."""
     if progress and dict(progress) != dict(ref.progress):
         update(run, ref, dataclasses.replace(ref, progress=dict(progress)))
 
 
 def shares_volume(run: RunDir) -> bool:
-    """Return whether the pods write to this run directory: only pods begin attempts."""
+    """Return whether the pods write to this run directory: True if it has attempts, which only pods begin."""
     return any(attempt.scheduler == "kubernetes" for attempt in read_attempts(run))
 
 
 def next_submission_number(run: RunDir) -> int:
-    """Return the number of this submission: that of a job whose answer was lost is used again."""
+    """Return the number of the next submission; that of an unanswered request is reused."""
     submission, ref = read_submission(run), read_job_ref(run)
     recorded = 0 if submission is None else submission_number(submission.job_id)
     if ref is None:

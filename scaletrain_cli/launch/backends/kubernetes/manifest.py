@@ -1,6 +1,6 @@
 """The objects of one submission, as data and as YAML. Pure apart from documents_for(), which reads the run directory.
 
-`documents` are what the pods need of the run directory, by file name; they reach the pods in a ConfigMap.
+`documents` are the files of the run directory that the pods need, by name; they reach the pods in a ConfigMap.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
     from ruamel.yaml.representer import SafeRepresenter
 
     class Representer(SafeRepresenter):
-        """Writes no anchors, and quotes every string that a reader could take for something else."""
+        """Writes no anchors, and quotes every string that could be parsed as another type."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
@@ -90,7 +90,7 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
 
 
 def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
-    """Return the PodGroup that the pods' schedulingGroup names; no pod of it is bound before all can be."""
+    """Return the PodGroup for the pods' schedulingGroup: no pod is bound before all can be."""
     kubernetes = spec.cluster.kubernetes
     return {
         "apiVersion": f"scheduling.k8s.io/{kubernetes.native_gang}",
@@ -105,13 +105,13 @@ def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
     }
 
 
-# A spot node on GKE has 30 s in all, and the kubelet leaves pods that are not the system's about half of them.
+# A spot node on GKE has 30 s, of which the kubelet grants non-system pods about half.
 _GKE_SPOT_SECONDS = 15
-_CORPUS = "python-stdlib"  # part of every image
+_CORPUS = "python-stdlib"  # the corpus that is part of every image
 
 
 def notes(spec: RunSpec) -> Iterator[Reason]:
-    """Yield what the user should know; the sentence of each begins with the key that is meant."""
+    """Yield notes for the user; the text of each begins with the key that it is about."""
     kubernetes = spec.cluster.kubernetes
     if kubernetes.image is not None and not kubernetes.image_is_pinned:
         yield reason("note-image-tag", image=kubernetes.image)
@@ -127,7 +127,7 @@ def notes(spec: RunSpec) -> Iterator[Reason]:
 
 
 def _about_files(spec: RunSpec) -> Iterator[Reason]:
-    """Yield paths that mean something else in a pod than here, or nothing."""
+    """Yield notes on paths that differ or do not exist in a pod."""
     kubernetes = spec.cluster.kubernetes
     mounted = [kubernetes.runs.path, *(volume.path for volume in kubernetes.volumes)]
     paths = {
@@ -167,14 +167,14 @@ def _about_preemption(spec: RunSpec) -> Iterator[Reason]:
 
 Object = dict[str, Any]
 _LONGEST_LINE = 2**31  # longer strings are never folded
-_LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object may have 1 MiB in all
+_LARGEST_DOCUMENTS_BYTES = 1_000_000  # an object is limited to 1 MiB
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Objects in the order in which they are applied, the workload last, and notes for the user about them.
 
-    Those before the workload are to be owned by it, so that its end is theirs.
+    The workload becomes the owner of the others, so that they are deleted with it.
     """
 
     workload: Workload
@@ -207,7 +207,7 @@ def require_submittable(spec: RunSpec) -> None:
 
 
 def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
-    """Yield settings that are valid alone, and not in the object that they become a part of."""
+    """Yield settings that are valid by themselves, but not in the rendered object."""
     kubernetes = spec.cluster.kubernetes
     if kubernetes.kueue and kubernetes.priority is not None and len(kubernetes.priority) > LONGEST_LABEL_VALUE:
         key = "cluster.kubernetes.priority"
@@ -231,7 +231,7 @@ def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> It
 
 
 def _missing(spec: RunSpec) -> Iterator[Problem]:
-    """Yield what every pod needs and the spec does not name."""
+    """Yield required settings that the spec does not have."""
     wanted = {
         "image": "Name the image of the pods by digest, as registry/scaletrain@sha256:...; "
         f"{project_file('k8s/README.md')} describes how to build one.",

@@ -1,6 +1,6 @@
-"""Sentences that Kubernetes, Kueue, Volcano, JobSet, Trainer and etcd write, turned into reason codes and facts.
+"""Parse messages of Kubernetes, Kueue, Volcano, JobSet, Trainer and etcd into reason codes and parameters.
 
-The only module of this back end that matches their wording; everything else decides by codes and structured fields.
+The only module of this back end that matches their wording; all others use codes and structured fields.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from scaletrain_cli.reasons import Reason
 # The API server.
 _RBAC = re.compile(r'cannot (\S+) resource "([^"]+)" in API group "([^"]*)"')
 _REQUEST_TIMED_OUT = "request timed out"  # by etcd, which may have committed the change or not
-# JobSet and Trainer try again without end; only these refusals of what they make are final. A used-up quota, a webhook
-# that is away and a name that is still taken pass.
+# JobSet and Trainer retry indefinitely; only these refusals of child objects are final. A used-up quota, an unavailable
+# webhook and a name that is still in use are temporary.
 _FINAL_REFUSAL = re.compile(r"\binvalid\b|denied the request|\bforbidden\b(?!.*exceeded quota)", re.DOTALL)
 # The webhooks of Trainer and of Kueue.
 _NO_RUNTIME = re.compile(r"must be created before the TrainJob|runtime '[^']*' not found")
@@ -77,12 +77,12 @@ def missing_right(said: str) -> MissingRight | None:
 
 
 def may_be_applied(body: str) -> bool:
-    """Return whether an error of the server leaves open if the change was made."""
+    """Return whether the change may have been made despite the server's error."""
     return _REQUEST_TIMED_OUT in body
 
 
 def is_final_refusal(said: str) -> bool:
-    """Return whether a child of a workload was refused for what it is, and not for the state of the cluster."""
+    """Return whether a child of a workload was refused because of its contents, not of the cluster's state."""
     return _FINAL_REFUSAL.search(said) is not None
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.record import RunRecord
 
 MASTER_PORT = 29500
-NODE = "node"  # what the replicated job, Volcano's task, and the container are called; Trainer demands it
+NODE = "node"  # the name of the replicated job, of Volcano's task, and of the container; Trainer requires it
 MANAGER = "scaletrain"  # the field manager of server-side apply, too
 RUN_LABEL = "scaletrain.dev/run"
 RUN_ID_ANNOTATION = "scaletrain.dev/run-id"
@@ -61,9 +61,9 @@ class Workload:
         """Name of the workload object, its headless Service and its pods' host names; begins with a letter."""
         suffix = f"-s{self.submission}"
         readable = re.sub(r"[^a-z0-9]+", "-", self.run_id.lower()).strip("-") or "run"
-        readable = readable if readable[0].isalpha() else f"r-{readable}"  # the name of a Service may not start so
+        readable = readable if readable[0].isalpha() else f"r-{readable}"  # a Service name must begin with a letter
         longest = min(_LONGEST_READABLE, _LONGEST_WORKLOAD - len(suffix))
-        if readable != self.run_id or len(readable) > longest:  # two ids must never share a name
+        if readable != self.run_id or len(readable) > longest:  # names of different ids must differ
             readable = f"{readable[: longest - _HASH_DIGITS - 1].rstrip('-')}-{_short_hash(self.run_id)}"
         return readable + suffix
 
@@ -121,7 +121,7 @@ def parse_id(job_id: str) -> tuple[str, str]:
 
 
 def record_mark(record: RunRecord) -> str:
-    """Return 16 hex digits that no other run has, not even one of the same id."""
+    """Return 16 hex digits that are unique to this run, also among runs with the same id."""
     made = f"{record.run_id}\0{record.created!r}\0{record.wandb_run_id}"
     return hashlib.sha256(made.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Which nodes of a cluster could run a pod of the job, busy or not, and which bad nodes to exclude; quantities."""
+"""Match nodes against a pod's requirements, choose bad nodes to exclude, and parse quantities."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _UNWELL = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "no
 
 
 def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> Exclusion:
-    """Return the bad nodes to exclude. ``reach`` is called only if there are any; a silent cluster excludes none."""
+    """Return the bad nodes to exclude; none if the cluster does not answer. ``reach`` is called only if needed."""
     bad = read_bad_nodes(run.path.parent, time.time())
     if not bad:
         return Exclusion()
@@ -70,7 +70,7 @@ def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> E
 def misfits(
     node: Object, wanted: Mapping[str, Any], labels: Mapping[str, str], tolerations: Iterable[Object] | None
 ) -> str:
-    """Return what the node lacks for a pod, empty if nothing. ``tolerations`` None tolerates every taint."""
+    """Return why the node cannot run the pod; empty if it can. ``tolerations`` None tolerates every taint."""
     spec, has = node.get("spec", {}), node.get("status", {}).get("allocatable", {})
     held = node["metadata"].get("labels", {})
     for key, value in labels.items():

@@ -1,4 +1,4 @@
-"""Create, mark and delete the objects of a submission; a lost answer or a refusal leaves nothing half done."""
+"""Create, annotate and delete the objects of a submission; a lost answer or a refusal leaves no partial state."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import touch
 
-_RUNTIME_SECONDS = 15.0  # until webhooks have a new runtime in their caches
+_RUNTIME_SECONDS = 15.0  # until a new runtime is in the webhooks' caches
 _RETRY_SECONDS = 0.5
 _SERVER_ERROR = 500  # and above
-_LOST_ANSWER_PAUSES = (1.0, 3.0)  # before a request without an answer is made again
+_LOST_ANSWER_PAUSES = (1.0, 3.0)  # between repetitions of an unanswered request
 
 
 def delete_workload(cluster: Cluster, kind: Kind, namespace: str, workload: Object, *, dry_run: bool = False) -> None:
-    """Delete a workload, unless another one has its name now.
+    """Delete a workload, unless its name is now that of another one.
 
     A TrainJob is deleted before what it owns: Trainer's webhook refuses every change of one whose TrainingRuntime is
     gone, also the change that ends a foreground deletion. A second request ends a deletion that is stuck in that way.
@@ -57,7 +57,7 @@ def delete_workload(cluster: Cluster, kind: Kind, namespace: str, workload: Obje
 def stop_requested(
     run: RunDir, cluster: Cluster, kind: Kind, namespace: str, doomed: Sequence[Object]
 ) -> Iterator[None]:
-    """Write the stop file, and mark the objects for observers that do not see it; undo both if the server refuses."""
+    """Write the stop file, and annotate the objects for observers without it; undo both if the server refuses."""
     had = run.stop_file.exists()
     touch(run.stop_file)
     names = [one["metadata"]["name"] for one in doomed]
@@ -81,7 +81,7 @@ def stop_requested(
 
 
 def remove_leftovers(cluster: Cluster, ref: JobRef, record: RunRecord) -> None:
-    """Delete what was created for a workload that the server never accepted, and that nothing owns."""
+    """Delete ownerless objects that were created for a workload that the server did not accept."""
     workload = Workload(record.run_id, submission_number(ref.job_id), backend=parse_id(ref.job_id)[0])
     left = [(CONFIG_MAP, workload.config_map)]
     left += [(RUNTIME, workload.name)] if workload.backend == "trainjob" else []
@@ -103,7 +103,7 @@ def apply_objects(cluster: Cluster, rendered: Manifest, found: Object | None) ->
             made.append(body)
         whole = found if found is not None else _apply_workload(cluster, workload)
     except SchedulerSilentError:
-        raise  # the server may have them all; the next look shows it
+        raise  # the server may have created all of them; the next status shows it
     except SchedulerError:
         for body in made if found is None else ():
             with contextlib.suppress(SchedulerError):
@@ -167,7 +167,7 @@ def _apply_surely(cluster: Cluster, body: Object, *, to_make: bool = False) -> O
 
 
 def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: RunRecord) -> None:
-    """Raise SchedulerError unless the object that is there is this very submission's."""
+    """Raise SchedulerError if the existing object belongs to another submission."""
     workload, metadata = rendered.workload, found["metadata"]
     name, marks = f"{found['kind']} {metadata['name']}", metadata.get("annotations", {})
     if marks.get(RUN_ID_ANNOTATION) != workload.run_id:

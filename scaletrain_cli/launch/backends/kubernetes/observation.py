@@ -1,4 +1,4 @@
-"""The objects of one run on the API server, collected with as few requests as its state needs."""
+"""Collect the objects of one run from the API server, with as few requests as its state needs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.record import RunRecord
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-_OWNER_LABEL = "kueue.x-k8s.io/job-uid"  # on the Workload that Kueue makes: the UID of what it was made for
-_PODS_ASKED = 3  # of those that wait: all of a gang wait for the same, and each is a question
-_NODES_ASKED = 8  # one by one; for more a list of all is less work
+_OWNER_LABEL = "kueue.x-k8s.io/job-uid"  # on Kueue's Workload: the UID of the job that it is for
+_PODS_ASKED = 3  # of the waiting ones: all pods of a gang wait for the same reason, and each takes a request
+_NODES_ASKED = 8  # requested individually; above this number one list request is cheaper
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ class Observation:
     queued: Object | None = None  # Kueue's Workload
     group: Object | None = None  # Volcano's PodGroup
     events: tuple[Object, ...] = ()
-    nodes: tuple[Object, ...] = ()  # of pods that are ending, starting or silent, as far as they still exist
-    nodes_known: bool = True  # False where the user may not look at nodes
-    queue_known: bool = True  # False where the user may not look at Kueue's Workloads
-    jobset: Object | None = None  # that Trainer made of a TrainJob, and that may outlive it
+    nodes: tuple[Object, ...] = ()  # the nodes of terminating, starting or unready pods, if they still exist
+    nodes_known: bool = True  # False if the user may not read nodes
+    queue_known: bool = True  # False if the user may not read Kueue's Workloads
+    jobset: Object | None = None  # created by Trainer for a TrainJob; may outlive it
     others: tuple[Object, ...] = ()  # other workloads of the run, the newest first
 
 
 def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) -> Observation:
-    """Return the run's workloads by their label, details of ``job_id``, and the pods that are left if it is gone.
+    """Return the run's workloads by label, details of ``job_id``, and the remaining pods if it is deleted.
 
-    Raises SchedulerError. A right that is missing for a detail leaves the detail out.
+    Raises SchedulerError. Details that the user may not read are left out.
     """
     backend, _, name = job_id.partition("/")
     found = workloads_of(cluster, BACKENDS[backend], namespace, record)
@@ -107,7 +107,7 @@ def workloads_of(cluster: Cluster, kind: Kind, namespace: str, record: RunRecord
     """Return this run's workloads of one kind, the newest first, also those that are not recorded here."""
     found = cluster.find(kind, namespace, labels=f"{RUN_LABEL}={run_label(record.run_id)}")
     own = [one for one in found if belongs_to(one, record) and not _is_trainers(one)]
-    named = [{"apiVersion": kind.api_version, "kind": kind.name, **one} for one in own]  # items of a list may lack both
+    named = [{"apiVersion": kind.api_version, "kind": kind.name, **one} for one in own]  # list items may lack both
     return sorted(named, key=lambda one: submission_number(one["metadata"]["name"]), reverse=True)
 
 
@@ -145,7 +145,7 @@ def own_container(pod: Object) -> Object:
 
 
 def reports(pod: Object) -> bool:
-    """Return whether the pod's node reports: only a silent node makes a pod unready whose containers are ready."""
+    """Return whether the pod's node reports. A pod with ready containers is unready only if its node does not."""
     found = {each.get("type"): each.get("status") for each in pod.get("status", {}).get("conditions", ())}
     return found.get("Ready") != "False" or found.get("ContainersReady") == "False"
 
@@ -174,7 +174,7 @@ def _events(
 ) -> list[Object]:
     """Return events of the workload and its jobs while something is missing, and of some pods that wait.
 
-    ``of_lost_pods``: also of pods that are gone. Kueue removes those that did not come up, and why not with them.
+    ``of_lost_pods``: also of deleted pods. Kueue deletes pods that did not become ready, and their status with them.
     """
     waiting = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") == "Pending"]
     if pods and not waiting:

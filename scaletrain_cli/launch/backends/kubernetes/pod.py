@@ -15,13 +15,13 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 
 _MIB, _GIB = 2**20, 2**30
-# Of one rank on a GPU: the interpreter with torch and CUDA, pinned buffers, NCCL's proxies, the loader.
+# Host memory of a GPU rank: the interpreter with torch and CUDA, pinned buffers, NCCL's proxies, the data loader.
 _GPU_RANK_BYTES = 8 * _GIB
 _CPU_RANK_BYTES = 3 * _GIB // 2  # the interpreter with torch; its tensors are in the plan
 _AGENT_BYTES = _GIB
 _SHM_BASE_BYTES = _GIB
 _SHM_RANK_BYTES = _GIB  # NCCL's rings between the GPUs of a node take some hundred MB; 64 MB is what a container gets
-_CPUS_PER_GPU = 4  # a request that every GPU node can grant; without a limit the pod may use all that it finds
+_CPUS_PER_GPU = 4  # a request that every GPU node can satisfy; without a limit the pod may use all free cores
 
 
 def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
@@ -35,14 +35,14 @@ def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
     if kubernetes.rdma_resource is not None:
         whole[kubernetes.rdma_resource] = str(kubernetes.rdma_count)
     cores = str(cores_per_node(spec))
-    # Cores that were asked for by number are a limit too: the pod is then Guaranteed, the last that a node evicts. A
-    # guess must not throttle anyone.
+    # Cores that the spec sets are a limit, too: the pod is then Guaranteed, the last that a node evicts. A default
+    # must not throttle the pod.
     chosen = kubernetes.cpus_per_node != "auto" or cluster.cpus_per_gpu != "auto"
     return {"requests": {"cpu": cores, **whole}, "limits": {**({"cpu": cores} if chosen else {}), **whole}}
 
 
 def cores_per_node(spec: RunSpec) -> int:
-    """Return ``cpus_per_node``, else ``cluster.cpus_per_gpu`` per rank, else a number that any node has."""
+    """Return ``cpus_per_node``, else ``cluster.cpus_per_gpu`` per rank, else a number that every node has."""
     cluster, asked = spec.cluster, spec.cluster.kubernetes.cpus_per_node
     if asked != "auto":
         return asked
@@ -81,8 +81,8 @@ def quantity(size_bytes: int) -> str:
 
 
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"  # from GPU feature discovery of the GPU Operator
-# The taints that spot nodes carry. GKE and AKS set theirs; on EKS and with Karpenter it is what the node pool says,
-# and these are what their documentation uses; `spot` is that of k8s/kueue.yaml.
+# The taints of spot nodes. GKE and AKS set theirs; on EKS and with Karpenter the node pool defines it (these are the
+# ones in their documentation); `spot` is from k8s/kueue.yaml.
 _SPOT_TAINTS = {
     "gke": "cloud.google.com/gke-spot",
     "aks": "kubernetes.azure.com/scalesetpriority",
@@ -92,7 +92,7 @@ _SPOT_TAINTS = {
 _OWN_SPOT_TAINT = "spot"
 _NODE_UNHEALTHY = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
-# Autoscalers move pods together to free nodes; one pod that is moved restarts the whole gang.
+# Autoscalers move pods to free nodes, but moving one pod restarts the whole gang.
 UNMOVABLE = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 EXCLUSIVE_TOPOLOGY = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 
@@ -107,7 +107,7 @@ def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
         chosen = _SPOT_TAINTS if kubernetes.spot_taint == "auto" else [kubernetes.spot_taint]
         found += [_tolerate(_SPOT_TAINTS[provider]) for provider in chosen]
         found.append(_tolerate(_OWN_SPOT_TAINT))
-    # The API server would set 300 s: the gang of a lost node would not restart for that long.
+    # Instead of the default of 300 s, during which the gang of a lost node would not restart.
     seconds = math.ceil(kubernetes.not_ready_seconds)
     found += [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
@@ -152,7 +152,7 @@ def exclusive_annotation(spec: RunSpec) -> dict[str, str]:
 
 
 def _gpu_taint(resource: str) -> str:
-    return "nvidia.com/gpu" if resource.startswith("nvidia.com/") else resource  # slices of MIG lie on the same nodes
+    return "nvidia.com/gpu" if resource.startswith("nvidia.com/") else resource  # MIG slices are on the same nodes
 
 
 def _tolerate(key: str) -> dict[str, Any]:
@@ -161,18 +161,18 @@ def _tolerate(key: str) -> dict[str, Any]:
 
 DOCUMENTS_PATH = "/etc/scaletrain/run"
 AGENT_MODULE = "scaletrain_cli.launch.backends.kubernetes.pod_agent"
-# After the ranks' grace period: 30 s for ranks that hang in the kernel, 45 s for pod 0's verdict, 5 s to leave.
+# After the ranks' grace period: 30 s for ranks that hang in the kernel, 45 s for pod 0's decision, 5 s to exit.
 AGENT_SECONDS = 80
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _GANG = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
-# Where the pod finds its number, and the number of its gang: each restart of the whole gets another one.
+# The sources of the pod's index, and of the id of its gang, which changes with each restart.
 _FIELDS = {
     "jobset": (_INDEX, _GANG),
     "trainjob": (_INDEX, _GANG),
     "volcano": ("metadata.labels['volcano.sh/task-index']", "metadata.annotations['volcano.sh/job-version']"),
 }
-# What the template, or a controller behind it, sets itself: a second entry of one name would be refused, or win.
+# Variables that the template or a controller sets: a second entry of the same name would be refused, or override.
 OWN_VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT NODE_RANK SCALETRAIN_NODE_RANK SCALETRAIN_GANG SCALETRAIN_WORKLOAD SCALETRAIN_NODE_NAME "
     "SCALETRAIN_POD VC_TASK_INDEX VK_TASK_INDEX".split()
@@ -188,7 +188,7 @@ def pod_template(
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace_seconds(spec),
         "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # a variable for every Service of the namespace would only slow the start down
+        "enableServiceLinks": False,  # variables for every Service of the namespace slow the start down
         "securityContext": _pod_security(spec),
         "containers": [_container(spec, plan, workload)],
         "volumes": list(_volumes(spec, workload, documents)),
@@ -213,12 +213,12 @@ def pod_template(
 
 
 def grace_seconds(spec: RunSpec) -> int:
-    """Return the seconds from SIGTERM to SIGKILL: the ranks' grace period and what the agent needs after it."""
+    """Return the seconds from SIGTERM to SIGKILL: the ranks' grace period plus the agent's."""
     return math.ceil(spec.cluster.grace_seconds) + AGENT_SECONDS
 
 
 def escaped(value: str) -> str:
-    """Text that comes out of the kubelet's expansion of ``$(NAME)`` unchanged."""
+    """Return the text such that the kubelet's expansion of ``$(NAME)`` yields ``value``."""
     return value.replace("$", "$$")
 
 
@@ -234,7 +234,7 @@ def _container(spec: RunSpec, plan: RunPlan, workload: Workload) -> dict[str, An
         "name": NODE,
         "image": kubernetes.image,
         "imagePullPolicy": pull,
-        # Exec form: the agent is PID 1 and hears SIGTERM itself.
+        # Exec form: the agent is PID 1 and receives SIGTERM itself.
         "command": ["python", *python_words(AGENT_MODULE)],
         "args": [escaped(word) for word in ("--documents", DOCUMENTS_PATH, "--runs-root", kubernetes.runs.path)],
         "env": list(_environment(spec, workload)),
@@ -254,7 +254,7 @@ def _environment(spec: RunSpec, workload: Workload) -> Iterator[dict[str, Any]]:
     yield {"name": "SCALETRAIN_WORKLOAD", "value": workload.id}
     yield {"name": "MASTER_ADDR", "value": workload.master_address}
     yield {"name": "MASTER_PORT", "value": str(MASTER_PORT)}
-    for name, value in absolute_paths(spec.env).items():  # the agents'; the ranks' are in the record
+    for name, value in absolute_paths(spec.env).items():  # for the agents; the ranks get theirs from the record
         if name not in OWN_VARIABLES:
             yield {"name": name, "value": escaped(value)}
     for name, secret in spec.cluster.kubernetes.secrets.items():
@@ -274,7 +274,7 @@ def _pod_security(spec: RunSpec) -> dict[str, Any]:
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     if kubernetes.fs_group is not None:
-        # Without the policy the kubelet changes the owner of every file of the volume at every start.
+        # Without this policy the kubelet changes the group of every file of the volume at every start.
         context |= {"fsGroup": kubernetes.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
     return context
 

@@ -1,7 +1,7 @@
 """PID 1 of a training pod: ``python -m scaletrain_cli.launch.backends.kubernetes.pod_agent``.
 
-Writes the run directory to the volume, waits for the other pods of the gang, runs the node agent, and ends with the
-exit code that decides what Kubernetes does. Pod 0 begins the attempt and decides on a restart; all pods end with its
+Writes the run directory to the volume, waits for the other pods of the gang, runs the node agent, and exits with the
+code that decides what Kubernetes does. Pod 0 begins the attempt and decides on a restart; all pods end with its
 decision. Calls no Kubernetes API: the pod's own data are in the environment.
 """
 
@@ -41,11 +41,11 @@ RENDEZVOUS_SECONDS = 1800.0  # pulling a large image takes many minutes
 DECISION_SECONDS = 45.0  # for the other nodes to end by themselves, and for pod 0 to decide
 _VOLUME_SECONDS = 60.0  # until other nodes see what pod 0 wrote: file systems cache missing files
 _POLL_SECONDS = 0.5
-_MOST_GANGS = 3  # that may fail on the volume: the third is on other nodes too
+_MOST_GANGS = 3  # gangs that may fail because of the volume before the job fails
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _BROKEN = (errno.EIO, errno.ESTALE)
 logger = logging.getLogger(__name__)
-ONLY = "SCALETRAIN_ONLY"  # the variable by which a run measures its nodes and trains nothing
+ONLY = "SCALETRAIN_ONLY"  # the variable for a run that measures its nodes and does not train
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def run_pod(options: PodOptions) -> int:
     if isinstance(begun, int):
         return begun
     run, number = begun
-    # The submitter holds its lock in the directory that it sees; elsewhere it reads of the run what the pods print.
+    # The submitter's lock is in a shared run directory; without one, the submitter reads the pods' output.
     shared = (run.path / "submit.lock").exists()
     print(attempt_start_line(number, shared=shared), flush=True)
     directory = "the submitter's run directory" if shared else "a run directory of the pods' own"
@@ -216,7 +216,7 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
 
 
 def _decide(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
-    """Return pod 0's exit code: its decision on the attempt, once the other nodes have ended or had time to."""
+    """Return pod 0's exit code for its decision, after the other nodes have ended or a timeout."""
     from scaletrain_cli.launch.attempts import read_attempt
     from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_end_line
     from scaletrain_cli.launch.node.record import read_node_records
@@ -266,7 +266,7 @@ def _decision(run: RunDir, number: int, code: int) -> int:
 
 
 def exit_code_for(decision: Decision, reason: ExitReason | None = None, *, free: bool = False) -> int:
-    """Return the container's exit code for a decision: the only thing that the policies of Kubernetes see."""
+    """Return the container's exit code for a decision; the policies of Kubernetes see nothing else."""
     from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.restart import is_preemption
 
@@ -282,12 +282,12 @@ def exit_code_for(decision: Decision, reason: ExitReason | None = None, *, free:
 
 @contextlib.contextmanager
 def _volume_in_use(options: PodOptions) -> Iterator[None]:
-    """Turn an error of the volume into one that names the cause; leave other errors as they are."""
+    """Turn an error of the volume into one that names the cause; other errors pass unchanged."""
     try:
         yield
     except OSError as error:
         if error.filename is None and error.errno not in (*FULL_DISK_ERRORS, *_FORBIDDEN, *_BROKEN):
-            raise  # such as that of a socket
+            raise  # not about the volume, such as a socket error
         raise volume_error(options, error) from error
 
 

@@ -1,7 +1,7 @@
-"""Fetch what the pods print into the run directory, where it outlives them: a restart deletes the logs of a gang.
+"""Fetch the pods' output into the run directory, since a restart deletes the logs of a gang.
 
-Only for pods whose volume is not mounted here; otherwise their files are used. A line belongs to the attempt that its
-pod has named, and before that to a file of the pod in pods/.
+Only for pods whose volume is not mounted here; otherwise their files are used. Lines are assigned to the attempt that
+the pod has announced; earlier lines go to a file of the pod in pods/.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Source:
 
 
 class PodLogs:
-    """Reads the logs of a job's pods, each line once over all commands that read them."""
+    """Fetches the logs of a job's pods, each line once, even with several commands in sequence."""
 
     def __init__(self, run: RunDir, cluster: Cluster, place: JobRef, ranks_per_pod: int) -> None:
         self._run, self._cluster, self._place = run, cluster, place
@@ -54,13 +54,13 @@ class PodLogs:
         self._streams: dict[str, threading.Thread] = {}
 
     def fetch(self) -> None:
-        """Fetch what is new in every pod that the API server still has. Raises SchedulerError, after the last pod."""
+        """Fetch new lines of every pod that the API server still has. Raises SchedulerError after the last pod."""
         trouble: RefusedError | None = None
         with self._alone() as alone:
             for pod in self._pods() if alone else ():
                 try:
                     self._read(pod, follow=False)
-                except RefusedError as error:  # a node that is silent must not hide what the others said
+                except RefusedError as error:  # an unresponsive node must not hide the output of others
                     gone = error.status == 404
                     trouble = trouble if gone or trouble is not None else error
         if trouble is not None:
@@ -68,7 +68,7 @@ class PodLogs:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Fetch while this context is open, also from pods of later gangs."""
+        """Return a context in which logs are fetched continuously, also from pods of later gangs."""
         with self._alone() as alone:
             if not alone:
                 yield
@@ -81,7 +81,7 @@ class PodLogs:
                 self._stopped.set()
                 looker.join(2 * _LOOK_EVERY_SECONDS)
                 deadline = time.monotonic() + _LAST_LINES_SECONDS
-                for stream in self._streams.values():  # of pods that have ended: they come to an end, too
+                for stream in self._streams.values():  # the streams of pods that have ended also end
                     stream.join(max(0.0, deadline - time.monotonic()))
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ class PodLogs:
         """Start a reader for every pod that is new or whose stream was closed."""
         streams = self._streams
         while not shares_volume(self._run):
-            with contextlib.suppress(SchedulerError):  # the server may answer at the next look
+            with contextlib.suppress(SchedulerError):  # the server may answer the next request
                 for pod in self._pods():
                     uid = pod["metadata"]["uid"]
                     living = sum(thread.is_alive() for thread in streams.values())
@@ -126,7 +126,7 @@ class PodLogs:
         try:
             for line in lines:
                 stamp, _, text = line.partition(" ")
-                if stamp <= source.since:  # the server goes by whole seconds
+                if stamp <= source.since:  # the server's ``sinceTime`` has a resolution of one second
                     continue
                 about = read_pod_line(text)
                 if about is None:
@@ -152,7 +152,7 @@ class PodLogs:
         return _Source(name, node, index_of(pod) * self._ranks_per_pod)
 
     def _write(self, source: _Source, text: str) -> None:
-        """Append a rank's line to its file as on a shared volume, an agent's to the file of its first rank."""
+        """Append a line to the log of its rank; a line of the agent goes to the log of its first rank."""
         rank, line = rank_of(text)
         if source.attempt is None:
             path = self._run.path / "pods" / f"{source.name}.log"
@@ -165,7 +165,7 @@ class PodLogs:
 
 
 def _has_begun(pod: Object) -> bool:
-    """Return whether there is a log: the server refuses to return that of a container that waits."""
+    """Return whether the container has started: the server refuses to return the log of a waiting one."""
     state = own_container(pod).get("state", {})
     return "running" in state or "terminated" in state
 
@@ -173,7 +173,7 @@ def _has_begun(pod: Object) -> bool:
 def newest_progress(cluster: Cluster, ref: JobRef, seen: Observation) -> dict[str, float]:
     """Return the newest progress that pod 0 printed; empty where it cannot be read."""
     begun = [pod for pod in seen.pods if index_of(pod) == 0 and "waiting" not in own_container(pod).get("state", {})]
-    first = [pod for pod in begun if reports(pod)]  # a dead node would be waited for
+    first = [pod for pod in begun if reports(pod)]  # a request to a dead node would time out
     if not first:
         return {}
     with contextlib.suppress(SchedulerError):

@@ -1,7 +1,6 @@
-"""The output of a training pod: JSON lines that the launcher reads again, and the logs of its ranks, for people.
+"""The output of a training pod: JSON lines that the launcher reads, and the log lines of its ranks.
 
-The files on the volume stay the record of what ranks print; a thread repeats them on the pod's own output without ever
-blocking a rank.
+The files on the volume remain the authoritative logs; a thread copies them to the pod's output without blocking a rank.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def attempt_end_line(attempt: int, exit_code: int, *, requeue: bool, reason: Rea
 
 
 def read_pod_line(line: str) -> dict[str, Any] | None:
-    """Return the object of a line about the start or the end of an attempt; None for any other line."""
+    """Return the JSON object of an attempt-start or attempt-end line; None for any other line."""
     if not line.startswith('{"scaletrain"'):
         return None
     try:
@@ -50,7 +49,7 @@ def read_pod_line(line: str) -> dict[str, Any] | None:
 
 
 def rank_of(line: str) -> tuple[int | None, str]:
-    """Return the rank whose line it is, None for the agent's own, and the line without the mark of the rank."""
+    """Return the rank of a line (None for the agent) and the line without the prefix of the rank."""
     match = _RANK_LINE.match(line)
     return (int(match[1]), match[2]) if match else (None, line)
 
@@ -70,7 +69,7 @@ _RANK = re.compile(r"-(\d+)\.log$")
 
 
 class PodOutput:
-    """A context that prints the logs of this pod's ranks as they grow, and the rest of them on leaving."""
+    """A context that prints the logs of this pod's ranks as they grow, and the remaining lines on exit."""
 
     def __init__(self, paths: Sequence[Path], stream: int | None = None) -> None:
         """Print to the file descriptor ``stream``, by default the standard output. A path need not exist yet."""
@@ -96,7 +95,7 @@ class PodOutput:
         self._print_new(whole_lines=False)
 
     def _print_new(self, *, whole_lines: bool) -> None:
-        # The volume may be unavailable for a moment, or the output closed: the files have everything.
+        # The volume may be unavailable for a moment, or the output closed: the files are complete.
         with contextlib.suppress(OSError):
             for path in filter(Path.exists, self._paths):
                 while part := self._next_part(path, whole_lines):

@@ -1,7 +1,7 @@
 """Checks before a submission: everything that would keep the job from starting, reported at once; nothing is created.
 
-The API server accepts many of these without a message, and the job would wait indefinitely. What the user may not read
-is skipped with a note.
+The API server accepts many of these without a message, and the job would wait indefinitely. Checks of objects that the
+user may not read are skipped with a note.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
 
 
 def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
-    """Yield Secrets and keys that do not exist. No value is kept. Most users may not read Secrets, and should not."""
+    """Yield Secrets and keys that do not exist. Values are not kept. Most users may not read Secrets."""
     kubernetes = spec.cluster.kubernetes
     wanted: list[tuple[str, str, str | None]] = [
         (f"pull_secrets.{index}", name, None) for index, name in enumerate(kubernetes.pull_secrets)
@@ -136,7 +136,7 @@ _WITHOUT_GROUPS = ("nfs", "hostPath", "glusterfs", "cephfs", "azureFile")
 
 
 def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None) -> Iterator[Found]:
-    """Yield why the pods could not write their run directory; ``run`` is one that the pods are known to write to."""
+    """Yield why the pods could not write their run directory; ``run``: one that pods have written to."""
     kubernetes = spec.cluster.kubernetes
     claim = kubernetes.runs.claim and cluster.get(CLAIM, kubernetes.namespace, kubernetes.runs.claim)
     if not claim:
@@ -154,7 +154,7 @@ def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None) -> Iterat
             f"the pods run as uid {kubernetes.run_as_user}, which cannot write {folder} ({owner}). Set "
             f"cluster.kubernetes.run_as_user: {uid}, or change the owner of the folder to {kubernetes.run_as_user}."
         )
-        if applied is None and kubernetes.fs_group is not None:  # it may be given to them all the same
+        if applied is None and kubernetes.fs_group is not None:  # the kubelet may apply it nevertheless
             yield reason("volume-owner", text=text, fs_group=kubernetes.fs_group, why=why)
         else:
             yield problem(spec, "run_as_user", text, str(kubernetes.run_as_user))
@@ -177,7 +177,7 @@ def _folder_seen_here(spec: RunSpec, run: RunDir | None) -> tuple[Path, int, int
     root = runs_root()
     if str(root) != spec.cluster.kubernetes.runs.path or not root.is_dir():
         return None
-    return root, os.geteuid(), os.getegid(), FOLDER_MODE  # the run directory will be made as this user's
+    return root, os.geteuid(), os.getegid(), FOLDER_MODE  # this user will create the run directory
 
 
 def _may_write(kubernetes: KubernetesSpec, uid: int, gid: int, mode: int) -> bool:
@@ -243,7 +243,7 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
     reasons = (*rendered.notes, *(finding for finding in found if isinstance(finding, Reason)))
     notes = {str(note): note for note in reasons}
     starts = [finding for finding in found if isinstance(finding, Start)]
-    unknown = [start for start in starts if start.at is None]  # one thing in the way is enough
+    unknown = [start for start in starts if start.at is None]  # one unknown makes the start unknown
     return PreflightResult((unknown or starts or [_unplanned(spec)])[0], tuple(notes), tuple(notes.values()))
 
 
@@ -270,7 +270,7 @@ def _unplanned(spec: RunSpec) -> Start:
 
 
 def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]:
-    """Run a check. A missing right makes it a note, a kind that the cluster lacks a problem."""
+    """Run a check. A missing permission becomes a note, a missing kind a problem."""
     try:
         yield from one()
     except NotServedError as error:
@@ -289,7 +289,7 @@ def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
     except RefusedError as error:
         if not error.is_rights:
             raise
-        return  # a dry run shows it
+        return  # the dry run shows it
     if found is None:
         absent = problem(spec, "namespace", "there is no such namespace.", namespace)
         raise SchedulerError(f"{cluster.where}: the namespace is missing", (absent,))
@@ -303,7 +303,7 @@ def _served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Found]:
 
 
 def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
-    """Yield what the server and its admission webhooks refuse of an object, which is not created."""
+    """Yield the refusals of an object by the server and its admission webhooks, from a dry run."""
     try:
         cluster.apply(body, dry_run=True)
     except NotServedError:
@@ -321,7 +321,7 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
 
 
 def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[Found]:
-    """Yield what the server refuses of an object that a controller would create, as of a JobSet's pods."""
+    """Yield the server's refusals of an object that a controller would create, such as a JobSet's pods."""
     try:
         cluster.apply(child, dry_run=True)
     except NotServedError:

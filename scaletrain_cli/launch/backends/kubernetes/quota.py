@@ -1,7 +1,7 @@
-"""Whether a queue of Kueue can ever admit a gang, and whether it could now. Pure: Kueue's objects in, reasons out.
+"""Check whether a queue of Kueue can admit a gang, ever and now. Pure: Kueue's objects in, reasons out.
 
-A gang takes all resources of one group from one flavor. What can be borrowed is counted generously: a refusal must be
-certain, since Kueue itself is the judge of the rest.
+A gang takes all resources of one group from one flavor. Borrowable quota is estimated generously: only certain refusals
+are reported, since Kueue decides in the end.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _COUNT = "pods"  # a resource that Kueue counts where a queue covers it
 
 @dataclass(frozen=True)
 class QuotaAnswer:
-    """``never``: why no flavor can ever hold the gang, one reason each; ``busy``: why none can now. Else it fits."""
+    """``never``: why no flavor can ever hold the gang, one reason each; ``busy``: why none can now. Empty: it fits."""
 
     never: tuple[Reason, ...] = ()
     busy: tuple[Reason, ...] = ()
-    uncovered: tuple[str, ...] = ()  # asked for, not in the quota, and perhaps not meant to be
+    uncovered: tuple[str, ...] = ()  # requested, but not in the quota; Kueue may be configured to exclude them
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def check_quota(
 
 
 def flavors_for(queue: Object, flavors: Mapping[str, Object], needed: Amounts, pod: Object) -> list[str]:
-    """Return the flavors that a pod of the job may be on, of the group that decides: devices before cores."""
+    """Return the flavors that the job's pods may use, of the group that decides: that of devices, else of cores."""
     groups = [group for group in queue["spec"].get("resourceGroups", ()) if _wanted(group, needed)]
     deciding = max(groups, key=lambda group: any("/" in name for name in _wanted(group, needed)), default=None)
     named = [] if deciding is None else [flavor["name"] for flavor in deciding["flavors"]]
@@ -115,7 +115,7 @@ def _wanted(group: Object, needed: Amounts) -> dict[str, Fraction]:
 
 
 def _misfit(flavor: Object | None, pod: Object) -> Reason | None:
-    """Return why no pod like this may be on the flavor's nodes."""
+    """Return why such a pod cannot be on the flavor's nodes; None if it can."""
     if flavor is None:
         return reason("flavor-missing")
     spec = flavor.get("spec", {})
@@ -145,7 +145,7 @@ def _misplaced(flavor: Object | None, near: TopologyRequest | None, placed: bool
 
 
 def _too_little(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> Reason | None:
-    """Return which resource the flavor can never hold enough of."""
+    """Return the resource that the flavor can never supply; None if it can supply all."""
     for name, amount in wanted.items():
         most = _most(queue, flavor, cohort, name)
         if most is not None and amount > most:
@@ -154,7 +154,7 @@ def _too_little(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Am
 
 
 def _busy(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> Reason | None:
-    """Return which resource of the flavor others use too much of now; None where the gang would fit."""
+    """Return the resource of the flavor that is in use now; None if the gang fits."""
     for name, amount in wanted.items():
         most, taken = _most(queue, flavor, cohort, name), _reserved(queue, flavor["name"], name)
         if most is not None and amount > most - taken:
@@ -170,7 +170,7 @@ def _busy(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts)
 
 
 def _most(queue: Object, flavor: Object, cohort: Cohort | None, resource: str) -> Fraction | None:
-    """Return the queue's own quota and the most that it may borrow; None without a bound."""
+    """Return the queue's quota plus the maximum that it may borrow; None if unlimited."""
     own = _resource(flavor, resource)
     if own is None:
         return Fraction(0)

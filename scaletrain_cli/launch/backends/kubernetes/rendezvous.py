@@ -1,8 +1,8 @@
 """The rendezvous of a gang's pods: pod 0 waits until all others have joined, and sends the same message to all.
 
-One TCP connection for each pod and one line of JSON each way. A file on the shared volume could be an earlier gang's;
-a process that answers is alive. Every line carries a code that only pods with the run's documents can compute: other
-lines, and connections that send too slowly or too much, are ignored.
+One TCP connection per pod with one line of JSON in each direction: unlike a file on the shared volume, an answer proves
+that the process is alive and of this gang. Every line has an authentication code that only pods with the run's
+documents can compute; other lines, and connections that send too slowly or too much, are ignored.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class RendezvousInterruptedError(RendezvousError):
 
 @dataclass(frozen=True)
 class GangKey:
-    """The authentication of one gang: its name, and a key that only its pods know."""
+    """The credentials of one gang: its name, and a key that only its pods have."""
 
     gang: str
     key: bytes = field(repr=False)
 
     def line(self, message: Message) -> bytes:
-        """Return the message as one line of JSON with its code."""
+        """Return the message as one line of JSON with its authentication code."""
         body = json.dumps({"gang": self.gang, "word": message})
         return json.dumps({"body": body, "code": self._code(body)}).encode() + b"\n"
 
@@ -87,12 +87,12 @@ class _Line:
 
 
 class RendezvousServer:
-    """The side of pod 0. Others may connect again; the last connection of each counts."""
+    """The server in pod 0. Pods may reconnect; the last connection of each is used."""
 
     def __init__(self, port: int, gang_key: GangKey, others: int) -> None:
         """Listen on ``port`` for ``others`` pods, numbered from 1, of the same gang. Raises OSError."""
         self._key, self._others = gang_key, others
-        both = socket.has_dualstack_ipv6()  # pods of an IPv6 cluster have no IPv4 address
+        both = socket.has_dualstack_ipv6()  # pods of an IPv6-only cluster have no IPv4 address
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server(
             ("", port), family=family, backlog=others + _STRANGERS, dualstack_ipv6=both
@@ -125,7 +125,7 @@ class RendezvousServer:
         self.close()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close the listening socket and all connections."""
         for connection in (*self._pending, *(connection for connection, _ in self._joined.values())):
             connection.close()
         self._listener.close()
@@ -190,7 +190,7 @@ def join(
                             return message
                         trouble = "it closed the connection, or is not pod 0 of this gang"
                         break
-        except OSError as error:  # its name is not in DNS yet, or it does not listen yet
+        except OSError as error:  # pod 0 is not in DNS yet, or does not listen yet
             trouble = str(error)
         time.sleep(_POLL_SECONDS)
     raise RendezvousError(f"rendezvous with pod 0 at {address}:{port} timed out after {seconds:.0f} s: {trouble}")

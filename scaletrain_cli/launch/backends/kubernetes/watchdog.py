@@ -1,6 +1,6 @@
-"""The two cases in which Kubernetes never ends a job by itself: a child that is refused, and a node that is dead.
+"""Detect the two cases in which Kubernetes never ends a job by itself: a refused child object and a dead node.
 
-Pure apart from force_delete(): a finding says what is wrong and what to do, and nothing is done unasked.
+Pure functions except force_delete(), which runs only on request.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.backends.kubernetes.api import Cluster
     from scaletrain_cli.launch.backends.kubernetes.observation import Observation
 
-# Events about a child that JobSet or Trainer could not create. Both try again without end.
+# Events about a child that JobSet or Trainer could not create. Both retry indefinitely.
 CHILD_REFUSED = {"JobCreationFailed": "Job", "TrainJobResourcesCreationFailed": "JobSet"}
-_OVERDUE_SECONDS = 30.0  # past the pod's deadline: a kubelet needs some for the container and its volumes
+_OVERDUE_SECONDS = 30.0  # after the pod's deadline: a kubelet needs time to remove the container and its volumes
 
 
 @dataclass(frozen=True)
 class StuckJob:
-    """One reason why nothing more will happen. ``pods`` are those whose forced deletion would help."""
+    """One reason why the job is stuck. ``pods``: those whose forced deletion would help."""
 
     kind: Literal["child-refused", "dead-node"]
     reason: Reason
@@ -33,20 +33,20 @@ class StuckJob:
 
     @property
     def text(self) -> str:
-        """The reason and what to do about it."""
+        """Return the reason and the remedy as text."""
         return ". ".join((str(self.reason), *self.reason.remedies))
 
 
 def stuck_jobs(seen: Observation, now: float) -> list[StuckJob]:
-    """Return what the job would wait for in vain; ``now`` is Unix time."""
+    """Return the reasons why the job is stuck; ``now`` is Unix time."""
     return [*_refused_child(seen), *_dead_nodes(seen, now)]
 
 
 def force_delete(cluster: Cluster, namespace: str, seen: Observation, now: float) -> list[str]:
-    """Delete the pods of dead nodes from the API, so that a job that was deleted ends; return their names.
+    """Delete the pods of dead nodes from the API, so that a deleted job ends; return their names.
 
-    These are the pods that are overdue, and, once their workload is deleted, all pods on nodes that do not report: no
-    kubelet is left that would use their grace period.
+    This applies to overdue pods and, once their workload is deleted, to all pods on nodes that do not report: no
+    kubelet would use their grace period.
 
     A pod of a Job that is not deleted stays, without its grace period: podReplacementPolicy Failed keeps the Job's
     finalizer on it until the pod is marked as failed, as a deleted node or the out-of-service taint does.
@@ -64,7 +64,7 @@ def force_delete(cluster: Cluster, namespace: str, seen: Observation, now: float
 
 
 def _refused_child(seen: Observation) -> Iterator[StuckJob]:
-    """JobSet accepts a template whose Job the API server refuses, tries again without end, and only writes events."""
+    """Yield a finding for a child that the API server refuses: JobSet retries indefinitely, and only events show it."""
     if seen.workload is None or seen.jobs or seen.pods:
         return
     for event in reversed(seen.events):
@@ -87,15 +87,15 @@ def _dead_nodes(seen: Observation, now: float) -> Iterator[StuckJob]:
     for name, pods in overdue.items():
         node = nodes.get(name)
         if node is None and seen.nodes_known:
-            continue  # the node object is gone too: the garbage collector removes the pods
+            continue  # the Node object is deleted: the garbage collector removes the pods
         if node is not None and is_ready(node):
-            continue  # a slow end, which the kubelet will report
+            continue  # slow termination, which the kubelet will report
         code = "dead-node" if node is not None else "dead-node-unconfirmed"
         yield StuckJob("dead-node", reason(code, node=name, pods=pods), tuple(pods))
 
 
 def is_ready(node: Object) -> bool:
-    """Return whether the node's kubelet reports, and reports itself ready."""
+    """Return whether the node is Ready: its kubelet reports, and reports no problem."""
     conditions = node.get("status", {}).get("conditions", ())
     return any(condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions)
 

@@ -14,10 +14,10 @@ from scaletrain_cli.launch.backends.kubernetes.names import NODE, Workload
 from scaletrain_cli.launch.backends.kubernetes.pod import exclusive_annotation
 from scaletrain_cli.spec import RunSpec
 
-MOST_RESTARTS = 1_000_000  # far from what 32 bits hold
+MOST_RESTARTS = 1_000_000  # far below the limit of a 32-bit integer
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
-# A retry cures none of these.
+# A retry does not fix any of these.
 FINAL_CODES = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.DO_NOT_REQUEUE)
 
 
@@ -40,7 +40,7 @@ def jobset_spec(spec: RunSpec, workload: Workload, template: dict[str, Any]) -> 
     """Return the spec that a JobSet and Trainer's runtime share."""
     ttl = spec.cluster.kubernetes.ttl_seconds_after_finished
     return {
-        # The Service is named as the JobSet; a pod must be found before it is ready, or none would ever be.
+        # The Service has the JobSet's name. Pods must resolve before they are ready: they wait for each other.
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All"},
         "failurePolicy": failure_policy(spec),
@@ -78,7 +78,7 @@ def failure_policy(spec: RunSpec) -> dict[str, Any]:
     free = "FailJobSet" if spec.restarts.preemption == 0 else "RestartJobSetAndIgnoreMaxRestarts"
     return {
         "maxRestarts": charged_restarts(spec),
-        # No new pod while an old one lives: two gangs must not meet.
+        # No new pod while an old one runs: two gangs must not overlap.
         "restartStrategy": "BlockingRecreate",
         # Only letters, digits, _ , and : in a rule's name; the webhook refuses others.
         "rules": [
@@ -108,11 +108,11 @@ def _job_spec(spec: RunSpec, template: dict[str, Any]) -> dict[str, Any]:
         "parallelism": nodes,
         "completions": nodes,
         "backoffLimit": 0,
-        # Not before the old one has really ended: else two pods of one rank could write at once.
+        # Only after the old pod has ended: otherwise two pods of one rank could write at once.
         "podReplacementPolicy": "Failed",
         **({} if deadline is None else {"activeDeadlineSeconds": math.ceil(deadline)}),
         "podFailurePolicy": {
-            # In this order: a pod that is evicted may also leave with a code, and the eviction is why.
+            # In this order: an evicted pod may also have an exit code, but the eviction is the cause.
             "rules": [
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 _on_codes([int(code) for code in FINAL_CODES]),
@@ -132,7 +132,7 @@ def _on_codes(codes: list[int]) -> dict[str, Any]:
 
 RUNTIME_API_VERSION = "trainer.kubeflow.org/v1alpha1"
 RUNTIME_KIND = "TrainingRuntime"
-# By this label on a replicated job Trainer knows the one that has the nodes.
+# Trainer finds the replicated job with the training nodes by this label.
 _ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
