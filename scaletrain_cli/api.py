@@ -39,7 +39,7 @@ from scaletrain_cli.launch.replan import Resize, replan
 from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
 from scaletrain_cli.launch.resume import ResumeReport, inspect_resume, refuse
 from scaletrain_cli.launch.resume import resume as resume_run
-from scaletrain_cli.launch.shared_folder import room_notes
+from scaletrain_cli.launch.shared_folder import disk_space_notes
 from scaletrain_cli.launch.status import RunStatus, is_over, run_status
 from scaletrain_cli.launch.submit import (
     Submission,
@@ -230,7 +230,7 @@ class PreparedSubmission:
         require_writable(runs_root(), "no run can be submitted")
         found = self.backend.preflight(self.spec, self.plan)
         shared = shared_root_notes(runs_root(), prepares=self.spec.code.engine is None)
-        notes = (*self.notes, *found.notes, *shared, *room_notes(self.spec, self.plan, runs_root()))
+        notes = (*self.notes, *found.notes, *shared, *disk_space_notes(self.spec, self.plan, runs_root()))
         code = None if self.snapshot is None else self.snapshot.record
         return SubmissionSummary(self.spec, self.plan, found.start, notes=notes, code=code)
 
@@ -293,7 +293,7 @@ class PreparedResume:
         run, record, report = self.run.directory, self.record, self.report
         spec, plan = record.spec, record.plan
         found = self.backend.preflight(spec, plan, run, record.code)
-        room = room_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
+        room = disk_space_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
         # If the checkpoints are not visible here, estimate progress from the steps that the ranks printed.
         step = report.checkpoint.step if report.checkpoint is not None else int(report.job.progress.get("step", 0))
         return SubmissionSummary(spec, plan, found.start, step, (*found.notes, *room), record.code)

@@ -14,7 +14,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.launch.logs import FirstWords, LogLine
+    from scaletrain_cli.launch.logs import EarlyOutput, LogLine
     from scaletrain_cli.rundir.paths import RunDir
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
@@ -49,9 +49,9 @@ def command(
     With --json the lines are {"attempt", "node", "rank", "text"}; with --follow, one JSON object per line.
     """
     from scaletrain_cli.launch.logs import (
-        FirstWords,
+        EarlyOutput,
         LogFollower,
-        first_words,
+        early_output,
         is_for_people,
         log_files,
         logs_brought,
@@ -72,7 +72,7 @@ def command(
         if follow:
             show = _stream if as_json else functools.partial(_print, label=rank is None)
             follower, over = LogFollower(found, rank, from_attempt=attempt), _is_over(found)
-            first = FirstWords(found, since=files)
+            first = EarlyOutput(found, since=files)
             any_output = _show_early_output(first, as_json)
             show(_last_of_each(shown(follower.new_lines()), tail))
             while not over():
@@ -87,7 +87,7 @@ def command(
         if as_json:
             print_json({"run_id": found.run_id})
         return
-    words = first_words(found, since=files) if attempt is None else []
+    words = early_output(found, since=files) if attempt is None else []
     if as_json:
         before = [{"pod": path.stem, "text": path.read_text(encoding="utf-8", errors="replace")} for path in words]
         lines = [_line_json(line) for line in read_logs(found, attempt, rank, tail)]
@@ -101,7 +101,7 @@ def command(
         say(f"no output yet. `scaletrain status {found.run_id}` shows the state of the run.")
 
 
-def _show_early_output(words: FirstWords, as_json: bool) -> bool:
+def _show_early_output(words: EarlyOutput, as_json: bool) -> bool:
     """Show the output of pods from before their attempt started; return True if there was any."""
     from scaletrain_cli.ui.json import stream_json
 

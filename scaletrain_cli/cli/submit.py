@@ -196,7 +196,7 @@ def submit_points(
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.resource_checks.checks import require_external
-    from scaletrain_cli.launch.shared_folder import room_notes
+    from scaletrain_cli.launch.shared_folder import disk_space_notes
     from scaletrain_cli.launch.submit import make_record
     from scaletrain_cli.launch.sweep import submit_sweep, take_snapshots
     from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -244,7 +244,7 @@ def submit_points(
     outlooks = [scheduler.preflight(point.spec, point.plan) for point in asked.values()]
     notes = not_checked | dict.fromkeys(note for outlook in outlooks for note in outlook.notes)
     largest = max(planned, key=lambda point: point.plan.durability.checkpoint_bytes)
-    for note in [*notes, *room_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))]:
+    for note in [*notes, *disk_space_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))]:
         warn(note)
     if not as_json:
         from scaletrain_cli.ui.submission import show_points

@@ -88,8 +88,8 @@ class Git:
         if not self.filters or not paths:
             return {}
         sent = b"\0".join(map(os.fsencode, paths))
-        told = self.run("check-attr", "-z", "--stdin", "filter", sent=sent).split(b"\0")
-        entries = zip(told[0::3], told[2::3], strict=False)  # path, attribute, value
+        answer = self.run("check-attr", "-z", "--stdin", "filter", sent=sent).split(b"\0")
+        entries = zip(answer[0::3], answer[2::3], strict=False)  # path, attribute, value
         return {os.fsdecode(path): os.fsdecode(name) for path, name in entries if os.fsdecode(name) in self.filters}
 
     def _configured_filters(self) -> tuple[str, ...]:

@@ -205,67 +205,67 @@ def course_of(run: RunDir, status: RunStatus, *, resumed: bool = False) -> Cours
     )
 
 
-def compare_runs(kind: DrillKind, run_dir: str, hurt: Course, undisturbed: Course, *, exact: bool) -> DrillResult:
+def compare_runs(kind: DrillKind, run_dir: str, faulted: Course, undisturbed: Course, *, exact: bool) -> DrillResult:
     """Compare a run with the undisturbed one; ``exact``: results must be bitwise equal, as on CPUs."""
-    sameness, differs = _compare(kind, hurt.steps, undisturbed.steps, exact)
-    if not differs and hurt.final_files == undisturbed.final_files:
+    sameness, differs = _compare(kind, faulted.steps, undisturbed.steps, exact)
+    if not differs and faulted.final_files == undisturbed.final_files:
         sameness = f"{sameness}, checkpoint files too"
-    failures = _failures(kind, hurt)
-    if hurt.state == "finished" and differs:
+    failures = _failures(kind, faulted)
+    if faulted.state == "finished" and differs:
         failures.append(Reason("launch.drill-differs", {"difference": sameness}))
     return DrillResult(
         kind=kind.name,
         run_dir=run_dir,
-        attempts=hurt.attempts,
-        steps_lost=hurt.steps_lost,
-        seconds_lost=hurt.seconds - undisturbed.seconds,
+        attempts=faulted.attempts,
+        steps_lost=faulted.steps_lost,
+        seconds_lost=faulted.seconds - undisturbed.seconds,
         sameness=sameness,
         failures=tuple(failures),
     )
 
 
-def _failures(kind: DrillKind, hurt: Course) -> list[Reason]:
+def _failures(kind: DrillKind, faulted: Course) -> list[Reason]:
     """Return the deviations from the reaction that the kind requires."""
     found = []
-    if hurt.state != "finished":
-        found.append(Reason("launch.drill-not-finished", {"state": hurt.state, "why": hurt.why}))
+    if faulted.state != "finished":
+        found.append(Reason("launch.drill-not-finished", {"state": faulted.state, "why": faulted.why}))
     expected = 1 if kind.ending in ("unharmed", "rolled-back") else 2
-    if hurt.attempts != expected:
-        params = {"attempts": hurt.attempts, "expected": expected, "ends": list(hurt.ends) or ["none"]}
+    if faulted.attempts != expected:
+        params = {"attempts": faulted.attempts, "expected": expected, "ends": list(faulted.ends) or ["none"]}
         found.append(Reason("launch.drill-attempts", params))
-    if kind.ending == "preempted" and hurt.steps_lost:
-        found.append(Reason("launch.drill-steps-lost", {"steps": hurt.steps_lost}))
-    if kind.ending == "older" and not hurt.passed_over:
+    if kind.ending == "preempted" and faulted.steps_lost:
+        found.append(Reason("launch.drill-steps-lost", {"steps": faulted.steps_lost}))
+    if kind.ending == "older" and not faulted.passed_over:
         found.append(Reason("launch.drill-damage-not-reported"))
-    if kind.ending == "rolled-back" and not hurt.rolled_back:
+    if kind.ending == "rolled-back" and not faulted.rolled_back:
         found.append(Reason("launch.drill-not-rolled-back"))
-    if hurt.resumed and kind.ending != "stopped":
+    if faulted.resumed and kind.ending != "stopped":
         found.append(Reason("launch.drill-resumed"))
-    if kind.ending == "stopped" and hurt.resumed and hurt.exit_codes[0] != ExitCode.DO_NOT_REQUEUE:
-        params = {"exit_code": hurt.exit_codes[0], "expected": int(ExitCode.DO_NOT_REQUEUE)}
+    if kind.ending == "stopped" and faulted.resumed and faulted.exit_codes[0] != ExitCode.DO_NOT_REQUEUE:
+        params = {"exit_code": faulted.exit_codes[0], "expected": int(ExitCode.DO_NOT_REQUEUE)}
         found.append(Reason("launch.drill-exit-code", params))
     return found
 
 
 def _compare(
-    kind: DrillKind, hurt: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]], exact: bool
+    kind: DrillKind, faulted: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]], exact: bool
 ) -> tuple[str, bool]:
     """Return the difference of the two runs as text, and whether it is too large."""
-    if not hurt or not undisturbed:
+    if not faulted or not undisturbed:
         return "nothing was logged", True
     ours, theirs = (
-        [[line.get(key) for key in ("step", *_COMPARED)] for line in lines] for lines in (hurt, undisturbed)
+        [[line.get(key) for key in ("step", *_COMPARED)] for line in lines] for lines in (faulted, undisturbed)
     )
     if ours == theirs:
         return "to the bit", False
     at = next((mine[0] for mine, other in zip(ours, theirs, strict=False) if mine != other), None)
     where = f"from step {at} on" if at is not None else f"{len(ours)} steps logged instead of {len(theirs)}"
-    final, reference = hurt[-1].get("loss", math.nan), undisturbed[-1].get("loss", math.nan)
+    final, reference = faulted[-1].get("loss", math.nan), undisturbed[-1].get("loss", math.nan)
     apart = abs(final - reference) / abs(reference) if reference else math.inf
     words = f"{where}, final loss {apart:.1e} apart"
     if kind.ending == "rolled-back":
         return words, not final <= reference * (1 + ROLLED_BACK_TOLERANCE)
-    return words, exact or not apart <= LOSS_TOLERANCE or hurt[-1]["step"] != undisturbed[-1]["step"]
+    return words, exact or not apart <= LOSS_TOLERANCE or faulted[-1]["step"] != undisturbed[-1]["step"]
 
 
 FEWEST_STEPS = 12
@@ -281,7 +281,7 @@ class Range:
     scheduler: Backend
     timeout_seconds: float
 
-    def strike(self, kind: DrillKind) -> int:
+    def fault_step(self, kind: DrillKind) -> int:
         """Return the step of the fault: two checkpoints exist or, with ``in_save``, the second is being written."""
         every = checkpoint_interval(self.spec.total_steps)
         return 2 * every + 1 + (0 if kind.in_save else every // 2)
@@ -333,7 +333,7 @@ def make_folder() -> Path:
 
 def run_drill(place: Range, kind: DrillKind, on_look: Callable[[RunStatus], None]) -> tuple[RunDir, Course]:
     """Run one drill to its end and return its course. ``on_look`` gets every status; a late run is cancelled."""
-    settings = kind.settings(step=place.strike(kind), world_size=place.spec.world_size)
+    settings = kind.settings(step=place.fault_step(kind), world_size=place.spec.world_size)
     spec = override_spec(place.spec, settings, file="the drills' spec")
     made = create_run(spec, place.plan, kind.name, root=place.folder)
     submit_run(made.run, made.record, place.scheduler)

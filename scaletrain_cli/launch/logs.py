@@ -151,13 +151,13 @@ def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
         yield why
 
 
-class FirstWords:
+class EarlyOutput:
     """Returns new lines that pods printed before their attempt began; some pods end before that."""
 
     def __init__(self, run: RunDir, since: Sequence[LogFile]) -> None:
         """Skip output older than the logs of an attempt, ``since``."""
         self._folder = run.path / "pods"
-        news = first_words(run, since)
+        news = early_output(run, since)
         self._read = {path: path.stat().st_size for path in self._folder.glob("*.log") if path not in news}
 
     def new_lines(self) -> list[tuple[str, str]]:
@@ -173,7 +173,7 @@ class FirstWords:
         return found
 
 
-def first_words(run: RunDir, since: Sequence[LogFile]) -> list[Path]:
+def early_output(run: RunDir, since: Sequence[LogFile]) -> list[Path]:
     """Return the files with the output of pods before their attempt began, if newer than the logs ``since``."""
     newest = max((file.path.stat().st_mtime for file in since), default=0.0)
     return [path for path in sorted((run.path / "pods").glob("*.log")) if path.stat().st_mtime > newest]

@@ -47,8 +47,8 @@ class Preflight:
 
     def to_json(self) -> dict[str, Any]:
         """Return the stable JSON object."""
-        told = {**vars(self), "folder": None if self.folder is None else str(self.folder)}
-        return {"schema": "scaletrain.preflight-report/v1", **told}
+        document = {**vars(self), "folder": None if self.folder is None else str(self.folder)}
+        return {"schema": "scaletrain.preflight-report/v1", **document}
 
 
 def run_preflight(

@@ -155,27 +155,27 @@ def conclude_attempt(
     *,
     first_attempt: int,
     launcher_exit_code: int | None = None,
-    told_to_stop: Reason | None = None,
+    stop_reason: Reason | None = None,
     time_is_up: Callable[[], bool] = lambda: False,
     down: frozenset[str] | None = None,
 ) -> Decision:
     """End attempt ``number`` and return the restart decision.
 
     Budgets count from ``first_attempt`` on: each submission grants new ones. ``launcher_exit_code`` is that of the
-    agent or of srun, for an attempt without records; ``told_to_stop``: a reason outside the run why
+    agent or of srun, for an attempt without records; ``stop_reason``: a reason outside the run why
     no attempt can follow. ``time_is_up`` distinguishes the time limit from a preemption. ``down``: the nodes that the
     scheduler reports as lost; without it, a node that reported no end may be one whose job was ended.
     """
     spec, cancelled = record.spec, run.is_cancelled
     outcome = attempt_outcome(run, spec, number, cancelled=cancelled, launcher_exit_code=launcher_exit_code)
-    if told_to_stop is not None and outcome.lost and not down:
+    if stop_reason is not None and outcome.lost and not down:
         outcome = ended_with_its_job(outcome)
     if outcome.reason in ("preempted", "out-of-grace") and time_is_up():
         outcome = dataclasses.replace(
             outcome, reason="time-limit", why=Reason("launch.out-of-time", {"end": outcome.why})
         )
-    if told_to_stop is not None and not cancelled and outcome.exit_code != ExitCode.DONE:
-        decision = Decision.because(False, outcome.exit_code, told_to_stop, left_to_scheduler=True)
+    if stop_reason is not None and not cancelled and outcome.exit_code != ExitCode.DONE:
+        decision = Decision.because(False, outcome.exit_code, stop_reason, left_to_scheduler=True)
     else:
         began = read_attempt(run, number)
         assert began is not None, f"attempt {number} was never begun"

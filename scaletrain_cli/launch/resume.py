@@ -69,10 +69,10 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeRepor
     checkpoint, passed_over = latest_valid(checkpoint_folder(run, record.spec))
     logged = last_logged_step(run)
     job = scheduler.job(run, record)
-    told = last is None and job.exit_code is not None  # reported by the scheduler; the attempts are not visible here
+    reported = last is None and job.exit_code is not None  # the attempts are not visible here
     return ResumeReport(
         last_attempt=last,
-        why_ended=job.why if told else why_ended(run, record, last, job),
+        why_ended=job.why if reported else why_ended(run, record, last, job),
         checkpoint=checkpoint,
         passed_over=passed_over,
         last_step_logged=logged,

@@ -43,7 +43,7 @@ def file_system(folder: Path, mounts: str) -> str:
     return found
 
 
-def room_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there: int = 0) -> list[str]:
+def disk_space_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there: int = 0) -> list[str]:
     """Return a warning if the checkpoints to keep do not fit. Raises SchedulerError if not even one fits.
 
     ``runs``: the number of runs like this one; ``there``: the number of its checkpoints that already exist.

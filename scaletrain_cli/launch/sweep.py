@@ -85,12 +85,12 @@ def submit_sweep(
             left = _take_back([made for made, _ in done], scheduler)
             if made is not None and made.created and not silent:
                 shutil.rmtree(made.run.path)
-            told = f"{point.run_id} ({', '.join(point.overrides)}) could not be submitted, so none is: {error.message}"
+            text = f"{point.run_id} ({', '.join(point.overrides)}) could not be submitted, so none is: {error.message}"
             if silent:
-                told += f" Whether its job was taken is not known: look at {point.run_id} with scaletrain status."
+                text += f" Whether its job was taken is not known: look at {point.run_id} with scaletrain status."
             if left:
-                told += f" These could not be taken back: {', '.join(left)}. Use scaletrain cancel."
-            raise type(error)(told, error.problems) from error
+                text += f" These could not be taken back: {', '.join(left)}. Use scaletrain cancel."
+            raise type(error)(text, error.problems) from error
     return [SubmittedPoint(made.run, submission, made.created) for made, submission in done]
 
 

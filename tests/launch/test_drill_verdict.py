@@ -26,8 +26,8 @@ RESTARTED = replace(UNDISTURBED, attempts=2, ends=("crash", "done"), exit_codes=
 STOPPED = replace(RESTARTED, exit_codes=(93, 0), resumed=True)
 
 
-def complaints(kind: str, hurt: Course, *, exact: bool = True) -> str:
-    return "; ".join(compare_runs(KINDS[kind], "runs/x", hurt, UNDISTURBED, exact=exact).complaints)
+def complaints(kind: str, faulted: Course, *, exact: bool = True) -> str:
+    return "; ".join(compare_runs(KINDS[kind], "runs/x", faulted, UNDISTURBED, exact=exact).complaints)
 
 
 def drifted(by: float, first: int = 30) -> tuple[dict[str, float], ...]:
@@ -42,7 +42,7 @@ def test_a_run_that_started_again_and_is_the_same_to_the_bit_has_survived() -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "hurt", "expected"),
+    ("kind", "faulted", "expected"),
     [
         ("sigkill", UNDISTURBED, "it took 1 attempt instead of 2 (done)"),
         (
@@ -65,12 +65,12 @@ def test_a_run_that_started_again_and_is_the_same_to_the_bit_has_survived() -> N
         ("sigkill", replace(RESTARTED, steps=()), "it is another run: nothing was logged"),
     ],
 )
-def test_a_run_that_did_otherwise_than_it_must_has_not(kind: str, hurt: Course, expected: str) -> None:
-    assert complaints(kind, hurt).startswith(expected)
+def test_a_run_that_did_otherwise_than_it_must_has_not(kind: str, faulted: Course, expected: str) -> None:
+    assert complaints(kind, faulted).startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("kind", "hurt"),
+    ("kind", "faulted"),
     [
         ("sigterm", replace(RESTARTED, steps_lost=0)),
         ("truncate", replace(RESTARTED, passed_over=("step-00000020/shard: cut",))),
@@ -80,8 +80,8 @@ def test_a_run_that_did_otherwise_than_it_must_has_not(kind: str, hurt: Course, 
         ("sigkill", replace(RESTARTED, final_files={"shard": "another"})),
     ],
 )
-def test_a_run_that_did_what_it_must_has(kind: str, hurt: Course) -> None:
-    assert complaints(kind, hurt) == ""
+def test_a_run_that_did_what_it_must_has(kind: str, faulted: Course) -> None:
+    assert complaints(kind, faulted) == ""
 
 
 def test_on_gpus_the_final_loss_may_differ_in_its_last_figures_and_no_more() -> None:

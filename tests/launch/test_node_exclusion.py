@@ -145,7 +145,7 @@ def test_a_node_that_falls_silent_as_its_job_is_ended_ended_with_it_unless_the_s
     write_node_record(made.run, number, node(75, rank(0, 75)))
     write_node_record(made.run, number, node(None, number=1))
     conclude_attempt(
-        made.run, made.record, number, first_attempt=1, told_to_stop=recorded("Slurm is ending the job"), down=down
+        made.run, made.record, number, first_attempt=1, stop_reason=recorded("Slurm is ending the job"), down=down
     )
     (ended,) = made.events("attempt-ended")
     assert ended["reason"] == reason

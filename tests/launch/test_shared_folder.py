@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.shared_folder import file_system, room_notes, unshared_notes
+from scaletrain_cli.launch.shared_folder import disk_space_notes, file_system, unshared_notes
 from tests.launch.conftest import make_plan, make_spec
 
 MOUNTS = """/dev/vda / ext4 rw 0 0
@@ -56,7 +56,9 @@ def test_room_for_one_checkpoint_is_needed_and_for_those_kept_is_told(
 
     def notes(checkpoint_bytes: int) -> list[str]:
         durability = dataclasses.replace(plan.durability, checkpoint_bytes=checkpoint_bytes)
-        return room_notes(spec, dataclasses.replace(plan, durability=durability), tmp_path / "not" / "there" / "yet")
+        return disk_space_notes(
+            spec, dataclasses.replace(plan, durability=durability), tmp_path / "not" / "there" / "yet"
+        )
 
     assert notes(250 * 10**6) == []
     assert "has room for 1.0 GB, and 4 checkpoints" in notes(300 * 10**6)[0]

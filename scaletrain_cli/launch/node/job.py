@@ -36,7 +36,7 @@ from scaletrain_cli.safe_files import locked
 WAIT_SECONDS = 1.0
 _AGENT_MARGIN_SECONDS = 30.0  # beyond the grace period, which the agent enforces itself unless it hangs
 logger = logging.getLogger(__name__)
-_TOLD_TO_STOP = Reason("local.supervisor-stopped")
+_STOPPED = Reason("local.supervisor-stopped")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,14 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass
 class OneNodeJob:
-    """The loop over attempts. ``told_to_stop`` is set by SIGTERM."""
+    """The loop over attempts. ``stopping`` is set by SIGTERM."""
 
     run: RunDir
     record: RunRecord
     scheduler: str  # name of the back end, for the record of each attempt
     job_id: str
     engine: str = ENGINE_MODULE
-    told_to_stop: bool = field(default=False, init=False)
+    stopping: bool = field(default=False, init=False)
 
     def before_first_attempt(self) -> None:
         """Wait for preconditions of the job. Does nothing by default; back ends override it."""
@@ -89,7 +89,7 @@ class OneNodeJob:
         first = max(self.run.attempts(), default=0) + 1
         while True:
             self.listen()
-            if self.told_to_stop or self.run.is_cancelled:
+            if self.stopping or self.run.is_cancelled:
                 decision = Decision.because(False, ExitCode.PREEMPTED, Reason("launch.stop-before-start"))
                 self.on_begin()
             else:
@@ -108,7 +108,7 @@ class OneNodeJob:
             number,
             first_attempt=first,
             launcher_exit_code=code,
-            told_to_stop=_TOLD_TO_STOP if self.told_to_stop else None,  # may have been set while the agent ran
+            stop_reason=_STOPPED if self.stopping else None,  # may have been set while the agent ran
         )
 
     def _run_agent(self, number: int) -> int:
@@ -159,7 +159,7 @@ class OneNodeJob:
             return None
         if heard == signal.SIGUSR1:
             return signal.SIGUSR1  # a preemption to be followed by another attempt
-        self.told_to_stop = True
+        self.stopping = True
         return signal.SIGTERM
 
 

@@ -92,12 +92,12 @@ class Supervision(OneNodeJob):
         """Wait for the agent that a killed supervisor left, and for the run before this one in its sweep."""
         if living_agents(self.run):
             self.on_begin()
-        while living_agents(self.run) and not self.told_to_stop:
+        while living_agents(self.run) and not self.stopping:
             self.listen(timeout=WAIT_SECONDS)  # the agent's ranks are saving
         conclude_abandoned(self.run, self.record)
         if run_to_wait_for(self.run) is not None:
             self.on_begin()
-        while run_to_wait_for(self.run) is not None and not (self.told_to_stop or self.run.is_cancelled):
+        while run_to_wait_for(self.run) is not None and not (self.stopping or self.run.is_cancelled):
             self.listen(timeout=WAIT_SECONDS)
 
     def on_begin(self) -> None:

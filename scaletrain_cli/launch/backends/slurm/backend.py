@@ -241,8 +241,8 @@ class SlurmBackend(Backend):
                 # A plain scancel would grant KillWait instead of the grace period before SIGKILL.
                 call_slurm(["scancel", "--signal=TERM", row.job_id])
         except SchedulerSilentError as error:
-            told = "The stop file of the run is set all the same; its nodes see that within seconds and stop it."
-            raise SchedulerSilentError(f"{error.message} {told}") from error
+            note = "The stop file of the run is set all the same; its nodes see that within seconds and stop it."
+            raise SchedulerSilentError(f"{error.message} {note}") from error
         except SchedulerError:
             if not was_cancelled:
                 run.stop_file.unlink(missing_ok=True)

@@ -105,13 +105,13 @@ def commands_check() -> Check:
     missing = [other for other in ("srun", "squeue", "scontrol", "sacct") if shutil.which(other) is None]
     if missing:
         return Check("slurm", "warn", path, f"{', '.join(missing)} not found; check PATH")
-    code, text = _first_words(["scontrol", "ping"])
+    code, text = _answer_of(["scontrol", "ping"])
     if code != 0:
         return Check("slurm", "warn", path, f"the controller does not answer: {text.splitlines()[0] if text else code}")
     return Check("slurm", "ok", f"{path}, {text.splitlines()[0] if text else 'the controller answers'}")
 
 
-def _first_words(command: list[str]) -> tuple[int, str]:
+def _answer_of(command: list[str]) -> tuple[int, str]:
     """Return the exit code and the output of a command; 124 where it does not answer within _CHECK_SECONDS."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, errors="replace")

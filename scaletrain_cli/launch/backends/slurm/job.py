@@ -61,14 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ended-by-slurm", action="store_true", help="the batch script got SIGTERM")
     options = parser.parse_args(arguments)
     run = RunDir(options.run_folder.absolute())
-    told_to_stop = _SLURM_ENDS_THE_JOB if options.ended_by_slurm else None
+    stop_reason = _SLURM_ENDS_THE_JOB if options.ended_by_slurm else None
     try:
         record = read_record(run)
         if options.word == "begin":
             return begin(run, record, os.environ)
         if options.word == "end":
-            return end(run, record, options.attempt, options.srun_exit_code, os.environ, told_to_stop)
-        return not_requeued(run, options.attempt, told_to_stop)
+            return end(run, record, options.attempt, options.srun_exit_code, os.environ, stop_reason)
+        return not_requeued(run, options.attempt, stop_reason)
     except ScaletrainError as error:
         logger.error("%s", error)
         return error.exit_code
@@ -106,7 +106,7 @@ def end(
     number: int,
     srun_exit_code: int,
     environment: Mapping[str, str],
-    told_to_stop: Reason | None = None,
+    stop_reason: Reason | None = None,
 ) -> int:
     """Conclude the attempt and print what the script must do.
 
@@ -123,19 +123,19 @@ def end(
         number,
         first_attempt=first_attempt_of_job(run, job_id, number),
         launcher_exit_code=srun_exit_code,
-        told_to_stop=told_to_stop,
+        stop_reason=stop_reason,
         time_is_up=lambda: time_is_up(job_id, record.spec.cluster, environment, time.time()),
-        down=down_nodes(attempt.nodes) if attempt is not None and told_to_stop is not None else None,
+        down=down_nodes(attempt.nodes) if attempt is not None and stop_reason is not None else None,
     )
     print(f"requeue {_exclude_word(run, record)}".rstrip() if decision.requeue else "stop")
     may_go_on = decision.requeue or decision.left_to_scheduler
     return decision.exit_code if may_go_on else conclude_run(run, decision)
 
 
-def not_requeued(run: RunDir, number: int, told_to_stop: Reason | None) -> int:
+def not_requeued(run: RunDir, number: int, stop_reason: Reason | None) -> int:
     """Withdraw the requeue decision. If Slurm is ending the job, Slurm may still requeue it."""
-    if told_to_stop is not None:
-        return withdraw_restart(run, number, told_to_stop, left_to_scheduler=True).exit_code
+    if stop_reason is not None:
+        return withdraw_restart(run, number, stop_reason, left_to_scheduler=True).exit_code
     return conclude_run(run, withdraw_restart(run, number, _NOT_REQUEUED))
 
 
