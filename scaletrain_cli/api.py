@@ -170,7 +170,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RenderedJob:
-    """What submit() would hand to the scheduler: the script, the manifest or the command."""
+    """What submit() would hand to the scheduler: ``text`` is the script, the manifest or the command."""
 
     run_id: str
     run_dir: Path
@@ -179,7 +179,10 @@ class RenderedJob:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A run that the scheduler has. ``created`` is False where the same run had been submitted before."""
+    """A run that the scheduler has. ``created`` is False where its run directory existed before.
+
+    An earlier submission made it, also one that the scheduler refused.
+    """
 
     run: Run
     scheduler: str
@@ -445,7 +448,10 @@ def require_cancel(
     """
     backend = backend_for(read_record(run.directory).spec.cluster.scheduler)
     if force and not backend.can_force:
-        raise UsageError(f"--force removes pods, and {run.run_id} is on {backend.name}.")
+        raise UsageError(
+            f"--force has no effect on {backend.traits.display_name}, where {run.run_id} is.",
+            remedy="Leave the option out.",
+        )
     seen = seen or run_status(run.directory)
     if seen.state not in _OVER:
         require_cancellable(run.directory, trust_owner=trust_owner)

@@ -106,13 +106,17 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.sweep import OVER, cancel_members, look_at
+    from scaletrain_cli.text import listed
     from scaletrain_cli.ui.console import say
 
     status = look_at(sweep)
     members, states = status.members, status.states_in_words
     schedulers = {member.status.scheduler for member in members if member.status is not None}
-    if force and not all(backend_for(name).can_force for name in schedulers):
-        raise UsageError(f"--force removes pods, and {sweep.name} is on {', '.join(sorted(schedulers))}.")
+    unable = [backend_for(name).traits.display_name for name in sorted(schedulers) if not backend_for(name).can_force]
+    if force and unable:
+        raise UsageError(
+            f"--force has no effect on {listed(unable)}, where {sweep.name} is.", remedy="Leave the option out."
+        )
     living = [member for member in members if member.state not in OVER]
     if not living:
         say(f"no run of the sweep {sweep.name} is running ({states}). Nothing was done.")

@@ -115,7 +115,7 @@ def command(
         _show_rendered(prepared, output, as_json)
         return
     if prepared.earlier is not None:
-        _print_submitted(prepared.submit(), {}, as_json)
+        _print_submitted(prepared.submit(), {}, as_json, before=True)
         return
     summary = prepared.check()
     for note in summary.notes:
@@ -153,7 +153,8 @@ def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bo
         typer.echo(document(text), nl=False)
 
 
-def _print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bool) -> None:
+def _print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bool, *, before: bool = False) -> None:
+    """Print the run and its job. ``before``: the scheduler had accepted the job before this command."""
     from scaletrain_cli.ui.console import say, suggest
     from scaletrain_cli.ui.json import print_json
 
@@ -162,7 +163,7 @@ def _print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bo
         answer = {"run_id": run.run_id, "run_dir": str(run.path), "created": done.created}
         print_json(answer | {"scheduler": done.scheduler, "job_id": done.job_id} | other_keys)
         return
-    say(f"{'submitted' if done.created else 'was submitted before'}: job {done.job_id} in {run.path}")
+    say(f"{'was submitted before' if before else 'submitted'}: job {done.job_id} in {run.path}")
     suggest(useful_commands(run.run_id, run.path))
     typer.echo(visible(run.run_id))
 

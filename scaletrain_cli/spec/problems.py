@@ -126,8 +126,14 @@ def field_problem(detail: Any, source: Source) -> Problem:
         hint = did_you_mean(shown(given), FAMILIES).strip() or None
         return Problem(place, dotted, f"must be one of {comma(FAMILIES)}.", shown(given), hint)
     if kind == "string_pattern_mismatch":
-        # Texts with a pattern have their own message (spec.quantities.matching); here only NUL is forbidden.
-        message = "must not be empty" if given == "" else "must not hold a NUL character"
+        # Texts of our own spec that have a pattern have their own message (spec.quantities.matching), or only forbid
+        # NUL. The options of a back end or a tracker of another package may have any pattern.
+        if given == "":
+            message = "must not be empty"
+        elif "\0" in given:
+            message = "must not hold a NUL character"
+        else:
+            message = f"must match the pattern {context['pattern']}"
     else:
         message = _WORDS[kind].format(**context) if kind in _WORDS else detail["msg"]
     return Problem(place, dotted, f"{message}.", shown(given), _hint(kind, given, context))

@@ -106,6 +106,17 @@ def test_a_run_is_submitted_once_runs_to_its_end_and_is_shown_by_every_verb(cli:
     assert [run["run_id"] for run in cli.json("list")["runs"]] == ["first"]
 
 
+def test_a_submission_that_failed_is_submitted_under_the_same_id(cli: Cli) -> None:
+    folder = cli.runs.parent / "later"
+    folder.write_text("")  # a file where the queue needs a folder
+    later = ["submit", *cli.spec, "--run-id", "later", "--set", f"cluster.toy.folder={folder}", "--yes"]
+    cli(*later, code=1)
+    folder.unlink()
+    assert re.search(r"^submitted: job 1 in", cli(*later), re.M)
+    assert "was submitted before: job 1" in cli(*later)
+    assert cli.json("status", "later", "--wait", "60s")["state"] == "finished"
+
+
 def test_a_run_waits_for_a_slot_and_a_cancelled_one_is_saved_and_resumed(cli: Cli) -> None:
     slow = [*cli.spec, "--set", "training.steps=1000000", "--set", "env.STEP_SECONDS='0.05'"]
     cli("submit", *slow, "--run-id", "slow", "--yes")
@@ -113,7 +124,7 @@ def test_a_run_waits_for_a_slot_and_a_cancelled_one_is_saved_and_resumed(cli: Cl
     cli("submit", *cli.spec, "--run-id", "behind", "--yes")
     assert cli.json("status", "behind")["state"] == "queued"
     assert "waits for a slot" in json.dumps(cli.json("explain", "behind"))
-    assert "--force removes pods" in cli("cancel", "slow", "--force", "--yes", code=2)
+    assert "--force has no effect on the toy queue" in cli("cancel", "slow", "--force", "--yes", code=2)
     assert cli.json("cancel", "behind", "--yes")["cancelled"]
     assert cli.json("status", "behind", "--wait", "60s", code=1)["state"] == "cancelled"
     cli("cancel", "slow", "--yes")

@@ -166,6 +166,13 @@ def test_on_this_machine_one_runs_at_a_time_and_gpus_are_not_shared() -> None:
         here.max_concurrent(make_spec("cluster.gpu=h100-sxm-80gb").cluster, 2, 4)
 
 
+def test_a_back_end_that_starts_all_runs_at_once_refuses_a_limit() -> None:
+    cluster = make_spec().cluster
+    assert Queue().max_concurrent(cluster, None, 3) == Queue().max_concurrent(cluster, 3, 3) == 3
+    with pytest.raises(UsageError, match="--max-concurrent 2 is not implemented for this machine"):
+        Queue().max_concurrent(cluster, 2, 3)
+
+
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     recorded = Recorded(tmp_path)

@@ -6,9 +6,11 @@ import json
 
 import jsonschema
 import pytest
+from pydantic import BaseModel, Field, ValidationError
 
 from scaletrain_cli.launch.resource_checks import checks
 from scaletrain_cli.spec import RunSpec, json_schema
+from scaletrain_cli.spec.problems import field_problem
 from scaletrain_cli.spec.section import RECORDED
 from scaletrain_cli.spec.source import Source, parse_yaml
 from tests.spec.samples import SPEC, load, problem
@@ -64,6 +66,16 @@ def test_the_record_of_an_earlier_version_has_no_tracker_on() -> None:
 )
 def test_what_is_wrong_with_a_tracker_is_said_at_its_line(text: str, expected: str) -> None:
     assert expected in problem(SPEC + text)
+
+
+def test_a_value_that_the_pattern_of_an_option_forbids_is_reported_with_the_pattern() -> None:
+    class Options(BaseModel):
+        delimiter: str = Field(pattern="^[,;]$")
+
+    with pytest.raises(ValidationError) as wrong:
+        Options(delimiter="|")
+    found = field_problem(wrong.value.errors()[0], Source("run.yaml"))
+    assert str(found) == "run.yaml:1 delimiter = |: must match the pattern ^[,;]$."
 
 
 def test_overrides_reach_the_options_of_a_listed_tracker() -> None:

@@ -218,8 +218,16 @@ class Backend(ABC):
         raise UsageError(f"--probe is not implemented for {self.traits.display_name}.")
 
     def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
-        """Return the maximum number of concurrent runs of a sweep. Raises UsageError for an impossible ``wanted``."""
-        return min(points, wanted or points)
+        """Return the maximum number of concurrent runs of a sweep. Raises UsageError for an impossible ``wanted``.
+
+        By default any ``wanted`` below ``points`` is refused: submit() has to start the runs in turn for it.
+        """
+        if wanted is not None and wanted < points:
+            raise UsageError(
+                f"--max-concurrent {wanted} is not implemented for {self.traits.display_name}.",
+                remedy="Leave the option out.",
+            )
+        return points
 
     def unseen_place(self, view: View, path: str) -> str:
         """Return where the ranks look for ``path`` if that is not visible from here: ``in the pods``; else ''."""

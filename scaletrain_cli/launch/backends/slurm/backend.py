@@ -257,6 +257,10 @@ class SlurmBackend(Backend):
 
         return probe_nodes(spec, plan)
 
+    def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
+        """Return ``wanted``, at most ``points``: a job of the sweep waits for the one before it (afterany)."""
+        return min(points, wanted or points)
+
     def unseen_place(self, view: View, path: str) -> str:
         """Return ``in the container`` or ``on the nodes`` where the path is not visible from here."""
         place = PurePosixPath(view.folder / expand_home(path))
