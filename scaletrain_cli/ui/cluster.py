@@ -19,14 +19,16 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
     """Print the cluster to stdout."""
     console, now = stdout_console(), now or time.time()
     nodes = ", ".join(f"{row.count} {plain(row.state)}" for row in view.nodes)
-    line(console, Text.assemble((plain(view.cluster or view.scheduler), "bold"), f"  {view.scheduler}  nodes: {nodes}"))
+    rest = f"  {view.scheduler}" + (f"  nodes: {nodes}" if nodes else "")
+    line(console, Text.assemble((plain(view.cluster or view.scheduler), "bold"), rest))
     parts: list[RenderableType] = ["", _gpus(view)] if view.gpus else []
     if view.quotas:
         parts += ["", _quotas(view.quotas)]
     parts += ["", _queue(view, now)] if view.queue else []
     show(console, Group(*parts))
     others = f"{view.others_running} running and {view.others_queued} queued jobs of other users"
-    mine = "" if view.queue else "no jobs of yours; "
+    asked = view.nodes or view.gpus or view.has_other_users  # else the back end reports nothing
+    mine = "" if view.queue or not asked else "no jobs of yours; "
     for note in (
         f"{mine}{others}" if view.has_other_users else mine.removesuffix("; "),
         *view.notes,

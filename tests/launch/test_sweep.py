@@ -27,6 +27,7 @@ from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.source import variants
+from scaletrain_cli.ui.cluster import show_cluster
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.backends.slurm.test_script import Recorded
 from tests.launch.conftest import ENGINE, MadeRun, make_plan, make_spec, wait_until
@@ -171,6 +172,12 @@ def test_a_back_end_that_starts_all_runs_at_once_refuses_a_limit() -> None:
     assert Queue().max_concurrent(cluster, None, 3) == Queue().max_concurrent(cluster, 3, 3) == 3
     with pytest.raises(UsageError, match="--max-concurrent 2 is not implemented for this machine"):
         Queue().max_concurrent(cluster, 2, 3)
+
+
+def test_the_view_of_a_back_end_that_reports_nothing_claims_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    show_cluster(Queue().cluster_view(make_spec().cluster))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["this machine  local", "this machine reports nothing about its nodes"]
 
 
 @pytest.fixture
