@@ -85,7 +85,7 @@ def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str], monke
     show_cluster(VIEW, now=0.0)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines()[:12])) <= 80
-    assert "h100     8     8             8     24      3            1" in shown
+    assert "h100     8     8            8     24      3           1" in shown
     assert "account lab                  8     8       16  GPUs (GrpTRES)" in shown
 
 
