@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import scaletrain_cli
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.own_processes import absolute_paths
 from scaletrain_cli.rundir.code import CodeRecord, code_file, hash_of, listing
@@ -296,7 +297,7 @@ def some(names: Sequence[str]) -> str:
 
 def code_hash() -> str:
     """Return the SHA-256 over the names and contents of the Python files of this package."""
-    package = Path(__file__).parents[2]
+    package = Path(scaletrain_cli.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode())

@@ -14,9 +14,11 @@ from typing import ClassVar
 
 import pytest
 
+import scaletrain_cli
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.base import Backend, Job, PreflightResult, Start
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.code import code_hash
 from scaletrain_cli.launch.submit import create_run, make_record, new_run_id, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
@@ -67,6 +69,15 @@ def test_a_run_is_made_with_all_that_the_engine_needs() -> None:
     assert re.fullmatch("[a-z0-9]{8}", record.wandb_run_id)
     assert record.working_folder == str(Path.cwd())
     assert not made.run.secrets.exists()
+
+
+def test_the_code_hash_is_over_the_files_of_the_package_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path), read_bytes(path))[1])
+    code_hash()
+    package = Path(scaletrain_cli.__file__).parent
+    assert sorted(read) == sorted(package.rglob("*.py"))
 
 
 @pytest.mark.parametrize(
