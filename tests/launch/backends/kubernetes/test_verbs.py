@@ -223,4 +223,4 @@ def test_cancel_by_force_removes_the_pods_of_a_dead_node_and_no_others(ready: Fa
 def test_force_is_for_kubernetes_alone(make_run: Callable[..., MadeRun]) -> None:
     told = scaletrain("cancel", make_run().run.run_id, "--yes", "--force")
     assert told.code == ExitCode.USAGE
-    assert "is on local" in told.err
+    assert "--force has no effect on this machine" in told.err
