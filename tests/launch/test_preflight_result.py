@@ -24,7 +24,7 @@ def test_only_the_steps_that_are_left_are_paid_for(step: int, left: int, usd: fl
 def test_without_a_price_nothing_is_said_of_the_cost() -> None:
     prospect = SubmissionSummary(SPEC, make_plan(SPEC), START)
     assert prospect.to_json() == {
-        "start": {"at": None, "why": "nobody knows"},
+        "start": {"at": None, "why": "nobody knows", "reason": None},
         "cost": {"expected_usd": None, "usd_per_hour": None, "steps": 20},
         "notes": [],
     }

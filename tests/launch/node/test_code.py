@@ -239,7 +239,7 @@ def test_a_run_keeps_its_code_and_one_without_has_none_to_renew(
 ) -> None:
     with pytest.raises(UsageError, match="a run keeps its code"):
         replan(submit(program).run, ["code.path=null", "code.import_root=."])
-    with pytest.raises(UsageError, match=r"no code of yours to take anew.*code\.path=FOLDER"):
+    with pytest.raises(UsageError, match=r"no code of yours to take again.*code\.path=FOLDER"):
         replan(make_run().run, [], new_code=True)
 
 
