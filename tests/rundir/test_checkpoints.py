@@ -195,7 +195,7 @@ def test_an_attempt_that_was_given_up_can_neither_write_nor_commit_nor_mark_nor_
         lambda: remove_checkpoint(kept, ATTEMPT),
         lambda: set_aside_newer(tmp_path, 0, ATTEMPT),
     ):
-        with pytest.raises(SupersededAttemptError, match="a later one has begun"):
+        with pytest.raises(SupersededAttemptError, match="superseded by a later one"):
             act()
     assert list_checkpoints(tmp_path) == [checkpoint]
     assert verify(checkpoint) == []
