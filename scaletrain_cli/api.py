@@ -170,7 +170,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RenderedJob:
-    """What submit() would hand to the scheduler: ``text`` is the script, the manifest or the command."""
+    """The rendered job that submit() hands to the scheduler: ``text`` is the script, the manifest or the command."""
 
     run_id: str
     run_dir: Path
@@ -192,7 +192,7 @@ class Submitted:
 
 @dataclass(frozen=True)
 class Cancellation:
-    """What cancel() did. ``state`` is that before; ``cancelled`` is False where the run was over by then.
+    """The result of cancel(). ``state``: before the call; ``cancelled``: False if the run had already ended.
 
     ``removed``: what force removed in the cluster.
     """

@@ -60,7 +60,7 @@ class Reason:
 
     @property
     def remedies(self) -> tuple[str, ...]:
-        """What to do about it, as sentences or commands; empty where there is nothing to do."""
+        """Return remedies as sentences or commands; empty if there are none."""
         try:
             return tuple(_formatted(remedy, self.params) for remedy in _entry(self.code).remedies)
         except _UNFIT:

@@ -147,8 +147,8 @@ def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bo
     job = prepared.render()
     text = in_format(prepared.backend, job.text, output) if output else job.text
     if as_json:
-        told = {"run_id": job.run_id, "run_dir": str(job.run_dir), "dry_run": True}
-        print_json(told | {"scheduler": prepared.backend.name, "would_send": text})
+        shown = {"run_id": job.run_id, "run_dir": str(job.run_dir), "dry_run": True}
+        print_json(shown | {"scheduler": prepared.backend.name, "would_send": text})
     else:
         typer.echo(document(text), nl=False)
 
@@ -231,11 +231,11 @@ def submit_points(
         if as_json:
             from scaletrain_cli.ui.json import print_json
 
-            told = [
+            shown = [
                 {"run_id": point.run_id, "overrides": list(point.overrides), "would_send": text}
                 for point, text in zip(planned, texts, strict=True)
             ]
-            print_json(_SWEEP_SCHEMA | {"sweep": sweep, "scheduler": section.scheduler, "dry_run": True, "runs": told})
+            print_json(_SWEEP_SCHEMA | {"sweep": sweep, "scheduler": section.scheduler, "dry_run": True, "runs": shown})
         return
 
     require_writable(runs_root(), "no run can be submitted")

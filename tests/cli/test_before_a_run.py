@@ -286,4 +286,4 @@ def test_numbers_in_json_are_finite() -> None:
         raise AssertionError(name)
 
     for path in RECIPES:
-        json.loads(scaletrain("plan", path, "--json").out, parse_constant=refuse)
+        assert json.loads(scaletrain("plan", path, "--json").out, parse_constant=refuse)["ok"]
