@@ -212,7 +212,7 @@ class WorkingTree:
             return f"{path!r} (a line break in a name)"
         if path in unwatched:
             again = "--no-assume-unchanged --no-skip-worktree"
-            return f"{path} (git was told not to look at it, so nobody knows what it is: git update-index {again})"
+            return f"{path} (git ignores changes to it; to track it again: git update-index {again})"
         kept = target.is_relative_to(inside) and ".git" not in target.relative_to(inside).parts
         if place.is_symlink() and not (place.is_file() and kept):
             return f"{path} (a link to {os.readlink(place)}, which is no file of this folder)"
