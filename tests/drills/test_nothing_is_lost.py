@@ -255,4 +255,4 @@ def test_a_slow_rank_is_named_while_the_run_goes_on(dataset: Path, monkeypatch: 
     (told,) = drill.events("stragglers")
     assert (told["rank"], told["step"]) == (1, 40)
     assert told["seconds"] > 0.2 > told["others_seconds"]
-    assert run_status(drill.run).straggler.startswith("rank 1 works")
+    assert run_status(drill.run).straggler.startswith("rank 1 computes")
