@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def in_ci() -> bool:
 
 
 hypothesis.settings.load_profile("ci" if in_ci() else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell without job control starts background jobs with SIGINT ignored; the processes under test would inherit it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from scaletrain_cli import api
 from tests.cli.command_line import SMALL
-from tests.launch.conftest import wait_until
 from tests.tiny_program import settings
+from tests.waiting import wait_until
 
 
 @pytest.fixture

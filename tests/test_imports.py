@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -344,7 +345,9 @@ def test_a_verb_that_reads_loads_nothing_heavy(arguments: list[str], tmp_path: P
 def test_help_costs_little_cpu() -> None:
     script = Path(sys.executable).with_name("scaletrain")
     command = [str(script), "--help"] if script.exists() else [sys.executable, "-m", PACKAGE, "--help"]
-    best = min(cpu_seconds(command) for _ in range(5))
+    best, tries = math.inf, 0
+    while best > HELP_CPU_LIMIT_SECONDS and tries < 15:  # other processes add to what one costs, and never take away
+        best, tries = min(best, cpu_seconds(command)), tries + 1
     assert best <= HELP_CPU_LIMIT_SECONDS, f"{' '.join(command)} took {best:.3f} s of CPU"
 
 

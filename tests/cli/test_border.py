@@ -143,7 +143,7 @@ def test_planning_verbs_cost_little_cpu_beyond_the_arithmetic(arguments: list[st
     base = min(cpu_seconds("--help") for _ in range(2))
     most = base + limit_seconds
     # The least of some: whoever else is on the machine only adds to it.
-    assert any(cpu_seconds(*arguments, str(SMALL)) <= most for _ in range(5)), f"{most:.3f} s, --help {base:.3f} s"
+    assert any(cpu_seconds(*arguments, str(SMALL)) <= most for _ in range(15)), f"{most:.3f} s, --help {base:.3f} s"
 
 
 def on_a_terminal(command: list[str], columns: int = 80, answer: str = "", env: dict[str, str] | None = None) -> str:

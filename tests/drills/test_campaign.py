@@ -42,7 +42,7 @@ def test_a_save_file_made_while_the_last_save_runs_does_not_stay_behind(dataset:
         time.sleep(0.5)  # the training thread waits for the writer by now
         run.run.save_file.touch()
 
-    assert run.attempt(ask, "slow-save seconds=1").exit_codes == [0, 0]
+    assert run.attempt(ask, "slow-save seconds=4").exit_codes == [0, 0]
     assert not run.run.save_file.exists()
 
 

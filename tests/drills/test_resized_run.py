@@ -6,16 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.rundir.record import read_record
 from tests.cli.command_line import scaletrain
 from tests.drills.conftest import Undisturbed
-from tests.drills.training_runs import STEPS, submit_drill
+from tests.drills.training_runs import STEPS, slowed, submit_drill
 
 pytestmark = [pytest.mark.drill, pytest.mark.long]
 LOSS_TOLERANCE = 1e-4  # of sums in another order
 
 
-def test_a_cancelled_run_goes_on_with_one_rank_and_then_with_four(dataset: Path, undisturbed: Undisturbed) -> None:
+def test_a_cancelled_run_goes_on_with_one_rank_and_then_with_four(
+    dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, slowed({1: 11, 2: 23}))
     drill = submit_drill(dataset)
     for size, step in ((1, 10), (4, 22)):
         drill.wait_for_step(step)

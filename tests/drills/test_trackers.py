@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
-from tests.drills.training_runs import STEPS, Drill, submit_drill
+from tests.drills.training_runs import STEPS, Drill, slowed, submit_drill
 
 pytestmark = pytest.mark.drill
 
@@ -41,9 +42,12 @@ def mlflow_runs(drill: Drill) -> list[tuple[Any, dict[str, list[tuple[int, float
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*noload.*")
-def test_a_killed_and_preempted_run_is_one_run_in_tensorboard_and_mlflow(dataset: Path) -> None:
+def test_a_killed_and_preempted_run_is_one_run_in_tensorboard_and_mlflow(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
     pytest.importorskip("mlflow")
+    monkeypatch.setenv(VARIABLE, slowed({1: 15, 2: 25}))
     drill = submit_drill(dataset, tracking="[tensorboard, mlflow]")
     drill.wait_for_step(14)
     os.kill(drill.rank_pids()[0], signal.SIGKILL)  # steps 11 to 14 are trained again
@@ -105,8 +109,9 @@ def wandb_steps(file: Path) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_preempted_run_is_one_run_in_wandb_offline(dataset: Path) -> None:
+def test_a_preempted_run_is_one_run_in_wandb_offline(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
+    monkeypatch.setenv(VARIABLE, slowed({1: 5}))
     drill = submit_drill(dataset, tracking="{wandb: {mode: offline, project: drills}}", training__steps=12)
     drill.wait_for_step(4)
     drill.preempt()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.rundir.journal import read_metrics
 from tests.drills.conftest import Undisturbed
-from tests.drills.training_runs import STEPS, submit_drill
+from tests.drills.training_runs import STEPS, slowed, submit_drill
 
 pytestmark = pytest.mark.drill
 
@@ -58,7 +59,10 @@ def test_a_corpus_that_is_not_there_stops_the_run_with_the_reason(tmp_path: Path
     assert "nothing.jsonl" in ended["message"]
 
 
-def test_prepared_data_that_were_edited_under_a_stopped_run_are_refused(dataset: Path, tmp_path: Path) -> None:
+def test_prepared_data_that_were_edited_under_a_stopped_run_are_refused(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, slowed({1: 4}))
     copy = tmp_path / "dataset"
     copy.mkdir()
     for path in dataset.iterdir():

@@ -128,6 +128,14 @@ def drill_spec(dataset: Path, **overrides: Any) -> RunSpec:
     return parse_spec(spec_text(dataset), file="drill.yaml", base_dir=Path(), overrides=sets)
 
 
+def slowed(steps: dict[int, int]) -> str:
+    """Return faults for $SCALETRAIN_FAULT that slow each attempt down from its step on.
+
+    A test that strikes before that step loses no time by it, and one that a busy machine delays still strikes in time.
+    """
+    return "; ".join(f"slow-rank attempt={attempt} step={step} seconds=0.5" for attempt, step in steps.items())
+
+
 def submit_drill(dataset: Path, **overrides: Any) -> Drill:
     """Submit a small run to the local scheduler; ``overrides`` as in ``drill_spec``."""
     spec = drill_spec(dataset, **overrides)

@@ -15,8 +15,9 @@ from scaletrain_cli.engine.faults import Faults, InjectedError
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
 from scaletrain_cli.worker.checkpoint_commit import SupersededAttemptError, open_attempt, stage_checkpoint
-from tests.launch.conftest import PROJECT, wait_until
+from tests.launch.conftest import PROJECT
 from tests.rundir.test_checkpoints import save
+from tests.waiting import wait_until
 
 
 def test_off_by_default() -> None:

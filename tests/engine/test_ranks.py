@@ -34,7 +34,7 @@ def die_on_rank_one() -> None:
 
 def hang_on_rank_one() -> None:
     if os.environ["RANK"] == "1":
-        time.sleep(60)
+        time.sleep(600)
 
 
 def what_the_rank_sees() -> tuple[str | None, bool, int]:
@@ -63,6 +63,6 @@ def test_a_failure_is_reported_and_leaves_no_process(function: object, told: str
     on_ranks(1, os.getpid)  # so that the server runs
     before, started = children(os.getpid()), time.monotonic()
     with pytest.raises(RanksFailedError, match=told):
-        on_ranks(2, function, seconds=1.0 if function is hang_on_rank_one else 20.0)  # type: ignore[arg-type]
+        on_ranks(2, function, seconds=1.0 if function is hang_on_rank_one else 300.0)  # type: ignore[arg-type]
     assert children(os.getpid()) == before
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 120

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -24,6 +23,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.launch.working_tree import WorkingTree
+from tests.waiting import wait_until
 
 PROJECT = Path(__file__).parent.parent.parent
 ENGINE = "tests.launch.fake_engine"
@@ -79,13 +79,6 @@ def make_plan(spec: RunSpec) -> result.RunPlan:
     )
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
-
-
 def is_running(pid: int) -> bool:
     """Whether the process lives; a zombie does not."""
     try:
@@ -115,7 +108,7 @@ class Agent:
             start_new_session=True,
         )
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = 90.0) -> int:
         _, self.errors = self.process.communicate(timeout=seconds)
         return self.process.returncode
 

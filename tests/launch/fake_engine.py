@@ -50,40 +50,42 @@ def main() -> int:
     watch = AgentWatch.of_rank(RunDir(run_folder), ATTEMPT, **fake.get("agent_watch", {}))
     watch.start()
     if fake.get("detached_child"):
-        program = "import os, time; print('child', os.getpid(), flush=True); time.sleep(600)"
-        subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-        time.sleep(0.3)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        say(f"child {child.pid}")
     code = misbehave(run_folder, fake)
     watch.leave()
     return code
 
 
 def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
-    """Train ``steps`` steps of ``step_seconds``, from the newest checkpoint on, unless the plan says otherwise.
+    """Train ``steps`` steps of ``step_seconds``, from the latest checkpoint on, unless the plan says otherwise.
 
-    ``die``: {"attempt:rank": exit code, or minus a signal number}; any part may be ``*``. ``reason``: what a failure
-    file says of that. ``die_at``: the step at which it happens. ``checkpoint_every``: as it says. ``deaf``: ranks that
-    ignore signals. ``save_seconds``: how long a save takes after a signal. ``echo``: variables to print. ``touch``: a
-    file to make. ``swap``: write to the node's disk, as NVMe offload does. ``hang``: {"attempt:rank": step at which it
-    waits for ever}; with ``stopped``, these ranks do so by SIGSTOP. ``silence``: seconds that a step may take.
-    ``agent_watch``: limits of the watch over the node agent.
-    $SCALETRAIN_FAULT strikes as in the engine.
+    ``die``: {"attempt:rank": exit code, or minus a signal number}; any part may be ``*``. ``reason``: the reason in the
+    failure file. ``die_at``: the step at which the rank dies. ``checkpoint_every``: steps between checkpoints.
+    ``stay``: {"attempt:rank": step after which the rank waits for a signal or for the file ``go`` in the run
+    directory}, so that a test need not be faster than the steps. ``deaf``: ranks that ignore signals.
+    ``save_seconds``: duration of a save after a signal. ``echo``: variables to print. ``touch``: a file to create.
+    ``swap``: write to the node's disk, as NVMe offload does. ``hang``: {"attempt:rank": step at which the rank
+    sleeps}; the ranks in ``stopped`` stop themselves by SIGSTOP instead. ``silence``: seconds that a step may take.
+    ``agent_watch``: limits of the watchdog over the node agent. $SCALETRAIN_FAULT injects faults as in the engine.
     """
     heartbeat = Heartbeat.from_environment(os.environ)
     checkpoints = run_folder / "checkpoints"
     step = max((int(path.name[5:]) for path in checkpoints.glob("step-????????")), default=0)
-    end, faults = dying(fake.get("die", {})), Faults.from_environment(RANK, ATTEMPT, checkpoints)
+    end, faults = planned(fake.get("die", {})), Faults.from_environment(RANK, ATTEMPT, checkpoints)
     while step < fake.get("steps", 3):
         time.sleep(fake.get("step_seconds", 0.02))
         step += 1
         heartbeat.beat(step, "step", fake.get("silence"))
-        if step == dying(fake.get("hang", {})):
+        if step == planned(fake.get("hang", {})):
             hang(stopped=RANK in fake.get("stopped", []))
         faults.before_step(step)
         if end is not None and step >= fake.get("die_at", 1):
             return die(run_folder, end, fake.get("reason"))
         if RANK == 0:
             append(run_folder / "metrics.jsonl", {"step": step, "loss": 1.0 / step})
+        if step == planned(fake.get("stay", {})):
+            stay(run_folder)
         save = bool(fake.get("checkpoint_every")) and step % fake["checkpoint_every"] == 0
         if _stop_at and RANK not in fake.get("deaf", []):
             time.sleep(fake.get("save_seconds", 0))
@@ -97,9 +99,15 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     return 0
 
 
-def dying(plan: dict[str, int]) -> int | None:
+def planned(plan: dict[str, int]) -> int | None:
+    """Return the value of a plan by attempt and rank for this rank."""
     keys = (f"{ATTEMPT}:{RANK}", f"{ATTEMPT}:*", f"*:{RANK}", "*:*")
     return next((plan[key] for key in keys if key in plan), None)
+
+
+def stay(run_folder: Path) -> None:
+    while not _stop_at and not (run_folder / "go").exists():
+        time.sleep(0.01)
 
 
 def hang(stopped: bool) -> None:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from scaletrain_cli.launch.node.processes import process_state
 from scaletrain_cli.ui.events import event_sentence
 from scaletrain_cli.worker.agent_watch import AgentWatch
-from tests.launch.conftest import Agent, MadeRun, is_running, wait_until
+from tests.launch.conftest import Agent, MadeRun, is_running
+from tests.waiting import wait_until
 
 MakeRun = Callable[..., MadeRun]
 StartAgent = Callable[..., Agent]
@@ -48,7 +49,7 @@ def test_where_the_agent_does_not_stay_continued_the_ranks_save_and_leave_and_en
     agent = started(make_run, start_agent, FAST)
     ranks = agent.ranks
     with kept_stopped(agent.process):
-        assert agent.wait(20.0) == -signal.SIGKILL
+        assert agent.wait() == -signal.SIGKILL
     # These ranks do not agree when to leave: the first that does ends the agent, and the kernel the other rank with it.
     assert any("heard SIGTERM\nsaved" in agent.made.log(1, rank) for rank in (0, 1))
     assert agent.made.events("node-agent-stopped")[0]["ends"] is False

@@ -16,7 +16,8 @@ from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reason_texts.launch import TEXTS
 from scaletrain_cli.reasons import recorded
 from tests.cli.command_line import scaletrain
-from tests.launch.conftest import LOCAL, MadeRun, wait_until
+from tests.launch.conftest import LOCAL, MadeRun
+from tests.waiting import wait_until
 
 MakeRun = Callable[..., MadeRun]
 
@@ -24,7 +25,7 @@ MakeRun = Callable[..., MadeRun]
 def ran(made: MadeRun) -> Explanation:
     """Explained once the local scheduler has brought it to its end."""
     submit_run(made.run, made.record, LOCAL)
-    wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the run is over", 60)
+    wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the run is over")
     return explain(made.run)
 
 

@@ -13,7 +13,8 @@ from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
-from tests.launch.conftest import LOCAL, MadeRun, wait_until
+from tests.launch.conftest import LOCAL, MadeRun
+from tests.waiting import wait_until
 
 MakeRun = Callable[..., MadeRun]
 

@@ -30,7 +30,8 @@ from scaletrain_cli.spec.source import variants
 from scaletrain_cli.ui.cluster import show_cluster
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.backends.slurm.test_script import Recorded
-from tests.launch.conftest import ENGINE, MadeRun, make_plan, make_spec, wait_until
+from tests.launch.conftest import ENGINE, MadeRun, make_plan, make_spec
+from tests.waiting import wait_until
 
 
 class Queue(Backend):
@@ -251,7 +252,7 @@ def test_a_cap_without_a_sweep_is_an_error() -> None:
 
 def test_on_this_machine_a_run_waits_for_the_one_before_it() -> None:
     scheduler = LocalBackend(engine=ENGINE)
-    fake = json.dumps({"steps": 12, "step_seconds": 0.05})
+    fake = json.dumps({"stay": {"1:*": 1}})
     specs = [make_spec(f"training.seed={seed}").model_copy(update={"env": {"FAKE": fake}}) for seed in (1, 2)]
     both = [Point(f"s-{index}", ("x=1",), spec, make_plan(spec)) for index, spec in enumerate(specs)]
     first, second = submit_sweep("s", both, scheduler, cap=1)
@@ -259,7 +260,8 @@ def test_on_this_machine_a_run_waits_for_the_one_before_it() -> None:
     assert (waiting.state, waiting.detail) == ("queued", "waits for s-0, which is before it in its sweep")
     for one in (first, second):
         record = read_record(one.run)
-        wait_until(lambda run=one.run, record=record: scheduler.job(run, record).state == "ended", "it has ended", 60)
+        (one.run.path / "go").touch()
+        wait_until(lambda run=one.run, record=record: scheduler.job(run, record).state == "ended", "it has ended")
 
     (before,), (after,) = (read_attempts(one.run) for one in (first, second))
     assert before.ended is not None

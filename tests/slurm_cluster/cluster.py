@@ -102,7 +102,7 @@ class DevCluster:
         argv = [sys.executable, str(DEV_CLUSTER), command, "--dir", str(self.directory), *arguments]
         return self.run(*argv, check=check)
 
-    def run(self, *argv: str, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *argv: str, check: bool = True, timeout: float = 180) -> subprocess.CompletedProcess[str]:
         """A command on the login node, which is this machine itself: squeue, srun, python, ..."""
         done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
         assert done.returncode == 0 or not check, f"{argv} exited {done.returncode}\n{done.stdout}{done.stderr}"
@@ -117,7 +117,7 @@ class DevCluster:
         text = self.run("scontrol", "-o", "show", "job", job_id).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
-    def wait_for(self, job_id: str, ready: Callable[[dict[str, str]], bool], seconds: float = 60) -> dict[str, str]:
+    def wait_for(self, job_id: str, ready: Callable[[dict[str, str]], bool], seconds: float = 120) -> dict[str, str]:
         """Poll a job until it is `ready`; its last description."""
         deadline = time.monotonic() + seconds
         while not ready(job := self.job(job_id)):
@@ -125,7 +125,7 @@ class DevCluster:
             time.sleep(0.2)
         return job
 
-    def wait_for_state(self, job_id: str, *states: str, seconds: float = 60) -> dict[str, str]:
+    def wait_for_state(self, job_id: str, *states: str, seconds: float = 120) -> dict[str, str]:
         return self.wait_for(job_id, lambda job: job["JobState"] in states, seconds)
 
 

@@ -33,7 +33,7 @@ class Site:
         """Until the end of the block, which no job outlives."""
         yield cls(cluster, runs)
         cluster.run("scancel", "--me")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while cluster.run("squeue", "-h", "--me").stdout:
             assert time.monotonic() < deadline, cluster.run("squeue").stdout
             time.sleep(0.3)
@@ -62,7 +62,7 @@ class Site:
         return dict(self.scaletrain("status", run_id, "--json"))
 
     def wait(
-        self, run_id: str, reached: Callable[[dict[str, Any]], bool], what: str, seconds: float = 90
+        self, run_id: str, reached: Callable[[dict[str, Any]], bool], what: str, seconds: float = 180
     ) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while not reached(now := self.status(run_id)):
@@ -82,6 +82,10 @@ class Site:
         """The newest checkpoint that the newest attempt found."""
         attempts = self.attempts(run_id)
         return (attempts[-1]["checkpoint_at_start"] or 0) if attempts else 0
+
+    def go(self, run_id: str) -> None:
+        """Let the ranks go on that stay at a step."""
+        (self.runs / run_id / "go").touch()
 
     def attempts(self, run_id: str) -> list[dict[str, Any]]:
         found = sorted((self.runs / run_id / "attempts").glob("*/attempt.json"))
@@ -117,7 +121,7 @@ class Site:
     def controller_down(self, run_id: str) -> None:
         """Kill slurmctld, once it has written down that the run runs: of what it has not, it will know nothing."""
         saved = self.cluster.directory / "state" / "job_state"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while saved.stat().st_mtime < self.attempts(run_id)[-1]["started"]:
             assert time.monotonic() < deadline, "slurmctld saves its state every five seconds"
             time.sleep(0.1)
@@ -129,7 +133,7 @@ class Site:
         return str(found.stdout).split()
 
     def nothing_is_left(self, run_id: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while self.processes(run_id):
             assert time.monotonic() < deadline, self.cluster.run("pgrep", "-fa", run_id, check=False).stdout
             time.sleep(0.2)

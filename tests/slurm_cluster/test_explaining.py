@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.launch.backends.slurm.explain import how_it_ended, why_it_waits
-from tests.launch.conftest import wait_until
 from tests.slurm_cluster.cluster import DevCluster
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
 
@@ -25,7 +25,7 @@ def cluster(shared: DevCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dev
     monkeypatch.setenv("SLURM_CONF", shared.environment["SLURM_CONF"])
     yield shared
     shared.run("scancel", "--me")
-    wait_until(lambda: not shared.run("squeue", "-h").stdout, "the queue is empty", 60)
+    wait_until(lambda: not shared.run("squeue", "-h").stdout, "the queue is empty")
 
 
 def sleeping(cluster: DevCluster, *options: str) -> str:
@@ -46,23 +46,23 @@ def test_a_job_that_is_held_names_the_command_that_lets_it_go(cluster: DevCluste
 
 def test_a_job_that_waits_for_nodes_says_who_is_ahead_and_what_is_free(cluster: DevCluster) -> None:
     running = sleeping(cluster, "--nodes=2", "--exclusive", "--time=10")
-    wait_until(lambda: "R" in cluster.run("squeue", "-h", "-j", running, "-o", "%t").stdout, "it runs", 60)
+    wait_until(lambda: "R" in cluster.run("squeue", "-h", "-j", running, "-o", "%t").stdout, "it runs")
     waiting = sleeping(cluster, "--nodes=2", "--time=10")
     behind = sleeping(cluster, "--nodes=2", "--time=10", "--nice=1000")
-    wait_until(lambda: cause_of(waiting) == "resources" and cause_of(behind) == "priority", "both have a reason", 60)
+    wait_until(lambda: cause_of(waiting) == "resources" and cause_of(behind) == "priority", "both have a reason")
     told = {evidence.source: evidence.text for evidence in why_it_waits(behind, "a-1").evidence}
     assert told["squeue, partition main"] == "1 of 2 pending jobs are ahead of it"
     assert told["sinfo, partition main"] == "2 alloc; 2 usable"
     assert "NumNodes=2" in told["requested"]
-    wait_until(lambda: "start expected" in str(why_it_waits(waiting, "a-1").evidence), "a start is expected", 90)
+    wait_until(lambda: "start expected" in str(why_it_waits(waiting, "a-1").evidence), "a start is expected")
 
 
 def test_what_no_patience_helps_is_told_from_what_will_come(cluster: DevCluster) -> None:
     failed = str(cluster.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=false").stdout).strip()
     never = sleeping(cluster, f"--dependency=afterok:{failed}")
     too_large = sleeping(cluster, "--nodes=9")
-    wait_until(lambda: why_it_waits(never, "a-1").waits_for_ever, "the dependency has failed", 60)
-    wait_until(lambda: why_it_waits(too_large, "a-1").waits_for_ever, "the partition is too small", 60)
+    wait_until(lambda: why_it_waits(never, "a-1").waits_for_ever, "the dependency has failed")
+    wait_until(lambda: why_it_waits(too_large, "a-1").waits_for_ever, "the partition is too small")
     assert cause_of(too_large) == "never"
 
 
@@ -70,7 +70,7 @@ def test_a_job_that_is_over_is_told_by_the_controller_and_by_its_log(cluster: De
     log = tmp_path / "slurm.log"
     command = ("sbatch", "--parsable", f"--output={log}", "--wrap=echo 'python: error: no such file' >&2; exit 7")
     job = str(cluster.run(*command).stdout).strip()
-    wait_until(lambda: "JobState=FAILED" in str(list(how_it_ended(job, log))), "it has failed", 60)
+    wait_until(lambda: "JobState=FAILED" in str(list(how_it_ended(job, log))), "it has failed")
     told = {evidence.source: evidence.text for evidence in how_it_ended(job, log)}
     assert "ExitCode=7:0" in told[f"scontrol show job {job}"]
     assert told["slurm.log"] == "python: error: no such file"

@@ -14,6 +14,7 @@ import pytest
 
 from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.stand_in import FOREVER, Site
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
 
@@ -31,13 +32,14 @@ def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_controller_that_restarts_costs_nothing_and_the_end_is_told(site: Site) -> None:
-    run_id = site.submit({"steps": 240, "step_seconds": 0.05, "checkpoint_every": 5})
+    run_id = site.submit({"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}})
     site.trains(run_id)
     site.controller_down(run_id)
     silent = site.status(run_id)
     assert silent["state"] in ("unknown", "running")
     assert silent["step"] > 0
     site.cluster.control("controller-up")
+    site.go(run_id)
     done = site.wait(run_id, lambda now: now["state"] == "finished", "it finishes")
     assert (done["attempt"], site.ends(run_id)) == (1, [(0, "done")])
     site.nothing_is_lost(run_id)
@@ -46,16 +48,14 @@ def test_a_controller_that_restarts_costs_nothing_and_the_end_is_told(site: Site
 def test_a_rank_killed_while_the_controller_is_down_ends_the_other_node_and_the_run_is_requeued_later(
     site: Site,
 ) -> None:
-    fake = {"steps": 240, "step_seconds": 0.05, "checkpoint_every": 5, "die": {"1:1": -9}, "die_at": 200}
+    fake = {"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}, "die": {"1:1": -9}, "die_at": 40}
     run_id = site.submit(fake, "cluster.slurm.partition=main")
     site.trains(run_id)
     site.controller_down(run_id)
-    deadline = time.monotonic() + 60
-    while not site.ends(run_id):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    site.go(run_id)
+    wait_until(lambda: site.ends(run_id), "the attempt has ended")
     site.cluster.control("controller-up")
-    done = site.wait(run_id, lambda now: now["state"] == "finished", "the second attempt finishes", 120)
+    done = site.wait(run_id, lambda now: now["state"] == "finished", "the second attempt finishes")
     assert site.ends(run_id) == [(1, "killed"), (0, "done")]
     assert done["attempt"] == 2
     site.nothing_is_lost(run_id)
@@ -106,7 +106,7 @@ def test_a_run_whose_time_is_up_saves_in_time_and_goes_on_in_the_same_job(site: 
     # Slurm looks at limits every half minute, and the ranks are warned a minute ahead: at its next look, that is.
     soon = time.strftime("%FT%T", time.localtime(time.time() + 59))
     site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", f"EndTime={soon}")
-    site.cluster.wait_for(before["job_id"], lambda job: job["Restarts"] == "1", 90)
+    site.cluster.wait_for(before["job_id"], lambda job: job["Restarts"] == "1", 180)
     site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", "TimeLimit=30")  # the short one would stay
     site.trains(run_id, attempt=2)
     site.cancel(run_id)

@@ -40,7 +40,7 @@ def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(site: Site
     script = (site.runs / run_id / "job.sh").read_text()
     assert "# Preemption: by QOS. scavenger loses nodes to prod: PreemptMode=REQUEUE, SIGTERM to the agents" in script
     urgent = site.cluster.submit("sleep 300", "-q", "prod", "-A", "lab", "-N", "4", "--exclusive", "-o/dev/null")
-    site.cluster.wait_for_state(urgent, "RUNNING", seconds=90)
+    site.cluster.wait_for_state(urgent, "RUNNING")
     site.cluster.run("scancel", urgent)
     after = site.trains(run_id, attempt=2)
     assert after["job_id"] == before["job_id"]

@@ -39,7 +39,7 @@ def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(login: Log
     script = (Path(before["run_dir"]) / "job.sh").read_text()
     assert "# Preemption: by QOS. scavenger loses nodes to prod: PreemptMode=REQUEUE, SIGTERM to the agents" in script
     urgent = login.cluster.submit("sleep 600", "-q", "prod", "-A", "lab", "-N", "3", "--exclusive", "-o/dev/null")
-    login.cluster.wait_for_state(urgent, "RUNNING", seconds=120)
+    login.cluster.wait_for_state(urgent, "RUNNING")
     login.cluster.run("scancel", urgent)
     after = login.wait_for_steps(run_id, 2)
     assert (after["job_id"], after["steps_lost_total"]) == (before["job_id"], 0)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import PROJECT, wait_until
+from tests.launch.conftest import PROJECT
 from tests.slurm_cluster.cluster import DevCluster
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
 SLURM = PROJECT / "slurm"
@@ -62,13 +63,13 @@ def test_the_prolog_drains_a_node_that_is_sick_and_its_job_goes_elsewhere(prolog
     cluster.wait_for_state(well, "COMPLETED")
     say(tool, f'case "$SLURMD_NODENAME" in n1) {SICK} ;; *) {WELL} ;; esac')
     job = cluster.submit("sleep 1; true", "--requeue")
-    wait_until(lambda: "drain" in state(cluster, "n1") or done(cluster, job), "n1 is looked at", 60)
+    wait_until(lambda: "drain" in state(cluster, "n1") or done(cluster, job), "n1 is looked at")
     if "drain" not in state(cluster, "n1"):  # the job was put on n2 at once
         cluster.submit("true", "-w", "n1")
-        wait_until(lambda: "drain" in state(cluster, "n1"), "n1 is drained", 60)
+        wait_until(lambda: "drain" in state(cluster, "n1"), "n1 is drained")
     reason = cluster.run("sinfo", "-h", "-n", "n1", "-o", "%E").stdout
     assert "health check: a GPU waits for a reset" in reason
-    wait_until(lambda: done(cluster, job), "the job ends on the other node", 90)
+    wait_until(lambda: done(cluster, job), "the job ends on the other node")
     assert cluster.job(job)["NodeList"] == "n2"
 
 

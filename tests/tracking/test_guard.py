@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from scaletrain_cli.rundir.journal import append_line
 from scaletrain_cli.tracking import guard
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
 from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
+from tests.waiting import wait_until
 
 
 class Recorder(Tracker[TrackerOptions]):
@@ -166,9 +167,7 @@ def test_a_tracker_that_fails_is_reported_once_tried_again_and_misses_nothing(tm
     Flaky.failures = ["no route to host"] * 3
     one = Attempt(tmp_path, lambda: Flaky(TrackerOptions()), [])
     one.train(1, 6)
-    until = time.monotonic() + 20
-    while steps() != list(range(1, 7)) and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: steps() == list(range(1, 7)), "all steps have arrived")
     one.trackers.finish("finished")
     assert steps() == list(range(1, 7))
     assert [(event, reason.code) for event, reason in one.reports] == [
@@ -190,29 +189,36 @@ def test_a_tracker_that_is_not_installed_is_off_for_the_attempt(tmp_path: Path) 
 
 
 class Hanging(Recorder):
-    release = threading.Event()
+    release: ClassVar[threading.Event]
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        self.release.wait(30)
+        self.release.wait(600)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Hanging]]:
+    monkeypatch.setattr(Hanging, "release", release := threading.Event(), raising=False)
+    yield lambda: Hanging(TrackerOptions())
+    release.set()
 
 
 def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: Callable[[], Hanging]
 ) -> None:
     monkeypatch.setattr(guard, "FINISH_SECONDS", {"preempted": 0.2})
-    one = Attempt(tmp_path, lambda: Hanging(TrackerOptions()), [])
+    one = Attempt(tmp_path, hanging, [])
     began = time.monotonic()
     one.train(1, 1000)
     one.trackers.finish("preempted")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 300  # the tracker hangs for 600 s
     assert [reason.code for _, reason in one.reports] == ["tracking.finish-timeout"]
-    Hanging.release.set()
 
 
-def test_a_queue_that_is_full_turns_the_tracker_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_that_is_full_turns_the_tracker_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: Callable[[], Hanging]
+) -> None:
     monkeypatch.setattr(guard, "_QUEUED", 50)
-    Hanging.release.clear()
-    one = Attempt(tmp_path, lambda: Hanging(TrackerOptions()), [])
+    one = Attempt(tmp_path, hanging, [])
     one.train(1, 100)
     assert [reason.code for _, reason in one.reports] == ["tracking.queue-full"]
     Hanging.release.set()

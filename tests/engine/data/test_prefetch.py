@@ -37,7 +37,7 @@ class Reading:
 
     def wait_for(self, step: int) -> None:
         with self.advanced:
-            assert self.advanced.wait_for(lambda: self.steps[-1] == step, timeout=10)
+            assert self.advanced.wait_for(lambda: self.steps[-1] == step, timeout=60)
 
 
 @pytest.fixture

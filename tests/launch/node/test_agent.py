@@ -16,8 +16,10 @@ from scaletrain_cli.launch.attempts import attempt_outcome, begin_attempt
 from scaletrain_cli.launch.node.attempt import compiled_code, node_exit_code
 from scaletrain_cli.launch.node.options import parse_options
 from scaletrain_cli.launch.node.record import RankRecord, read_node_records
+from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.worker.failures import read_failures
-from tests.launch.conftest import ENGINE, Agent, MadeRun, is_running, wait_until
+from tests.launch.conftest import ENGINE, Agent, MadeRun, is_running
+from tests.waiting import wait_until
 
 MakeRun = Callable[..., MadeRun]
 StartAgent = Callable[..., Agent]
@@ -73,7 +75,7 @@ def test_a_signal_before_the_agent_has_read_its_run_is_not_lost(make_run: MakeRu
 
 
 def test_the_ranks_get_the_whole_grace_to_save(make_run: MakeRun, start_agent: StartAgent) -> None:
-    made = make_run("cluster.grace_seconds=4", steps=10_000, save_seconds=2.5)
+    made = make_run("cluster.grace_seconds=30", steps=10_000, save_seconds=2.5)
     agent = start_agent(made)
     agent.wait_until_up()
     agent.process.send_signal(signal.SIGTERM)
@@ -86,13 +88,13 @@ def test_the_ranks_get_the_whole_grace_to_save(make_run: MakeRun, start_agent: S
 def test_a_rank_that_outlives_the_grace_is_killed_and_the_agent_exits_1(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
-    made = make_run("cluster.grace_seconds=1", steps=10_000, deaf=[1])
+    made = make_run("cluster.grace_seconds=4", steps=10_000, deaf=[1])
     agent = start_agent(made)
     agent.wait_until_up()
     started = time.monotonic()
     agent.process.send_signal(signal.SIGTERM)
     assert agent.wait() == 1
-    assert 1.0 <= time.monotonic() - started < 6.0
+    assert time.monotonic() - started >= 4.0
     saved, killed = agent.ranks
     assert (saved.exit_code, saved.killed_by_agent) == (75, False)
     assert (killed.exit_code, killed.signal, killed.killed_by_agent) == (-9, "SIGKILL", True)
@@ -103,10 +105,9 @@ def test_when_one_rank_dies_the_others_get_three_seconds_and_then_end(
 ) -> None:
     made = make_run("cluster.gpus_per_node=3", "training.global_batch_size=6", steps=10_000, die={"1:1": -9}, die_at=5)
     agent = start_agent(made)
-    agent.wait_until_up()
-    started = time.monotonic()
     assert agent.wait() == 1
-    assert 2.0 < time.monotonic() - started < 10.0
+    ended = [rank.ended or 0.0 for rank in agent.ranks]
+    assert min(ended[0], ended[2]) - ended[1] >= 2.9
     assert [rank.signal for rank in agent.ranks] == ["SIGKILL"] * 3
     assert [rank.killed_by_agent for rank in agent.ranks] == [True, False, True]
     assert agent.node.first_failure == 1
@@ -145,13 +146,13 @@ def test_a_node_ends_with_what_the_rank_that_failed_first_says(
 
 
 def test_the_others_are_waited_for_when_one_rank_is_done_early(make_run: MakeRun, start_agent: StartAgent) -> None:
-    made = make_run(steps=100, step_seconds=0.01, die={"1:1": 0})
+    made = make_run(steps=50, die={"1:1": 0}, stay={"1:0": 10})
     agent = start_agent(made)
+    wait_until(lambda: made.log(1, 1).endswith("dying 0\n") and not is_running(agent.ranks[1].pid), "rank 1 is done")
+    (made.run.path / "go").touch()
     assert agent.wait() == 0
-    first, second = agent.ranks
-    assert first.ended is not None
-    assert second.ended is not None
-    assert first.ended > second.ended + 0.3
+    assert agent.node.first_failure is None
+    assert read_metrics(made.run)[-1]["step"] == 50
 
 
 def test_ranks_die_when_their_agent_is_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
@@ -174,7 +175,7 @@ def test_nothing_of_a_killed_rank_stays_on_the_node_s_disk(
 def test_what_a_killed_agent_left_on_the_disk_is_removed_by_the_next(
     make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
 ) -> None:
-    made = make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, steps=100)
+    made = make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, stay={"1:*": 1})
     killed = start_agent(made)
     killed.wait_until_up()
     killed.process.kill()
@@ -186,7 +187,7 @@ def test_what_a_killed_agent_left_on_the_disk_is_removed_by_the_next(
 
 
 def test_a_grandchild_that_left_the_session_is_killed_at_the_end(make_run: MakeRun, start_agent: StartAgent) -> None:
-    made = make_run("cluster.gpus_per_node=1", detached_child=True, steps=20)
+    made = make_run("cluster.gpus_per_node=1", detached_child=True)
     agent = start_agent(made)
     assert agent.wait() == 0
     child = re.search(r"child (\d+)", made.log(1, 0))

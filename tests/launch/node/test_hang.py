@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,8 @@ from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.worker.failures import read_failures
 from scaletrain_cli.worker.heartbeat import LONG_SECONDS, Heartbeat, collective_seconds
-from tests.launch.conftest import LOCAL, Agent, MadeRun, is_running, wait_until
+from tests.launch.conftest import LOCAL, Agent, MadeRun, is_running
+from tests.waiting import wait_until
 
 MakeRun = Callable[..., MadeRun]
 StartAgent = Callable[..., Agent]
@@ -176,7 +176,7 @@ def test_ranks_at_the_same_place_wait_for_another_node_if_there_is_one() -> None
 
 
 def test_a_stopped_rank_is_found_dumped_named_and_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
-    made = make_run(hang={"1:0": 5, "1:1": 4}, stopped=[1], steps=100, silence=1.0)
+    made = make_run(hang={"1:0": 5, "1:1": 4}, stopped=[1], steps=100, silence=3.0)
     agent = start_agent(made)
     assert agent.wait() == 1
     (failure,) = read_failures(made.run, 1)
@@ -197,7 +197,7 @@ def test_the_node_with_a_suspect_is_blamed_before_those_that_only_waited(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
     everywhere = {f"1:{rank}": 5 for rank in range(4)}
-    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", hang=everywhere, stopped=[3], steps=99, silence=1.0)
+    made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", hang=everywhere, stopped=[3], steps=99, silence=3.0)
     agents = [start_agent(made, node_rank=0), start_agent(made, node_rank=1)]
     assert [agent.wait() for agent in agents] == [1, 1]
     outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
@@ -210,30 +210,28 @@ def test_the_node_with_a_suspect_is_blamed_before_those_that_only_waited(
 def test_a_hang_after_a_signal_is_left_to_the_end_of_the_grace_period(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
-    made = make_run("cluster.grace_seconds=3", hang={"1:*": 3}, steps=99, silence=2.0)
+    made = make_run("cluster.grace_seconds=5", hang={"1:1": 3}, steps=10_000, silence=3.0)
     agent = start_agent(made)
-    wait_until(lambda: "hanging" in made.log(1, 0) and "hanging" in made.log(1, 1), "the ranks hang")
+    wait_until(lambda: "hanging" in made.log(1, 1), "rank 1 hangs")
     agent.process.send_signal(signal.SIGTERM)
     assert agent.wait() == 1
     assert read_failures(made.run, 1) == []
 
 
 def test_a_rank_that_is_stopped_before_its_first_beat_is_found(make_run: MakeRun, start_agent: StartAgent) -> None:
-    made = make_run("guard.hang=2s", start_seconds=100)
+    made = make_run("guard.hang=2s", start_seconds=600)
     agent = start_agent(made)
     started = lambda: [rank for node in read_node_records(made.run, 1) for rank in node.ranks]  # noqa: E731
     wait_until(lambda: len(started()) == 2, "the ranks are started")
     os.kill(agent.node.ranks[1].pid, signal.SIGSTOP)
-    began = time.monotonic()
     assert agent.wait() == 1
-    assert time.monotonic() - began < 20
     (failure,) = read_failures(made.run, 1)
     assert (failure.rank, failure.reason) == (1, "hang")
     assert "stopped by a signal (state T), since step 0 (start)" in failure.message
 
 
 def test_a_node_agent_that_is_stopped_is_killed_and_the_run_continues(make_run: MakeRun) -> None:
-    made = make_run("guard.hang=2s", "restarts.node=1", steps=60, step_seconds=0.05)
+    made = make_run("guard.hang=2s", "restarts.node=1", stay={"1:*": 1})
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: "up" in made.log(1, 0), "the ranks are up")
     (node,) = read_node_records(made.run, 1)

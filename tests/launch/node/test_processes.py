@@ -18,7 +18,8 @@ from scaletrain_cli.launch.node.processes import next_signal
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
-from tests.launch.conftest import LOCAL, MadeRun, wait_until
+from tests.launch.conftest import LOCAL, MadeRun
+from tests.waiting import wait_until
 
 PROJECT = Path(__file__).parents[3]
 LISTENER = """
@@ -73,7 +74,7 @@ def test_a_process_that_was_stopped_past_its_wait_hears_what_was_sent_and_nothin
 
 
 def test_a_run_that_is_suspended_and_continued_goes_on(make_run: Callable[..., MadeRun]) -> None:
-    made = make_run(steps=60, step_seconds=0.05)
+    made = make_run(steps=9, stay={"1:*": 3})
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: "up" in made.log(1, 0) and made.run.metrics.exists(), "the ranks train")
     (node,) = read_node_records(made.run, 1)
@@ -84,6 +85,7 @@ def test_a_run_that_is_suspended_and_continued_goes_on(make_run: Callable[..., M
         for pid in everybody:
             os.kill(pid, signum)
         time.sleep(1.3)
+    (made.run.path / "go").touch()
     assert wait_for_end(made.run, LOCAL, 60.0, lambda status: None).state == "finished"
     assert len(made.run.attempts()) == 1
     assert made.events("signal") == []

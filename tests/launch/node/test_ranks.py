@@ -13,7 +13,8 @@ import pytest
 from scaletrain_cli.launch.node.inspection import count_gpus, problems_of_node
 from scaletrain_cli.launch.node.processes import descendants, identify, own_identity, send_signal
 from scaletrain_cli.launch.node.ranks import NodePlace, rank_environment
-from tests.launch.conftest import PROJECT, make_spec, wait_until
+from tests.launch.conftest import PROJECT, make_spec
+from tests.waiting import wait_until
 
 PLACE = NodePlace(attempt=3, node_rank=1, master_addr="n1", master_port=29500)
 SLURM = ("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=4", "training.global_batch_size=8")
@@ -133,7 +134,7 @@ kill_descendants()
 
 def test_an_agent_does_not_wait_for_ever_for_a_rank_that_hangs_in_the_kernel(tmp_path: Path) -> None:
     command = [sys.executable, "-c", UNKILLABLE, str(tmp_path / "log")]
-    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout == "4 None 1\n", result.stderr
     assert "cannot be killed" in result.stderr
 
@@ -152,9 +153,11 @@ fork = (
     "        print(os.getpid(), flush=True)\\n"
     "        time.sleep(600)\\n"
 )
-subprocess.Popen([sys.executable, "-c", fork], stdout=sys.stdout).wait()
-time.sleep(0.5)
-assert descendants(), "the daemon was not adopted"
+with subprocess.Popen([sys.executable, "-c", fork], stdout=subprocess.PIPE) as parent:
+    daemon = int(parent.stdout.readline())
+while daemon not in descendants():  # until the processes between them are gone
+    time.sleep(0.01)
+print(daemon, flush=True)
 kill_descendants()
 assert not descendants()
 """
@@ -162,7 +165,7 @@ assert not descendants()
 
 def test_not_even_a_daemon_outlives_its_keeper() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", KEEPER], cwd=PROJECT, capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", KEEPER], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 0, result.stderr
     assert identify(int(result.stdout)) is None

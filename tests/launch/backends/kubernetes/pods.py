@@ -14,7 +14,8 @@ from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.node.ranks import free_port
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import documents_of
-from tests.launch.conftest import ENGINE, MadeRun, wait_until
+from tests.launch.conftest import ENGINE, MadeRun
+from tests.waiting import wait_until
 
 WORKLOAD = "jobset/fake-s1"
 

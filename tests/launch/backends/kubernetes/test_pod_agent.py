@@ -53,7 +53,7 @@ def test_a_preflight_alone_leaves_nothing_on_the_volume(make_run: MakeRun, start
 
 
 def test_pods_that_are_evicted_end_with_75_and_the_next_gang_goes_on(make_run: MakeRun, start_gang: StartGang) -> None:
-    made = make_run(*TWO_NODES, steps=200)
+    made = make_run(*TWO_NODES, stay={"1:*": 1})
     gang = start_gang(made)
     gang.wait_until_up()
     gang.signal(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_a_pod_that_is_terminated_before_all_have_joined_ends_with_75_and_begins
 def test_an_attempt_whose_pods_were_all_lost_is_closed_by_the_next_gang(
     make_run: MakeRun, start_gang: StartGang
 ) -> None:
-    made = make_run(*TWO_NODES, steps=200)
+    made = make_run(*TWO_NODES, stay={"1:*": 1})
     gang = start_gang(made)
     gang.wait_until_up()
     gang.signal(signal.SIGKILL)

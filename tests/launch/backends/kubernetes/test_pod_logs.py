@@ -24,7 +24,8 @@ from scaletrain_cli.reasons import recorded
 from scaletrain_cli.worker.progress import progress_line
 from tests.launch.backends.kubernetes.conftest import condition, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi
-from tests.launch.conftest import MadeRun, wait_until
+from tests.launch.conftest import MadeRun
+from tests.waiting import wait_until
 
 OWN, SHARED = attempt_start_line(1, shared=False), attempt_start_line(1, shared=True)
 

@@ -36,7 +36,7 @@ def never() -> bool:
     return False
 
 
-def attending(number: int, words: dict[int, Any], seal: GangKey = SEAL, seconds: float = 20) -> threading.Thread:
+def attending(number: int, words: dict[int, Any], seal: GangKey = SEAL, seconds: float = 60) -> threading.Thread:
     def be_there() -> None:
         try:
             words[number] = join("127.0.0.1", PORT, seal, number, {"node": f"n{number}"}, seconds, never)
@@ -51,7 +51,7 @@ def attending(number: int, words: dict[int, Any], seal: GangKey = SEAL, seconds:
 def test_all_hear_the_same_word_and_the_first_learns_who_is_there(host: RendezvousServer) -> None:
     words: dict[int, Any] = {}
     threads = [attending(number, words) for number in (2, 1)]
-    said = host.gather(20, never)
+    said = host.gather(60, never)
     host.broadcast({"attempt": 3})
     for thread in threads:
         thread.join()
@@ -79,10 +79,10 @@ def test_a_pod_that_went_and_came_again_counts_once(host: RendezvousServer) -> N
         with pytest.raises(RendezvousError, match="pods 2 did not join"):
             host.gather(2, never)
     threads.append(attending(2, words))
-    assert host.gather(20, never)[1]["node"] == "n1"
+    assert host.gather(60, never)[1]["node"] == "n1"
     host.broadcast({})
     for thread in threads:
-        thread.join(timeout=5)
+        thread.join()
 
 
 def test_a_pod_that_is_terminated_does_not_wait(host: RendezvousServer) -> None:
@@ -126,9 +126,8 @@ def test_a_connection_that_sends_a_byte_at_a_time_delays_no_other(host: Rendezvo
     dripping.start()
     try:
         threads = [attending(number, words) for number in (1, 2)]
-        began = time.monotonic()
-        assert host.gather(20, never).keys() == {1, 2}
-        assert time.monotonic() - began < 5
+        # One after the other, the slow connections would take 20 times _LINE_SECONDS.
+        assert host.gather(60, never).keys() == {1, 2}
         host.broadcast({"attempt": 1})
         for thread in threads:
             thread.join()
@@ -147,8 +146,8 @@ def test_a_pod_is_heard_leaving_while_another_one_sends_a_byte_at_a_time(host: R
         threading.Timer(0.3, told.set).start()
         began = time.monotonic()
         with pytest.raises(RendezvousInterruptedError):
-            host.gather(60, told.is_set)
-    assert time.monotonic() - began < 3
+            host.gather(600, told.is_set)
+    assert time.monotonic() - began < 60
 
 
 def test_slow_large_and_many_connections_are_closed(host: RendezvousServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +161,7 @@ def test_slow_large_and_many_connections_are_closed(host: RendezvousServer, monk
         host.gather(2, never)
     assert not host._pending
     for one in (slow, large, *many):
-        one.settimeout(2)
+        one.settimeout(60)
         with contextlib.suppress(ConnectionError):
             assert one.recv(1) == b""
         one.close()
@@ -176,7 +175,7 @@ def test_a_pod_that_is_answered_a_byte_at_a_time_leaves_when_it_is_terminated() 
         def answer() -> None:
             connection, _ = impostor.accept()
             with connection, contextlib.suppress(OSError):
-                for _ in range(100):
+                for _ in range(10_000):
                     connection.send(b"{")
                     if told.wait(0.05):
                         return
@@ -186,6 +185,6 @@ def test_a_pod_that_is_answered_a_byte_at_a_time_leaves_when_it_is_terminated() 
         threading.Timer(0.4, told.set).start()
         began = time.monotonic()
         with pytest.raises(RendezvousInterruptedError):
-            join("127.0.0.1", port, SEAL, 1, {}, 60, told.is_set)
+            join("127.0.0.1", port, SEAL, 1, {}, 600, told.is_set)
         answering.join()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60

@@ -27,7 +27,8 @@ from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import exit_code_of, run_status
 from scaletrain_cli.launch.submit import read_submission, submit_run
-from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_plan, make_spec, wait_until
+from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_plan, make_spec
+from tests.waiting import wait_until
 
 ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
 Submit = Callable[..., MadeRun]
@@ -79,7 +80,7 @@ def wait_for_end(made: MadeRun) -> None:
 
 
 def test_a_preempted_run_goes_on_by_itself_from_its_checkpoint_until_it_is_done(submit: Submit) -> None:
-    made = submit(steps=40, step_seconds=0.05)
+    made = submit(steps=9, stay={"1:0": 3, "2:0": 6})
     for attempt in (1, 2):
         os.kill(agent_pid(made, attempt), signal.SIGTERM)
         wait_until(lambda: len(attempts(made)) > attempt, "the next attempt begins")  # noqa: B023
@@ -94,7 +95,7 @@ def test_a_preempted_run_goes_on_by_itself_from_its_checkpoint_until_it_is_done(
 
 
 def test_usr1_to_the_supervisor_preempts_and_the_run_goes_on(submit: Submit) -> None:
-    made = submit(steps=25, step_seconds=0.04)
+    made = submit(stay={"1:0": 1})
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGUSR1)
     wait_for_end(made)
@@ -125,7 +126,7 @@ def test_a_verdict_of_93_stops_at_once(submit: Submit) -> None:
 
 
 def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(submit: Submit) -> None:
-    made = submit(steps=20, step_seconds=0.05, detached_child=True, checkpoint_every=1)
+    made = submit(stay={"1:0": 1}, detached_child=True, checkpoint_every=1)
     agent = agent_pid(made, 1)
     wait_until(lambda: "child" in made.log(1, 0), "the grandchild is up")
     (rank,) = read_node_records(made.run, 1)[0].ranks
@@ -138,7 +139,7 @@ def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(
 
 
 def test_the_run_survives_the_terminal_that_submitted_it(make_run: Callable[..., MadeRun]) -> None:
-    made = make_run(*ONE_RANK, steps=60, step_seconds=0.05)
+    made = make_run(*ONE_RANK, stay={"1:0": 1})
     program = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -170,8 +171,9 @@ def test_the_run_survives_the_terminal_that_submitted_it(make_run: Callable[...,
             agent_pid(made, 1)
         finally:
             os.close(terminal)
-        assert shell.wait(timeout=20) == -signal.SIGHUP
+        assert shell.wait(timeout=60) == -signal.SIGHUP
     os.kill(supervisor_pid(made), signal.SIGHUP)
+    (made.run.path / "go").touch()
     wait_for_end(made)
     assert [attempt.reason for attempt in attempts(made)] == ["done"]
 
@@ -209,7 +211,7 @@ def test_a_stop_file_written_by_hand_cancels_too(submit: Submit) -> None:
 
 
 def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_goes_on(submit: Submit) -> None:
-    made = submit(steps=40, step_seconds=0.05, save_seconds=0.5)
+    made = submit(stay={"1:0": 1}, save_seconds=2)
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGKILL)
     assert LOCAL.job(made.run, made.record).state == "running"  # the agent still saves; nobody may start beside it
@@ -281,7 +283,7 @@ def test_the_rendered_command_is_the_one_that_is_run(make_run: Callable[..., Mad
 def test_a_node_that_cannot_start_its_ranks_says_why(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost secrets file is a verdict, not a lost node: no retry, and the reason stands in the attempt."""
     monkeypatch.setenv("TOKEN", "hidden")
-    made = submit("secret_env=[TOKEN]", steps=400, step_seconds=0.05)
+    made = submit("secret_env=[TOKEN]", stay={"1:0": 1})
     agent_pid(made, 1)
     made.run.secrets.unlink()
     os.kill(agent_pid(made, 1), signal.SIGTERM)
