@@ -21,12 +21,156 @@ _EVENT = "{object}: {event}: {said}"
 _EVICTED = "evicted by Kueue ({event}: {said})"
 _HELD = "held by Kueue: spec.active of Workload {workload} is false"
 _HELD_SAID = f"{_HELD} ({{said}})"
+_CONTEXT = ("Set $KUBECONFIG, or cluster.kubernetes.context to one of `kubectl config get-contexts`",)
+_CHECK_SERVER = "Check the VPN, the server and the context"
+_ASK_RIGHT = "Ask an administrator for the right to {verb} {resource}: {roles} has all that is needed"
+_OTHER_ID = "Submit under another --run-id"
+_NOT_WRITABLE = "{folder} cannot be written by the pods (uid {uid}, gid {gid}, groups {groups})"
+_FOLDER = "the pods run as uid {uid}, which cannot write {folder} (uid {owner}, gid {group}, mode {mode})"
+_CHOOSE_OWNER = "Set cluster.kubernetes.run_as_user: {owner}, or change the owner of the folder to {uid}"
 
 TEXTS: dict[str, Text] = {
+    # The connection to the API server, and its refusals.
+    "current-context-unusable": Text("the current context of the kubeconfig ({file}) cannot be used: {said}", _CONTEXT),
+    "context-unusable": Text("context {context} of the kubeconfig ({file}) cannot be used: {said}", _CONTEXT),
+    "no-answer": Text("{where} does not answer: {said}", (_CHECK_SERVER,)),
+    "no-answer-before": Text("{where} did not answer a moment ago"),
+    "answer-lost": Text("{where} does not answer: {said}. The request may have been applied", (_CHECK_SERVER,)),
+    "server-error": Text("{where} server error ({status} {said}). The request may have been applied"),
+    "not-kubernetes": Text(
+        "{where} did not return a Kubernetes object: {said!r}", ("Check whether the address is that of a proxy",)
+    ),
+    "node-no-answer": Text("{where}: the node of pod {pod} does not answer: {said}"),
+    "untrusted-connection": Text("{where}: no trusted connection: {said}", ("Check the CA of the context",)),
+    "not-authenticated": Text(
+        "{where}: not authenticated (401)",
+        ("Log in again: the credentials of the context are missing, wrong or expired",),
+    ),
+    "forbidden": Text("{where} forbids it (403): {said}", (_ASK_RIGHT,)),
+    "not-installed": Text("{where} has no {kind} of {api_version}", ("Install it: {install}",)),
+    "not-served": Text("{where} has no {kind} of {api_version}"),
+    "read-refused": Text("{where}: {object} cannot be read ({status}): {said}"),
+    "delete-refused": Text("{where}: {object} cannot be deleted ({status}): {said}"),
+    "write-refused": Text("{where}: {object} is refused ({status}): {said}"),
+    "refused-field": Text("{said}"),
+    # A spec that cannot be submitted to Kubernetes.
+    "not-submittable": Text("this run can be planned, but not submitted to Kubernetes"),
+    "image-missing": Text(
+        "is missing",
+        (
+            "Name the image of the pods by digest, as registry/scaletrain@sha256:...; {guide} describes how to build "
+            "one",
+        ),
+    ),
+    "runs-claim-missing": Text(
+        "is missing",
+        ("Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory there",),
+    ),
+    "priority-too-long": Text("must have at most {most} characters: Kueue reads it from a label of the job"),
+    "secret-name-taken": Text("is set by the launcher in every pod", ("Choose another name",)),
+    "code-missing": Text(
+        "{folder} does not hold the code of {run} ({code}), and the tree has changed",
+        ("Restore it, or run the tree as it is: scaletrain resume --new-code",),
+    ),
+    "record-too-large": Text(
+        "the run's record takes {bytes:,} bytes; a ConfigMap, by which pods get it, holds at most {most_bytes:,}",
+        ("Shorten env or data.skip",),
+    ),
+    "code-too-large": Text(
+        "the run's record and code take {bytes:,} bytes, {code_bytes:,} of them the packed code; a ConfigMap, by which "
+        "pods get it, holds at most {most_bytes:,}",
+        (
+            "List what the run does not need in .scaletrainignore, or put the tree into the image or onto a volume and "
+            "set code.on_nodes to its path",
+        ),
+    ),
+    "max-concurrent": Text(
+        "--max-concurrent {given}: on Kubernetes the quota of a queue limits how many runs are active at once",
+        ("Leave the option out, and name a queue with the quota for that number of runs",),
+    ),
+    # Submit and cancel.
+    "submission-unanswered": Text(
+        "{failure}",
+        (
+            "The run is {run}: `scaletrain status {run}` looks for its job, and `scaletrain cancel {run}` removes it",
+            "Submitting or resuming it again creates no second one",
+        ),
+    ),
+    "object-of-other-run": Text("{where}: {object} exists and belongs to {owner}", (_OTHER_ID,)),
+    "object-of-no-run": Text("{where}: {object} exists and belongs to no run", (_OTHER_ID,)),
+    "object-of-same-id": Text(
+        "{where}: {object} exists since {since} and belongs to another run with the id {run}, perhaps of another user. "
+        "It was not changed",
+        (_OTHER_ID,),
+    ),
+    "object-deleting": Text("{where}: {object} is still being deleted", ("Wait for its pods to end",)),
+    "object-of-other-revision": Text(
+        "{where}: {object} exists with another spec or layout of {run}",
+        ("Run `scaletrain cancel {run}` first, then resume it",),
+    ),
+    "cancel-unsettled": Text(
+        "{where} has not answered for {job} and may still create it; nothing was changed",
+        ("Repeat `scaletrain cancel {run}` in {seconds} s",),
+    ),
+    # Pods that cannot begin an attempt.
+    "pods-not-joined": Text(
+        "pods {pods} did not join pod 0 within {seconds:.0f} s",
+        ("Their events show why: no free node, an image that cannot be pulled, a volume that cannot be mounted",),
+    ),
+    "rendezvous-timeout": Text("rendezvous with pod 0 at {address} timed out after {seconds:.0f} s: {said}"),
+    "rendezvous-interrupted": Text("terminated before all pods of the gang had joined"),
+    "volume-not-shared": Text(
+        "{folder} does not appear on {node} although pod 0 has created it",
+        ("Check that all pods can mount the claim of cluster.kubernetes.runs at once (ReadWriteMany)",),
+    ),
+    "volume-full": Text(
+        "the volume of cluster.kubernetes.runs is full: {said}", ("Free space on it, then resume the run",)
+    ),
+    "volume-broken": Text("{folder} cannot be used: {said}", ("Check the file system of the volume",)),
+    "volume-write-failed": Text(f"{_NOT_WRITABLE}: {{said}}"),
+    "volume-read-only": Text(
+        "{folder} is mounted read-only in the pods", ("Give cluster.kubernetes.runs a volume to write to",)
+    ),
+    "volume-of-other-user": Text(
+        f"{_NOT_WRITABLE}: it belongs to uid {{owner}}, gid {{group}}, mode {{mode}}",
+        (
+            "Set cluster.kubernetes.run_as_user to its owner or fs_group to a group that may write there, or change it "
+            "on the volume: chown -R {uid}:{gid} {folder}",
+        ),
+    ),
+    # Problems of a preflight: the job could never start.
+    "preflight-problems": Text("{where}, {version}: {count:of problem} would keep the job from starting"),
+    "namespace-missing-in": Text("{where}: the namespace is missing"),
+    "namespace-missing": Text("there is no such namespace"),
+    "object-missing": Text("there is no such {kind}. There are: {names}"),
+    "volcano-queue-closed": Text("is {state}, and admits no jobs"),
+    "volcano-queue-too-small": Text(
+        "can never hold the job: it needs {needed} {resource}, and the capability is {total}"
+    ),
+    "cluster-queue-missing": Text("points to ClusterQueue {queue}, which does not exist"),
+    "namespace-not-admitted": Text(
+        "ClusterQueue {queue} admits no jobs of namespace {namespace} (its namespaceSelector)"
+    ),
+    "queue-not-active": Text("{queue} is not active: {said}"),
+    "queue-never": Text("ClusterQueue {queue} can never admit it: {why}"),
+    "namespace-quota-too-small": Text(
+        "ResourceQuota {quota} of the namespace allows {total} {resource}, and the job needs {needed}"
+    ),
+    "claim-in-phase": Text("the claim is {phase}; the pods cannot start"),
+    "claim-not-bound": Text("the claim is not bound to a volume"),
+    "claim-not-bound-said": Text("the claim is not bound to a volume: {said}"),
+    "claim-not-shared": Text("must be ReadWriteMany for {pods} pods; it is {modes}"),
+    "secret-missing": Text("there is no such Secret in namespace {namespace}"),
+    "secret-key-missing": Text("Secret {secret} has no key {key}; its keys are: {keys}"),
+    "folder-not-writable": Text(_FOLDER, (_CHOOSE_OWNER,)),
+    "object-refused": Text("{kind} as it would be created: {refusal}"),
+    "object-field-refused": Text("{kind} as it would be created: {field}: {cause}"),
+    "derived-object-refused": Text("the {kind} that would be created from it is refused: {said}"),
+    "derived-field-refused": Text("the {kind} that would be created from it is refused: {field} {cause}"),
     # Notes of a preflight: nothing here keeps the job from being submitted.
     "note-image-tag": Text(
-        "cluster.kubernetes.image = {image}: a tag can come to mean another image between two attempts of one run, or "
-        "between its pods. Name it by digest"
+        "cluster.kubernetes.image = {image}: a tag can point to another image later, so that attempts "
+        "or pods of one run differ. Name the image by digest"
     ),
     "note-ipc-lock": Text(
         "cluster.kubernetes.ipc_lock: Linux grants IPC_LOCK to root only, and these pods are not root. RDMA needs "
@@ -66,8 +210,8 @@ TEXTS: dict[str, Text] = {
     ),
     "note-volcano-unlimited": Text(
         "cluster.kubernetes.backend: Volcano counts evictions as retries and cannot exclude them. Because "
-        "restarts.preemption = unlimited, its maxRetry is set out of reach; the run itself keeps the budgets for nodes "
-        "and crashes"
+        "restarts.preemption = unlimited, its maxRetry is set to a number that is never reached; the run itself "
+        "counts the restarts after node failures and crashes"
     ),
     "note-volcano-retries": Text(
         "cluster.kubernetes.backend: Volcano counts evictions as retries. Its maxRetry is the sum of all budgets of "
@@ -99,12 +243,22 @@ TEXTS: dict[str, Text] = {
     "secrets-unreadable": Text(
         "you may not read Secrets, so it is not known whether {names:list} exist and have their keys"
     ),
-    "volume-owner": Text("{text} This is not needed if the volume applies fs_group {fs_group} ({why})"),
+    "folder-maybe-not-writable": Text(
+        f"{_FOLDER} unless the volume applies fs_group {{fs_group}} ({{why}})", (_CHOOSE_OWNER,)
+    ),
+    "group-claim-unbound": Text("the claim is not bound yet"),
+    "group-volume-unknown": Text("volume {volume} is of a kind that ScaleTrain does not know"),
+    "group-volume-kind": Text("{kind}"),
+    "group-volume-unreadable": Text("you may not read its volume"),
+    "group-driver": Text("driver {driver} has fsGroupPolicy {policy}"),
     "fs-group-ignored": Text(
         "fs_group {fs_group} has no effect on claim {claim} ({why}): its folder {folder} must be writable by uid {uid}"
     ),
-    "not-checked": Text("not checked: {said}"),
-    "child-not-checked": Text("not checked whether the {kind} that is created from it is valid: {said}"),
+    "not-checked": Text("not checked: you need the right to {verb} {resource}", (_ASK_RIGHT,)),
+    "child-not-checked": Text(
+        "not checked whether the {kind} that is created from it is valid: you need the right to {verb} {resource}",
+        (_ASK_RIGHT,),
+    ),
     "pod-over-quota": Text("the namespace has no quota for a pod of the job now, and the job waits for it: {said}"),
     "pod-policy": Text("an admission policy refuses such a pod, perhaps only because no Job owns it: {said}"),
     # Why a queue of Kueue cannot hold the job, now or ever.
@@ -113,49 +267,49 @@ TEXTS: dict[str, Text] = {
     "flavor-taint": Text(
         "flavor {flavor}: the pods do not tolerate its taint {taint} (cluster.spot, or cluster.kubernetes.tolerations)"
     ),
-    "flavor-label": Text("flavor {flavor}: its nodes have {label}={has}, and the pods ask for {wanted}"),
+    "flavor-label": Text("flavor {flavor}: its nodes have {label}={has}, and the pods need {wanted}"),
     "flavor-needs-topology": Text(
-        "flavor {flavor}: it admits only pods that ask for a topology (cluster.kubernetes.topology)"
+        "flavor {flavor}: it admits only pods that request a topology (cluster.kubernetes.topology)"
     ),
     "flavor-without-topology": Text(
-        "flavor {flavor}: it has no Topology, for which the job asks (cluster.kubernetes.topology)"
+        "flavor {flavor}: it has no Topology, which the job requests (cluster.kubernetes.topology)"
     ),
     "flavor-without-level": Text("flavor {flavor}: its Topology {topology} has no level {level}; it has {levels:list}"),
     "flavor-too-small": Text("flavor {flavor}: the job needs {needed} {resource}, and there are at most {total}"),
     "flavor-busy": Text("flavor {flavor}: {used} of {total} {resource} are used, and the job needs {needed}"),
-    "queue-never": Text("ClusterQueue {queue} can never admit it: {why}"),
-    "object-missing": Text("there is no such {kind}. There are: {names}"),
     # When a job could start.
     "start-quota-free": Text(
-        "queue {queue} has quota free and no job waits for it (Kueue); scheduling pods and pulling the image take more"
+        "queue {queue} has free quota and no job waits for it (Kueue); scheduling pods and pulling the image take "
+        "longer"
     ),
     "start-quota-used": Text(
-        "queue {queue} must get quota back first, with at most {waiting:of job} before it; Kueue gives no time"
+        "queue {queue} has no free quota, and at most {waiting:of job} before it; Kueue gives no time"
     ),
     "start-behind-others": Text(
-        "queue {queue} has quota free, with at most {waiting:of job} before it; Kueue gives no time"
+        "queue {queue} has free quota, and at most {waiting:of job} before it; Kueue gives no time"
     ),
     "start-queue-stopped": Text("{queue} is held"),
     "start-nodes-cordoned": Text("nodes that it needs are cordoned"),
     "start-too-few-nodes": Text("there are not yet enough nodes for it"),
     "start-quota-unreadable": Text("the quota of queue {queue} cannot be read"),
     "start-volcano": Text(
-        "Volcano gives no time: the gang is placed once queue {queue} and the nodes have room for all of it"
+        "Volcano gives no time: the gang starts once queue {queue} and the nodes have free resources for all of it"
     ),
     "start-no-queue": Text(
-        "there is no queue: the gang of {pods:of pod} starts once nodes have room (`scaletrain status --cluster`)"
+        "there is no queue: the gang of {pods:of pod} starts once the nodes have free resources for it "
+        "(`scaletrain status --cluster` shows them)"
     ),
     # The request that creates the job.
     "never-submitted": Text("never submitted"),
     "request-pending": Text(
-        "the API server was asked at {asked}, has not answered and has nothing of {job} so far; the outcome is known "
-        "in {seconds} s"
+        "the request of {asked} was not answered, and the API server has no {job} so far; the outcome is known in "
+        "{seconds} s"
     ),
-    "request-lost": Text("never submitted: the API server did not answer, and has nothing of {job}"),
+    "request-lost": Text("never submitted: the API server did not answer, and has no {job}"),
     "other-job-active": Text("{job}, another job of this run, is active"),
     # A job that ends or has ended.
     "cancelled": Text("cancelled"),
-    "workload-gone": Text("the workload is gone"),
+    "workload-gone": Text("the workload no longer exists"),
     "deleting": Text("being deleted"),
     "jobset-deleting": Text("its JobSet is being deleted"),
     "end-unknown": Text("it is no longer in the cluster, which does not report how it ended"),
@@ -167,13 +321,13 @@ TEXTS: dict[str, Text] = {
     "phase-said": Text("{phase}: {said}"),
     "pod-failed": Text("pod {pod} ended with exit code {summary}"),
     "pod-removed": Text("pod {pod}: {event}: {said}"),
-    "pods-saving": Text("{pods:of pod} saving and leaving"),
+    "pods-saving": Text("{pods:of pod} saving and exiting"),
     "pods-ending": Text("{pods:of pod} still ending"),
     "no-pods-left": Text("no pod is left"),
     "node-silent": Text("node {node} does not report, {pods:of pod} on it may be lost"),
     # A job that never ends by itself.
     "child-refused": Text(
-        "it will never start: the API server refuses the {kind} made of it ({said})",
+        "it will never start: the API server refuses the {kind} created from it ({said})",
         ("Cancel the run, fix the spec and submit it again",),
     ),
     "dead-node": Text(
@@ -219,11 +373,11 @@ TEXTS: dict[str, Text] = {
     "evicted-image": Text(_EVICTED),
     "evicted-volume": Text(_EVICTED),
     "requeued": Text("it is queued again at {time}"),
-    "pods-suspending": Text("{pods:of pod} still saving and leaving"),
+    "pods-suspending": Text("{pods:of pod} still saving and exiting"),
     # Pods that wait or start.
     "pods-pending": Text("the pods are being created"),
     "pods-starting": Text("{pods:of pod} starting: pulling the image or mounting volumes"),
-    "last-gang-ending": Text("{pods:of pod} of the last gang leaving"),
+    "last-gang-ending": Text("{pods:of pod} of the previous gang exiting"),
     "some-running": Text("{running} of {wanted} pods running"),
     "image-not-pulled": Text(f"pod {{pod}}: the image cannot be pulled {_CONTAINER}"),
     "image-name-invalid": Text(f"pod {{pod}}: the name of the image is not valid {_CONTAINER}"),
@@ -252,7 +406,7 @@ TEXTS: dict[str, Text] = {
     # What explain says of a wait, and what to do about it.
     "explain-unmanaged": Text("Kueue does not manage it", (_RESUBMIT,)),
     "explain-given-up": Text("Kueue has deactivated it", (_DESCRIBE, _RESUBMIT)),
-    "explain-held": Text("it is held", ("Ask who set spec.active: false on its Workload",)),
+    "explain-held": Text("it is held", ("Find out who set spec.active: false on its Workload",)),
     "explain-suspended": Text("it is suspended, and no queue resumes it", (_RESUBMIT,)),
     "explain-no-queue": Text("its queue does not exist", (_RESUBMIT,)),
     "explain-reclaimed": Text("another team reclaimed quota that it had lent"),
@@ -270,7 +424,7 @@ TEXTS: dict[str, Text] = {
         ("Compare with `scaletrain status --cluster`: a flavor that it fits may only be busy", _FEWER_NODES),
     ),
     "explain-quota": Text("Kueue does not admit it now", (_FEWER_NODES,)),
-    "explain-child": Text("what is created from it is refused for now", (_DESCRIBE,)),
+    "explain-child": Text("the API server refuses the objects created from it for now", (_DESCRIBE,)),
     "explain-namespace-quota": Text("the namespace refuses its pods", (_RESUBMIT, "Request a larger ResourceQuota")),
     "explain-gate": Text(
         "its pods wait until they may be scheduled",
@@ -280,7 +434,7 @@ TEXTS: dict[str, Text] = {
         ),
     ),
     "explain-placement": Text(
-        "no free node has what the pods ask for",
+        "no free node has what the pods require",
         (
             "Compare cluster.kubernetes.node_selector, topology and the queue's flavor with `kubectl get nodes "
             "--show-labels`",
@@ -308,7 +462,7 @@ TEXTS: dict[str, Text] = {
     "ended-finished": Text("its job has finished"),
     "ended-cancelled": Text("its job was cancelled", (_RESUME,)),
     "ended-refused-spec": Text(
-        "its job ended with exit code {exit_code}: it cannot run as the spec asks",
+        "its job ended with exit code {exit_code}: it cannot run with this spec",
         (_LOGS, "Fix what the message names: `scaletrain resume {run} --set KEY=VALUE`, or submit a corrected spec"),
     ),
     "ended-final": Text(

@@ -20,7 +20,7 @@ from scaletrain_cli.errors import MissingPackageError, SchedulerError, Scheduler
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError, refusal
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import EVENT, POD, Kind, Object, as_newest, kind_of
-from scaletrain_cli.launch.backends.kubernetes.messages import may_be_applied
+from scaletrain_cli.launch.backends.kubernetes.messages import may_be_applied, reason
 from scaletrain_cli.safe_files import expand_home
 
 FIELD_MANAGER = "scaletrain"
@@ -220,12 +220,12 @@ class Cluster:
             answer = None
         if not isinstance(answer, dict):
             text = " ".join(data[:200].decode(errors="replace").split())
-            raise RefusedError(f"{self.where} did not return a Kubernetes object: {text!r}. Is it a proxy?", 200, text)
+            raise RefusedError(reason("not-kubernetes", where=self.where, said=text), 200, text)
         return answer
 
     def _silent_node(self, pod: str, error: BaseException) -> RefusedError:
-        said = f"the node of pod {pod} does not answer: {_short(error)}"
-        return RefusedError(f"{self.where}: {said}", 504, said)
+        said = _short(error)
+        return RefusedError(reason("node-no-answer", where=self.where, pod=pod, said=said), 504, said)
 
     def _send(
         self,
@@ -241,23 +241,22 @@ class Cluster:
 
         timeout = (_CONNECT_SECONDS, read_seconds)
         if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
-            raise SchedulerError(f"{self.where} did not answer a moment ago.")  # or each run of a list would wait
+            raise SchedulerError(reason("no-answer-before", where=self.where))  # or each run of a list would wait
         logger.debug("%s %s %s", self.where, method, path)
         try:
             return self._ask(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:
             if method != "get" and (error.status in _MAY_BE_APPLIED or may_be_applied(str(error.body))):
-                message = f"{self.where} server error ({error.status} {error.reason})."
-                raise SchedulerSilentError(f"{message} The request may have been applied.") from error
+                why = reason("server-error", where=self.where, status=error.status, said=error.reason)
+                raise SchedulerSilentError(why) from error
             raise refusal(self.where, method, kind, path, error) from error
         except _transport_errors() as error:
             if by_node_of and _is_late(error):  # only the node does not answer
                 raise self._silent_node(by_node_of, error) from error
-            message = f"{self.where} does not answer: {_short(error)}. Check the VPN, the server and the context."
             if method == "get":
                 self._silent_since = time.monotonic()
-                raise SchedulerError(message) from error
-            raise SchedulerSilentError(f"{message} The request may have been applied.") from error
+                raise SchedulerError(reason("no-answer", where=self.where, said=_short(error))) from error
+            raise SchedulerSilentError(reason("answer-lost", where=self.where, said=_short(error))) from error
 
     def _ask(self, method: str, path: str, **options: Any) -> Any:
         """Send the request, and repeat it while the server answers 429 (it has then not acted)."""
@@ -302,11 +301,9 @@ def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
             config.load_kube_config(file, context=context, client_configuration=settings, persist_config=False)
             name = f"context {context or config.list_kube_config_contexts(file)[1]['name']}"
     except Exception as error:  # a kubeconfig and the programs that it names can raise any exception
-        wanted = f"context {context}" if context else "the current context"
-        raise SchedulerError(
-            f"{wanted} of the kubeconfig ({file or '~/.kube/config'}) cannot be used: "
-            f"{_short(error)}. Set $KUBECONFIG, or cluster.kubernetes.context to one of `kubectl config get-contexts`."
-        ) from error
+        params = {"file": file or "~/.kube/config", "said": _short(error)}
+        unusable = reason("context-unusable", context=context, **params)
+        raise SchedulerError(unusable if context else reason("current-context-unusable", **params)) from error
     return Cluster(client.ApiClient(settings), f"Kubernetes ({name}, {settings.host}, namespace {namespace})")
 
 

@@ -7,15 +7,18 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Kind, Object
-from scaletrain_cli.launch.backends.kubernetes.messages import missing_right
+from scaletrain_cli.launch.backends.kubernetes.messages import missing_right, reason
 from scaletrain_cli.project_files import project_file
+from scaletrain_cli.reasons import Reason
 
 
 class RefusedError(SchedulerError):
     """The API server refused a request. ``status`` is the HTTP status, ``said`` the server's own message."""
 
-    def __init__(self, message: str, status: int, said: str, problems: tuple[Problem, ...] = ()) -> None:
-        super().__init__(message, problems)
+    reason: Reason  # every refusal has one
+
+    def __init__(self, why: Reason, status: int, said: str, problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(why, problems)
         self.status, self.said = status, said
 
     @property
@@ -27,8 +30,10 @@ class RefusedError(SchedulerError):
 class NotServedError(RefusedError):
     """The cluster has no such resource: its CRD is missing or has another version."""
 
-    def __init__(self, message: str, kind: Kind) -> None:
-        super().__init__(message, 404, message)
+    def __init__(self, where: str, kind: Kind) -> None:
+        what = {"where": where, "kind": kind.name, "api_version": kind.api_version}
+        why = reason("not-installed", **what, install=kind.install) if kind.install else reason("not-served", **what)
+        super().__init__(why, 404, str(why))
         self.kind = kind
 
 
@@ -36,27 +41,27 @@ def refusal(where: str, method: str, kind: Kind | None, path: str, error: Any) -
     """Return the error for the answer ``error`` of the client to ``method`` on ``path``."""
     answer = _status_of(error)
     said = str(answer.get("message") or error.reason or f"HTTP {error.status}").strip()
-    subject = f"{where}: {path.rpartition('/')[2] if kind is None else kind.name}"
     if error.status == 0:  # the client reports a bad certificate in this way
-        return RefusedError(f"{where}: no trusted connection: {said}. Check the CA of the context.", 0, said)
+        return RefusedError(reason("untrusted-connection", where=where, said=said), 0, said)
     if error.status == 401:
-        advice = "Log in again: the credentials of the context are missing, wrong or out of date."
-        return RefusedError(f"{where}: not authenticated (401). {advice}", 401, said)
+        return RefusedError(reason("not-authenticated", where=where), 401, said)
     if (missing := missing_right(said)) is not None:
-        right = f"{missing.verb} {missing.resource}" + (f".{missing.group}" if missing.group else "")
-        advice = (
-            f"Ask an administrator for the right to {right}: {project_file('k8s/rbac.yaml')} has all that is needed."
-        )
-        return RefusedError(f"{where} forbids it (403): {said}. {advice}", error.status, said)
+        resource = f"{missing.resource}.{missing.group}" if missing.group else missing.resource
+        roles = str(project_file("k8s/rbac.yaml"))
+        why = reason("forbidden", where=where, said=said, verb=missing.verb, resource=resource, roles=roles)
+        return RefusedError(why, error.status, said)
     if error.status == 404 and kind is not None and not answer.get("details", {}).get("name"):
-        how = f" Install it: {kind.install}" if kind.install else ""
-        return NotServedError(f"{where} has no {kind.name} of {kind.api_version}.{how}", kind)
+        return NotServedError(where, kind)
+    subject = path.rpartition("/")[2] if kind is None else kind.name
     problems = tuple(
-        Problem(kind.name if kind else path, str(cause.get("field", "")), str(cause.get("message", "")))
+        Problem.because(
+            subject, str(cause.get("field", "")), reason("refused-field", said=str(cause.get("message", "")))
+        )
         for cause in answer.get("details", {}).get("causes") or ()
     )
-    verb = {"get": "cannot be read", "delete": "cannot be deleted"}.get(method, "is refused")
-    return RefusedError(f"{subject} {verb} ({error.status}): {said}", error.status, said, problems)
+    code = {"get": "read-refused", "delete": "delete-refused"}.get(method, "write-refused")
+    why = reason(code, where=where, object=subject, status=error.status, said=said)
+    return RefusedError(why, error.status, said, problems)
 
 
 def _status_of(error: Any) -> Object:

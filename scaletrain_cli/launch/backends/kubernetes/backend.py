@@ -55,7 +55,7 @@ from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.submit import make_record
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import reason_from
+from scaletrain_cli.reasons import reason_from, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -120,10 +120,8 @@ class KubernetesBackend(Backend):
             with submission_recorded(run, JobRef(workload.id, spec.namespace, spec.context)):
                 apply_objects(cluster, rendered, found)
         except SchedulerSilentError as error:
-            raise SchedulerSilentError(
-                f"{error.message} The run is {run.run_id}: `scaletrain status {run.run_id}` looks for its job, and "
-                f"`scaletrain cancel {run.run_id}` removes it. Submitting or resuming it again creates no second one."
-            ) from error
+            failure = error.reason or recorded(error.message)
+            raise SchedulerSilentError(reason("submission-unanswered", failure=failure, run=run.run_id)) from error
         if excluded.nodes or excluded.spared:
             record_event(run, "nodes-excluded", **excluded.to_event())
         return workload.id
@@ -150,7 +148,7 @@ class KubernetesBackend(Backend):
         try:
             cluster, seen = self._look(ref, record)
         except UsageError as error:  # no client installed: the run directory still has most of it
-            raise SchedulerError(error.message) from error
+            raise SchedulerError(error.reason or error.message) from error
         now = time.time()
         if not ref.confirmed:
             if seen.workload is not None:
@@ -215,10 +213,8 @@ class KubernetesBackend(Backend):
         cluster, seen = self._look(ref, record)
         wait = ref.unsettled_seconds(time.time())
         if wait and seen.workload is None and not seen.pods:
-            raise SchedulerError(
-                f"{cluster.where} has not answered for {ref.job_id} and may still create it. Repeat "
-                f"`scaletrain cancel {run.run_id}` in {math.ceil(wait)} s; nothing was changed."
-            )
+            params = {"where": cluster.where, "job": ref.job_id, "run": run.run_id, "seconds": math.ceil(wait)}
+            raise SchedulerError(reason("cancel-unsettled", **params))
         kind = BACKENDS[parse_id(ref.job_id)[0]]
         named = () if seen.workload is None else (seen.workload,)
         targets = [
@@ -276,10 +272,7 @@ class KubernetesBackend(Backend):
     def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
         """Return ``points``: the quota of a queue limits them. Raises UsageError for any ``wanted``."""
         if wanted is not None:
-            raise UsageError(
-                f"--max-concurrent {wanted}: on Kubernetes a queue's quota is what keeps runs apart. Leave the option "
-                "out, and name a queue that holds as many as are to run at once."
-            )
+            raise UsageError(reason("max-concurrent", given=wanted))
         return points
 
     def unseen_place(self, view: View, path: str) -> str:
@@ -354,9 +347,9 @@ class KubernetesBackend(Backend):
             cluster = self.connect(None, "default")
             yield Check(name, "ok", f"{cluster.version(_CHECK_SECONDS)}, {cluster.where}")
         except UsageError as error:
-            yield Check(name, "none", "kubeconfig found, but no client", error.message)
+            yield Check(name, "none", "kubeconfig found, but no client", str(error))
         except SchedulerError as error:
-            yield Check(name, "warn", "the cluster of the current context does not answer", error.message)
+            yield Check(name, "warn", "the cluster of the current context does not answer", str(error))
 
     def _cluster(self, spec: RunSpec) -> Cluster:
         return self.connect(spec.cluster.kubernetes.context, spec.cluster.kubernetes.namespace)

@@ -53,12 +53,10 @@ def missing(spec: RunSpec, key: str, given: str, what: str, there: Sequence[Obje
     return problem(spec, key, reason("object-missing", kind=what, names=names), given)
 
 
-def problem(spec: RunSpec, key: str, message: str | Reason, given: str | None = None) -> Problem:
+def problem(spec: RunSpec, key: str, why: Reason, given: str | None = None) -> Problem:
     """Return a problem of a key below cluster.kubernetes, or of the whole section."""
     dotted = f"{_SECTION}.{key}" if key else _SECTION
-    if isinstance(message, Reason):
-        return Problem.because(spec.where(dotted), dotted, message, given)
-    return Problem(spec.where(dotted), dotted, message, given)
+    return Problem.because(spec.where(dotted), dotted, why, given)
 
 
 def unknown_start(why: Reason) -> Start:
@@ -83,7 +81,8 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         if queue is None:
             yield missing(spec, "queue", kubernetes.queue, "Volcano queue", cluster.find(VOLCANO_QUEUE, ""))
         elif queue.get("status", {}).get("state", "Open") != "Open":
-            yield problem(spec, "queue", f"is {queue['status']['state']}, and admits no jobs.", kubernetes.queue)
+            closed = reason("volcano-queue-closed", state=queue["status"]["state"])
+            yield problem(spec, "queue", closed, kubernetes.queue)
         else:
             yield from _capability(spec, queue, pod)
         return
@@ -101,13 +100,13 @@ def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fou
         raise
     yield from _activity(spec, local, kubernetes.queue, caused_elsewhere=whole is not None)
     if whole is None:
-        yield problem(spec, "queue", f"points to ClusterQueue {name}, which does not exist.", kubernetes.queue)
+        yield problem(spec, "queue", reason("cluster-queue-missing", queue=name), kubernetes.queue)
         return
     yield from _activity(spec, whole, kubernetes.queue)
     namespace = cluster.get(NAMESPACE, "", kubernetes.namespace) or {"metadata": {}}
     if not accepts_namespace(whole, namespace["metadata"].get("labels", {})):
-        text = f"ClusterQueue {name} admits no jobs of namespace {kubernetes.namespace} (its namespaceSelector)."
-        yield problem(spec, "queue", text, kubernetes.queue)
+        refused = reason("namespace-not-admitted", queue=name, namespace=kubernetes.namespace)
+        yield problem(spec, "queue", refused, kubernetes.queue)
     yield from _quota(cluster, spec, whole, pod)
 
 
@@ -121,11 +120,12 @@ def _capability(spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
             continue
         most = parse_quantity(limit)
         if amount > most:
-            text = f"can never hold the job: it needs {quantity_text(amount)} {name}, and the capability is {limit}."
-            yield problem(spec, "queue", text, given)
+            needed = quantity_text(amount)
+            too_small = reason("volcano-queue-too-small", needed=needed, resource=name, total=str(limit))
+            yield problem(spec, "queue", too_small, given)
         elif amount > most - parse_quantity(taken.get(name, 0)):
             why = reason("quota-used", used=str(taken[name]), total=str(limit), resource=name)
-            yield reason("queue-busy", queue=given, why=str(why))
+            yield reason("queue-busy", queue=given, why=why)
 
 
 def _activity(spec: RunSpec, queue: Object, given: str, *, caused_elsewhere: bool = False) -> Iterator[Found]:
@@ -140,7 +140,7 @@ def _activity(spec: RunSpec, queue: Object, given: str, *, caused_elsewhere: boo
             if caused_elsewhere and condition.get("reason") == _OF_CLUSTER_QUEUE:
                 continue
             said = f"{condition.get('reason', '')}: {condition.get('message', '')}"
-            yield problem(spec, "queue", f"{what} is not active: {said}", given)
+            yield problem(spec, "queue", reason("queue-not-active", queue=what, said=said), given)
 
 
 def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Iterator[Found]:
@@ -156,8 +156,8 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
     given = spec.cluster.kubernetes.queue
     for never in answer.never:
         yield problem(spec, "queue", reason("queue-never", queue=queue["metadata"]["name"], why=never), given)
-    if answer.busy and not answer.never:
-        yield reason("queue-busy", queue=given, why="; ".join(map(str, answer.busy)))
+    for busy in answer.busy if not answer.never else ():
+        yield reason("queue-busy", queue=given, why=busy)
     yield _start(queue, str(given), busy=bool(answer.busy))
     for resource in answer.uncovered:
         yield reason("resource-without-quota", queue=given, resource=resource)
@@ -212,8 +212,9 @@ def namespace_quota(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Fo
             most, used = parse_quantity(hard), parse_quantity(status.get("used", {}).get(limited, 0))
             name = quota["metadata"]["name"]
             if wanted > most:
-                text = f"ResourceQuota {name} of the namespace allows {hard} {limited}; the job needs more than that."
-                yield problem(spec, "namespace", text)
+                needs = quantity_text(wanted)
+                quota_of = {"quota": name, "total": str(hard), "resource": limited}
+                yield problem(spec, "namespace", reason("namespace-quota-too-small", **quota_of, needed=needs))
             elif wanted > most - used:
                 used_now = str(status["used"][limited])
                 yield reason("namespace-quota-used", quota=name, total=str(hard), resource=limited, used=used_now)

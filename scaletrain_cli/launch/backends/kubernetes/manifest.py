@@ -48,10 +48,8 @@ def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
         return documents | {path.name: path.read_bytes() for path in files.values()}
     snapshot = take_snapshot(record.spec, record.working_folder, run.path.parent)
     if snapshot is None or snapshot.record.sha256 != code.sha256:
-        raise UsageError(
-            f"{run.path / 'code'} does not hold the code of {record.run_id} ({code.name}), and the tree has "
-            "changed. Restore it, or run the tree as it is: scaletrain resume --new-code."
-        )
+        folder = str(run.path / "code")
+        raise UsageError(reason("code-missing", folder=folder, run=record.run_id, code=code.name))
     contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
     return documents | {files[suffix].name: contents[suffix] for suffix in suffixes}
 
@@ -203,7 +201,7 @@ def require_submittable(spec: RunSpec) -> None:
     """Raise SpecError with every setting that is missing for a submission, or that no object can hold."""
     found = (*_missing(spec), *_unrenderable(spec))
     if found:
-        raise SpecError("this run can be planned, but not submitted to Kubernetes", found)
+        raise SpecError(reason("not-submittable"), found)
 
 
 def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
@@ -211,11 +209,11 @@ def _unrenderable(spec: RunSpec) -> Iterator[Problem]:
     kubernetes = spec.cluster.kubernetes
     if kubernetes.kueue and kubernetes.priority is not None and len(kubernetes.priority) > LONGEST_LABEL_VALUE:
         key = "cluster.kubernetes.priority"
-        message = f"must have at most {LONGEST_LABEL_VALUE} characters: Kueue reads it from a label of the job."
-        yield Problem(spec.where(key), key, message, kubernetes.priority)
+        too_long = reason("priority-too-long", most=LONGEST_LABEL_VALUE)
+        yield Problem.because(spec.where(key), key, too_long, kubernetes.priority)
     for name in sorted(OWN_VARIABLES & kubernetes.secrets.keys()):
         key = f"cluster.kubernetes.secrets.{name}"
-        yield Problem(spec.where(key), key, "is set by the launcher in every pod; choose another name.")
+        yield Problem.because(spec.where(key), key, reason("secret-name-taken"))
 
 
 def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> Iterator[Object]:
@@ -232,18 +230,13 @@ def _workload_objects(spec: RunSpec, workload: Workload, template: Object) -> It
 
 def _missing(spec: RunSpec) -> Iterator[Problem]:
     """Yield required settings that the spec does not have."""
-    wanted = {
-        "image": "Name the image of the pods by digest, as registry/scaletrain@sha256:...; "
-        f"{project_file('k8s/README.md')} describes how to build one.",
-        "runs.claim": "Name a PersistentVolumeClaim with access mode ReadWriteMany: the pods keep the run directory "
-        "there.",
-    }
     kubernetes = spec.cluster.kubernetes
-    given = {"image": kubernetes.image, "runs.claim": kubernetes.runs.claim}
-    for name, hint in wanted.items():
-        key = f"cluster.kubernetes.{name}"
-        if given[name] is None:
-            yield Problem(spec.where(key), key, "is missing.", hint=hint)
+    if kubernetes.image is None:
+        key = "cluster.kubernetes.image"
+        yield Problem.because(spec.where(key), key, reason("image-missing", guide=str(project_file("k8s/README.md"))))
+    if kubernetes.runs.claim is None:
+        key = "cluster.kubernetes.runs.claim"
+        yield Problem.because(spec.where(key), key, reason("runs-claim-missing"))
 
 
 def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Object:
@@ -268,14 +261,8 @@ def _config_map(spec: RunSpec, workload: Workload, documents: Mapping[str, str |
 
 
 def _require_size(sizes: Mapping[str, int]) -> None:
-    if sum(sizes.values()) <= _LARGEST_DOCUMENTS_BYTES:
-        return
-    packed = sum(size for name, size in sizes.items() if name.endswith(".tar.gz"))
-    what, cure = f"the run's record takes {sum(sizes.values()):,} bytes", "Shorten env or data.skip."
-    if packed:
-        what = f"the run's record and code take {sum(sizes.values()):,} bytes, {packed:,} of them the packed code"
-        cure = (
-            "List what the run does not need in .scaletrainignore, or put the tree into the image or onto a volume "
-            "and set code.on_nodes to its path."
-        )
-    raise UsageError(f"{what}; a ConfigMap, by which pods get it, holds at most {_LARGEST_DOCUMENTS_BYTES:,}. {cure}")
+    size, packed = sum(sizes.values()), sum(size for name, size in sizes.items() if name.endswith(".tar.gz"))
+    if size > _LARGEST_DOCUMENTS_BYTES:
+        most = {"bytes": size, "most_bytes": _LARGEST_DOCUMENTS_BYTES}
+        with_code = reason("code-too-large", code_bytes=packed, **most)
+        raise UsageError(with_code if packed else reason("record-too-large", **most))

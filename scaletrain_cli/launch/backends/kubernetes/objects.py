@@ -21,7 +21,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
 from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
-from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing
+from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
     RECORD_ANNOTATION,
@@ -171,20 +171,18 @@ def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: 
     workload, metadata = rendered.workload, found["metadata"]
     name, marks = f"{found['kind']} {metadata['name']}", metadata.get("annotations", {})
     if marks.get(RUN_ID_ANNOTATION) != workload.run_id:
-        owner = marks.get(RUN_ID_ANNOTATION, "something else")
-        raise SchedulerError(f"{cluster.where}: {name} exists and belongs to {owner}. Submit under another --run-id.")
+        other = marks.get(RUN_ID_ANNOTATION)
+        known = reason("object-of-other-run", where=cluster.where, object=name, owner=other)
+        raise SchedulerError(known if other else reason("object-of-no-run", where=cluster.where, object=name))
     documents = cluster.get(CONFIG_MAP, metadata["namespace"], workload.config_map)
     theirs = (documents or {}).get("metadata", {}).get("annotations", {}).get(DOCUMENTS_ANNOTATION)
     ours = rendered.objects[0]["metadata"]["annotations"][DOCUMENTS_ANNOTATION]
     if not belongs_to(found, record) or (RECORD_ANNOTATION not in marks and theirs not in (None, ours)):
-        raise SchedulerError(
-            f"{cluster.where}: {name} exists since {metadata.get('creationTimestamp')} and belongs to another run with "
-            f"the id {workload.run_id}, perhaps of another user. It was not changed. Submit under another --run-id."
-        )
+        since = metadata.get("creationTimestamp")
+        params = {"where": cluster.where, "object": name, "since": since, "run": workload.run_id}
+        raise SchedulerError(reason("object-of-same-id", **params))
     if metadata.get("deletionTimestamp"):
-        raise SchedulerError(f"{cluster.where}: {name} is still being deleted. Wait for its pods to end.")
+        raise SchedulerError(reason("object-deleting", where=cluster.where, object=name))
     if marks.get(REVISION_ANNOTATION) != str(workload.revision) or (theirs is not None and theirs != ours):
-        raise SchedulerError(
-            f"{cluster.where}: {name} exists with another spec or layout of {workload.run_id}. "
-            f"Run `scaletrain cancel {workload.run_id}` first, and resume it then."
-        )
+        params = {"where": cluster.where, "object": name, "run": workload.run_id}
+        raise SchedulerError(reason("object-of-other-revision", **params))

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scaletrain_cli.errors import DoNotRequeueError, ExitCode, ScaletrainError, WrongNodesError
 from scaletrain_cli.full_disk import FULL_DISK_ERRORS
+from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.node.options import HEARD, AgentOptions
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 
 if TYPE_CHECKING:
-    from scaletrain_cli.errors import ScaletrainError
     from scaletrain_cli.launch.attempts import Decision
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import GangKey
     from scaletrain_cli.launch.exit_classification import ExitReason
@@ -71,8 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     leave_current_folder()
     options = parse_options(arguments, os.environ)
     set_up_logging(f"pod {options.pod_name} on {options.node_name}")
-    from scaletrain_cli.errors import ScaletrainError
-
     try:
         with _volume_in_use(options):
             return run_pod(options)
@@ -154,7 +153,6 @@ def run_pod(options: PodOptions) -> int:
 
 def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
     """Return, in pod 0, the run and its new attempt once all pods have joined; else the exit code for all pods."""
-    from scaletrain_cli.errors import ScaletrainError
     from scaletrain_cli.launch.attempts import begin_attempt
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import RendezvousServer
     from scaletrain_cli.launch.restart import conclude_abandoned, conclude_run, why_not_begin
@@ -193,7 +191,6 @@ def _gang_key(options: PodOptions) -> GangKey:
 
 def _join(options: PodOptions) -> tuple[RunDir, int] | int:
     """Return, in the other pods, the run and its new attempt as pod 0 sends them, or the exit code for all pods."""
-    from scaletrain_cli.errors import WrongNodesError
     from scaletrain_cli.launch.backends.kubernetes.rendezvous import join
     from scaletrain_cli.rundir.paths import RunDir
 
@@ -207,10 +204,8 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
     deadline = time.monotonic() + _VOLUME_SECONDS
     while not (run.attempt(word["attempt"]) / "attempt.json").is_file():
         if time.monotonic() > deadline:
-            raise WrongNodesError(
-                f"{run.attempt(word['attempt'])} does not appear on {options.node_name} although pod 0 has created it: "
-                "can all pods mount the claim of cluster.kubernetes.runs at once (ReadWriteMany)?"
-            )
+            folder = str(run.attempt(word["attempt"]))
+            raise WrongNodesError(reason("volume-not-shared", folder=folder, node=options.node_name))
         time.sleep(_POLL_SECONDS)
     return run, int(word["attempt"])
 
@@ -248,7 +243,6 @@ def _decision(run: RunDir, number: int, code: int) -> int:
 
     If pod 0 was lost with its node, a crash here is a consequence of that and is not charged to the run.
     """
-    from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.attempts import read_attempt
     from scaletrain_cli.launch.node.record import read_node_records
 
@@ -265,9 +259,8 @@ def _decision(run: RunDir, number: int, code: int) -> int:
     return ExitCode.PREEMPTED if lost and code == ExitCode.CRASHED else code
 
 
-def exit_code_for(decision: Decision, reason: ExitReason | None = None, *, free: bool = False) -> int:
+def exit_code_for(decision: Decision, exit_reason: ExitReason | None = None, *, free: bool = False) -> int:
     """Return the container's exit code for a decision; the policies of Kubernetes see nothing else."""
-    from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.restart import is_preemption
 
     code = decision.exit_code
@@ -275,7 +268,7 @@ def exit_code_for(decision: Decision, reason: ExitReason | None = None, *, free:
         return code
     if not decision.requeue:
         return ExitCode.DO_NOT_REQUEUE  # for every cause: 1 and 75 would restart it
-    if free or (reason is not None and is_preemption(reason)):
+    if free or (exit_reason is not None and is_preemption(exit_reason)):
         return ExitCode.PREEMPTED  # also if its state could not be saved in time: not charged to the run
     return code if code in (ExitCode.PREEMPTED, ExitCode.WRONG_NODES) else ExitCode.CRASHED
 
@@ -296,34 +289,26 @@ def volume_error(options: PodOptions, error: OSError) -> ScaletrainError:
 
     Its exit code is 5, as the volume may work on another node; 93 from the third gang on, and if it is full.
     """
-    from scaletrain_cli.errors import DoNotRequeueError, WrongNodesError
-
+    said = error.strerror or str(error)
     if error.errno in FULL_DISK_ERRORS:
-        return DoNotRequeueError(
-            f"the volume of cluster.kubernetes.runs is full: {error.strerror or error}. Free space on it, then resume "
-            "the run"
-        )
+        return DoNotRequeueError(reason("volume-full", said=said))
     restarts = options.gang.rpartition("/")[2]
     again = restarts.isdigit() and int(restarts) + 1 >= _MOST_GANGS
     kind = DoNotRequeueError if again else WrongNodesError
     if error.errno not in _FORBIDDEN:
-        return kind(f"{options.runs_root} cannot be used: {error}. Is the file system of the volume in order?")
+        return kind(reason("volume-broken", folder=str(options.runs_root), said=str(error)))
     folder, groups = _unwritable_folder(options), ", ".join(map(str, sorted(os.getgroups()))) or "none"
-    ours = f"uid {os.geteuid()}, gid {os.getegid()}, groups {groups}"
+    pods = {"uid": os.geteuid(), "gid": os.getegid(), "groups": groups}
     if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-        return kind(f"{error.filename or folder} cannot be written by the pods ({ours}): {error.strerror or error}")
+        return kind(reason("volume-write-failed", folder=str(error.filename or folder), said=said, **pods))
     try:
         found, flags = folder.stat(), os.statvfs(folder).f_flag
     except OSError:
-        return kind(f"{folder} cannot be written by the pods ({ours}): {error}")
+        return kind(reason("volume-write-failed", folder=str(folder), said=str(error), **pods))
     if flags & os.ST_RDONLY:
-        return kind(f"{folder} is mounted read-only in the pods. Give cluster.kubernetes.runs a volume to write to")
-    owner = f"uid {found.st_uid}, gid {found.st_gid}, mode {stat.S_IMODE(found.st_mode):04o}"
-    return kind(
-        f"{folder} cannot be written by the pods ({ours}): it belongs to {owner}. Set "
-        f"cluster.kubernetes.run_as_user to its owner or fs_group to a group that may write there, or change it on "
-        f"the volume: chown -R {os.geteuid()}:{os.getegid()} {folder}"
-    )
+        return kind(reason("volume-read-only", folder=str(folder)))
+    owner = {"owner": found.st_uid, "group": found.st_gid, "mode": f"{stat.S_IMODE(found.st_mode):04o}"}
+    return kind(reason("volume-of-other-user", folder=str(folder), **pods, **owner))
 
 
 def _unwritable_folder(options: PodOptions) -> Path:
@@ -342,8 +327,6 @@ def _is_terminating() -> bool:
 
 
 def _code_of(error: Exception) -> int:
-    from scaletrain_cli.errors import ExitCode, ScaletrainError
-
     return error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
 
 

@@ -48,7 +48,7 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import FOLDER_MODE
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
-from scaletrain_cli.text import counted, listed
+from scaletrain_cli.text import listed
 
 
 def priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
@@ -85,19 +85,20 @@ def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
         if phase == "Pending":
             yield _pending_claim(cluster, spec, key, name)
         elif phase != "Bound":
-            yield problem(spec, key, f"the claim is {phase}; the pods cannot start.", name)
+            yield problem(spec, key, reason("claim-in-phase", phase=phase), name)
         modes = claim["spec"].get("accessModes", ())
         if key == "runs.claim" and spec.cluster.nodes > 1 and "ReadWriteMany" not in modes:
             allowed = ", ".join(modes) or "none"
-            yield problem(spec, key, f"must be ReadWriteMany for {spec.cluster.nodes} pods; it is {allowed}.", name)
+            yield problem(spec, key, reason("claim-not-shared", pods=spec.cluster.nodes, modes=allowed), name)
 
 
 def _pending_claim(cluster: Cluster, spec: RunSpec, key: str, name: str) -> Found:
     events = cluster.events(spec.cluster.kubernetes.namespace, name)
     if any(event.get("reason") == "WaitForFirstConsumer" for event in events):
         return reason("claim-unbound", claim=name)
-    said = f": {one_line(events[-1].get('message'))}" if events else ""
-    return problem(spec, key, f"the claim is not bound to a volume{said}.", name)
+    if not events:
+        return problem(spec, key, reason("claim-not-bound"), name)
+    return problem(spec, key, reason("claim-not-bound-said", said=one_line(events[-1].get("message"))), name)
 
 
 def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
@@ -125,10 +126,10 @@ def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
             yield reason("secrets-unreadable", names=sorted({name for _, name, _ in wanted}))
             return
         if secret is None:
-            yield problem(spec, key, f"there is no such Secret in namespace {kubernetes.namespace}.", name)
+            yield problem(spec, key, reason("secret-missing", namespace=kubernetes.namespace), name)
         elif entry is not None and entry not in secret.get("data", {}):
             there = listed(sorted(secret.get("data", {})), NAMES_SHOWN) or "none"
-            yield problem(spec, key, f"Secret {name} has no key {entry}; its keys are: {there}.", entry)
+            yield problem(spec, key, reason("secret-key-missing", secret=name, key=entry, keys=there), entry)
 
 
 # Volumes of Kubernetes itself to which the kubelet applies no fsGroup.
@@ -141,7 +142,7 @@ def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None) -> Iterat
     claim = kubernetes.runs.claim and cluster.get(CLAIM, kubernetes.namespace, kubernetes.runs.claim)
     if not claim:
         return
-    applied, why = _applies_group(cluster, claim) if kubernetes.fs_group is not None else (False, "")
+    applied, why = _applies_group(cluster, claim) if kubernetes.fs_group is not None else (False, None)
     if applied:
         return
     seen = _folder_seen_here(spec, run)
@@ -149,16 +150,13 @@ def volume_rights(cluster: Cluster, spec: RunSpec, run: RunDir | None) -> Iterat
         folder, uid, gid, mode = seen
         if _may_write(kubernetes, uid, gid, mode):
             return
-        owner = f"uid {uid}, gid {gid}, mode {mode:04o}"
-        text = (
-            f"the pods run as uid {kubernetes.run_as_user}, which cannot write {folder} ({owner}). Set "
-            f"cluster.kubernetes.run_as_user: {uid}, or change the owner of the folder to {kubernetes.run_as_user}."
-        )
+        owner = {"folder": str(folder), "owner": uid, "group": gid, "mode": f"{mode:04o}"}
+        user = kubernetes.run_as_user
         if applied is None and kubernetes.fs_group is not None:  # the kubelet may apply it nevertheless
-            yield reason("volume-owner", text=text, fs_group=kubernetes.fs_group, why=why)
+            yield reason("folder-maybe-not-writable", uid=user, **owner, fs_group=kubernetes.fs_group, why=why)
         else:
-            yield problem(spec, "run_as_user", text, str(kubernetes.run_as_user))
-    elif applied is False and why:
+            yield problem(spec, "run_as_user", reason("folder-not-writable", uid=user, **owner), str(user))
+    elif applied is False and why is not None:
         yield reason(
             "fs-group-ignored",
             fs_group=kubernetes.fs_group,
@@ -189,23 +187,24 @@ def _may_write(kubernetes: KubernetesSpec, uid: int, gid: int, mode: int) -> boo
     return mode & (stat.S_IWOTH | stat.S_IXOTH) == stat.S_IWOTH | stat.S_IXOTH
 
 
-def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, str]:
+def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, Reason]:
     """Return whether the kubelet gives the volume to fs_group, None where that is not known; and why."""
     name = claim.get("spec", {}).get("volumeName")
     if not name:
-        return None, "the claim is not bound yet"
+        return None, reason("group-claim-unbound")
     try:
         volume = (cluster.get(PERSISTENT_VOLUME, "", name) or {}).get("spec", {})
         driver = volume.get("csi", {}).get("driver")
         if driver is None:
             found = next((source for source in _WITHOUT_GROUPS if source in volume), None)
-            return (None, f"volume {name} is of a kind that is not known here") if found is None else (False, found)
+            unknown = reason("group-volume-unknown", volume=name)
+            return (None, unknown) if found is None else (False, reason("group-volume-kind", kind=found))
         policy = (cluster.get(CSI_DRIVER, "", driver) or {}).get("spec", {}).get("fsGroupPolicy")
     except RefusedError as error:
         if not error.is_rights:
             raise
-        return None, "you may not look at its volume"
-    why = f"driver {driver} has fsGroupPolicy {policy}"
+        return None, reason("group-volume-unreadable")
+    why = reason("group-driver", driver=driver, policy=policy)
     if policy == "ReadWriteOnceWithFSType":  # the default of a driver
         modes = claim.get("spec", {}).get("accessModes", ())
         return "ReadWriteOnce" in modes and len(modes) == 1 and "fsType" in volume["csi"], why
@@ -238,8 +237,8 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
     found = [finding for one in checks for finding in _asked(one, spec)]
     problems = tuple(dict.fromkeys(finding for finding in found if isinstance(finding, Problem)))
     if problems:
-        count = counted(len(problems), "problem")
-        raise SchedulerError(f"{cluster.where}, {version}: {count} would keep the job from starting", problems)
+        params = {"where": cluster.where, "version": version, "count": len(problems)}
+        raise SchedulerError(reason("preflight-problems", **params), problems)
     reasons = (*rendered.notes, *(finding for finding in found if isinstance(finding, Reason)))
     notes = {str(note): note for note in reasons}
     starts = [finding for finding in found if isinstance(finding, Start)]
@@ -275,11 +274,11 @@ def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]
         yield from one()
     except NotServedError as error:
         of_queues = error.kind.group == LOCAL_QUEUE.group or error.kind is VOLCANO_QUEUE
-        yield problem(spec, "queue" if of_queues else "backend", error.message)
+        yield problem(spec, "queue" if of_queues else "backend", error.reason)
     except RefusedError as error:
         if not error.is_rights:
             raise
-        yield reason("not-checked", said=error.message)
+        yield reason("not-checked", **error.reason.params)
 
 
 def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
@@ -291,15 +290,13 @@ def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
             raise
         return  # the dry run shows it
     if found is None:
-        absent = problem(spec, "namespace", "there is no such namespace.", namespace)
-        raise SchedulerError(f"{cluster.where}: the namespace is missing", (absent,))
+        absent = problem(spec, "namespace", reason("namespace-missing"), namespace)
+        raise SchedulerError(reason("namespace-missing-in", where=cluster.where), (absent,))
 
 
 def _served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Found]:
     if not cluster.serves(kind):
-        yield problem(
-            spec, "backend", f"the cluster has no {kind.name} of {kind.api_version}. Install it: {kind.install}"
-        )
+        yield problem(spec, "backend", NotServedError(cluster.where, kind).reason)
 
 
 def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
@@ -313,11 +310,11 @@ def _dry_run(cluster: Cluster, spec: RunSpec, body: Object) -> Iterator[Found]:
             raise
         if body["kind"] == "TrainJob" and is_runtime_missing(error.said):
             return  # a dry run creates none; the objects of the two are checked below
-        what = f"{body['kind']} as it would be created"
+        kind = body["kind"]
         if not error.problems:
-            yield problem(spec, "", f"{what}: {error.message}")
+            yield problem(spec, "", reason("object-refused", kind=kind, refusal=error.reason))
         for cause in error.problems:
-            yield problem(spec, "", f"{what}: {cause.key}: {cause.message}")
+            yield problem(spec, "", reason("object-field-refused", kind=kind, field=cause.key, cause=cause.reason))
 
 
 def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[Found]:
@@ -328,13 +325,16 @@ def _dry_run_child(cluster: Cluster, spec: RunSpec, child: Object) -> Iterator[F
         return
     except RefusedError as error:
         if error.is_rights:
-            yield reason("child-not-checked", kind=child["kind"], said=error.message)
+            yield reason("child-not-checked", **error.reason.params, kind=child["kind"])
             return
         if error.status == 0 or error.status >= 500:
             raise
         if child["kind"] == "Pod" and (note := pod_refusal_note(error.said)) is not None:
             yield note
             return
-        for cause in error.problems or (Problem("", "", error.said),):
-            words = f"the {child['kind']} that would be created from it is refused: {cause.key} {cause.message}"
-            yield problem(spec, "", one_line(words))
+        kind = child["kind"]
+        if not error.problems:
+            yield problem(spec, "", reason("derived-object-refused", kind=kind, said=one_line(error.said)))
+        for cause in error.problems:
+            field, why = cause.key, cause.reason
+            yield problem(spec, "", reason("derived-field-refused", kind=kind, field=field, cause=why))

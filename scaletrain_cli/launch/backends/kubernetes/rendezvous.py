@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError
+from scaletrain_cli.launch.backends.kubernetes.messages import reason
 
 _POLL_SECONDS = 0.5
 _LONGEST_LINE = 65536
@@ -111,10 +112,7 @@ class RendezvousServer:
                 return {number: said for number, (_, said) in sorted(self._joined.items())}
             self._listen()
         missing = sorted(set(range(1, self._others + 1)) - self._joined.keys())
-        raise RendezvousError(
-            f"pods {', '.join(map(str, missing))} did not join pod 0 within {seconds:.0f} s. Their events show why: "
-            "no free node, an image that cannot be pulled, a volume that cannot be mounted."
-        )
+        raise RendezvousError(reason("pods-not-joined", pods=", ".join(map(str, missing)), seconds=seconds))
 
     def broadcast(self, message: Message) -> None:
         """Send the message to all and close. A pod that has ended meanwhile misses it; its failed job ends the gang."""
@@ -193,7 +191,7 @@ def join(
         except OSError as error:  # pod 0 is not in DNS yet, or does not listen yet
             trouble = str(error)
         time.sleep(_POLL_SECONDS)
-    raise RendezvousError(f"rendezvous with pod 0 at {address}:{port} timed out after {seconds:.0f} s: {trouble}")
+    raise RendezvousError(reason("rendezvous-timeout", address=f"{address}:{port}", seconds=seconds, said=trouble))
 
 
 def _readable(connections: Iterable[socket.socket]) -> list[socket.socket]:
@@ -209,5 +207,5 @@ def _until(seconds: float, interrupted: Callable[[], bool]) -> Iterator[None]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if interrupted():
-            raise RendezvousInterruptedError("terminated before all pods of the gang had joined")
+            raise RendezvousInterruptedError(reason("rendezvous-interrupted"))
         yield

@@ -150,7 +150,7 @@ def test_a_preempted_gang_that_still_saves_is_said_so() -> None:
     saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
     job = judged(jobset(queue="q", suspend=True), saving, ended(NAME, 1, 75), queued=waiting)
     assert job.state == "queued"
-    assert job.detail.endswith("; 1 pod still saving and leaving")
+    assert job.detail.endswith("; 1 pod still saving and exiting")
 
 
 def test_a_job_that_kueue_gave_up_says_why() -> None:
@@ -235,14 +235,14 @@ def test_pods_that_pull_their_image_are_starting() -> None:
 def test_a_gang_that_makes_room_for_its_successor_is_queued() -> None:
     leaving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
     job = judged(jobset(restarts=1), leaving)
-    assert (job.state, job.detail) == ("queued", "1 pod of the last gang leaving; restart 1")
+    assert (job.state, job.detail) == ("queued", "1 pod of the previous gang exiting; restart 1")
 
 
 def test_a_job_that_is_being_deleted_is_not_over_until_its_pods_are_gone() -> None:
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {CANCELLED: "2026-11-21T11:59:00Z"}}
     saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
     assert judged(jobset(metadata=mark), saving).state == "ending"
-    assert judged(jobset(metadata=mark), saving).detail == "cancelled; 1 pod saving and leaving"
+    assert judged(jobset(metadata=mark), saving).detail == "cancelled; 1 pod saving and exiting"
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z"}
     assert judged(jobset(metadata=mark), saving).detail.startswith("being deleted")
     assert judged(None, saving).state == "ending"  # two gangs must never meet
@@ -317,7 +317,7 @@ def test_a_trainjob_of_which_no_jobset_can_be_made_never_starts() -> None:
     said = 'TrainJob resources reconciliation failed: admission webhook "vjobset.kb.io" denied the request: name'
     refused = event("TrainJobResourcesCreationFailed", said, "TrainJob")
     (finding,) = stuck_jobs(Observation(jobset(), events=(refused,)), NOW)
-    assert "refuses the JobSet made of it" in finding.text
+    assert "refuses the JobSet created from it" in finding.text
 
 
 def node(name: str, ready: str) -> dict[str, Any]:
@@ -405,9 +405,9 @@ def test_pods_on_a_node_that_does_not_report_are_not_reported_as_saving_or_pulli
     late = {"deletionTimestamp": "2026-11-21T12:10:00Z"}
     gang = (pod(NAME, 0, node="n1", metadata=dict(late)), pod(NAME, 1, node="n2", metadata=dict(late)))
     silence = "node n2 does not report, 1 pod on it may be lost"
-    assert judged(jobset(metadata=mark), *gang, nodes=nodes).detail == f"cancelled; 1 pod saving and leaving; {silence}"
+    assert judged(jobset(metadata=mark), *gang, nodes=nodes).detail == f"cancelled; 1 pod saving and exiting; {silence}"
     assert judged(jobset(restarts=1), *gang, nodes=nodes).detail == (
-        f"1 pod of the last gang leaving; {silence}; restart 1"
+        f"1 pod of the previous gang exiting; {silence}; restart 1"
     )
     starting = (pod(NAME, 0, phase="Pending", node="n1"), pod(NAME, 1, phase="Pending", node="n2"))
     assert judged(jobset(), *starting, nodes=nodes).detail == (

@@ -52,7 +52,7 @@ DRILLS = {
             (leaving(0), leaving(1)),
             "queued",
             "preempted by Kueue (Preempted to accommodate a workload due to prioritization); waits in queue q; 2 pods "
-            "still saving and leaving",
+            "still saving and exiting",
             {"queued": workload(*PREEMPTED)},
         ),
         Step(
@@ -75,15 +75,15 @@ DRILLS = {
     # A pod is evicted: its Job fails for DisruptionTarget, and the JobSet waits for the last pod (BlockingRecreate).
     "a pod evicted": (
         Step(jobset(), (ended(NAME, 0, 75), RUNNING[1]), "running", "1 of 2 pods running, the others have ended"),
-        Step(jobset(), (ended(NAME, 0, 75), leaving(1)), "queued", "1 pod of the last gang leaving"),
+        Step(jobset(), (ended(NAME, 0, 75), leaving(1)), "queued", "1 pod of the previous gang exiting"),
         Step(jobset(restarts=1), (), "queued", "the pods are being created; restart 1"),
         Step(jobset(restarts=1), RUNNING, "running", "all 2 pods running; restart 1"),
     ),
     # The Node object goes with the node: the garbage collector fails the pod after about a minute.
     "a node deleted": (
         Step(jobset(), (RUNNING[0], UNWELL), "running", "node n1 does not report, 1 pod on it may be lost"),
-        Step(jobset(), (RUNNING[0], leaving(1, until=OVERDUE)), "queued", "1 pod of the last gang leaving"),
-        Step(jobset(restarts=1), (leaving(0),), "queued", "1 pod of the last gang leaving; restart 1"),
+        Step(jobset(), (RUNNING[0], leaving(1, until=OVERDUE)), "queued", "1 pod of the previous gang exiting"),
+        Step(jobset(restarts=1), (leaving(0),), "queued", "1 pod of the previous gang exiting; restart 1"),
         Step(jobset(restarts=1), RUNNING, "running", "all 2 pods running; restart 1"),
     ),
     # The Node object stays: nobody confirms the pod's end, whatever Kueue does about the rest of the gang.
@@ -110,7 +110,7 @@ DRILLS = {
     # Volcano restarts at the first pod that leaves, and counts it.
     "a pod of Volcano's evicted": (
         Step(volcano("Running"), RUNNING, "running", "all 2 pods running"),
-        Step(volcano("Restarting"), (leaving(0), leaving(1)), "queued", "2 pods of the last gang leaving"),
+        Step(volcano("Restarting"), (leaving(0), leaving(1)), "queued", "2 pods of the previous gang exiting"),
         Step(volcano("Pending"), (), "queued", "the pods are being created"),
         Step(volcano("Running"), RUNNING, "running", "all 2 pods running"),
     ),

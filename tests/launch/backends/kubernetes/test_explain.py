@@ -95,8 +95,8 @@ def test_a_run_that_runs_says_how_far_it_is_and_one_that_ended_shows_the_cluster
     ("code", "headline", "action"),
     [
         (0, "has finished", ""),
-        (2, "cannot run as the spec asks", "--set KEY=VALUE"),
-        (3, "cannot run as the spec asks", "--set KEY=VALUE"),
+        (2, "cannot run with this spec", "--set KEY=VALUE"),
+        (3, "cannot run with this spec", "--set KEY=VALUE"),
         (93, "another attempt would not help", "Remove the cause before"),
         (5, "is not what was planned", "Correct what the message names"),
         (1, "has ended: failed", "continues from the latest valid checkpoint"),

@@ -356,7 +356,7 @@ def test_a_cancelled_trainjob_goes_and_its_pods_keep_their_grace(
     assert not api.all("trainingruntimes")
     assert not api.all("configmaps")
     found = job(made)
-    assert (found.state, found.detail) == ("ending", "cancelled; 1 pod saving and leaving")
+    assert (found.state, found.detail) == ("ending", "cancelled; 1 pod saving and exiting")
     assert saving["metadata"]["deletionTimestamp"], "the kubelet tells it to end; nobody kills it"
     api.objects.clear()
     assert run_status(made.run).state == "cancelled"

@@ -148,7 +148,7 @@ def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
     assert (start.at, "quota free, with at most 3 jobs before it" in start.why) == (None, True)
     taken = [{"name": "h100", "resources": [{"name": "nvidia.com/gpu", "total": "8"}]}]
     whole["status"]["flavorsReservation"] = taken
-    assert "team-a must get quota back first, with at most 3 jobs before it" in outlook(*QUEUE).start.why
+    assert "team-a has no free quota, and at most 3 jobs before it" in outlook(*QUEUE).start.why
     whole["spec"]["stopPolicy"] = "Hold"
     assert outlook(*QUEUE).start.why == "ClusterQueue training is held"
     api.forbid("get", "clusterqueues", KUEUE)
@@ -362,7 +362,7 @@ def test_a_topology_that_no_flavor_has_is_reported(preflight: Callable[..., list
     put_topology(api)
     flavor = api.objects[(KUEUE, "resourceflavors", "", "h100")]
     rack = (*QUEUE, "cluster.kubernetes.topology={kind: required, key: topology.example/rack}")
-    assert "flavor h100: it has no Topology, for which the job asks" in problems(preflight, *rack)
+    assert "flavor h100: it has no Topology, which the job requests" in problems(preflight, *rack)
     flavor["spec"]["topologyName"] = "racks"
     found = problems(preflight, *rack)
     assert "has no level topology.example/rack; it has topology.example/block, kubernetes.io/hostname" in found
@@ -381,7 +381,7 @@ def test_a_job_without_a_topology_has_no_flavor_with_one_unless_all_have(
     group["flavors"].append({"name": "placed", "resources": [*large[:1], *group["flavors"][0]["resources"][1:]]})
     spec = {"nodeLabels": {PRODUCT: "H100"}, "topologyName": "racks"}
     api.put("resourceflavors", {"metadata": {"name": "placed"}, "spec": spec}, KUEUE, "")
-    assert "flavor placed: it admits only pods that ask for a topology" in problems(preflight, *QUEUE)
+    assert "flavor placed: it admits only pods that request a topology" in problems(preflight, *QUEUE)
     api.objects[(KUEUE, "resourceflavors", "", "h100")]["spec"]["topologyName"] = "racks"
     preflight(*QUEUE)
 
