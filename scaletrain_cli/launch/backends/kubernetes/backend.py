@@ -21,7 +21,8 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     Object,
     kind_of,
 )
-from scaletrain_cli.launch.backends.kubernetes.conditions import Explanation, job_of
+from scaletrain_cli.launch.backends.kubernetes.capacity import exclusion_for
+from scaletrain_cli.launch.backends.kubernetes.conditions import Explanation, StuckJob, job_of, stuck_jobs
 from scaletrain_cli.launch.backends.kubernetes.job_ref import (
     JobRef,
     confirmed,
@@ -40,17 +41,16 @@ from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     parse_id,
 )
-from scaletrain_cli.launch.backends.kubernetes.nodes import exclusion_for
 from scaletrain_cli.launch.backends.kubernetes.objects import (
     apply_objects,
     delete_workload,
+    force_delete,
     refuse_foreign,
     remove_leftovers,
     stop_requested,
 )
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, observe
 from scaletrain_cli.launch.backends.kubernetes.pod_logs import PodLogs, newest_progress
-from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob, force_delete, stuck_jobs
 from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.submit import make_record

@@ -6,14 +6,14 @@ A job that does not fit now gives a note, since it can wait. One that can never 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
-from scaletrain_cli.errors import Problem
+from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.backends.base import Start
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster
-from scaletrain_cli.launch.backends.kubernetes.api_errors import RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     CLUSTER_QUEUE,
     COHORT,
@@ -27,24 +27,33 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     Object,
 )
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.backends.kubernetes.nodes import CORDONED, misfits, parse_quantity, quantity_text
 from scaletrain_cli.launch.backends.kubernetes.quota import (
     Cohort,
     TopologyRequest,
     accepts_namespace,
     check_quota,
     flavors_for,
+    parse_quantity,
+    quantity_text,
+    tolerated,
 )
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.launch.node_exclusion import Exclusion, exclusion
+from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import listed
-
-# The results of a check: problems by the key of the spec, notes, and the possible start.
-
 
 Found = Problem | Reason | Start  # a problem, a note, or the possible start
 _SECTION = "cluster.kubernetes"
 NAMES_SHOWN = 8
+_CORDONED = "being schedulable"  # what a cordoned node lacks for now; checked last
+# Labels of node pools that an autoscaler may extend.
+_GROWING = (
+    *("cloud.google.com/gke-nodepool", "eks.amazonaws.com/nodegroup", "kubernetes.azure.com/agentpool"),
+    "karpenter.sh/nodepool",
+)
+_OF_CLUSTER_QUEUE = "ClusterQueueIsInactive"
 
 
 def missing(spec: RunSpec, key: str, given: str, what: str, there: Sequence[Object]) -> Problem:
@@ -62,14 +71,6 @@ def problem(spec: RunSpec, key: str, why: Reason, given: str | None = None) -> P
 def unknown_start(why: Reason) -> Start:
     """Return a start without a time, and why the time is unknown."""
     return Start(None, str(why), why)
-
-
-# Labels of node pools that an autoscaler may extend.
-_GROWING = (
-    *("cloud.google.com/gke-nodepool", "eks.amazonaws.com/nodegroup", "kubernetes.azure.com/agentpool"),
-    "karpenter.sh/nodepool",
-)
-_OF_CLUSTER_QUEUE = "ClusterQueueIsInactive"
 
 
 def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
@@ -232,7 +233,7 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
     if room is None or room.fits >= spec.cluster.nodes:
         return
     if room.fits + room.cordoned >= spec.cluster.nodes:
-        yield reason("nodes-cordoned", nodes=room.why[CORDONED])
+        yield reason("nodes-cordoned", nodes=room.why[_CORDONED])
         yield unknown_start(reason("start-nodes-cordoned"))
         return
     lacks = ", ".join(f"{count} lack {lack}" for lack, count in sorted(room.why.items(), key=lambda item: -item[1]))
@@ -294,7 +295,7 @@ def _room(nodes: Sequence[Object], one: Mapping[str, Fraction], place: _Place) -
             why[misfit] = why.get(misfit, 0) + 1
         if not misfit:
             fits += _pods_on(node, one)
-        elif misfit == CORDONED:
+        elif misfit == _CORDONED:
             cordoned += _pods_on(node, one)
     return _Room(fits, cordoned, why)
 
@@ -303,3 +304,54 @@ def _pods_on(node: Object, one: Mapping[str, Fraction]) -> int:
     """Return how many of these pods fit on the empty node; pods of a gang may share a node."""
     has = node.get("status", {}).get("allocatable", {})
     return min((int(parse_quantity(has.get(name, 0)) // amount) for name, amount in one.items() if amount), default=1)
+
+
+def requested(pod: dict[str, Any], resource: str) -> Fraction:
+    """Return the amount of a resource that a pod with this spec holds; of devices the limit is the request."""
+
+    def held(key: str) -> list[Fraction]:
+        found = [container.get("resources", {}) for container in pod.get(key) or ()]
+        return [
+            parse_quantity({**each.get("limits", {}), **each.get("requests", {})}.get(resource, 0)) for each in found
+        ]
+
+    return max(sum(held("containers"), Fraction(0)), *held("initContainers"), Fraction(0))
+
+
+def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> Exclusion:
+    """Return the bad nodes to exclude; none if the cluster does not answer. ``reach`` is called only if needed."""
+    bad = read_bad_nodes(run.path.parent, time.time())
+    if not bad:
+        return Exclusion()
+    try:
+        nodes = reach().find(NODE, "")
+    except SchedulerError as error:
+        return Exclusion(
+            spared=tuple(sorted(node.node for node in bad)), reason=error.reason or recorded(error.message)
+        )
+    cluster = spec.cluster
+    wanted = {} if cluster.gpu == "cpu" else {cluster.kubernetes.gpu_resource: cluster.gpus_per_node}
+    usable = {node["metadata"]["name"] for node in nodes if not misfits(node, wanted, {}, None)}
+    return exclusion(bad, usable=usable, needed=cluster.nodes)
+
+
+def misfits(
+    node: Object, wanted: Mapping[str, Any], labels: Mapping[str, str], tolerations: Iterable[Object] | None
+) -> str:
+    """Return why the node cannot run the pod; empty if it can. ``tolerations`` None tolerates every taint."""
+    spec, has = node.get("spec", {}), node.get("status", {}).get("allocatable", {})
+    held = node["metadata"].get("labels", {})
+    for key, value in labels.items():
+        if held.get(key) != value:
+            return f"label {key}={value}"
+    for resource, amount in wanted.items():
+        if parse_quantity(has.get(resource, 0)) < parse_quantity(amount):
+            return f"{quantity_text(parse_quantity(amount))} {resource}"
+    if tolerations is not None:
+        given = list(tolerations)
+        for taint in spec.get("taints", ()):
+            if not tolerated(taint, given):
+                return f"a toleration of {taint['key']}={taint.get('value', '')}:{taint['effect']}"
+    if spec.get("unschedulable"):
+        return _CORDONED
+    return ""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
-from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import NotServedError, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     BACKENDS,
     CLUSTER_QUEUE,
@@ -30,12 +30,19 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     Kind,
     Object,
 )
+from scaletrain_cli.launch.backends.kubernetes.capacity import requested
 from scaletrain_cli.launch.backends.kubernetes.conditions import job_of, size_of
 from scaletrain_cli.launch.backends.kubernetes.job_ref import read_job_ref
 from scaletrain_cli.launch.backends.kubernetes.names import INSTANCE_LABEL, MANAGED, RUN_ID_ANNOTATION
-from scaletrain_cli.launch.backends.kubernetes.nodes import parse_quantity, requested
-from scaletrain_cli.launch.backends.kubernetes.observation import QUEUE_LABEL, Observation, index_of, owned_by
-from scaletrain_cli.launch.backends.kubernetes.watchdog import is_ready, unix_time
+from scaletrain_cli.launch.backends.kubernetes.observation import (
+    QUEUE_LABEL,
+    Observation,
+    index_of,
+    is_ready,
+    owned_by,
+    unix_time,
+)
+from scaletrain_cli.launch.backends.kubernetes.quota import parse_quantity
 from scaletrain_cli.rundir.paths import list_runs
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 

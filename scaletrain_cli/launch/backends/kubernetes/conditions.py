@@ -1,13 +1,14 @@
 """Determine the state of a run's job and its reason from conditions, pods and events.
 
-Pure: an Observation in, a Job out. Of two reasons, the one closer to the root cause is used.
+Pure: an Observation in, a Job out. Of two reasons, the one closer to the root cause is used. In two cases Kubernetes
+never ends a job by itself: a refused child object and a dead node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from scaletrain_cli.launch.backends.base import Job, JobState
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
@@ -16,14 +17,21 @@ from scaletrain_cli.launch.backends.kubernetes.messages import (
     event_reason,
     eviction,
     exit_code_in,
+    is_final_refusal,
     one_line,
     preemption,
     queue_wait,
     reason,
     unschedulable,
 )
-from scaletrain_cli.launch.backends.kubernetes.observation import QUEUE_LABEL, Observation, own_container, reports
-from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob, is_ready, stuck_jobs
+from scaletrain_cli.launch.backends.kubernetes.observation import (
+    QUEUE_LABEL,
+    Observation,
+    is_ready,
+    own_container,
+    reports,
+    unix_time,
+)
 from scaletrain_cli.reasons import Reason
 
 CANCELLED = "scaletrain.dev/cancelled"  # an annotation: when, by `scaletrain cancel`
@@ -39,6 +47,59 @@ _STUCK = {
 }
 _MOST_MESSAGE_CHARACTERS = 400
 _BETTER_IN_PODS = ("kubernetes.image-event", "kubernetes.pod-unschedulable")  # the status of a pod has more
+# Events about a child that JobSet or Trainer could not create. Both retry indefinitely.
+CHILD_REFUSED = {"JobCreationFailed": "Job", "TrainJobResourcesCreationFailed": "JobSet"}
+_OVERDUE_SECONDS = 30.0  # after the pod's deadline: a kubelet needs time to remove the container and its volumes
+
+
+@dataclass(frozen=True)
+class StuckJob:
+    """One reason why the job is stuck. ``pods``: those whose forced deletion would help."""
+
+    kind: Literal["child-refused", "dead-node"]
+    reason: Reason
+    pods: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Return the reason and the remedy as text."""
+        return ". ".join((str(self.reason), *self.reason.remedies))
+
+
+def stuck_jobs(seen: Observation, now: float) -> list[StuckJob]:
+    """Return the reasons why the job is stuck; ``now`` is Unix time."""
+    return [*_refused_child(seen), *dead_nodes(seen, now)]
+
+
+def _refused_child(seen: Observation) -> Iterator[StuckJob]:
+    """Yield a finding for a child that the API server refuses: JobSet retries indefinitely, and only events show it."""
+    if seen.workload is None or seen.jobs or seen.pods:
+        return
+    for event in reversed(seen.events):
+        if event.get("reason") not in CHILD_REFUSED:
+            continue
+        said = one_line(event.get("message"))
+        if is_final_refusal(said):
+            yield StuckJob("child-refused", reason("child-refused", kind=CHILD_REFUSED[event["reason"]], said=said))
+        return
+
+
+def dead_nodes(seen: Observation, now: float) -> Iterator[StuckJob]:
+    """Yield one finding for each node that does not report and has pods past their deadline."""
+    nodes = {node["metadata"]["name"]: node for node in seen.nodes}
+    overdue: dict[str, list[str]] = {}
+    for pod in seen.pods:
+        deadline = pod["metadata"].get("deletionTimestamp")  # the end of the grace period, not its beginning
+        if deadline and now > unix_time(deadline) + _OVERDUE_SECONDS:
+            overdue.setdefault(pod.get("spec", {}).get("nodeName", ""), []).append(pod["metadata"]["name"])
+    for name, pods in overdue.items():
+        node = nodes.get(name)
+        if node is None and seen.nodes_known:
+            continue  # the Node object is deleted: the garbage collector removes the pods
+        if node is not None and is_ready(node):
+            continue  # slow termination, which the kubelet will report
+        code = "dead-node" if node is not None else "dead-node-unconfirmed"
+        yield StuckJob("dead-node", reason(code, node=name, pods=pods), tuple(pods))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.launch.backends.kubernetes.conditions import StuckJob
 from scaletrain_cli.launch.backends.kubernetes.job_ref import job_ref_of
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.backends.kubernetes.watchdog import StuckJob
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.rundir.paths import RunDir

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from scaletrain_cli.launch.backends.kubernetes.api_kinds import BACKENDS
+
 if TYPE_CHECKING:
     from scaletrain_cli.rundir.record import RunRecord
 
@@ -34,13 +36,6 @@ _LONGEST_READABLE = 40
 _LONGEST_WORKLOAD = 44  # leaves room for -node-0-99999 and -abcde
 _POD_INDEX_AND_SUFFIX = len(f"-{NODE}-0-") + 6
 _HASH_DIGITS = 6
-
-# apiVersion and kind of the workload, by backend.
-KINDS = {
-    "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
-    "volcano": ("batch.volcano.sh/v1alpha1", "Job"),
-    "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
-}
 
 
 @dataclass(frozen=True)
@@ -79,11 +74,11 @@ class Workload:
 
     @property
     def api_version(self) -> str:
-        return KINDS[self.backend][0]
+        return BACKENDS[self.backend].api_version
 
     @property
     def kind(self) -> str:
-        return KINDS[self.backend][1]
+        return BACKENDS[self.backend].name
 
     @property
     def master_address(self) -> str:
@@ -115,7 +110,7 @@ class Workload:
 def parse_id(job_id: str) -> tuple[str, str]:
     """Return the kind of workload and the object name of a job id. Raises ValueError for anything else."""
     backend, slash, name = job_id.partition("/")
-    if backend not in KINDS or not slash or not name:
+    if backend not in BACKENDS or not slash or not name:
         raise ValueError(f"{job_id!r} is not the id of a Kubernetes job, such as jobset/llama-s1")
     return backend, name
 

@@ -7,18 +7,18 @@ import time
 from collections.abc import Iterator, Sequence
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster
-from scaletrain_cli.launch.backends.kubernetes.api_errors import RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     CONFIG_MAP,
     NATIVE_POD_GROUP,
+    POD,
     RUNTIME,
     TRAIN_JOB,
     Kind,
     Object,
     kind_of,
 )
-from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
+from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, dead_nodes
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, reason
@@ -32,6 +32,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
     parse_id,
     submission_number,
 )
+from scaletrain_cli.launch.backends.kubernetes.observation import Observation, is_ready
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import touch
@@ -186,3 +187,24 @@ def refuse_foreign(cluster: Cluster, found: Object, rendered: Manifest, record: 
     if marks.get(REVISION_ANNOTATION) != str(workload.revision) or (theirs is not None and theirs != ours):
         params = {"where": cluster.where, "object": name, "run": workload.run_id}
         raise SchedulerError(reason("object-of-other-revision", **params))
+
+
+def force_delete(cluster: Cluster, namespace: str, seen: Observation, now: float) -> list[str]:
+    """Delete the pods of dead nodes from the API, so that a deleted job ends; return their names.
+
+    This applies to overdue pods and, once their workload is deleted, to all pods on nodes that do not report: no
+    kubelet would use their grace period.
+
+    A pod of a Job that is not deleted stays, without its grace period: podReplacementPolicy Failed keeps the Job's
+    finalizer on it until the pod is marked as failed, as a deleted node or the out-of-service taint does.
+
+    Only safe where the node is off or cut from storage: a pod that still runs would write beside its successor.
+    """
+    by_name = {pod["metadata"]["name"]: pod["metadata"].get("uid", "") for pod in seen.pods}
+    names = [name for stuck in dead_nodes(seen, now) for name in stuck.pods]
+    if seen.workload is None or seen.workload["metadata"].get("deletionTimestamp"):
+        dead = {node["metadata"]["name"] for node in seen.nodes if not is_ready(node)}
+        active = [pod for pod in seen.pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
+        names += [pod["metadata"]["name"] for pod in active if pod.get("spec", {}).get("nodeName") in dead]
+    found = dict.fromkeys(names)
+    return [name for name in found if cluster.delete(POD, namespace, name, uid=by_name[name], at_once=True)]

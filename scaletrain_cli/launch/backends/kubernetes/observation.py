@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scaletrain_cli.launch.backends.kubernetes.api_errors import RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     BACKENDS,
     EVENT,
@@ -209,3 +210,14 @@ def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[
 
     found = _allowed(ask) if names else []
     return tuple(found or ()), found is not None
+
+
+def is_ready(node: Object) -> bool:
+    """Return whether the node is Ready: its kubelet reports, and reports no problem."""
+    conditions = node.get("status", {}).get("conditions", ())
+    return any(condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions)
+
+
+def unix_time(stamp: str) -> float:
+    """Return the Unix time of an RFC 3339 time stamp of the API server."""
+    return datetime.datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()

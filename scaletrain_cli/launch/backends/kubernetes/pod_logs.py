@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster
-from scaletrain_cli.launch.backends.kubernetes.api_errors import RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import POD, Object
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef, shares_volume
 from scaletrain_cli.launch.backends.kubernetes.names import NODE

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster
-from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, NotServedError, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
     CLAIM,
     CSI_DRIVER,
@@ -40,9 +39,9 @@ from scaletrain_cli.launch.backends.kubernetes.capacity import (
     queue_capacity,
     unknown_start,
 )
-from scaletrain_cli.launch.backends.kubernetes.derived_objects import children
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest
 from scaletrain_cli.launch.backends.kubernetes.messages import is_runtime_missing, one_line, pod_refusal_note, reason
+from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import FOLDER_MODE

@@ -12,8 +12,45 @@ from fractions import Fraction
 
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.backends.kubernetes.nodes import parse_quantity, quantity_text, tolerated
 from scaletrain_cli.reasons import Reason
+
+
+def parse_quantity(quantity: str | int | float) -> Fraction:
+    """Return the amount of a quantity as the API server writes it (``8``, ``500m``, ``1536Gi``). Raises ValueError."""
+    from kubernetes.utils import parse_quantity as parsed
+
+    return Fraction(parsed(quantity))
+
+
+def quantity_text(amount: Fraction) -> str:
+    """Return ``16``, or ``512.0Gi`` for an amount of bytes."""
+    if amount.denominator == 1 and amount < 10**6:
+        return str(amount.numerator)
+    return f"{float(amount) / 2**30:.1f}Gi" if amount >= 2**30 else f"{float(amount):g}"
+
+
+# Taints that Kubernetes sets on unhealthy nodes; the job's tolerations of them are for a limited time.
+_UNWELL = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "node.kubernetes.io/unschedulable")
+
+
+def tolerated(taint: Object, tolerations: Iterable[Object]) -> bool:
+    """Return whether a toleration matches the taint, or the taint is only a preference or about the node's health."""
+    if taint.get("effect") == "PreferNoSchedule" or taint.get("key") in _UNWELL:
+        return True
+    return any(_tolerates(toleration, taint) for toleration in tolerations)
+
+
+def _tolerates(toleration: Object, taint: Object) -> bool:
+    if toleration.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    if not toleration.get("key"):
+        return toleration.get("operator") == "Exists"
+    if toleration["key"] != taint.get("key"):
+        return False
+    if toleration.get("operator", "Equal") == "Exists":
+        return True
+    return bool(toleration.get("value", "") == taint.get("value", ""))
+
 
 Amounts = Mapping[str, Fraction]
 # Resources of every quota. A site may configure Kueue to exclude others from all quotas

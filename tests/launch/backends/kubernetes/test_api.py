@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster, connect
-from scaletrain_cli.launch.backends.kubernetes.api_errors import NotServedError, RefusedError
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, NotServedError, RefusedError, connect
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import CONFIG_MAP, JOB_SET, NODE, POD, VOLCANO_JOB, WORKLOAD
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status, write_kubeconfig
 

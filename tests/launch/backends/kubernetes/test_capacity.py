@@ -1,11 +1,14 @@
-"""Whether nodes have room for a gang at all, where no queue says so."""
+"""The capacity of nodes for a gang, and the quantities of the API server."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 from typing import Any
 
+import pytest
+
 from scaletrain_cli.launch.backends.kubernetes.capacity import _pods_on
+from scaletrain_cli.launch.backends.kubernetes.quota import parse_quantity, quantity_text
 
 
 def node(**allocatable: str) -> dict[str, Any]:
@@ -17,3 +20,23 @@ def test_two_pods_of_a_gang_may_share_a_node_that_has_room_for_both() -> None:
     assert _pods_on(node(**{"nvidia.com/gpu": "8", "cpu": "64"}), one) == 2
     assert _pods_on(node(**{"nvidia.com/gpu": "8", "cpu": "12"}), one) == 1
     assert _pods_on(node(cpu="64"), one) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *((8, 8), ("8", 8), ("500m", Fraction(1, 2)), ("1.5", Fraction(3, 2)), (".5", Fraction(1, 2)), ("1k", 1000)),
+        *(("2Gi", 2 * 2**30), ("1Ti", 2**40), ("1e3", 1000), ("12E", 12 * 10**18), ("1E2", 100), ("-1", -1)),
+    ],
+)
+def test_a_quantity_is_the_number_that_it_says(text: str | int, number: Fraction | int) -> None:
+    assert parse_quantity(text) == number
+
+
+def test_amounts_are_shown_as_people_count_them() -> None:
+    assert [quantity_text(parse_quantity(text)) for text in ("16", "512Gi", "500m", "2M")] == [
+        "16",
+        "512.0Gi",
+        "0.5",
+        "2e+06",
+    ]

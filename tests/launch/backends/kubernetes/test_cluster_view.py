@@ -13,7 +13,7 @@ import pytest
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QuotaRow
 from scaletrain_cli.launch.backends.kubernetes.cluster_view import Runs, Seen, kubernetes_view, make_view
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef, update
-from scaletrain_cli.launch.backends.kubernetes.watchdog import unix_time
+from scaletrain_cli.launch.backends.kubernetes.observation import unix_time
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.ui.cluster import show_cluster
 from tests.cli.command_line import scaletrain

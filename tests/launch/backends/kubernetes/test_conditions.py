@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.backends.base import Job
-from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, job_of
-from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of
-from scaletrain_cli.launch.backends.kubernetes.watchdog import stuck_jobs, unix_time
+from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED, job_of, stuck_jobs
+from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of, unix_time
 from tests.launch.backends.kubernetes.conftest import condition, ended, pod
 
 NOW = datetime.datetime(2026, 11, 21, 12, tzinfo=datetime.timezone.utc).timestamp()

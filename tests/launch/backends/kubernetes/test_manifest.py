@@ -11,8 +11,8 @@ import kubernetes_validate
 import pytest
 
 from scaletrain_cli.errors import SpecError, UsageError
-from scaletrain_cli.launch.backends.kubernetes.derived_objects import child_job, children
 from scaletrain_cli.launch.backends.kubernetes.manifest import to_yaml
+from scaletrain_cli.launch.backends.kubernetes.workloads import child_job, children
 from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.spec import load_spec, parse_spec
 from tests.launch.backends.kubernetes.rendering import (

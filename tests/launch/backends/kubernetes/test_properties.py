@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from scaletrain_cli.launch.backends.kubernetes.derived_objects import children
 from scaletrain_cli.launch.backends.kubernetes.manifest import to_yaml
 from scaletrain_cli.launch.backends.kubernetes.names import (
     LONGEST_LABEL_VALUE,
@@ -22,6 +21,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import (
     run_label,
 )
 from scaletrain_cli.launch.backends.kubernetes.pod import OWN_VARIABLES
+from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import ClusterSpec

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from scaletrain_cli.launch.backends.kubernetes.derived_objects import children
+from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from tests.launch.backends.kubernetes.rendering import BACKENDS, EVERY_OPTION, RECIPES, plan_of, rendered_recipe
 from tests.launch.backends.kubernetes.rules.objects import problems
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from scaletrain_cli.errors import Problem
-from scaletrain_cli.launch.backends.kubernetes.derived_objects import child_jobs, child_jobset
+from scaletrain_cli.launch.backends.kubernetes.workloads import child_jobs, child_jobset
 from tests.launch.backends.kubernetes.rules.findings import RuleFinding, below, dns_subdomain, label_map
 from tests.launch.backends.kubernetes.rules.jobs import job_findings, jobset_findings
 from tests.launch.backends.kubernetes.rules.volcano import volcano_findings

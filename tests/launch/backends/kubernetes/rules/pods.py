@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from scaletrain_cli.launch.backends.kubernetes.nodes import parse_quantity
+from scaletrain_cli.launch.backends.kubernetes.quota import parse_quantity
 from tests.launch.backends.kubernetes.rules.findings import (
     RuleFinding,
     below,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.launch.backends.kubernetes.derived_objects import child_job, child_pod, children
+from scaletrain_cli.launch.backends.kubernetes.workloads import child_job, child_pod, children
 from tests.launch.backends.kubernetes.rendering import environment_of, rendered_recipe, template_of
 
 RECIPE = "llama-7b-h100"
