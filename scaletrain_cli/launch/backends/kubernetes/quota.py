@@ -125,10 +125,11 @@ def check_quota(
         reasons: list[Reason] = []
         waits: list[Reason | None] = []
         for flavor in group["flavors"]:
-            found = flavors.get(flavor["name"])
-            why = _misfit(found, pod) or _misplaced(found, near, placed) or _too_little(queue, flavor, cohort, wanted)
+            name, found = flavor["name"], flavors.get(flavor["name"])
+            why = _misfit(name, found, pod) or _misplaced(name, found, near, placed)
+            why = why or _too_little(queue, flavor, cohort, wanted)
             if why is not None:
-                reasons.append(Reason(why.code, {"flavor": flavor["name"], **why.params}))
+                reasons.append(why)
             else:
                 waits.append(_busy(queue, flavor, cohort, wanted))
         busy_now = [wait for wait in waits if wait is not None]
@@ -144,40 +145,40 @@ def flavors_for(queue: Object, flavors: Mapping[str, Object], needed: Amounts, p
     groups = [group for group in queue["spec"].get("resourceGroups", ()) if _wanted(group, needed)]
     deciding = max(groups, key=lambda group: any("/" in name for name in _wanted(group, needed)), default=None)
     named = [] if deciding is None else [flavor["name"] for flavor in deciding["flavors"]]
-    return [name for name in named if name in flavors and not _misfit(flavors[name], pod)]
+    return [name for name in named if name in flavors and not _misfit(name, flavors[name], pod)]
 
 
 def _wanted(group: Object, needed: Amounts) -> dict[str, Fraction]:
     return {name: needed[name] for name in group["coveredResources"] if needed.get(name)}
 
 
-def _misfit(flavor: Object | None, pod: Object) -> Reason | None:
+def _misfit(name: str, flavor: Object | None, pod: Object) -> Reason | None:
     """Return why such a pod cannot be on the flavor's nodes; None if it can."""
     if flavor is None:
-        return reason("flavor-missing")
+        return reason("flavor-missing", flavor=name)
     spec = flavor.get("spec", {})
     tolerations = [*pod.get("tolerations", ()), *spec.get("tolerations", ())]
     for taint in spec.get("nodeTaints", ()):
         if not tolerated(taint, tolerations):
             text = f"{taint['key']}={taint.get('value', '')}:{taint['effect']}"
-            return reason("flavor-taint", taint=text)
+            return reason("flavor-taint", flavor=name, taint=text)
     for key, value in pod.get("nodeSelector", {}).items():
         if spec.get("nodeLabels", {}).get(key, value) != value:
-            return reason("flavor-label", label=key, has=spec["nodeLabels"][key], wanted=value)
+            return reason("flavor-label", flavor=name, label=key, has=spec["nodeLabels"][key], wanted=value)
     return None
 
 
-def _misplaced(flavor: Object | None, near: TopologyRequest | None, placed: bool) -> Reason | None:
+def _misplaced(name: str, flavor: Object | None, near: TopologyRequest | None, placed: bool) -> Reason | None:
     """Return why Kueue's placement refuses such pods for the flavor; its own message names another flavor's quota."""
     topology = (flavor or {}).get("spec", {}).get("topologyName")
     if near is None:
         lacks = topology is not None and not placed
-        return reason("flavor-needs-topology") if lacks else None
+        return reason("flavor-needs-topology", flavor=name) if lacks else None
     if topology is None:
-        return reason("flavor-without-topology")
+        return reason("flavor-without-topology", flavor=name)
     levels = near.known.get(topology)
     if levels is not None and near.level is not None and near.level not in levels:
-        return reason("flavor-without-level", topology=topology, level=near.level, levels=list(levels))
+        return reason("flavor-without-level", flavor=name, topology=topology, level=near.level, levels=list(levels))
     return None
 
 
@@ -186,7 +187,8 @@ def _too_little(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Am
     for name, amount in wanted.items():
         most = _most(queue, flavor, cohort, name)
         if most is not None and amount > most:
-            return reason("flavor-too-small", resource=name, needed=quantity_text(amount), total=quantity_text(most))
+            amounts = {"needed": quantity_text(amount), "total": quantity_text(most)}
+            return reason("flavor-too-small", flavor=flavor["name"], resource=name, **amounts)
     return None
 
 

@@ -142,10 +142,10 @@ def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
     whole = put_queue(api)
     start = outlook(*QUEUE).start
     assert start.at is not None
-    assert "queue team-a has quota free and no job waits for it" in start.why
+    assert "queue team-a has free quota and no job waits for it" in start.why
     whole["status"]["pendingWorkloads"] = 3
     start = outlook(*QUEUE).start
-    assert (start.at, "quota free, with at most 3 jobs before it" in start.why) == (None, True)
+    assert (start.at, "free quota, and at most 3 jobs before it" in start.why) == (None, True)
     taken = [{"name": "h100", "resources": [{"name": "nvidia.com/gpu", "total": "8"}]}]
     whole["status"]["flavorsReservation"] = taken
     assert "team-a has no free quota, and at most 3 jobs before it" in outlook(*QUEUE).start.why
