@@ -146,7 +146,7 @@ def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
             if follow:
                 following.enter_context(logs.following())
     except (SchedulerError, UsageError) as error:
-        why = error.message
+        why = str(error)
     with following:
         yield why
 
