@@ -69,7 +69,7 @@ TEXTS: dict[str, Text] = {
     "priority-too-long": Text("must have at most {most} characters: Kueue reads it from a label of the job"),
     "secret-name-taken": Text("is set by the launcher in every pod", ("Choose another name",)),
     "code-missing": Text(
-        "{folder} does not hold the code of {run} ({code}), and the tree has changed",
+        "{folder} does not hold the code of {run} ({version}), and the tree has changed",
         ("Restore it, or run the tree as it is: scaletrain resume --new-code",),
     ),
     "record-too-large": Text(

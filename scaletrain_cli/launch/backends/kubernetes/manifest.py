@@ -49,7 +49,7 @@ def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
     snapshot = take_snapshot(record.spec, record.working_folder, run.path.parent)
     if snapshot is None or snapshot.record.sha256 != code.sha256:
         folder = str(run.path / "code")
-        raise UsageError(reason("code-missing", folder=folder, run=record.run_id, code=code.name))
+        raise UsageError(reason("code-missing", folder=folder, run=record.run_id, version=code.name))
     contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
     return documents | {files[suffix].name: contents[suffix] for suffix in suffixes}
 
