@@ -27,12 +27,12 @@ class ExitCode(IntEnum):
 
 
 def one_stop(text: str) -> str:
-    """Return the text with one full stop where a quoted sentence, of a library or the system, brought its own."""
+    """Return the text without doubled full stops, which quoted sentences of libraries and the system cause."""
     return _TWO_STOPS.sub(".", text)
 
 
 def sentence(reason: Reason | str) -> str:
-    """Return the text of a reason, or a text, with a full stop at its end."""
+    """Return the text of a reason, or the given text, with a full stop at the end."""
     text = str(reason)
     return text if text.endswith((".", "!", "?", ":")) else f"{text}."
 
@@ -84,17 +84,17 @@ class Problem:
 
     @property
     def subject(self) -> str:
-        """The key, and the value that was given for it where one was."""
+        """The key, with its given value if there is one."""
         return self.key if self.given is None else f"{self.key} = {self.given}"
 
     @property
     def file(self) -> str | None:
-        """Path of the file that the problem is in; None where it is in no file."""
+        """Path of the file with the problem; None if it is not in a file."""
         return self.where.file if isinstance(self.where, Place) else None
 
     @property
     def line(self) -> int | None:
-        """Line in ``file``, from 1; None where no line is known."""
+        """Line in ``file``, counted from 1; None if it is unknown."""
         return self.where.line if isinstance(self.where, Place) else None
 
     def to_json(self) -> dict[str, Any]:
@@ -170,14 +170,14 @@ class SpecError(UsageError):
 
 
 class InfeasibleError(ScaletrainError):
-    """The run cannot be laid out as asked: it does not fit, does not divide, or the engine cannot run it (exit 3)."""
+    """No layout is possible: it does not fit, does not divide, or the engine does not support it (exit 3)."""
 
     exit_code = ExitCode.INFEASIBLE
     code = "infeasible"
 
 
 class SchedulerError(ScaletrainError):
-    """The scheduler refused the job or cannot be reached (exit 4)."""
+    """The scheduler rejected the job or cannot be reached (exit 4)."""
 
     exit_code = ExitCode.SCHEDULER
     code = "scheduler"

@@ -25,7 +25,7 @@ def extra_of(module: str) -> str | None:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra, and the checkout to run it in (the package is not on PyPI)."""
+    """Return the command that installs an extra, with the checkout to run it in (the package is not on PyPI)."""
     from scaletrain_cli.project_files import checkout
 
     found = checkout()

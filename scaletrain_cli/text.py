@@ -8,17 +8,17 @@ from collections.abc import Iterable
 
 
 def bytes_text(count: float) -> str:
-    """``61.2 GB`` (powers of 1000)."""
+    """Return a size in powers of 1000, as in ``61.2 GB``."""
     return _scaled(count, 1000, ("B", "kB", "MB", "GB", "TB", "PB", "EB"))
 
 
 def binary_bytes_text(count: float) -> str:
-    """``57.0 GiB`` (powers of 1024)."""
+    """Return a size in powers of 1024, as in ``57.0 GiB``."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
 
 
 def count_text(count: float) -> str:
-    """``6.74 B`` for 6.74 thousand million; small whole numbers as they are."""
+    """Return a count with a unit, as in ``6.74 B`` for 6.74e9; small integers without one."""
     return _scaled(count, 1000, ("", "k", "M", "B", "T", "Q")).rstrip()
 
 
@@ -28,7 +28,7 @@ def whole_text(count: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """``830 ms``, ``12.3 s``, ``4 min 10 s``, ``3 h 20 min``, ``12 d 4 h``."""
+    """Return a duration, as in ``830 ms``, ``12.3 s``, ``4 min 10 s``, ``3 h 20 min``, ``12 d 4 h``."""
     if seconds < 0.9995:
         return f"{_figures(seconds * 1e3)} ms" if seconds >= 1e-3 or seconds == 0 else f"{_figures(seconds * 1e6)} µs"
     if seconds < 99.95:
@@ -45,7 +45,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return ``1 step`` or ``3 steps``; ``plural`` where it is not the noun with an s."""
+    """Return ``1 step`` or ``3 steps``; ``plural`` if it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
@@ -63,17 +63,17 @@ def either(names: Iterable[object], word: str = "or") -> str:
 
 
 def dollars_text(amount: float) -> str:
-    """``$12,300`` or ``$3.45``."""
+    """Return an amount of US dollars, as in ``$12,300`` or ``$3.45``."""
     return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
 
 
 def percent_text(share: float) -> str:
-    """``42 %`` or ``0.3 %``."""
+    """Return a share as a percentage, as in ``42 %`` or ``0.3 %``."""
     return f"{share:.0%}".replace("%", " %") if share >= 0.0995 or share == 0 else f"{share:.1%}".replace("%", " %")
 
 
 def ratio_text(ratio: float) -> str:
-    """``x1.05``; of the far smaller two figures, ``x0.0043``."""
+    """Return a ratio, as in ``x1.05``; two significant figures below 0.1, as in ``x0.0043``."""
     return f"x{ratio:,.2f}" if ratio >= 0.095 else f"x{ratio:.2g}"
 
 
@@ -86,7 +86,7 @@ def _scaled(count: float, step: int, units: tuple[str, ...]) -> str:
 
 
 def _figures(value: float) -> str:
-    """Three significant figures without an exponent."""
+    """Return three significant figures, without an exponent."""
     if value == 0:
         return "0"
     if abs(value) >= 99.95:
@@ -94,16 +94,16 @@ def _figures(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
 
-# Controls but line end and tab, C1 controls, directions of writing, invisible formats and separators, halves of
-# characters. What joins letters and emoji (U+200C, U+200D) stays.
-_OBEYED = (
+# Control characters except line end and tab, C1 controls, bidirectional controls, invisible format characters and
+# separators, lone surrogates. Joiners of letters and emoji (U+200C, U+200D) are kept.
+_CONTROLS = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f"
 )
 
 
 def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the known name that ``given`` most likely means, or None; upper and lower case are the same."""
+    """Return the known name closest to ``given``, ignoring case; None if no name is close."""
     import difflib
 
     by_lower = {name.lower(): name for name in known}
@@ -112,16 +112,16 @@ def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.5) -> str |
 
 
 def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return ``Did you mean X? `` with the nearest known name and a blank after it, or an empty text."""
+    """Return ``Did you mean X? `` with the closest known name and a trailing space, or an empty string."""
     near = nearest_name(given, known, cutoff)
     return f"Did you mean {near}? " if near else ""
 
 
 def visible(text: str) -> str:
-    """Return text of others with everything but line ends and tabs that a terminal would obey written out."""
+    """Return untrusted text with control characters escaped, except line ends and tabs."""
     return _obeyed().sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 @functools.cache
 def _obeyed() -> re.Pattern[str]:
-    return re.compile(f"[{_OBEYED}]")
+    return re.compile(f"[{_CONTROLS}]")

@@ -1,4 +1,4 @@
-"""Convert exceptions that are not raised deliberately to errors with a remedy, at the top of each process.
+"""Convert unexpected exceptions to errors with a remedy, at the top level of each process.
 
 Errors of the operating system and missing packages get a remedy. Anything else is a bug: its traceback is written to a
 file of the user, or to stderr if SCALETRAIN_TRACEBACK is set.
@@ -16,8 +16,8 @@ from scaletrain_cli.extras import extra_of, install_command
 
 _LONGEST_MESSAGE = 500
 _REMEDIES = {
-    errno.ENOSPC: "Free some space on that disk, or set $SCALETRAIN_RUNS (runs) or $TMPDIR to another one.",
-    errno.EDQUOT: "Your quota is used up: delete something, or set $SCALETRAIN_RUNS (runs) to another disk.",
+    errno.ENOSPC: "Free some space on that disk, or set $SCALETRAIN_RUNS (runs) or $TMPDIR to a folder on another one.",
+    errno.EDQUOT: "Your quota is used up: delete files, or set $SCALETRAIN_RUNS (runs) to a folder on another disk.",
     errno.EFBIG: "A limit on the size of files is set (ulimit -f): raise it.",
     errno.EACCES: "Check its owner and permissions, or set $SCALETRAIN_RUNS (runs) to a folder that you can write.",
     errno.EPERM: "Check its owner and permissions, or set $SCALETRAIN_RUNS (runs) to a folder that you can write.",
@@ -27,7 +27,7 @@ _REMEDIES = {
     errno.EISDIR: "The path is a folder, but a file is expected: rename or remove the folder.",
     errno.EMFILE: "Raise the limit on open files (ulimit -n).",
     errno.ENFILE: "The machine has reached its limit on open files: try again later.",
-    errno.EIO: "The disk or the network file system fails: ask its administrator.",
+    errno.EIO: "I/O error of the disk or the network file system: contact its administrator.",
     errno.ESTALE: "Stale file handle of a network file system: run the command again.",
     errno.ENAMETOOLONG: "Give a shorter name.",
     errno.ENOMEM: "The machine is out of memory: free memory, or use another machine.",
@@ -56,7 +56,7 @@ def error_of_system(error: OSError, doing: str) -> ScaletrainError:
 
 
 def _error_of_import(error: ImportError) -> ScaletrainError | None:
-    """Return which extra a missing package comes with; None for a package that no extra brings."""
+    """Return an error that names the extra of a missing package; None if no extra has the package."""
     package = (error.name or "").partition(".")[0]
     extra = extra_of(package)
     if extra is None:
@@ -65,7 +65,7 @@ def _error_of_import(error: ImportError) -> ScaletrainError | None:
 
 
 def error_of_bug(error: Exception) -> ScaletrainError:
-    """Return one message about a bug; the traceback goes to stderr or to a file, and its place into the message."""
+    """Return a one-line error about a bug. The traceback goes to stderr or to a file, which the message names."""
     import traceback
 
     text = "".join(traceback.format_exception(error))
@@ -79,16 +79,16 @@ def error_of_bug(error: Exception) -> ScaletrainError:
 
 
 def _traceback_kept(text: str) -> str:
-    """Print or keep a traceback; return the sentence that says where it is."""
+    """Print a traceback or write it to a file; return the sentence that names the place."""
     if not os.environ.get("SCALETRAIN_TRACEBACK"):
         import tempfile
 
         try:
-            number, path = tempfile.mkstemp(prefix="scaletrain-traceback-", suffix=".txt")  # 0600, and never a link
+            number, path = tempfile.mkstemp(prefix="scaletrain-traceback-", suffix=".txt")  # mode 0600, no link
             with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
             return f"Report it with the traceback in {path}, or set SCALETRAIN_TRACEBACK=1 to print it."
-        except OSError:  # no place for it: print it after all
+        except OSError:  # no file can be written: print it instead
             pass
     with contextlib.suppress(OSError):
         sys.stderr.write(text)

@@ -1,7 +1,7 @@
 """The `scaletrain` command and its table of verbs.
 
 The module of a verb is imported when the verb is called; `--help` reads the table alone. Other packages add verbs by
-the entry-point group `scaletrain.verbs`: each names a module like those of this folder.
+the entry-point group `scaletrain.verbs`: each entry names a module like those in this folder.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         from scaletrain_cli import __version__
 
         typer.echo(visible(f"scaletrain {__version__}"))
@@ -148,7 +148,7 @@ def scaletrain(
 
 
 def verb_words(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the verb that a command line names, with its second word in a group; empty where it names none."""
+    """Return the verb in a command line, with the sub-verb of a group; empty if there is none."""
     named = [word for word in words if not word.startswith("-")]
     if not named:
         return ()

@@ -62,7 +62,7 @@ def command(
     confirm(f"Cancel {found.run_id} ({status.state}, step {status.step} of {status.total_steps})?", yes)
     removed = api.cancel(found, force=force, trust_owner=trust_owner, seen=status).removed
     if force:
-        say(f"removed {', '.join(removed)}" if removed else "no pod of it is on a node that does not report.")
+        say(f"removed {', '.join(removed)}" if removed else "none of its pods is on an unreachable node.")
     _answer(as_json, found.run_id, status.state, cancelled=True, removed_pods=removed)
     say(f"{_done(status)}. `scaletrain resume {found.run_id}` continues it.")
 
@@ -78,13 +78,13 @@ def _done(status: RunStatus) -> str:
         gone = f"`scaletrain status {status.run_id}` shows when its pods are gone"  # their volume is not seen here
         return f"{status.run_id} was asked to save and stop; {gone}"
     if status.job.state == "queued":
-        return f"cancelled {status.run_id}, which was queued; {kept}"
+        return f"canceled {status.run_id}, which was queued; {kept}"
     if status.job.may_be_active:
         asked = "resumed and asked to save and stop" if status.job.state == "suspended" else "asked to save and stop"
         return (
             f"{status.run_id} was {asked}; now {kept}, and `scaletrain status {status.run_id}` shows the one it saves"
         )
-    return f"cancelled {status.run_id}; {kept}"
+    return f"canceled {status.run_id}; {kept}"
 
 
 def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_pods: Sequence[str] = ()) -> None:
@@ -95,7 +95,7 @@ def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_
         print_json({"run_id": run_id, "state": state, "cancelled": cancelled, "removed_pods": list(removed_pods)})
 
 
-_ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was cancelled before"}
+_ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was already canceled"}
 
 
 def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as_json: bool) -> None:
@@ -106,7 +106,7 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.sweep import OVER, cancel_members, look_at
-    from scaletrain_cli.text import listed
+    from scaletrain_cli.text import counted, listed
     from scaletrain_cli.ui.console import say
 
     status = look_at(sweep)
@@ -115,7 +115,7 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     unable = [backend_for(name).traits.display_name for name in sorted(schedulers) if not backend_for(name).can_force]
     if force and unable:
         raise UsageError(
-            f"--force has no effect on {listed(unable)}, where {sweep.name} is.", remedy="Leave the option out."
+            f"--force has no effect on {listed(unable)}, which runs {sweep.name}.", remedy="Remove the option."
         )
     living = [member for member in members if member.state not in OVER]
     if not living:
@@ -128,15 +128,17 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     _answer_sweep(as_json, sweep, done.cancelled, [name for name, _ in done.refused])
     if done.cancelled:
         one = len(done.cancelled) == 1
-        over = f"; {len(done.over)} were over before" if done.over else ""
+        over = f"; {len(done.over)} had already ended" if done.over else ""
         say(
-            f"cancelled {len(done.cancelled)} runs of the sweep {sweep.name}{over}; "
-            f"what was running was asked to save and stop. `scaletrain resume {done.cancelled[0]}` continues "
+            f"canceled {counted(len(done.cancelled), 'run')} of the sweep {sweep.name}{over}; "
+            f"those that were running save a checkpoint and stop. `scaletrain resume {done.cancelled[0]}` continues "
             f"{'it' if one else 'the first of them'}."
         )
     if done.refused:
         problems = tuple(Problem(name, "", why) for name, why in done.refused)
-        raise SchedulerError(f"{len(problems)} runs of the sweep {sweep.name} could not be cancelled", problems)
+        raise SchedulerError(
+            f"{counted(len(problems), 'run')} of the sweep {sweep.name} could not be canceled", problems
+        )
 
 
 def _answer_sweep(as_json: bool, sweep: Sweep, cancelled: Sequence[str], refused: Sequence[str]) -> None:

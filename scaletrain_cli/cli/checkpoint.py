@@ -37,7 +37,7 @@ def group() -> None:
 
 @app.command("list", epilog=describe(READING))
 def list_them(run: RunName, as_json: AsJson = False) -> None:
-    """List a run's checkpoints, including invalid ones, by names and file sizes; verify reads the files."""
+    """List a run's checkpoints, including invalid ones. Checks names and sizes; `verify` reads the files."""
     from scaletrain_cli.ui.checkpoints import entry_json, show_entries
     from scaletrain_cli.ui.console import say
 
@@ -71,9 +71,9 @@ def verify(
         if not wanted:
             known = ", ".join(str(entry.step) for entry in entries) or "none"
             raise UsageError(f"--step {step}: no such checkpoint in {folder}. Available steps: {known}.")
-    sound = sum(entry.checkpoint.size_bytes for entry in wanted if entry.checkpoint)
+    total_bytes = sum(entry.checkpoint.size_bytes for entry in wanted if entry.checkpoint)
     problems: dict[str, list[str]] = {}
-    with VerifyingLine(sound) as line:
+    with VerifyingLine(total_bytes) as line:
         for entry in wanted:
             line.begin(entry.path.name)
             checkpoint = entry.checkpoint
@@ -136,7 +136,7 @@ def export(
     size = f"{whole_text(exported['parameters'])} parameters, {bytes_text(exported['bytes'])} in {dtype}"
     say(f"step {checkpoint.step} as {exported['model_type']}: {size}")
     if exported["tokenizer"] is None:
-        say("exported without a tokenizer: neither the prepared data nor the tokenizer of the spec is available here")
+        say("exported without a tokenizer: this machine has neither the prepared data nor the spec's tokenizer")
     typer.echo(visible(str(output)))
 
 
@@ -183,7 +183,7 @@ def prune(
         freed = sum(checkpoint.size_bytes for checkpoint in found.to_delete)
         names = [checkpoint.path.name for checkpoint in found.to_delete]
         if names and not dry_run:
-            confirm(f"Delete {len(names)} checkpoints of {bytes_text(freed)} ({', '.join(names)})?", yes)
+            confirm(f"Delete {len(names)} checkpoints, {bytes_text(freed)} ({', '.join(names)})?", yes)
             carry_out(found)
     if as_json:
         _print({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": found.newest.step})

@@ -32,7 +32,7 @@ def group() -> None:
 def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Tokenize the data of a spec ahead of its runs, so that training starts without delay.
 
-    A run prepares its data itself if necessary; data that are already prepared are reused.
+    A run prepares its data itself if necessary; prepared data are reused.
     """
     from scaletrain_cli.cli.engine_process import ask_engine
     from scaletrain_cli.rundir.paths import runs_root

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,14 +15,13 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.base import Check
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth, ask_driver, gpu_notes, gpu_problems
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.spec.backend_traits import backend_names
 from scaletrain_cli.text import binary_bytes_text, bytes_text
 
-# Checks read the system; they import no optional package and open no device.
 _FEW_BYTES = 20 * 10**9  # a few checkpoints of a small model
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default of 64 MiB makes NCCL and data loaders fail
-_PATIENCE_SECONDS = 10
 
 _CORE = ("typer", "rich", "pydantic", "ruamel.yaml")
 _EXTRAS = {
@@ -119,17 +117,26 @@ def _shared_memory() -> Check:
 
 
 def _gpus() -> Iterator[Check]:
-    if shutil.which("nvidia-smi") is None:
-        yield Check("gpu", "none", "no nvidia-smi", "use cluster.gpu: cpu to train on CPU cores")
+    """Yield one check per NVIDIA GPU that the driver reports, or the reason why there is none."""
+    health = ask_driver()
+    if health is None:
+        yield Check("gpu", "none", "no NVIDIA driver", "use cluster.gpu: cpu to train on CPU cores")
         return
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    code, text = _run(query)
-    if code != 0:
-        yield Check("gpu", "warn", f"nvidia-smi ended with {code}", text or "check the NVIDIA driver")
-        return
-    for index, line in enumerate(text.splitlines()):
-        name, memory, driver = (part.strip() for part in (*line.split(","), "", "")[:3])
-        yield Check(f"gpu {index}", "ok", f"{name}, {memory}, driver {driver}")
+    if health.note:
+        yield Check("gpu", "none", "unknown", f"nvidia-ml-py is not installed: {install_command('train')}")
+    for gpu in health.gpus:
+        yield _gpu(gpu, health.driver)
+    if health.trouble:
+        yield Check("gpu", "warn", "the NVIDIA driver reports an error", health.trouble)
+    elif not health.gpus and not health.note:
+        yield Check("gpu", "none", f"no GPU, driver {health.driver}", "use cluster.gpu: cpu to train on CPU cores")
+
+
+def _gpu(gpu: GpuHealth, driver: str) -> Check:
+    memory = "unknown memory" if gpu.memory_bytes is None else binary_bytes_text(gpu.memory_bytes)
+    problems = [*gpu_problems(NodeHealth(), [gpu], needed_bytes=0), *gpu_notes([gpu])]
+    found = f"{gpu.name}, {memory}, driver {driver}"
+    return Check(f"gpu {gpu.index}", "warn" if problems else "ok", found, "; ".join(problems))
 
 
 def _compilers() -> Iterator[Check]:
@@ -159,17 +166,6 @@ def _runs_root(root: Path) -> Check:
             "too few inodes; set $SCALETRAIN_RUNS to a folder on another disk",
         )
     return Check("runs", "ok", found)
-
-
-def _run(command: list[str]) -> tuple[int, str]:
-    """Return exit code and output of a command; 124 if it does not end in time."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, errors="replace")
-    except subprocess.TimeoutExpired:
-        return 124, f"no answer within {_PATIENCE_SECONDS} s"
-    except OSError as error:
-        return 126, error.strerror or str(error)
-    return done.returncode, (done.stdout or done.stderr).strip()
 
 
 def _read_number(path: Path) -> int | None:

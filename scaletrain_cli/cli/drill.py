@@ -23,7 +23,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIB
 def command(
     kinds: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KIND]...", help="Kinds of faults to inject (default: all).", show_default=False),
+        typer.Argument(metavar="KIND", help="Kinds of faults to inject (default: all).", show_default=False),
     ] = None,
     list_kinds: Annotated[bool, typer.Option("--list", help="List the kinds of faults and exit.")] = False,
     spec: Annotated[

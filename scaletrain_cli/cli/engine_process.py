@@ -24,7 +24,7 @@ _SIGNALS = {number.value for number in signal.Signals}
 
 
 class EngineProcessError(ScaletrainError):
-    """The engine process failed, with the error that it returned, or without one if it was killed."""
+    """The engine process failed; carries the error that it returned, if any."""
 
     def __init__(self, exit_code: int, answer: Mapping[str, Any]) -> None:
         message = answer.get("message") or f"the engine process {_end(exit_code)}; its output is above."

@@ -1,4 +1,4 @@
-"""`scaletrain init`: write a complete run spec, copy a recipe, or copy the files for the cluster side."""
+"""`scaletrain init`: write a complete run spec, copy a recipe, or copy the files for cluster administrators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _USUAL_NAME = Path("run.yaml")
 
 def command(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Where to write it (default: run.yaml); - prints it.")
+        Path | None, typer.Argument(metavar="FILE", help="File to create (default: run.yaml); - writes to stdout.")
     ] = None,
     preset: Annotated[
         str | None,
@@ -61,7 +61,7 @@ def command(
         typer.Option(
             "--scheduler",
             metavar="NAME",
-            help="local, slurm, kubernetes or another installed one (default: the one that this machine has).",
+            help="local, slurm, kubernetes or a plug-in (default: the one found on this machine).",
         ),
     ] = None,
     output: Annotated[
@@ -102,7 +102,7 @@ def command(
             say(f"wrote {path}")
         return
     if file is not None and output is not None and file != output:
-        raise UsageError(f"{file} and --output {output} are both given. Give one of them.")
+        raise UsageError(f"{file} and --output {output} are both given. Give only one.")
     target = file or output or _USUAL_NAME
     to_stdout = str(target) == "-"
     if recipe is not None:
@@ -146,7 +146,7 @@ def _recipe(name: str, target: Path) -> dict[Path, str]:
     known = recipes()
     if name not in known:
         hint = f"{did_you_mean(name, known)}Known: {', '.join(known)}."
-        raise UsageError(f"no recipe {name}", (Problem("--recipe", "", "is not known.", name, hint),))
+        raise UsageError(f"no recipe {name}", (Problem("--recipe", "", "unknown recipe.", name, hint),))
     spec = known[name]
     beside = [path for path in sorted(spec.parent.glob("*.py")) if spec.name == "run.yaml"]
     texts = {target: spec.read_text(encoding="utf-8")}
@@ -158,8 +158,8 @@ def _copy_folder(name: str, target: Path) -> list[Path]:
     from scaletrain_cli.project_files import FOLDERS, project_file
 
     if name not in FOLDERS:
-        problem = Problem("--files", "", "is no folder of the project.", name, f"Use {' or '.join(FOLDERS)}.")
-        raise UsageError(f"no files called {name}", (problem,))
+        problem = Problem("--files", "", "unknown folder.", name, f"Use {' or '.join(FOLDERS)}.")
+        raise UsageError(f"no files named {name}", (problem,))
     try:
         shutil.copytree(project_file(name), target, ignore=shutil.ignore_patterns("__pycache__"))
     except FileExistsError as error:
@@ -198,7 +198,7 @@ def _fitting_spec(
 
     if preset is not None and preset not in presets():
         hint = f"{did_you_mean(preset, presets())}Known: {', '.join(presets())}."
-        raise UsageError(f"no preset {preset}", (Problem("--preset", "", "is not known.", preset, hint),))
+        raise UsageError(f"no preset {preset}", (Problem("--preset", "", "unknown preset.", preset, hint),))
     if scheduler is None:
         scheduler = DEFAULT if preset is None and nodes in (None, 1) else _scheduler_here()
     traits = backend_traits(scheduler)
@@ -230,7 +230,7 @@ def _planned(preset: str | None, gpu: str, per_node: int, nodes: int | None, sch
 
 
 def _scheduler_here() -> str:
-    """Return the back end for several nodes that this machine can submit to; Slurm, with a note, where it has none."""
+    """Return a multi-node back end that this machine can submit to; Slurm, with a note, if there is none."""
     from scaletrain_cli.launch.backends.registry import all_backends
     from scaletrain_cli.ui.console import say
 

@@ -55,7 +55,7 @@ def list_nodes(as_json: AsJson = False) -> None:
 @app.command(epilog=describe(EXIT_CODES))
 def clear(
     nodes: Annotated[
-        list[str] | None, typer.Argument(metavar="[NODE]...", help="Nodes to clear (default: all).", show_default=False)
+        list[str] | None, typer.Argument(metavar="NODE", help="Nodes to clear (default: all).", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -56,18 +56,18 @@ def confirm(question: str, yes: bool) -> None:
 # Shown by --help; docs/exit-codes.md has the full definitions.
 MEANINGS = {
     ExitCode.DONE: "done",
-    ExitCode.CRASHED: "crashed",
+    ExitCode.CRASHED: "failed",
     ExitCode.USAGE: "usage or spec error",
     ExitCode.INFEASIBLE: "the plan is infeasible",
     ExitCode.SCHEDULER: "the scheduler rejected the request or is unreachable",
     ExitCode.WRONG_NODES: "the nodes do not match the plan",
-    ExitCode.PREEMPTED: "preempted or stopped, checkpoint committed",
-    ExitCode.DO_NOT_REQUEUE: "failed in a way that a retry cannot fix",
+    ExitCode.PREEMPTED: "preempted or stopped after saving a checkpoint",
+    ExitCode.DO_NOT_REQUEUE: "permanent failure, not retried",
 }
 
 
 def describe(codes: Sequence[ExitCode]) -> str:
-    """``Exit codes: 0 done; 2 usage or spec error.``"""
+    """Return the line of a verb's help: ``Exit codes: 0 done; 2 usage or spec error.``"""
     return f"Exit codes: {'; '.join(f'{code.value} {MEANINGS[code]}' for code in codes)}."
 
 

@@ -115,7 +115,7 @@ def command(
         }
         for option, given in single.items():
             if given:
-                raise UsageError(f"{option} works with one run, but {len(specs) * len(sets)} are compared.")
+                raise UsageError(f"{option} requires a single run, but {len(specs) * len(sets)} are compared.")
         _compare(specs, overrides or [], sets, cluster, as_json=as_json)
         return
     if plot is not None:
@@ -271,7 +271,7 @@ def _offers(name: str, gigabytes: float, spot: bool) -> list[Any]:
     try:
         import gpuhunt
     except ImportError as error:
-        raise _no_prices("gpuhunt is not installed.", f"Run {install_command('prices')}, or go without.") from error
+        raise _no_prices("gpuhunt is not installed.", f"Run {install_command('prices')}.") from error
     with _quiet():
         try:
             return list(
@@ -284,7 +284,7 @@ def _offers(name: str, gigabytes: float, spot: bool) -> list[Any]:
                 )
             )
         except (gpuhunt.GPUHuntError, OSError) as error:
-            raise _no_prices(f"gpuhunt cannot reach its price lists: {error}.", "Check the network.") from error
+            raise _no_prices(f"gpuhunt cannot download its price lists: {error}.", "Check the network.") from error
 
 
 @contextmanager

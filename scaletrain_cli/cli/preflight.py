@@ -55,7 +55,7 @@ def command(
         warn(note)
     show_start(outlook.start)
     where = f"{run_spec.cluster.nodes} x {run_spec.cluster.gpus_per_node} on {run_spec.cluster.scheduler}"
-    confirm(f"Submit a job of one to two minutes, {where}?", yes)
+    confirm(f"Submit a job that takes one to two minutes, {where}?", yes)
     with StatusLine() as line:
         found = run_preflight(run_spec, plan, scheduler, seconds, line.update)
     if as_json:

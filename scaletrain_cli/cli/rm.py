@@ -23,7 +23,7 @@ def command(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...",
+            metavar="RUN",
             help="Run ids, unique prefixes of run ids, run directories, or sweeps (all of their runs).",
             show_default=False,
             autocompletion=complete_run,
@@ -54,7 +54,7 @@ def command(
         say(_line(one))
         if one.checkpoints is not None and not checkpoints:
             warn(
-                f"its checkpoints in {one.checkpoints} stay ({bytes_text(one.kept_bytes)}); --checkpoints deletes them"
+                f"checkpoints in {one.checkpoints} are kept ({bytes_text(one.kept_bytes)}); --checkpoints deletes them"
             )
     total = sum(one.bytes for one in found)
     if dry_run:

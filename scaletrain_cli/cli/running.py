@@ -23,7 +23,7 @@ from scaletrain_cli.unexpected import error_of_bug, error_of_system, known_error
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _TIMED_OUT = 124  # as timeout(1)
-_ClickUsageError: Any = typer.BadParameter.__base__  # typer brings its own click from 0.26 on, and needs click before
+_ClickUsageError: Any = typer.BadParameter.__base__  # typer includes its own copy of click from 0.26 on
 _CODES = {_TIMED_OUT: "timeout", INTERRUPTED: "interrupted"} | {
     code.value: word
     for code, word in {
@@ -67,7 +67,7 @@ def run(words: Sequence[str]) -> int:
     code = ExitCode.DONE if error is None else error.exit_code
     try:
         if error is not None and not isinstance(error, EndedError | DeclinedError):
-            _show(error)  # as text on stderr, also with --json
+            _show(error)  # text on stderr, even with --json
         if as_json and (error is not None or not _shows_help(words)):
             code = _write_envelope(words, error)
         sys.stdout.flush()
@@ -111,10 +111,10 @@ def _invoked(words: Sequence[str]) -> ScaletrainError | None:
     except typer.Abort:  # end of stdin at a prompt
         return EndedError(INTERRUPTED, "no answer was given", code="declined")
     except _ClickUsageError as error:
-        return _of_command_line(error, words)
+        return _usage_error(error, words)
     except BrokenPipeError:
         _drop_stdout()
-        return EndedError(ExitCode.CRASHED, "stdout was closed by its reader", code="io")
+        return EndedError(ExitCode.CRASHED, "the reader closed stdout", code="io")
     except Exception as error:
         return known_error(error, _failed_action(error, words))
     return EndedError(code) if isinstance(code, int) and code else None
@@ -127,7 +127,7 @@ def _failed_action(error: Exception, words: Sequence[str]) -> str:
     return " ".join(verb_words(words))
 
 
-def _of_command_line(error: Any, words: Sequence[str]) -> ScaletrainError:
+def _usage_error(error: Any, words: Sequence[str]) -> ScaletrainError:
     """Print the parser's message with the usage, and return it as an error."""
     error.show()
     option = getattr(error, "option_name", None) or next(iter(getattr(getattr(error, "param", None), "opts", ())), "")

@@ -34,7 +34,7 @@ def command(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]",
+            metavar="RUN",
             help="Run id, run directory or sweep (default: the newest run). With --cluster: cluster of clusters.yaml "
             "(default: its default cluster).",
             show_default=False,
@@ -117,7 +117,7 @@ def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:
 
     section = load_cluster(name)
     if name is not None and section is not None and scheduler not in (None, section.scheduler):
-        raise UsageError(f"--scheduler {scheduler}: cluster {name} is one of {section.scheduler}. Give the name alone.")
+        raise UsageError(f"--scheduler {scheduler}: cluster {name} uses {section.scheduler}. Remove --scheduler.")
     if section is not None and scheduler in (None, section.scheduler):
         return section
     if scheduler is not None and scheduler not in backend_names():

@@ -109,7 +109,7 @@ def command(
     run_spec = load_spec(spec, overrides or (), cluster=cluster)
     if probe and (dry_run or not backend_for(run_spec.cluster.scheduler).can_probe):
         able = ", ".join(backend.name for backend in all_backends() if backend.can_probe)
-        raise UsageError(f"--probe runs a job on the nodes: it needs cluster.scheduler = {able}, and no --dry-run.")
+        raise UsageError(f"--probe requires cluster.scheduler = {able} and cannot be combined with --dry-run.")
     prepared = prepare_submission(run_spec, run_id=run_id, trust_owner=trust_owner, name=spec, dry_run=dry_run)
     if dry_run:
         _show_rendered(prepared, output, as_json)
@@ -131,13 +131,13 @@ def command(
     confirm(f"Submit to {run_spec.cluster.scheduler}?", yes)
 
     def print_id(run: Run) -> None:
-        say(f"run id {run.run_id}")  # before the scheduler is asked: its answer may be lost
+        say(f"run id {run.run_id}")  # before the request, whose answer may be lost
 
     _print_submitted(prepared.submit(print_id), summary.to_json(), as_json)
 
 
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
-    """Print what would be handed to the scheduler."""
+    """Print the rendered job."""
     from scaletrain_cli.launch.rendered_job import in_format
     from scaletrain_cli.ui.console import document, warn
     from scaletrain_cli.ui.json import print_json
@@ -163,7 +163,7 @@ def _print_submitted(done: Submitted, other_keys: dict[str, object], as_json: bo
         answer = {"run_id": run.run_id, "run_dir": str(run.path), "created": done.created}
         print_json(answer | {"scheduler": done.scheduler, "job_id": done.job_id} | other_keys)
         return
-    say(f"{'was submitted before' if before else 'submitted'}: job {done.job_id} in {run.path}")
+    say(f"{'already submitted' if before else 'submitted'}: job {done.job_id} in {run.path}")
     suggest(useful_commands(run.run_id, run.path))
     typer.echo(visible(run.run_id))
 
@@ -239,7 +239,7 @@ def submit_points(
         return
 
     require_writable(runs_root(), "no run can be submitted")
-    asked: dict[str, Point] = {}  # the same question once
+    asked: dict[str, Point] = {}  # one preflight per distinct cluster section
     for point in planned:
         asked.setdefault(point.spec.cluster.model_dump_json(), point)
     outlooks = [scheduler.preflight(point.spec, point.plan) for point in asked.values()]
@@ -266,7 +266,7 @@ def submit_points(
         print_json(head | {"start": dataclasses.asdict(outlooks[0].start), "notes": [*notes], "runs": rows})
         return
     new = sum(one.created for one in done)
-    before = f"; {len(done) - new} were submitted before" if new < len(done) else ""
+    before = f"; {len(done) - new} were already submitted" if new < len(done) else ""
     say(f"submitted {new} runs of the sweep {sweep}, {at_once}{before}; `scaletrain list` shows them")
     for one in done:
         typer.echo(visible(one.run.run_id))

@@ -62,7 +62,7 @@ def command(
         warn(note)
     show_plan_summary(run_spec, plan)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
-    say(f"run directory {made.run.path}; Ctrl-C saves a checkpoint and stops")
+    say(f"run directory {made.run.path}; Ctrl-C saves a checkpoint and stops the run")
     if not as_json:
         typer.echo(visible(made.run.run_id))
     with StatusLine() as line:

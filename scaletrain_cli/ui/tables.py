@@ -39,9 +39,9 @@ def show_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
     """Print rows of (name, state, found, advice) to stdout as they arrive."""
     console = stdout_console()
     for name, state, found, advice in rows:
-        line(console, Text.assemble(_MARKS[state], f"  {plain(name):<11}  ", plain(found)))
+        line(console, Text.assemble(_MARKS[state], f"  {plain(name):<13}  ", plain(found)))
         if advice:
-            show(console, Padding(Text(plain(advice), "yellow" if state == "warn" else "dim"), (0, 0, 0, 19)))
+            show(console, Padding(Text(plain(advice), "yellow" if state == "warn" else "dim"), (0, 0, 0, 21)))
 
 
 _NODE_TITLES = ("node", "why", "since", "expires in", "run", "evidence")

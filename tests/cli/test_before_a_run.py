@@ -253,24 +253,49 @@ def test_the_doctor_looks_at_the_machine() -> None:
 
 
 def test_the_doctor_survives_tools_that_hang_or_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seconds in (
-        "scaletrain_cli.cli.doctor._PATIENCE_SECONDS",
-        "scaletrain_cli.launch.backends.slurm.commands._CHECK_SECONDS",
-    ):
-        monkeypatch.setattr(seconds, 0.2)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.commands._CHECK_SECONDS", 0.2)
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, body in {"nvidia-smi": "exec sleep 60", "scontrol": "echo down >&2; exit 1", "sbatch": ""}.items():
+    for name, body in {"scontrol": "echo down >&2; exit 1", "sbatch": ""}.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
     for name in ("srun", "squeue", "sacct"):
         (folder / name).symlink_to(folder / "sbatch")
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     checks = {check["name"]: check for check in scaletrain("doctor", "--json").data["checks"]}
-    assert checks["gpu"] == {"name": "gpu", "state": "warn", "found": "nvidia-smi ended with 124"} | {
-        "advice": "no answer within 0.2 s"
-    }
     assert checks["slurm"]["advice"] == "the controller does not answer: down"
+
+
+FAKE_NVML = PROJECT / "tests" / "launch" / "node" / "fake_nvml"
+
+
+def gpu_checks(monkeypatch: pytest.MonkeyPatch, **state: object) -> list[dict[str, str]]:
+    """Return the GPU checks of doctor with a driver that reports ``state``."""
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_NVML))
+    monkeypatch.setenv("FAKE_NVML", json.dumps(state))
+    monkeypatch.setattr("scaletrain_cli.launch.node.gpu_health.importlib.util.find_spec", lambda name: object())
+    checks = scaletrain("doctor", "--json").data["checks"]
+    return [check for check in checks if check["name"].startswith("gpu")]
+
+
+def test_doctor_reports_each_gpu_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy, broken = gpu_checks(monkeypatch, gpus=[{}, {"rows": [0, 0, 0, 1]}])
+    found = "NVIDIA H100 80GB HBM3, 79.6 GiB, driver 550.127.05"
+    assert healthy == {"name": "gpu 0", "state": "ok", "found": found, "advice": ""}
+    assert (broken["name"], broken["state"], broken["found"]) == ("gpu 1", "warn", found)
+    assert "remapped row failure" in broken["advice"]
+
+
+def test_doctor_reports_no_gpu_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    (check,) = gpu_checks(monkeypatch, init_error=12, gpus=[])
+    assert (check["state"], check["found"]) == ("none", "no NVIDIA driver")
+
+
+def test_doctor_warns_about_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scaletrain_cli.launch.node.gpu_health._DRIVER_SECONDS", 0.5)
+    (check,) = gpu_checks(monkeypatch, hang=30, gpus=[])
+    assert check["state"] == "warn"
+    assert "did not respond" in check["advice"]
 
 
 def test_what_is_piped_has_no_colours_and_no_blanks_at_line_ends() -> None:

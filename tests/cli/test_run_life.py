@@ -85,7 +85,7 @@ def test_submitting_again_under_the_same_id_does_nothing() -> None:
     again = submit("submit", "r1", "--json", steps=1)
     assert (again.code, again.data["created"], again.data["job_id"]) == (0, False, first["job_id"])
     assert len(ended().data["attempts"]) == 1
-    assert submit(steps=1).err.startswith("was submitted before: job ")  # nothing is planned aloud, nothing asked
+    assert submit(steps=1).err.startswith("already submitted: job ")  # nothing is planned aloud, nothing asked
     other = submit(steps=2)
     assert other.code == ExitCode.USAGE
     assert "exists with another spec" in other.err
@@ -126,7 +126,7 @@ def test_a_cancelled_run_keeps_its_state_and_can_be_resumed() -> None:
     assert "asked to save and stop" in scaletrain("cancel", "r1").err
     waited = ended()
     assert (waited.code, waited.data["state"]) == (ExitCode.PREEMPTED, "cancelled")
-    assert "was cancelled before. Nothing was done." in scaletrain("cancel", "r1").err
+    assert "was already canceled. Nothing was done." in scaletrain("cancel", "r1").err
     resumed = scaletrain("resume", "r1")
     assert (resumed.code, resumed.out) == (0, "r1\n"), resumed.err
     assert "cancelled" in resumed.err
@@ -236,7 +236,7 @@ def test_a_sweep_is_followed_and_cancelled_as_one() -> None:
     assert scaletrain("status", "s", "--wait", "0.1s").code == 124
     cancelled = scaletrain("cancel", "s", "--yes")
     assert (cancelled.code, cancelled.out) == (0, ""), cancelled.err
-    assert "cancelled 3 runs of the sweep s" in cancelled.err
+    assert "canceled 3 runs of the sweep s" in cancelled.err
     waited = scaletrain("status", "s", "--wait", "60s", "--json")
     assert (waited.code, waited.data["states"]) == (ExitCode.PREEMPTED, {"cancelled": 3})
     again = scaletrain("cancel", "s", "--yes")

@@ -113,7 +113,7 @@ def test_a_submission_that_failed_is_submitted_under_the_same_id(cli: Cli) -> No
     cli(*later, code=1)
     folder.unlink()
     assert re.search(r"^submitted: job 1 in", cli(*later), re.M)
-    assert "was submitted before: job 1" in cli(*later)
+    assert "already submitted: job 1" in cli(*later)
     assert cli.json("status", "later", "--wait", "60s")["state"] == "finished"
 
 

@@ -81,13 +81,13 @@ def test_one_that_resists_keeps_no_other_from_its_end_and_the_exit_code_says_so(
     queue.resists = ["s-3"]
     told = scaletrain("cancel", "s", "--yes")
     assert told.code == ExitCode.SCHEDULER
-    assert "1 runs of the sweep s could not be cancelled" in told.err
+    assert "1 run of the sweep s could not be canceled" in told.err
     assert "s-3: was started on another host" in told.err
     assert queue.cancelled == ["s-4", "s-2", "s-1"]
     queue.resists = ()
     again = scaletrain("cancel", "s", "--yes")
     assert again.code == ExitCode.DONE
-    assert "cancelled 1 runs of the sweep s; 3 were over before" in again.err
+    assert "canceled 1 run of the sweep s; 3 had already ended" in again.err
 
 
 def test_a_damaged_run_hides_no_other(runs: list[MadeRun], queue: Queue) -> None:
