@@ -130,14 +130,14 @@ def read_checkpoint(path: Path) -> Checkpoint | Defect:
             data = json.loads(file.read().decode("utf-8"))
         stated = data.pop("sha256")
         if stated != manifest_hash(data):
-            return Defect("damaged", f"{MANIFEST}: content does not match its hash")
+            return Defect("damaged", f"{MANIFEST}: content does not match the recorded hash")
         files = {name: FileDigest(**digest) for name, digest in data["files"].items() if _is_inside(name)}
         if len(files) != len(data["files"]):
             return Defect("damaged", f"{MANIFEST}: names files outside its folder")
         checkpoint = Checkpoint(path, data["step"], data["world_size"], data["clean"], data["attempt"], files)
         own_name = checkpoint_path(path.parent, checkpoint.step).name
     except FileNotFoundError:
-        return Defect("damaged", f"{MANIFEST}: missing (deleting was cut short, or the file was lost)")
+        return Defect("damaged", f"{MANIFEST}: missing (the deletion was interrupted, or the file was lost)")
     except OSError as error:
         return _os_defect(error, f"{MANIFEST}: ")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -145,7 +145,7 @@ def read_checkpoint(path: Path) -> Checkpoint | Defect:
     if own_name != path.name:
         return Defect(
             "misnamed",
-            f"{MANIFEST}: is of step {checkpoint.step}. The folder is left alone; rename it to {own_name} or delete it",
+            f"{MANIFEST}: is the manifest of step {checkpoint.step}. Rename the folder to {own_name} or delete it",
         )
     return checkpoint
 
@@ -162,7 +162,7 @@ def _defect_of(path: Path, expected: FileDigest) -> Defect | None:
             if size != expected.size:
                 return Defect("damaged", f"{size} bytes instead of {expected.size}")
             if _file_hash(file) != expected.sha256:
-                return Defect("damaged", "content does not match its hash")
+                return Defect("damaged", "content does not match the recorded hash")
             return None
     except OSError as error:
         return _os_defect(error)

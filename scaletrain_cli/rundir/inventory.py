@@ -81,7 +81,7 @@ def _entries_at(path: Path) -> Iterator[Entry]:
         with contextlib.suppress(OSError):  # deleted meanwhile, or not readable by this user
             for inner in entries(path):
                 if match := _FOLDER.fullmatch(inner.name):
-                    yield Entry(inner, int(match[2]), _written(inner), None, f"half-written in {path.name}")
+                    yield Entry(inner, int(match[2]), _written(inner), None, f"incomplete, in {path.name}")
     elif match := _FOLDER.fullmatch(path.name):
         read = read_checkpoint(path)
         checkpoint = read if isinstance(read, Checkpoint) else None
@@ -98,8 +98,8 @@ def _written(path: Path) -> float:
 
 
 _SET_ASIDE = {
-    "damaged-": "set aside as damaged; yours to delete",
-    "misnamed-": "it had the name of another step; yours to rename or delete",
+    "damaged-": "moved aside as damaged; you can delete it",
+    "misnamed-": "moved aside: it had the name of another step; rename or delete it",
 }
 
 

@@ -121,7 +121,7 @@ def find_run(name: str) -> RunDir:
         return found[0]
     if found:
         raise UsageError(
-            f"{name} matches {len(found)} runs: {', '.join(run.run_id for run in found)}. Give more of it."
+            f"{name} matches {len(found)} runs: {', '.join(run.run_id for run in found)}. Use a longer prefix."
         )
     place = root / name
     if name and os.path.lexists(place) and not os.access(place, os.R_OK | os.X_OK, effective_ids=True):
@@ -130,7 +130,7 @@ def find_run(name: str) -> RunDir:
             f"Ask that user to run `chmod -R g+rX {place}`."
         )
     raise UsageError(
-        f"no run {name[:200]!r} under {root}. `scaletrain list` shows the runs; $SCALETRAIN_RUNS moves their root."
+        f"no run {name[:200]!r} under {root}. `scaletrain list` shows the runs; $SCALETRAIN_RUNS sets the runs root."
     )
 
 

@@ -93,7 +93,7 @@ def add_revision(
     """Write a new spec and plan, and ``code`` if given, as the next revision of ``record``, atomically."""
     number = record.revision + 1
     path = revision_path(run, number)
-    assert not path.exists(), f"revision {number} of {run.run_id} is there: the submit lock was not held"
+    assert not path.exists(), f"revision {number} of {run.run_id} already exists: the submit lock was not held"
     make_folder(path.parent)
     head = {"schema": REVISION_SCHEMA, "revision": number, "created": time.time(), "overrides": list(overrides)}
     revised = dataclasses.replace(record, spec=spec, plan=plan, revision=number, code=code or record.code)
@@ -137,7 +137,7 @@ def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
     if not run.record.exists():
         write_document(run.record, first)
     elif _read(run.record, SCHEMA) != first:
-        raise UsageError(f"{run.path} on the volume is another run of the same name. Submit under another --run-id.")
+        raise UsageError(f"{run.path} on the volume is another run with the same name. Submit with another --run-id.")
     for path in folder.iterdir():
         match = _REVISION.fullmatch(path.name)
         if match is not None and not (revised := revision_path(run, int(match[1]))).exists():
@@ -246,7 +246,7 @@ def require_changeable(run: RunDir, purpose: str) -> None:
 def require_cancellable(run: RunDir, *, trust_owner: bool) -> None:
     """Raise UsageError if this user must not, or cannot, stop the run. Call it before signaling a process or job."""
     require_own_run(run, trust_owner=trust_owner, remedy="Ask that user to cancel it")
-    require_changeable(run, f"{run.run_id} cannot be cancelled")
+    require_changeable(run, f"{run.run_id} cannot be canceled")
 
 
 def owner_note(run: RunDir) -> str | None:

@@ -66,13 +66,13 @@ def shared_root_notes(root: Path, *, prepares: bool) -> list[str]:
         mode = root.stat().st_mode
         if mode & 0o002 and not mode & 0o1000:
             notes.append(
-                f"everybody on this machine can rename and replace the runs in {root}. Run `chmod o-w,+t {root}`."
+                f"every user of this machine can rename and replace the runs in {root}. Run `chmod o-w,+t {root}`."
             )
     try:
         if prepares:
             require_room_for_datasets(root)
     except UsageError as error:
-        notes.append(f"only data that are prepared already can be used; new {error.message}")
+        notes.append(f"only data that are already prepared can be used; new {error.message}")
     return notes
 
 
@@ -101,8 +101,8 @@ def building(folder: Path) -> Iterator[Path | None]:
                 staging.rename(folder)
             if not is_readable(folder):
                 raise UsageError(
-                    f"{folder} is in the way of the data that were prepared, and is no dataset that "
-                    f"{user_name(os.geteuid())} can read. Remove it, or have its owner remove it."
+                    f"the prepared data cannot be stored: {folder} exists and is not a dataset that "
+                    f"{user_name(os.geteuid())} can read. Remove it, or ask its owner to remove it."
                 )
         finally:
             shutil.rmtree(staging, ignore_errors=True)

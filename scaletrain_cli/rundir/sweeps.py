@@ -74,8 +74,8 @@ def find_sweep(name: str) -> Sweep:
     if name in sweeps or len(begun) == 1:
         return sweeps.get(name) or sweeps[begun[0]]
     if begun:
-        raise UsageError(f"{name} matches {len(begun)} sweeps: {', '.join(begun)}. Give more of it.")
-    known = f"There are: {', '.join(sweeps)}." if sweeps else "There is none."
+        raise UsageError(f"{name} matches {len(begun)} sweeps: {', '.join(begun)}. Use a longer prefix.")
+    known = f"Available sweeps: {', '.join(sweeps)}." if sweeps else "There are no sweeps."
     raise UsageError(f"no sweep {name[:200]!r} under {runs_root()}. {known}")
 
 

@@ -22,8 +22,9 @@ ENTRY_POINTS = "scaletrain.backends"
 class BackendTraits:
     """One back end, as data.
 
-    ``implementation`` is ``module:class`` of a ``launch.backends.base.Backend``, imported only when a job is concerned.
-    ``section`` validates ``cluster.<name>`` of the spec. ``max_nodes`` is the largest job in nodes, None for no limit.
+    ``implementation`` is ``module:class`` of a ``launch.backends.base.Backend``; it is imported only to render, submit
+    or query a job. ``section`` validates ``cluster.<name>`` of the spec. ``max_nodes`` is the largest job in nodes,
+    None for no limit.
     """
 
     name: str  # the value of cluster.scheduler, and the key of the section
@@ -84,7 +85,7 @@ def backend_traits(name: str) -> BackendTraits:
     entry = _entries().get(name)
     if entry is None:
         known = backend_names()
-        raise UsageError(f"no back end is called {name}. {did_you_mean(name, known)}Installed: {', '.join(known)}.")
+        raise UsageError(f"no back end is named {name}. {did_you_mean(name, known)}Installed: {', '.join(known)}.")
     return _load(name)
 
 

@@ -167,7 +167,7 @@ class ClusterSpec(OpenSection):
         """Yield (key, message) for each setting that contradicts another one."""
         most = self.traits.max_nodes
         if most is not None and self.nodes > most:
-            where = f", which runs on {self.traits.display_name} alone" if most == 1 else ""
+            where = f", which runs on {self.traits.display_name} only" if most == 1 else ""
             yield "nodes", f"must be {'1' if most == 1 else f'at most {most}'} with scheduler: {self.scheduler}{where}."
         sections = {name: getattr(self, name) for name in BUILT_IN if hasattr(self, name)} | {**self.plugins}
         for name, section in sections.items():

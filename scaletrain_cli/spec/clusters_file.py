@@ -82,7 +82,7 @@ def choose_cluster(name: str | None) -> Cluster | None:
     if chosen is None:
         return None
     if chosen not in sections:
-        known = f"It knows {', '.join(sections)}." if sections else "It names none."
+        known = f"Available clusters: {', '.join(sections)}." if sections else "The file defines no clusters."
         where = CLUSTER_OPTION if name is not None else f"{source.place(('default',))} default"
         raise UsageError(
             f"{where} = {shown(chosen)}: no such cluster in {file}. {did_you_mean(chosen, sections)}{known}"
@@ -115,20 +115,22 @@ def _read(file: Path) -> tuple[dict[str, Any], Source]:
     says_anything = any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines())
     data = parse_yaml(text, source) if says_anything else {}
     problems = [
-        Problem(source.place((key,)), shown(key), f"is not a key of this file. Use {', '.join(_KEYS)}.")
+        Problem(source.place((key,)), shown(key), f"unknown key. Use {', '.join(_KEYS)}.")
         for key in data.keys() - set(_KEYS)
     ]
     sections = data.get("clusters") or {}
     if not isinstance(sections, dict):
-        problems.append(Problem(source.place(("clusters",)), "clusters", "must hold a section for each cluster."))
+        problems.append(
+            Problem(source.place(("clusters",)), "clusters", "must be a mapping of cluster names to sections.")
+        )
         sections = {}
     for name, entries in sections.items():
         if not isinstance(entries, dict):
-            what = "must be a section with keys of a spec's cluster section."
+            what = "must be a mapping with keys of a spec's cluster section."
             problems.append(Problem(source.place(("clusters", name)), f"clusters.{name}", what, shown(entries)))
     for key in ("default", "runs"):
         if not isinstance(data.get(key), str | None):
             problems.append(Problem(source.place((key,)), key, "must be text.", shown(data[key])))
     if problems:
-        raise SpecError(f"{file} does not describe clusters", tuple(problems))
+        raise SpecError(f"{file} is not a valid clusters file", tuple(problems))
     return {"default": data.get("default"), "runs": data.get("runs"), "clusters": sections}, source

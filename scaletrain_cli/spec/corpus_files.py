@@ -90,7 +90,7 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
         else:
             not_read[entry.suffix or entry.name] += 1
     if not files:
-        what = f"no {', '.join((*FORMATS, *COMPRESSED))} file there"
+        what = f"the folder has no {', '.join((*FORMATS, *COMPRESSED))} file"
         if not found and not path.is_dir():
             what = "no file matches" if glob.has_magic(source) else "no such file or folder"
         raise NoCorpusError(source, what)
@@ -136,7 +136,7 @@ def problem_of(path: Path) -> str:
     if kind_of(path) == "jsonl":
         return _line_problem(beginning)
     if b"\0" in beginning:
-        return "holds NUL bytes and is not UTF-8 text"
+        return "contains NUL bytes, so it is not UTF-8 text"
     text = beginning.decode("utf-8", "replace")
     replaced = text[:-1].count("\ufffd") - beginning.count("\ufffd".encode())
     if replaced > max(FEW_REPLACED, MOST_REPLACED * len(text)):
@@ -171,11 +171,11 @@ def _parquet_problem(path: Path) -> str:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 12 or file.read(4) != _PARQUET_MAGIC:
-            return "is no parquet file"
+            return "is not a parquet file"
         file.seek(size - 8)
         length, magic = int.from_bytes(file.read(4), "little"), file.read(4)
         if magic != _PARQUET_MAGIC or length > size - 12:
-            return "is a parquet file that was cut off: its footer is missing"
+            return "is an incomplete parquet file: its footer is missing"
         file.seek(size - 8 - length)
         if b"text" not in file.read(length):
             return "has no column text"
@@ -187,7 +187,7 @@ def _unreadable(path: Path) -> str:
         return "is a link to a file that does not exist"
     if not path.is_file():
         return "is not a regular file" if path.exists() else "does not exist"
-    return "" if os.access(path, os.R_OK) else "may not be read by this user"
+    return "" if os.access(path, os.R_OK) else "is not readable by this user"
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

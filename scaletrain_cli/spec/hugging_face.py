@@ -1,7 +1,7 @@
 """Read a model's dimensions from a Hugging Face config.json.
 
-Each key is taken over, known not to change the model, or refused by name. An unknown key is refused too, because it
-may change what the model computes. Works on the raw mapping, before validation, so that keys of the spec take
+Each key is either used, or known not to change the model, or rejected by name. An unknown key is rejected too, because
+it may change what the model computes. Works on the raw mapping, before validation, so that keys of the spec take
 precedence.
 """
 
@@ -72,7 +72,7 @@ class KnownKeys:
 
 
 def known_keys(kind: str, taken: frozenset[str]) -> KnownKeys:
-    """Return the known keys of a ``model_type``; ``taken`` are the keys from which its dimensions are read."""
+    """Return the known keys of a ``model_type``; ``taken`` are the keys that its dimensions are read from."""
     if kind == "gpt2":
         heads = frozenset(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels"))
         only: dict[str, tuple[Any, ...]] = {
@@ -127,7 +127,7 @@ CLIP_TOWER = KnownKeys(
 )
 
 
-def refusals(config: Mapping[str, Any], known: KnownKeys) -> Iterator[str]:
+def rejections(config: Mapping[str, Any], known: KnownKeys) -> Iterator[str]:
     """Yield the reasons why a config cannot be imported, one line for each key."""
     for key, value in config.items():
         if key.startswith("_") or key in known.used or key in known.irrelevant:
@@ -136,10 +136,10 @@ def refusals(config: Mapping[str, Any], known: KnownKeys) -> Iterator[str]:
             continue
         only = {**_NOT_BOTH_WAYS, **(known.only or {})}
         if key not in only:
-            yield f"has the key {key[:80]}, which is not known here. Remove it if it changes nothing in the model"
+            yield f"has the unsupported key {key[:80]}. Remove it if it does not change the model"
         elif value is not None and value not in only[key]:
             allowed = " or ".join(map(_shown, only[key])) or "null"
-            yield f"has {key} = {_shown(value)}, and this model is built with {allowed} alone"
+            yield f"has {key} = {_shown(value)}, but only {allowed} is supported"
 
 
 def _shown(value: Any) -> str:
@@ -259,7 +259,7 @@ def _vision_keys(kind: str) -> KnownKeys:
 
 
 def _require_known(config: dict[str, Any], known: KnownKeys, where: str = "") -> None:
-    if problems := list(refusals(config, known)):
+    if problems := list(rejections(config, known)):
         raise SourceError("hf_config", "; ".join(f"{where} {problem}".strip() for problem in problems[:5]))
 
 

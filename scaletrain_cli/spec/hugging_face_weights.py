@@ -49,7 +49,7 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
     window = sliding_window(config)
     if window and window < spec.seq_len:
         hint = f"Set model.seq_len to at most {window}."
-        yield Problem(str(path), "sliding_window", "the engine attends to all of seq_len.", str(window), hint)
+        yield Problem(str(path), "sliding_window", "the engine uses full attention over seq_len.", str(window), hint)
 
 
 def _scaling(spec: ModelSpec) -> dict[str, object] | None:
@@ -73,7 +73,7 @@ def to_hugging_face(model: ModelSpec) -> dict[str, Any]:
     """Return the config.json of the architecture that matches ``model``. Raises UsageError if there is none."""
     problems = _unknown_to_all(model)
     if problems:
-        raise UsageError("no Hugging Face architecture computes what this model does", tuple(problems))
+        raise UsageError("no Hugging Face architecture matches this model", tuple(problems))
     return {**(_gpt2(model) if model.base_family == "gpt" else _llama(model)), "use_cache": True}
 
 
@@ -163,25 +163,45 @@ def _gpt2(model: ModelSpec) -> dict[str, Any]:
 
 
 def _unknown_to_all(model: ModelSpec) -> list[Problem]:
-    """Return the settings that no supported architecture has, or not in this combination."""
+    """Return a problem for each setting that no supported architecture has, alone or in this combination."""
     usual = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
     mixtral = model.num_experts > 0 and not model.qk_norm
     gpt = model.base_family == "gpt"
     wrong = (
-        ("family", model.family != model.base_family, "is of another package."),
-        ("gated_mlp", model.has_gated_mlp != usual.has_gated_mlp, f"{model.family} has it otherwise."),
-        ("norm", model.norm_kind != usual.norm_kind, f"{model.family} has {usual.norm_kind}."),
-        ("norm_bias", model.has_norm_bias != usual.has_norm_bias, f"{model.family} has it otherwise."),
-        ("bias", model.has_bias != usual.has_bias, f"{model.family} has it otherwise."),
-        ("position_embedding", model.positions != usual.positions, f"{model.family} has {usual.positions}."),
-        ("embedding_norm", model.embedding_norm, "is in none."),
-        ("kv_lora_rank", model.kv_lora_rank > 0, "latent attention is not exported."),
-        ("qkv_bias", model.qkv_bias and (model.qk_norm or mixtral), "stands beside neither qk_norm nor experts."),
-        ("shared_expert_intermediate_size", model.shared_expert_intermediate_size > 0, "is in none without a gate."),
-        ("norm_topk_prob", mixtral and not model.norm_topk_prob, "is true in Mixtral, the one without qk_norm."),
-        ("first_k_dense_replace", mixtral and model.first_k_dense_replace > 0, "is 0 in Mixtral."),
-        ("num_experts", gpt and model.num_experts > 0, "is 0 in GPT-2."),
-        ("num_key_value_heads", gpt and model.num_key_value_heads != model.num_attention_heads, "is not in GPT-2."),
-        ("head_dim", gpt and model.head_dim * model.num_attention_heads != model.hidden_size, "follows in GPT-2."),
+        ("family", model.family != model.base_family, "is defined by a plug-in and cannot be exported."),
+        ("gated_mlp", model.has_gated_mlp != usual.has_gated_mlp, f"must be {str(usual.has_gated_mlp).lower()}."),
+        ("norm", model.norm_kind != usual.norm_kind, f"must be {usual.norm_kind}."),
+        ("norm_bias", model.has_norm_bias != usual.has_norm_bias, f"must be {str(usual.has_norm_bias).lower()}."),
+        ("bias", model.has_bias != usual.has_bias, f"must be {str(usual.has_bias).lower()}."),
+        ("position_embedding", model.positions != usual.positions, f"must be {usual.positions}."),
+        ("embedding_norm", model.embedding_norm, "must be false."),
+        ("kv_lora_rank", model.kv_lora_rank > 0, "must be 0: latent attention cannot be exported."),
+        ("qkv_bias", model.qkv_bias and (model.qk_norm or mixtral), "must be false with qk_norm or experts."),
+        (
+            "shared_expert_intermediate_size",
+            model.shared_expert_intermediate_size > 0,
+            "must be 0: Hugging Face models have gated shared experts only.",
+        ),
+        (
+            "norm_topk_prob",
+            mixtral and not model.norm_topk_prob,
+            "must be true with experts and without qk_norm, as in Mixtral.",
+        ),
+        (
+            "first_k_dense_replace",
+            mixtral and model.first_k_dense_replace > 0,
+            "must be 0 with experts and without qk_norm, as in Mixtral.",
+        ),
+        ("num_experts", gpt and model.num_experts > 0, "must be 0, as in GPT-2."),
+        (
+            "num_key_value_heads",
+            gpt and model.num_key_value_heads != model.num_attention_heads,
+            "must equal num_attention_heads, as in GPT-2.",
+        ),
+        (
+            "head_dim",
+            gpt and model.head_dim * model.num_attention_heads != model.hidden_size,
+            "must be hidden_size / num_attention_heads, as in GPT-2.",
+        ),
     )
     return [Problem("model", f"model.{key}", why, str(getattr(model, key))) for key, applies, why in wrong if applies]

@@ -96,10 +96,13 @@ def _loosen_model(kind: str, model: dict[str, Any]) -> None:
     """Require dimensions only if nothing else gives them; ``kind`` is a key of MODELS."""
     properties = model["properties"]
     known = [name for name, given in (presets() | vision_presets()).items() if model_kind(given) == kind]
-    properties["preset"] = {"enum": [*known, None], "description": "known dimensions; keys beside it win"}
+    properties["preset"] = {
+        "enum": [*known, None],
+        "description": "published dimensions; other keys of this section take precedence",
+    }
     properties["hf_config"] = {
         "type": "string",
-        "description": "path of a Hugging Face config.json, relative to this file; keys beside it win",
+        "description": "Hugging Face config.json, relative to this file; other keys of this section take precedence",
     }
     del model["required"]
     model["anyOf"] = [

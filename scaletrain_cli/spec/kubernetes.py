@@ -1,7 +1,7 @@
 """cluster.kubernetes: namespace, queue, volumes and pod settings of a run in a Kubernetes cluster.
 
-What the API server would refuse only after a while, or never, is refused here. What only a submission needs (an image,
-a volume) may be missing: planning does without it.
+Values that the API server would reject late, or not at all, are rejected here. Settings that only a submission needs
+(an image, a volume) may be missing, since planning does not use them.
 """
 
 import re
@@ -48,28 +48,22 @@ def _word(pattern: str, longest: int, message: str) -> Callable[[Any], str]:
 def _image(value: Any) -> str:
     match = _IMAGE.fullmatch(value) if isinstance(value, str) and len(value) <= 1024 else None
     if match is None:
-        raise PydanticCustomError(
-            "image", "must be the reference of an image, such as registry/name@sha256:<64 digits>"
-        )
+        raise PydanticCustomError("image", "must be an image reference, such as registry/name@sha256:<64 digits>")
     if match["digest"] is None and match["tag"] in (None, "latest"):
-        raise PydanticCustomError(
-            "image", "must say which image: by digest (name@sha256:...), or by a tag that is not latest"
-        )
+        raise PydanticCustomError("image", "must have a digest (name@sha256:...), or a tag other than latest")
     return match[0]
 
 
 def _label_value(value: Any) -> str:
     if value == "":
         return ""
-    return _word(
-        _QUALIFIED, 63, "must be the value of a label: text of at most 63 letters, digits, dots, dashes and _"
-    )(value)
+    return _word(_QUALIFIED, 63, "must be a label value: at most 63 letters, digits, dots, dashes and _")(value)
 
 
 def _path(value: Any) -> str:
     parts = value.split("/") if isinstance(value, str) else []
     if not parts or parts[0] or not any(parts) or ".." in parts or re.search(r"[:\x00-\x1f\x7f]", value):
-        raise PydanticCustomError("mount_path", "must be an absolute path below / without colons or parent folders")
+        raise PydanticCustomError("mount_path", "must be an absolute path other than /, without colons or ..")
     return "/" + "/".join(part for part in parts if part not in ("", "."))
 
 
@@ -94,16 +88,16 @@ ObjectName = Annotated[
 ]
 LabelKey = Annotated[
     str,
-    PlainValidator(
-        _word(rf"({_SUBDOMAIN}/)?{_QUALIFIED}", 317, "must be the key of a label, such as topology.io/rack")
-    ),
+    PlainValidator(_word(rf"({_SUBDOMAIN}/)?{_QUALIFIED}", 317, "must be a label key, such as topology.io/rack")),
     WithJsonSchema(_STRING),
 ]
 LabelValue = Annotated[str, PlainValidator(_label_value), WithJsonSchema(_STRING)]
 ResourceName = Annotated[
     str,
     PlainValidator(
-        _word(rf"{_SUBDOMAIN}/{_QUALIFIED}", 317, "must be a resource of a device plugin, as nvidia.com/gpu")
+        _word(
+            rf"{_SUBDOMAIN}/{_QUALIFIED}", 317, "must be the resource name of a device plugin, such as nvidia.com/gpu"
+        )
     ),
     WithJsonSchema(_STRING),
 ]
@@ -160,11 +154,11 @@ class TolerationSpec(Section):
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
         if (self.operator == "Equal") != (self.value is not None):
-            yield "value", "is needed with operator: Equal, and only there."
+            yield "value", "is required with operator: Equal, and not allowed otherwise."
         if self.key is None and self.operator == "Equal":
-            yield "key", "is missing; only operator: Exists does without."
+            yield "key", "is required with operator: Equal."
         if self.seconds is not None and self.effect != "NoExecute":
-            yield "seconds", "is for effect: NoExecute alone."
+            yield "seconds", "requires effect: NoExecute."
 
 
 class TopologySpec(Section):
@@ -191,24 +185,24 @@ class KubernetesSpec(BackendSection):
     starting_text: ClassVar[str] = """\
   kubernetes:
     namespace: default  # your team's
-    # queue: team-a  # a LocalQueue of Kueue there; without one nothing keeps the pods of a run together
+    # queue: team-a  # a Kueue LocalQueue; without one, the pods of a run are not scheduled as a gang
     # priority: training-normal  # a WorkloadPriorityClass
-    # image: registry.example/scaletrain:0.1.0  # submit needs it, best by digest; `scaletrain init --files k8s DIR`
-    runs: {claim: runs}  # a PersistentVolumeClaim that many nodes can mount: checkpoints, logs
-    # rdma_resource: rdma/hca_shared_devices_a  # what the network's device plugin calls its devices
-    # secrets: {WANDB_API_KEY: {secret: wandb, key: api-key}}  # a key of a Secret; your environment is not sent
+    # image: registry.example/scaletrain:0.1.0  # required by submit, preferably by digest
+    runs: {claim: runs}  # a ReadWriteMany PersistentVolumeClaim for checkpoints and logs
+    # rdma_resource: rdma/hca_shared_devices_a  # resource name of the network's device plugin
+    # secrets: {WANDB_API_KEY: {secret: wandb, key: api-key}}  # each a key of a Secret
 
 """
 
     starting_note: ClassVar[str] = "set your namespace, queue and image in the lines below `kubernetes:`"
 
     namespace: LabelName = "default"
-    context: Text | None = Field(default=None, description="of the kubeconfig; null: the current one")
+    context: Text | None = Field(default=None, description="context of the kubeconfig; null: the current one")
     backend: Literal["jobset", "volcano", "trainjob"] = "jobset"
     queue: LabelName | None = None
     priority: ObjectName | None = None
     pod_priority: ObjectName | None = None
-    image: Image | None = Field(default=None, description="with this package in it; by digest")
+    image: Image | None = Field(default=None, description="image with this package, preferably by digest")
     image_pull_policy: Literal["auto", "Always", "IfNotPresent", "Never"] = "auto"
     pull_secrets: tuple[ObjectName, ...] = ()
     service_account: ObjectName | None = None
@@ -216,9 +210,9 @@ class KubernetesSpec(BackendSection):
     volumes: tuple[VolumeSpec, ...] = ()
     gpu_resource: ResourceName = "nvidia.com/gpu"
     rdma_resource: ResourceName | None = Field(default=None, description="e.g. rdma/hca_shared_devices_a")
-    rdma_count: Annotated[Whole, _WITH_RDMA] = Field(default=1, description="of rdma_resource, per node")
+    rdma_count: Annotated[Whole, _WITH_RDMA] = Field(default=1, description="number of rdma_resource per node")
     ipc_lock: Annotated[bool, _WITH_RDMA] = Field(
-        default=True, description="add IPC_LOCK beside rdma_resource; has no effect without root"
+        default=True, description="add the capability IPC_LOCK; has no effect for a container that is not root"
     )
     cpus_per_node: AutoWhole = "auto"
     memory_per_node: AutoBytes = "auto"
@@ -228,15 +222,17 @@ class KubernetesSpec(BackendSection):
     node_selector: dict[LabelKey, LabelValue] = {}
     tolerations: tuple[TolerationSpec, ...] = ()
     spot_taint: Literal["auto", "gke", "eks", "karpenter", "aks", "none"] = Field(
-        default="auto", description="whose taint of spot nodes is tolerated with spot: true; auto: all of them"
+        default="auto", description="provider whose taint of spot nodes is tolerated with spot: true; auto: all"
     )
     not_ready_seconds: Seconds = 60.0
     topology: TopologySpec | None = None
     native_gang: Literal["none", "v1alpha2"] = Field(
-        default="none", description="v1alpha2: a PodGroup for the gang scheduler of Kubernetes 1.36 and no other"
+        default="none", description="v1alpha2: a PodGroup for the gang scheduler of Kubernetes 1.36 only"
     )
     ttl_seconds_after_finished: Seconds | None = 7 * 86400.0
-    active_deadline: PositiveSeconds | None = Field(default=None, description="of one attempt; then the job fails")
+    active_deadline: PositiveSeconds | None = Field(
+        default=None, description="time limit of one attempt; then the job fails"
+    )
     secrets: dict[EnvironmentName, SecretSpec] = {}
     run_as_user: UserId = 1000
     fs_group: UserId | None = 1000
@@ -245,21 +241,27 @@ class KubernetesSpec(BackendSection):
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
         if self.priority is not None and self.queue is None and self.backend != "volcano":
-            yield "priority", "orders the jobs of a queue of Kueue. Set queue, or use pod_priority."
+            yield "priority", "requires queue, a Kueue queue. Without Kueue, use pod_priority."
         if self.gpu_product is not None and self.kueue:
-            yield "gpu_product", "must be left out with a queue of Kueue, whose ResourceFlavor says which nodes."
+            yield "gpu_product", "is not allowed with a Kueue queue, whose ResourceFlavor selects the nodes."
         if self.gpu_product is not None and "nvidia.com/gpu.product" in self.node_selector:
-            yield "gpu_product", "also stands in node_selector; remove one of the two."
+            yield "gpu_product", "is also in node_selector; remove one of them."
         if self.rdma_resource == self.gpu_resource:
-            yield "rdma_resource", "is gpu_resource; name the resource of the network's device plugin."
+            yield (
+                "rdma_resource",
+                "must differ from gpu_resource. Use the resource name of the network's device plugin.",
+            )
         if self.ttl_seconds_after_finished is not None and self.ttl_seconds_after_finished > _LONGEST_TTL_SECONDS:
-            yield "ttl_seconds_after_finished", "must be at most 3650d. Write null to keep the objects."
+            yield "ttl_seconds_after_finished", "must be at most 3650d. Use null to keep the objects."
         if self.native_gang != "none" and (self.backend != "jobset" or self.queue is not None):
-            yield "native_gang", "is for backend: jobset without a queue; Kueue and Volcano have gangs of their own."
+            yield (
+                "native_gang",
+                "requires backend: jobset without a queue; Kueue and Volcano schedule gangs themselves.",
+            )
         if self.active_deadline is not None and self.backend == "volcano":
-            yield "active_deadline", "must be left out with backend: volcano, which has none."
+            yield "active_deadline", "is not supported with backend: volcano."
         if self.shm_size != "auto" and self.memory_per_node != "auto" and self.shm_size >= self.memory_per_node:
-            yield "shm_size", f"must be below memory_per_node = {self.memory_per_node}, of which it is a part."
+            yield "shm_size", f"must be below memory_per_node = {self.memory_per_node}, which includes it."
         yield from self._about_topology()
         yield from self._about_volumes()
         for index, toleration in enumerate(self.tolerations):
@@ -282,8 +284,8 @@ class KubernetesSpec(BackendSection):
         if unknown := sorted(set(secret_env) - self.secrets.keys()):
             yield (
                 "secret_env",
-                f"{', '.join(unknown)} must also stand in cluster.kubernetes.secrets: pods get secrets from Secret "
-                f"objects alone. Write cluster.kubernetes.secrets.{unknown[0]}: {{secret: NAME, key: KEY}}.",
+                f"{', '.join(unknown)} must also be in cluster.kubernetes.secrets: pods read secrets from Secret "
+                f"objects only. Add cluster.kubernetes.secrets.{unknown[0]}: {{secret: NAME, key: KEY}}.",
             )
         if both := sorted(set(env) & self.secrets.keys()):
             yield (
@@ -306,21 +308,24 @@ class KubernetesSpec(BackendSection):
             return
         kind, key = self.topology.kind, self.topology.key
         if (kind == "unconstrained") == (key is not None):
-            yield "topology.key", "is needed with every kind but unconstrained, and not there."
+            yield "topology.key", "is required, except with kind: unconstrained, where it is not allowed."
         if kind == "exclusive" and (self.backend != "jobset" or self.queue is not None):
-            yield "topology.kind", "exclusive is for backend: jobset without a queue. Use required with Kueue."
+            yield "topology.kind", "exclusive requires backend: jobset without a queue. With Kueue, use required."
         elif kind != "exclusive" and self.backend != "volcano" and self.queue is None:
-            yield "topology.kind", f"{kind} is a request to Kueue, and there is no queue. Set queue, or use exclusive."
+            yield "topology.kind", f"{kind} requires a Kueue queue. Set queue, or use exclusive."
         elif kind == "unconstrained" and self.backend == "volcano":
             yield "topology.kind", "must be required or preferred with backend: volcano."
 
     def _about_volumes(self) -> Iterator[tuple[str, str]]:
         taken = dict.fromkeys(_OWN_PATHS, "used by the launcher") | {self.runs.path: "runs.path"}
         if hidden := _hidden(self.runs.path, dict.fromkeys(_OWN_PATHS, "used by the launcher")):
-            yield "runs.path", f"must not be above, below or at {hidden[0]}, which is {hidden[1]}."
+            yield "runs.path", f"must not contain, be inside or equal {hidden[0]}, which is {hidden[1]}."
         for index, volume in enumerate(self.volumes):
             if hidden := _hidden(volume.path, taken):
-                yield f"volumes.{index}.path", f"must not be above, below or at {hidden[0]}, which is {hidden[1]}."
+                yield (
+                    f"volumes.{index}.path",
+                    f"must not contain, be inside or equal {hidden[0]}, which is {hidden[1]}.",
+                )
             taken[volume.path] = f"volumes.{index}.path"
 
 

@@ -140,7 +140,7 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
         problems += unused_keys(new, given, source)
     problems = with_secrets(problems, raw, source)
     if problems or new is None:
-        raise SpecError("these overrides do not make a run spec", tuple(problems))
+        raise SpecError("the overrides do not give a valid run spec", tuple(problems))
     new.read_from(source)
     return new
 

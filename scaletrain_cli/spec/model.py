@@ -48,10 +48,10 @@ class RopeScalingSpec(Section):
         """Yield (key, message) for keys that the kind requires, or does not use."""
         for key in _NEEDED[self.rope_type]:
             if getattr(self, key) is None:
-                yield key, f"is missing, and rope_type: {self.rope_type} needs it."
+                yield key, f"is required with rope_type: {self.rope_type}."
         for key in sorted(type(self).model_fields.keys() - {"rope_type", "factor"} - set(_ALLOWED[self.rope_type])):
             if getattr(self, key) is not None:
-                yield key, f"has no effect with rope_type: {self.rope_type}. Leave it out."
+                yield key, f"has no effect with rope_type: {self.rope_type}. Remove it."
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.rope_type == "llama3" and low is not None and high is not None and low >= high:
             yield "low_freq_factor", f"must be below high_freq_factor = {high:g}."
@@ -87,7 +87,7 @@ class ResNetSpec(Section):
         """Yield (key, message) for each dimension that contradicts another one."""
         yield from _stages(self.hidden_sizes, self.depths)
         if self.layer_type == "bottleneck" and any(size % 4 for size in self.hidden_sizes):
-            yield "hidden_sizes", "must be multiples of 4, the narrowing of a bottleneck."
+            yield "hidden_sizes", "must be multiples of 4, the channel reduction of a bottleneck."
 
 
 class ConvNextSpec(Section):
@@ -318,21 +318,24 @@ class ModelSpec(Section):
         rotated = self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
         if self.positions == "rotary" and rotated % 2:
             key = "qk_rope_head_dim" if self.kv_lora_rank else "head_dim"
-            yield key, "must be even, because rotary positions turn pairs of channels."
+            yield key, "must be even, because rotary positions rotate pairs of channels."
         if self.positions == "learned" and self.seq_len > self.max_position_embeddings:
             yield "seq_len", f"must not exceed max_position_embeddings = {self.max_position_embeddings}."
         if self.rope_scaling is not None:
             if self.positions != "rotary":
-                yield "rope_scaling", f"has no effect on {self.positions} positions. Leave it out."
+                yield "rope_scaling", f"has no effect on {self.positions} positions. Remove it."
             yield from ((f"rope_scaling.{key}", message) for key, message in self.rope_scaling.inconsistencies())
         if not self.kv_lora_rank and (self.q_lora_rank or self.qk_rope_head_dim or self.v_head_dim):
             yield "kv_lora_rank", "must be at least 1 when q_lora_rank, qk_rope_head_dim or v_head_dim is set."
         if self.norm_bias and self.norm_kind == "rmsnorm":
-            yield "norm_bias", "must be false with rmsnorm, which has none."
+            yield "norm_bias", "must be false with rmsnorm, which has no bias."
         if self.first_k_dense_replace > self.num_hidden_layers:
             yield "first_k_dense_replace", f"must not exceed num_hidden_layers = {self.num_hidden_layers}."
         if not self.num_experts and (self.shared_expert_intermediate_size or self.first_k_dense_replace):
-            yield "num_experts", "must be at least 1 when shared_expert_intermediate_size or first_k_dense_replace is."
+            yield (
+                "num_experts",
+                "must be at least 1 when shared_expert_intermediate_size or first_k_dense_replace is set.",
+            )
         if self.num_experts == 0 and (self.num_experts_per_tok or self.moe_intermediate_size):
             yield "num_experts", "must be at least 1 when num_experts_per_tok or moe_intermediate_size is set."
         if self.num_experts == 0 and (self.capacity_factor or self.router_z_loss_coef or self.norm_topk_prob):

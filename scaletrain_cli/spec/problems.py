@@ -20,9 +20,9 @@ from scaletrain_cli.text import did_you_mean
 def unused_keys(spec: RunSpec, given: Mapping[str, Any], source: Source) -> Iterator[Problem]:
     """Yield a problem for each key in ``given``, written by the user, that has no effect in ``spec``.
 
-    A key that is given its default is none: a spec written out in full is as good as a short one. Neither is a key of
-    the file that an override makes useless: ``--set evaluation.every=0`` switches it off for one run. Facts about
-    a cluster (links, prices, names of resources) have no such condition: they hold whether a run uses them or not.
+    A key that is set to its default is not a problem, so that a spec can be written out in full. Neither is a key of
+    the file that an override makes ineffective: ``--set evaluation.every=0`` turns evaluation off for one run. Keys
+    that describe a cluster (links, prices, names of resources) have no such condition: a run need not use them.
     """
     yield from _unused(spec, spec, given, (), None, source)
 
@@ -113,14 +113,14 @@ def field_problem(detail: Any, source: Source) -> Problem:
     if kind == "extra_forbidden":
         known = known_keys(detail["loc"][:-1])
         return Problem(
-            place, dotted, "unknown key.", hint=f"{did_you_mean(str(key[-1]), known)}Known here: {comma(known)}."
+            place, dotted, "unknown key.", hint=f"{did_you_mean(str(key[-1]), known)}Known keys: {comma(known)}."
         )
     if kind == "missing":
         if isinstance(key[-1], int):
-            return Problem(source.place(key[:-1]), ".".join(map(shown, key[:-1])), "needs more items.", shown(given))
+            return Problem(source.place(key[:-1]), ".".join(map(shown, key[:-1])), "has too few items.", shown(given))
         if dotted == "model.head_dim":  # the dimension would have been derived
-            heads = f"hidden_size = {given['hidden_size']} is no multiple of num_attention_heads"
-            return Problem(place, dotted, f"is missing, and {heads} = {given['num_attention_heads']}.", hint="Give it.")
+            heads = f"hidden_size = {given['hidden_size']} is not a multiple of num_attention_heads"
+            return Problem(place, dotted, f"is missing, and {heads} = {given['num_attention_heads']}.", hint="Set it.")
         return Problem(place, dotted, "is missing.", hint="Add it, or start from `scaletrain init`.")
     if dotted == "model.family":
         hint = did_you_mean(shown(given), FAMILIES).strip() or None
@@ -131,7 +131,7 @@ def field_problem(detail: Any, source: Source) -> Problem:
         if given == "":
             message = "must not be empty"
         elif "\0" in given:
-            message = "must not hold a NUL character"
+            message = "must not contain a NUL character"
         else:
             message = f"must match the pattern {context['pattern']}"
     else:
@@ -233,9 +233,9 @@ def _hint(kind: str, given: Any, context: dict[str, Any]) -> str | None:
         and abs(given) < 1e15
         and given == int(given)
     ):
-        return f"Write {int(given)}."
+        return f"Use {int(given)}."
     if kind in ("int_type", "float_type") and isinstance(given, str):
-        return "Leave out quotes and units."
+        return "Remove quotes and units."
     if kind == "string_type" and isinstance(given, int | float):
         return f'Put it in quotes: "{shown(given)}".'
     return None

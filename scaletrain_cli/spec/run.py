@@ -99,7 +99,7 @@ class RunSpec(Section):
         """Return the model of a transformer. Raises UsageError for a vision network."""
         if isinstance(self.model, ModelSpec):
             return self.model
-        problem = Problem("run spec", "model.family", "is not a transformer of text.", self.model.family)
+        problem = Problem("run spec", "model.family", "is not a language model.", self.model.family)
         raise UsageError(f"{self.model.family} can be planned, but not used here", (problem,))
 
     @property
@@ -136,7 +136,7 @@ class RunSpec(Section):
             self._transformer_inconsistencies() if isinstance(self.model, ModelSpec) else self._vision_inconsistencies()
         )
         if self.training.early_stopping.patience and not self.evaluation.every:
-            yield "training.early_stopping.patience", "needs a validation loss. Set evaluation.every above 0."
+            yield "training.early_stopping.patience", "requires a validation loss. Set evaluation.every above 0."
         both = sorted(set(self.secret_env) & self.env.keys())
         if both:
             yield "secret_env", f"{', '.join(both)} is also in env, where its value is visible; remove it from env."
@@ -172,11 +172,11 @@ class RunSpec(Section):
     def _vision_inconsistencies(self) -> Iterator[tuple[str, str]]:
         family = self.model.family
         if self.training.tokens is not None:
-            yield "training.tokens", f"counts tokens of text; give training.steps with family: {family}."
+            yield "training.tokens", f"counts tokens of text. Set training.steps with family: {family}."
         axes = ("tensor", "pipeline", "sequence", "context", "expert")
         for key in (*(f"{axis}_parallel" for axis in axes), "virtual_pipeline"):
             if getattr(self.layout, key) not in ("auto", 1):
-                yield f"layout.{key}", f"must be 1 or auto: {family} is planned with data parallelism and ZeRO alone."
+                yield f"layout.{key}", f"must be 1 or auto: {family} is planned with data parallelism and ZeRO only."
         if self.layout.offload not in ("auto", "none"):
             yield "layout.offload", f"must be none or auto: {family} is planned with all states on the device."
         if self.layout.activation_offload:

@@ -23,14 +23,14 @@ _SECRET_KEYS = ("secret_env", "cluster.kubernetes.secrets")
 _FREE_NAMES = ("env", "labels", "annotations", "extra", "node_selector", "config", "args")
 _BEFORE = r"(?<![A-Za-z0-9])"
 _FORMS = {
-    "a token of Hugging Face": rf"{_BEFORE}hf_[A-Za-z0-9]{{16,}}",
+    "a Hugging Face token": rf"{_BEFORE}hf_[A-Za-z0-9]{{16,}}",
     "an API key (sk-...)": rf"{_BEFORE}sk-(?=[\w-]*\d)[A-Za-z0-9_-]{{16,}}",
-    "a token of GitHub": rf"{_BEFORE}(gh[pousr]_[A-Za-z0-9]{{20,}}|github_pat_[A-Za-z0-9_]{{20,}})",
-    "a token of GitLab": rf"{_BEFORE}glpat-[A-Za-z0-9_-]{{16,}}",
-    "a token of Slack": rf"{_BEFORE}xox[a-z]-[A-Za-z0-9-]{{10,}}",
-    "an access key of AWS": rf"{_BEFORE}(AKIA|ASIA)[0-9A-Z]{{16}}(?![0-9A-Z])",
-    "an API key of Google": rf"{_BEFORE}AIza[0-9A-Za-z_-]{{30,}}",
-    "an API key of Weights & Biases": rf"{_BEFORE}wandb_v\d+_[A-Za-z0-9_]{{16,}}",
+    "a GitHub token": rf"{_BEFORE}(gh[pousr]_[A-Za-z0-9]{{20,}}|github_pat_[A-Za-z0-9_]{{20,}})",
+    "a GitLab token": rf"{_BEFORE}glpat-[A-Za-z0-9_-]{{16,}}",
+    "a Slack token": rf"{_BEFORE}xox[a-z]-[A-Za-z0-9-]{{10,}}",
+    "an AWS access key": rf"{_BEFORE}(AKIA|ASIA)[0-9A-Z]{{16}}(?![0-9A-Z])",
+    "a Google API key": rf"{_BEFORE}AIza[0-9A-Za-z_-]{{30,}}",
+    "a Weights & Biases API key": rf"{_BEFORE}wandb_v\d+_[A-Za-z0-9_]{{16,}}",
     "a JSON Web Token": rf"{_BEFORE}eyJ[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{4,}}",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
     "an authorization header": r"(?i:\bbearer\s+[A-Za-z0-9._~+/-]{16,})",
@@ -95,7 +95,7 @@ def _names_of_secrets(raw: Mapping[str, Any]) -> set[object]:
 def _problem(secret: ClearSecret, found: tuple[ClearSecret, ...], source: Source) -> Problem:
     dotted = without(".".join(map(str, secret.key)), found)
     name = str(secret.key[-1]) if secret.key[0] == "env" else "NAME"
-    message = f"{secret.why}, and what a spec holds is kept and sent in clear."
+    message = f"{secret.why}, but specs are stored and sent as plain text."
     hint = f"Remove it here, write secret_env: [{without(name, found)}], and export the value before you submit."
     return Problem(source.place(secret.key), dotted, message, HIDDEN, hint)
 
@@ -164,7 +164,7 @@ def _why_name(text: str, key: Key) -> str | None:
     matched = _NAME.search(name.lower())
     if matched is None or (_PLAIN.fullmatch(text) and not (text and _PASSWORD.search(name.lower()) and text.isdigit())):
         return None
-    return f"is a secret by its name, which ends in {name[matched.start(2) :]}"
+    return f"looks like a secret: its name ends in {name[matched.start(2) :]}"
 
 
 def _why_form(text: str, key: Key) -> str | None:
@@ -173,7 +173,7 @@ def _why_form(text: str, key: Key) -> str | None:
         kind = next(name for index, name in enumerate(_FORMS) if found[f"f{index}"] is not None)
         return f"looks like {kind}"
     if "wandb" in ".".join(map(str, key)).lower() and _HEX_KEY.fullmatch(text):
-        return "looks like an API key of Weights & Biases"
+        return "looks like a Weights & Biases API key"
     return "looks like a secret: random letters and digits" if _is_random(text) else None
 
 

@@ -64,11 +64,11 @@ class CodeSpec(Section):
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting without effect, or that points outside of the tree."""
         if self.on_nodes is not None and self.path is None:
-            yield "on_nodes", "is compared with what code.path holds. Give code.path too."
+            yield "on_nodes", "requires code.path, with which it is compared. Set code.path."
         if self.import_root != "." and self.path is None:
-            yield "import_root", "is a folder below code.path. Give code.path too."
+            yield "import_root", "is a folder below code.path. Set code.path."
         if ".." in self.import_root.split("/"):
-            yield "import_root", "must stay below code.path. Leave out '..'."
+            yield "import_root", "must be below code.path. Remove '..'."
 
 
 Budget = Annotated[
@@ -105,7 +105,7 @@ class DataSpec(Section):
             yield "tokenizer.path", "is required with kind: file, and not allowed otherwise."
         for first, last in self.skip:
             if first > last:
-                yield "skip", f"[{first}, {last}] has its first batch after its last. Write [{last}, {first}]."
+                yield "skip", f"[{first}, {last}] has its first batch after its last. Use [{last}, {first}]."
 
 
 class CheckpointSpec(Section):

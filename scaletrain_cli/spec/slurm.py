@@ -17,7 +17,7 @@ _SLURM_WORD = r"[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}"
 def _slurm_word(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(_SLURM_WORD, value):
         raise PydanticCustomError(
-            "slurm_word", "must be one word of letters, digits and _.,:=/@%+*[]-&|!() that goes into a #SBATCH line"
+            "slurm_word", "must be one word of letters, digits and _.,:=/@%+*[]-&|!(), for a #SBATCH line"
         )
     return value
 
@@ -61,7 +61,7 @@ Module = Annotated[
     ),
 ]
 
-# Options that the launcher sets itself, or that would break its contract with the run directory.
+# Options that the launcher sets itself, or that would break the layout of the run directory.
 SLURM_OWN_OPTIONS = frozenset(
     "array chdir comment cpus-per-task dependency error export gpus gpus-per-node gres input job-name "
     "kill-on-invalid-dep no-requeue nodes ntasks ntasks-per-node open-mode output parsable requeue "
@@ -111,9 +111,9 @@ class SlurmSpec(BackendSection):
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one, or that the launcher sets itself."""
         if self.switches_wait is not None and self.switches is None:
-            yield "switches_wait", "has nothing to wait for. Set slurm.switches, the most leaf switches to span."
+            yield "switches_wait", "has no effect without slurm.switches, the maximum number of leaf switches. Set it."
         for name in sorted(SLURM_OWN_OPTIONS & self.extra.keys()):
-            yield f"extra.{name}", "is set by the launcher or by a field of its own; remove it from extra."
+            yield f"extra.{name}", "is set by the launcher or by another key of this section; remove it from extra."
 
     @property
     def summary(self) -> str:
@@ -133,6 +133,6 @@ class SlurmSpec(BackendSection):
         if self.time is not None and self.time < warning + 120:
             yield (
                 "time",
-                f"must be at least {warning + 120:.0f} s: the ranks are warned {warning:.0f} s before the end "
-                "(grace_seconds, 60 at the least) and would leave before they began.",
+                f"must be at least {warning + 120:.0f} s: ranks are signaled {warning:.0f} s before the end "
+                "(grace_seconds, at least 60), before training would start.",
             )

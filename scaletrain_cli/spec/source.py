@@ -36,7 +36,7 @@ def _one_setting(setting: str, option: str) -> list[str]:
     values = _split(text)
     if not equals or not key.strip() or not all(value.strip() for value in values):
         message = f"must look like section.key=value,value, as in layout.zero_stage=1,2,3, not {shown(setting)}."
-        raise UsageError(f"{option} is not understood", (Problem(option, "", message),))
+        raise UsageError(f"{option} is invalid", (Problem(option, "", message),))
     return [f"{key.strip()}={value.strip()}" for value in dict.fromkeys(values)]
 
 
@@ -170,7 +170,7 @@ def _load(text: str, file: str) -> Any:
         raise SpecError(f"{file} is not valid YAML", (Problem(where, "", f"{what}.", hint=hint),)) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        problem = Problem(Place(file, line), "", f"holds a character that YAML forbids ({error.character!r}).")
+        problem = Problem(Place(file, line), "", f"contains a character that YAML forbids ({error.character!r}).")
         raise SpecError(f"{file} is not valid YAML", (problem,)) from error
     except RecursionError as error:
         raise SpecError(f"{file} is not a run spec", (Problem(Place(file, 1), "", "is nested too deeply."),)) from error
@@ -184,7 +184,7 @@ def _plain(node: Any, key: Key, source: Source) -> Any:
     """Return plain Python data from ruamel's tree, and record the line of every key."""
     source.values += 1
     if len(key) > _DEEPEST or source.values > _LARGEST:
-        reason = "is nested too deeply." if len(key) > _DEEPEST else "holds too many values for a run spec."
+        reason = "is nested too deeply." if len(key) > _DEEPEST else "contains too many values for a run spec."
         raise SpecError(f"{source.file} is not a run spec", (Problem(source.place(key[:2]), "", reason),))
     lines = getattr(getattr(node, "lc", None), "data", None) or {}
     if isinstance(node, dict):

@@ -11,8 +11,8 @@ from scaletrain_cli.spec.presets import presets
 _COMMENT_COLUMN = 36
 
 _HEAD = """\
-# A run of ScaleTrain. A key that is left out has a default; `scaletrain validate FILE --json` shows them all.
-# Sizes take 80GB or 80GiB, durations 30m or 24:00:00, counts 300B; `auto` leaves the choice to the planner.
+# ScaleTrain run spec. Keys that are left out have defaults; `scaletrain validate FILE --json` shows all of them.
+# Sizes: 80GB or 80GiB. Durations: 30m or 24:00:00. Counts: 300B. With `auto`, the planner chooses.
 schema: scaletrain/v1
 name: $name
 
@@ -21,8 +21,8 @@ name: $name
 _SMALL_MODEL = """\
 model:
   family: llama  # llama | gpt
-  # preset: llama-7b  # known dimensions in place of these; keys given beside it win
-  # hf_config: config.json  # or those of a Hugging Face config.json
+  # preset: llama-7b  # published dimensions instead; keys set here take precedence
+  # hf_config: config.json  # or the dimensions in a Hugging Face config.json
   hidden_size: 320
   num_hidden_layers: 8
   num_attention_heads: 10
@@ -36,7 +36,7 @@ model:
 
 _PRESET_MODEL = """\
 model:
-  preset: $preset  # keys given beside it win over these of the preset:
+  preset: $preset  # keys set here take precedence over those of the preset:
 $dimensions
   seq_len: $seq_len  # tokens per sequence
 
@@ -44,7 +44,7 @@ $dimensions
 
 _TRAINING = """\
 data:
-  source: python-stdlib  # a corpus that every machine has; or text, jsonl or parquet files
+  source: python-stdlib  # the source of the standard library; or text, jsonl or parquet files
   tokenizer: {kind: bpe, vocab_size: $tokenizer_size}  # trained on the source; or {kind: file, path: tokenizer.json}
 
 training:
@@ -54,52 +54,52 @@ training:
   precision: $precision  # fp32 | bf16
   optimizer: {name: adamw, lr: $lr, betas: [0.9, 0.95], weight_decay: 0.1}
   schedule: {name: cosine, warmup_steps: $warmup_steps, min_lr: $min_lr}
-  gradient_clipping: 1.0  # largest gradient norm; 0 turns clipping off
+  gradient_clipping: 1.0  # maximum gradient norm; 0: no clipping
   seed: 42
 
-evaluation: {every: $evaluate_every, batches: $evaluation_batches}  # validation loss; every: 0 turns it off
+evaluation: {every: $evaluate_every, batches: $evaluation_batches}  # validation loss; every: 0: none
 
-layout:  # how the job is cut over the devices
+layout:  # parallelism over the devices
   data_parallel: auto
   tensor_parallel: auto
   pipeline_parallel: auto
-  zero_stage: $zero_stage  # 0 | 1 | 2 | 3: what is spread over the data-parallel ranks
+  zero_stage: $zero_stage  # 0 | 1 | 2 | 3: what is sharded over the data-parallel ranks
   activation_checkpointing: auto  # none | selective | full
 
 """
 
 _LOCAL_CLUSTER = """\
 cluster:
-  scheduler: $scheduler  # this machine; or slurm, kubernetes: a cluster
+  scheduler: $scheduler  # this machine; or slurm, kubernetes
   nodes: 1
   gpus_per_node: $gpus_per_node
-  gpu: $gpu  # cpu: each rank is a CPU process; or a device, such as h100-sxm-80gb
-  grace_seconds: 60  # from the warning of a preemption to the end
+  gpu: $gpu  # cpu: each rank is a CPU process; or an accelerator, such as h100-sxm-80gb
+  grace_seconds: 60  # between the preemption signal and the kill
 
 """
 
 _CLUSTER_OF_NODES = """\
 cluster:
-  scheduler: $scheduler  # slurm | kubernetes | local, for this machine
+  scheduler: $scheduler  # slurm | kubernetes | local (this machine)
   nodes: $nodes
   gpus_per_node: $gpus_per_node
   gpu: $gpu
   inter_node_bandwidth: 50GB/s  # per GPU and direction
-  spot: false  # true: nodes can be taken away at any time
+  spot: false  # true: nodes can be preempted at any time
   # mean_time_between_interruptions: 12h
-  grace_seconds: 120  # from the warning of a preemption to the end
+  grace_seconds: 120  # between the preemption signal and the kill
 """
 
 _TAIL = """\
 checkpoint: {every: $checkpoint_every, keep: 3}  # in steps; written in the background
 restarts: {preemption: unlimited, node: 10, crash: 3}
 # tracking: [tensorboard, {wandb: {project: $name}}]  # also mlflow; metrics.jsonl is always written
-# code: {path: ., engine: train}  # your own program out of a git working tree, in place of this engine
+# code: {path: ., engine: train}  # your own program in a git working tree, instead of the built-in engine
 # env: {NCCL_DEBUG: WARN}
 """
 
 _SECRETS = """\
-# secret_env: [WANDB_API_KEY]  # names; the values come from your environment and stand in no file of the run
+# secret_env: [WANDB_API_KEY]  # names only; values are read from your environment at submission
 """
 
 

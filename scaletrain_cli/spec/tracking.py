@@ -74,7 +74,7 @@ def _item(item: Any) -> tuple[str, dict[str, Any]] | None:
 def name_trackers(raw: dict[str, Any], source: Source) -> None:
     """Turn a list of trackers in plain data into the mapping by name, with the lines of its keys in ``source``.
 
-    A list of another form stays, and is refused by the validation.
+    A list of another form is left as it is and rejected by validation.
     """
     items = raw.get("tracking")
     if not isinstance(items, list):

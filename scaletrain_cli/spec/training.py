@@ -184,7 +184,7 @@ class TrainingSpec(Section):
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
         if (self.steps is None) == (self.tokens is None):
-            yield "steps", "give exactly one of steps and tokens; null takes one away."
+            yield "steps", "exactly one of steps and tokens must be set; null unsets one."
         if self.micro_batch_size != "auto" and self.global_batch_size % self.micro_batch_size:
             yield "micro_batch_size", f"must divide global_batch_size = {self.global_batch_size}."
         if self.schedule.min_lr > self.optimizer.lr:

@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(folder: Path) -> None:
     verified = scaletrain("checkpoint", "verify", "r1")
     assert verified.code == ExitCode.CRASHED
     assert verified.out.splitlines() == [
-        "step-00000040/rank-00000.pt: content does not match its hash",
+        "step-00000040/rank-00000.pt: content does not match the recorded hash",
         "step-00000050/manifest.json: not the manifest of a checkpoint",
     ]
     assert "4 of 6 checkpoints are valid" in verified.err
@@ -118,7 +118,7 @@ def test_an_active_run_is_not_pruned(folder: Path, job: Job, monkeypatch: pytest
         (
             ["--step", "40"],
             ExitCode.CRASHED,
-            "step-00000040 is damaged: rank-00000.pt: content does not match its hash",
+            "step-00000040 is damaged: rank-00000.pt: content does not match the recorded hash",
         ),
         (["--dtype", "int8"], ExitCode.USAGE, "'--dtype'"),
     ],

@@ -67,7 +67,7 @@ def test_a_fault_that_cannot_be_read_is_refused(text: str) -> None:
     ("kind", "found"),
     [
         ("truncate", "1500 bytes instead of 3000"),
-        ("flip", "content does not match its hash"),
+        ("flip", "content does not match the recorded hash"),
         ("delete", "No such file or directory"),
     ],
 )

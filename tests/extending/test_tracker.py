@@ -66,4 +66,4 @@ def test_without_the_package_the_name_is_unknown(tmp_path: Path) -> None:
     spec.write_text(spec_text(Path("python-stdlib")) + "tracking: [csv]\n")
     refused = scaletrain({**os.environ, "PYTHONPATH": str(PROJECT)}, "validate", str(spec))
     assert refused.returncode == 2
-    assert "tracking.csv: unknown key. Known here: log_every, jsonl, mlflow, tensorboard, wandb." in refused.stderr
+    assert "tracking.csv: unknown key. Known keys: log_every, jsonl, mlflow, tensorboard, wandb." in refused.stderr

@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(made: MadeRun) -> None:
     report = inspect_resume(made.run, Cluster())
     assert report.checkpoint is not None
     assert (report.checkpoint.step, report.steps_lost) == (10, 12)
-    assert report.passed_over == ["step-00000020/shard: content does not match its hash"]
+    assert report.passed_over == ["step-00000020/shard: content does not match the recorded hash"]
 
 
 def test_resuming_submits_anew_with_fresh_budgets_and_lifts_a_cancellation(made: MadeRun) -> None:

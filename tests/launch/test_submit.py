@@ -197,7 +197,7 @@ def test_the_record_of_a_dry_run_writes_nothing() -> None:
 
 
 def test_a_scheduler_that_there_is_not_is_refused_openly() -> None:
-    with pytest.raises(SchedulerError, match="no back end is called mesos") as caught:
+    with pytest.raises(SchedulerError, match="no back end is named mesos") as caught:
         backend_for("mesos")
     assert caught.value.message.endswith("Installed: local, slurm, kubernetes.")
     assert caught.value.exit_code == 4

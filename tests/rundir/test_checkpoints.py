@@ -151,7 +151,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_but_is_mentioned(tmp_path:
     newest, passed_over = latest_valid(tmp_path)
     assert newest is not None
     assert newest.step == 1
-    assert passed_over == ["step-00000002/manifest.json: missing (deleting was cut short, or the file was lost)"]
+    assert passed_over == ["step-00000002/manifest.json: missing (the deletion was interrupted, or the file was lost)"]
     assert steps(tmp_path) == [1]
 
 
@@ -376,7 +376,7 @@ def test_a_copy_under_another_steps_name_is_no_checkpoint_and_is_left_alone(tmp_
     assert newest is not None
     assert newest.step == 24
     assert passed_over == [
-        "step-00000030/manifest.json: is of step 12. The folder is left alone; rename it to step-00000012 or delete it"
+        "step-00000030/manifest.json: is the manifest of step 12. Rename the folder to step-00000012 or delete it"
     ]
     assert steps(tmp_path) == [12, 18, 24]
     assert superfluous_steps(tmp_path, keep=2) == [12]

@@ -19,12 +19,12 @@ def test_every_folder_is_listed_with_what_is_wrong_with_it(tmp_path: Path) -> No
     (tmp_path / "damaged-step-00000005").mkdir()
     (tmp_path / "notes").mkdir()
     assert {entry.step: entry.problem for entry in take_inventory(tmp_path)} == {
-        5: "set aside as damaged; yours to delete",
+        5: "moved aside as damaged; you can delete it",
         10: "",
-        20: "manifest.json: missing (deleting was cut short, or the file was lost)",
+        20: "manifest.json: missing (the deletion was interrupted, or the file was lost)",
         30: "rank-00000.pt: No such file or directory",
         40: "",
-        50: "half-written in attempt-0003.tmp",
+        50: "incomplete, in attempt-0003.tmp",
     }
     assert take_inventory(tmp_path / "nowhere") == []
 
@@ -39,7 +39,7 @@ def test_files_are_verified_side_by_side_and_each_is_told_of(tmp_path: Path) -> 
     (path / "rank-00000.pt").unlink()
     assert verify_files(checkpoint) == [
         "rank-00000.pt: No such file or directory",
-        "sub/rank-00001.pt: content does not match its hash",
+        "sub/rank-00001.pt: content does not match the recorded hash",
     ]
 
 

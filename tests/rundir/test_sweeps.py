@@ -92,13 +92,13 @@ def test_a_name_that_nothing_has_is_the_same_error_as_ever(make: Make) -> None:
 
 
 def test_a_sweep_that_is_not_there_is_an_error_with_those_that_are(make: Make) -> None:
-    with pytest.raises(UsageError, match=r"no sweep 's' under .* There is none\."):
+    with pytest.raises(UsageError, match=r"no sweep 's' under .* There are no sweeps\."):
         find_sweep("s")
     make("s-1", "s-1st", 1)
     make("s-2", "s-2nd", 1)
     with pytest.raises(UsageError, match="s matches 2 sweeps: s-1st, s-2nd"):
         find_sweep("s")
-    with pytest.raises(UsageError, match="There are: s-1st, s-2nd"):
+    with pytest.raises(UsageError, match="Available sweeps: s-1st, s-2nd"):
         find_sweep("t")
     assert find_sweep("s-1").name == "s-1st"
 

@@ -111,7 +111,7 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(configured: Path, 
     [
         ("clusters: {lab: 3}", "clusters.lab"),
         ("clusters: [lab]", "must hold a section for each"),
-        ("cluster: {}", "is not a key of this file. Use default, runs, clusters"),
+        ("cluster: {}", "unknown key. Use default, runs, clusters"),
         ("default: 3", "must be text"),
         ("runs: [a]", "must be text"),
         ("a: [", "not valid YAML"),

@@ -51,24 +51,24 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("model={preset: LLaMA-7B}", "Did you mean llama-7b?"),
         ("Training.steps=3", "Training: unknown key. Did you mean training?"),
         ("model.family={a: 1}", "must be one of llama, gpt, resnet, convnext, vit, clip."),
-        ("trainin.steps=3", "trainin: unknown key. Did you mean training? Known here: schema, name,"),
-        ("model.hidden=3", "model.hidden: unknown key. Did you mean hidden_size? Known here: family,"),
-        ("training.steps=1e3", "training.steps = 1000.0: must be a whole number. Write 1000."),
+        ("trainin.steps=3", "trainin: unknown key. Did you mean training? Known keys: schema, name,"),
+        ("model.hidden=3", "model.hidden: unknown key. Did you mean hidden_size? Known keys: family,"),
+        ("training.steps=1e3", "training.steps = 1000.0: must be a whole number. Use 1000."),
         ("training.steps=true", "training.steps = true: must be a whole number."),
-        ("training.steps='5'", "training.steps = 5: must be a whole number. Leave out quotes and units."),
+        ("training.steps='5'", "training.steps = 5: must be a whole number. Remove quotes and units."),
         ("training.steps=0", "training.steps = 0: must be at least 1."),
         ("training.steps=99999999999", "training.steps = 99999999999: must be at most 1000000000."),
         ("training.optimizer.lr=true", "training.optimizer.lr = true: must be a number, not true or false."),
         ("training.optimizer.lr=0", "training.optimizer.lr = 0: must be above 0."),
         ("training.optimizer.lr=.nan", "training.optimizer.lr = nan: must be a finite number."),
-        ("training.optimizer.betas=[0.9]", "training.optimizer.betas = [0.9]: needs more items."),
+        ("training.optimizer.betas=[0.9]", "training.optimizer.betas = [0.9]: has too few items."),
         ("training.optimizer.betas=[0.9, 0.9, 0.9]", "must have 2 items."),
         ("data.skip=[[0, 3]]", "data.skip.0.0 = 0: must be at least 1."),
         ("data.skip=[5]", "data.skip.0 = 5: must be a list."),
-        ("data.skip=[[2, 3], [9, 7]]", "data.skip: [9, 7] has its first batch after its last. Write [7, 9]."),
+        ("data.skip=[[2, 3], [9, 7]]", "data.skip: [9, 7] has its first batch after its last. Use [7, 9]."),
         (
             "model.hidden_size=66",
-            "model.head_dim: is missing, and hidden_size = 66 is no multiple of num_attention_heads",
+            "model.head_dim: is missing, and hidden_size = 66 is not a multiple of num_attention_heads",
         ),
         ("training.optimizer=adamw", "training.optimizer = adamw: must be a section (a mapping of keys)."),
         ("training.micro_batch_size=0", "must be a whole number of at least 1, or auto."),
@@ -78,8 +78,11 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("cluster.price_per_gpu_hour=-1", "must be US dollars per GPU and hour, or auto."),
         ("cluster.slurm.partition=a b", "must be one word of letters, digits and _.,:=/@%+*[]-&|!() that goes into a"),
         ("cluster.slurm.extra={Time: 3}", "must be the name of a long option of sbatch without its dashes"),
-        ("cluster.slurm={time: 90s}", "must be at least 240 s: the ranks are warned 120 s before the end"),
-        ("cluster.slurm.extra.time=3", "is set by the launcher or by a field of its own; remove it from extra."),
+        ("cluster.slurm={time: 90s}", "must be at least 240 s: ranks are signaled 120 s before the end"),
+        (
+            "cluster.slurm.extra.time=3",
+            "is set by the launcher or by another key of this section; remove it from extra.",
+        ),
         ("restarts.preemption=often", "must be a whole number of at least 0, or unlimited."),
         ("env={OMP_NUM_THREADS: 4}", 'env.OMP_NUM_THREADS = 4: must be text. Put it in quotes: "4".'),
         ("env={1A: b}", "must be the name of an environment variable: letters, digits and _, not starting with"),
@@ -96,12 +99,12 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("code.engine=train.py!", "code.engine = train.py!: must be the dotted name of a Python module, such as train"),
         ("code.on_nodes=here", "code.on_nodes = here: must be the absolute path of a folder, on one line."),
         ("code.import_root=/src", "code.import_root = /src: must be a relative path of a folder, on one line."),
-        ('env={A: "a\\0"}', "env.A = a\\x00: must not hold a NUL character."),
+        ('env={A: "a\\0"}', "env.A = a\\x00: must not contain a NUL character."),
         ("layout.tensor_sequence_parallel=maybe", "= maybe: must be true, false or auto."),
         ("name=''", "name = : must not be empty."),
-        ('name="a\\0b"', "name = a\\x00b: must not hold a NUL character."),
+        ('name="a\\0b"', "name = a\\x00b: must not contain a NUL character."),
         ('name="\\ud800"', "name = \\ud800: must be text that can be written as UTF-8."),
-        ("training.tokens=10M", "give exactly one of steps and tokens; null takes one away."),
+        ("training.tokens=10M", "exactly one of steps and tokens must be set; null unsets one."),
     ],
 )
 def test_a_wrong_value_is_said_in_words(override: str, expected: str) -> None:
@@ -113,7 +116,7 @@ def test_a_wrong_value_is_said_in_words(override: str, expected: str) -> None:
     ("override", "expected"),
     [
         ("model.num_key_value_heads=3", "must divide num_attention_heads = 4; use 1, 2 or 4."),
-        ("model.head_dim=15", "must be even, because rotary positions turn pairs of channels."),
+        ("model.head_dim=15", "must be even, because rotary positions rotate pairs of channels."),
         ("training.micro_batch_size=3", "must divide global_batch_size = 8."),
         ("training.schedule.min_lr=1", "must not exceed optimizer.lr = 0.0003."),
         ("training.schedule.warmup_steps=11", "must not exceed steps = 10."),
@@ -167,7 +170,7 @@ def every_key(section: type[BaseModel] = RunSpec, before: str = "") -> Iterator[
 
 def test_early_stopping_needs_a_validation_loss() -> None:
     changes = ("training.early_stopping.patience=3", "evaluation.every=0")
-    assert "needs a validation loss. Set evaluation.every above 0." in problem(SPEC, *changes)
+    assert "requires a validation loss. Set evaluation.every above 0." in problem(SPEC, *changes)
 
 
 def test_a_warm_up_longer_than_the_tokens_last_is_found() -> None:

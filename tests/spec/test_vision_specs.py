@@ -69,11 +69,14 @@ def test_keys_beside_a_preset_win_inside_the_towers_too() -> None:
         ("{preset: resnet50}", "is not a known preset."),
         ("{preset: resnet50}", "Did you mean resnet-50?"),
         ("{preset: resnet-50, hiden_sizes: [1]}", "model.hiden_sizes: unknown key. Did you mean hidden_sizes?"),
-        ("{preset: resnet-50, seq_len: 3}", "Known here: family, preset, embedding_size, hidden_sizes,"),
+        ("{preset: resnet-50, seq_len: 3}", "Known keys: family, preset, embedding_size, hidden_sizes,"),
         ("{preset: resnet-50, family: resnt}", "must be one of llama, gpt, resnet, convnext, vit, clip. Did you mean"),
         ("{preset: resnet-50, depths: 3}", "model.depths = 3: must be a list."),
         ("{preset: resnet-50, depths: [3, 4]}", "model.depths: must have 4 items, one per stage in hidden_sizes."),
-        ("{preset: resnet-50, hidden_sizes: [2, 4, 8, 9]}", "must be multiples of 4, the narrowing of a bottleneck."),
+        (
+            "{preset: resnet-50, hidden_sizes: [2, 4, 8, 9]}",
+            "must be multiples of 4, the channel reduction of a bottleneck.",
+        ),
         ("{preset: resnet-50, layer_type: wide}", "must be 'basic' or 'bottleneck'."),
         ("{preset: convnext-tiny, image_size: 16}", "must be at least 32, which the stages reduce to one pixel."),
         ("{preset: vit-base-patch16, num_attention_heads: 7}", "must divide hidden_size = 768."),
@@ -95,7 +98,7 @@ def test_a_mistake_is_said_at_its_line_with_the_way_out(model: str, expected: st
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("layout.tensor_parallel=2", "must be 1 or auto: resnet is planned with data parallelism and ZeRO alone."),
+        ("layout.tensor_parallel=2", "must be 1 or auto: resnet is planned with data parallelism and ZeRO only."),
         ("layout.pipeline_parallel=2", "must be 1 or auto"),
         ("layout.offload=optimizer", "must be none or auto: resnet is planned with all states on the device."),
         ("layout.activation_checkpointing=selective", "must be none, full or auto with family: resnet."),
@@ -107,7 +110,7 @@ def test_layouts_that_cut_the_network_are_refused(override: str, expected: str) 
 
 def test_images_are_counted_in_steps_not_in_tokens() -> None:
     found = problem(VISION, "training.steps=null", "training.tokens=3B")
-    assert "counts tokens of text; give training.steps with family: resnet." in found
+    assert "counts tokens of text. Set training.steps with family: resnet." in found
     spec = load(VISION)
     assert (spec.unit, spec.units_per_sample, spec.total_steps) == ("images", 1, 1000)
     assert load(with_model("{preset: clip-vit-base-patch32}")).unit == "pairs"

@@ -71,7 +71,7 @@ def test_a_byte_order_mark_and_windows_line_ends_do_no_harm() -> None:
         (f"{SPEC}---\na: 1\n", "run.yaml:18: expected a single document in the stream but found another document."),
         (f"{SPEC}a: *nowhere\n", "run.yaml:18: found undefined alias 'nowhere'."),
         (f"{SPEC}a: [1\n", "run.yaml:19: while parsing a flow sequence"),
-        (f"{SPEC}a: \x07\n", "run.yaml:18: holds a character that YAML forbids"),
+        (f"{SPEC}a: \x07\n", "run.yaml:18: contains a character that YAML forbids"),
         (f"{SPEC}a: 2020-99-99\n", "month must be in 1..12."),
         (f"{SPEC}a: {'[' * 500_000}\n", "is nested too deeply."),
         (f"{SPEC}a:\n  {'- ' * 400_000}\n", "is nested too deeply."),
@@ -86,7 +86,7 @@ def test_what_is_no_spec_is_said_with_its_line(text: str, expected: str) -> None
 
 def test_a_yaml_bomb_is_refused_before_it_unfolds() -> None:
     levels = "\n".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 12))
-    assert "holds too many values for a run spec." in str(error(f"l0: &l0 [1, 2]\n{levels}\n"))
+    assert "contains too many values for a run spec." in str(error(f"l0: &l0 [1, 2]\n{levels}\n"))
 
 
 def test_a_character_that_json_writes_in_two_halves_is_one_again() -> None:

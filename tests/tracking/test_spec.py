@@ -51,7 +51,7 @@ def test_the_record_of_an_earlier_version_has_no_tracker_on() -> None:
     [
         (
             "tracking:\n- tensorbord\n",
-            ":19 tracking.tensorbord: unknown key. Did you mean tensorboard? Known here: log_ev",
+            ":19 tracking.tensorbord: unknown key. Did you mean tensorboard? Known keys: log_ev",
         ),
         (
             "tracking:\n- wandb:\n    project: x\n    mod: on\n",

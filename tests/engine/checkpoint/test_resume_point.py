@@ -246,6 +246,6 @@ def test_a_copy_under_another_steps_name_is_reported_and_the_newest_is_taken(run
     shutil.copytree(run.checkpoints / "step-00000012", run.checkpoints / "step-00000030")
     begin = beginning(run)
     assert begin.step == 24
-    assert "step-00000030/manifest.json: is of step 12" in begin.passed_over[0]
+    assert "step-00000030/manifest.json: is the manifest of step 12" in begin.passed_over[0]
     kept = {path.name for path in run.checkpoints.iterdir()}
     assert {"step-00000012", "step-00000018", "step-00000024", "step-00000030"} <= kept

@@ -289,7 +289,7 @@ def test_a_runs_root_that_a_list_of_mounts_cannot_name_is_refused() -> None:
 
 
 def test_waiting_for_switches_without_switches_is_an_error() -> None:
-    with pytest.raises(SpecError, match="has nothing to wait for"):
+    with pytest.raises(SpecError, match=r"has no effect without slurm\.switches"):
         make_spec("cluster.slurm.switches_wait=30m")
 
 
