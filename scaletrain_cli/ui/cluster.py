@@ -27,7 +27,7 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
     parts += ["", _queue(view, now)] if view.queue else []
     show(console, Group(*parts))
     others = f"{view.others_running} running and {view.others_queued} queued jobs of other users"
-    asked = view.nodes or view.gpus or view.has_other_users  # else the back end reports nothing
+    asked = view.nodes or view.gpus or view.has_other_users  # otherwise the back end does not report it
     mine = "" if view.queue or not asked else "no jobs of yours; "
     for note in (
         f"{mine}{others}" if view.has_other_users else mine.removesuffix("; "),
@@ -88,9 +88,9 @@ def _start(start: float | None, now: float) -> str:
 
 def _resource(row: QuotaRow) -> str:
     return (
-        "a job's time"
+        "time per job"
         if row.resource.startswith("time")
-        else f"{row.resource}{'' if row.used is not None else ' in a job'}"
+        else f"{row.resource}{'' if row.used is not None else ' per job'}"
     )
 
 

@@ -16,7 +16,7 @@ from scaletrain_cli.text import visible
 
 _WIDEST = 120  # wider tables are hard to read
 _PIPED = 100
-_ASCII = str.maketrans("×→·•–≤", "x>-*-<") | {ord("µ"): "u"}  # each one column wide, so that tables stay aligned
+_ASCII = str.maketrans("×→·•–≤", "x>-*-<") | {ord("µ"): "u"}  # one column wide each, so that tables stay aligned
 
 
 def stdout_console() -> Console:

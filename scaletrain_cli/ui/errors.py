@@ -11,7 +11,7 @@ from scaletrain_cli.ui.console import show as show_block
 
 
 def show(error: ScaletrainError) -> None:
-    """Print the error; piped, each problem is one line that starts with ``file:line``, as compilers do it."""
+    """Print the error; if stderr is not a terminal, each problem is one line that starts with ``file:line``."""
     console = stderr_console()
     headline = Text.assemble(("error: ", "bold red"), (plain(error.message), "bold"))
     if error.remedy:

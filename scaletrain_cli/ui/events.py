@@ -28,7 +28,7 @@ def event_line(event: Event, *, with_date: bool = False) -> Text:
 
 
 def show_events(events: Iterable[Event]) -> None:
-    """Print events on stdout, one a line."""
+    """Print events to stdout, one per line."""
     console = stdout_console()
     for event in events:
         line(console, event_line(event, with_date=True))
@@ -39,7 +39,7 @@ def event_sentence(event: Event) -> str:
     sentence = _SENTENCES.get(str(event.get("event")))
     try:
         return sentence(event) if sentence is not None else _fields(event)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # written by another version
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # the event has another form
         return _fields(event)
 
 
@@ -157,7 +157,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "nodes-excluded": _nodes_excluded,
     "tracker-off": lambda event: str(event["message"]),
     "tracker-on": lambda event: str(event["message"]),
-    "wandb-off": lambda event: f"Weights & Biases is off, the run goes on without: {event['message']}",
+    "wandb-off": lambda event: f"Weights & Biases is off, the run continues without it: {event['message']}",
     "cancelled": lambda event: "canceled by the user",
     "stopped": lambda event: f"not requeued: {event['why']} (exit code {event['exit_code']})",
     "from-scratch": lambda event: "training restarts at step 0 without a checkpoint",

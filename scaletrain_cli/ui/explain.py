@@ -27,8 +27,8 @@ def show_explanation(explanation: Explanation) -> None:
 
 def _finding(finding: Finding) -> Group:
     style = "bold yellow" if finding.waits_for_ever else "bold"
-    for_ever = " Waiting will not help; the configuration must change." if finding.waits_for_ever else ""
-    return Group(escaped_text(f"{finding.headline}.{for_ever}", style), *_evidence(finding), *_actions(finding))
+    note = " Waiting will not help; the configuration must change." if finding.waits_for_ever else ""
+    return Group(escaped_text(f"{finding.headline}.{note}", style), *_evidence(finding), *_actions(finding))
 
 
 def _evidence(finding: Finding) -> list[Padding]:

@@ -1,4 +1,4 @@
-"""The answer of ``--json``: one JSON document per command line, UTF-8, without NaN.
+"""The output of ``--json``: one JSON document per command line, UTF-8, without NaN.
 
 A verb passes its answer to ``print_json``. It is written when the command ends, inside the envelope of docs/json.md.
 """

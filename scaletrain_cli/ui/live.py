@@ -46,7 +46,7 @@ class StatusLine:
         self.show(state, status.step, status.total_steps, measures_text(status))
 
     def show(self, state: str, done: int, total: int, measures: str) -> None:
-        """Show ``done`` of ``total`` items."""
+        """Show a progress bar: ``done`` of ``total`` items."""
         self._progress.update(self._task, completed=done, total=total or None, state=state, measures=measures)
 
     def note_event(self, event: Mapping[str, Any]) -> None:

@@ -113,7 +113,7 @@ def _resize_json(resize: Resize) -> dict[str, Any]:
 def _from(report: ResumeReport) -> str:
     checkpoint = report.checkpoint
     if report.unseen:
-        reached = f"; its pods had printed step {report.job.progress['step']:.0f}" if report.job.progress else ""
+        reached = f"; its pods last printed step {report.job.progress['step']:.0f}" if report.job.progress else ""
         return f"from the latest valid checkpoint on the pods' volume, which is not visible here{reached}"
     if checkpoint is None:
         return "from the start; there is no valid checkpoint"

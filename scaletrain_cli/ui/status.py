@@ -69,7 +69,7 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
 
 
 def measures_text(status: RunStatus) -> str:
-    """``loss 4.21, validation 4.30, 1.26 k tokens/s``; empty before the first step."""
+    """Return ``loss 4.21, validation 4.30, 1.26 k tokens/s``; empty before the first step."""
     parts = []
     if status.loss is not None:
         parts.append(f"loss {status.loss:.4f}")
@@ -81,7 +81,7 @@ def measures_text(status: RunStatus) -> str:
 
 
 def memory_text(measured: Measured) -> str:
-    """``model states 1.2 GB, as planned; activations 0.4 GB, 1.3 % above the plan`` of the stage planned fullest."""
+    """Return ``model states 1.2 GB, as planned; activations 0.4 GB, 1.3 % above the plan`` of the fullest stage."""
     figures = measured.stages[measured.worst].figures
     parts = {
         "model states": measured.model_states,
@@ -99,7 +99,7 @@ _PARTS = {"restore": "set-up", "lost_work": "lost work"}
 
 
 def goodput_text(goodput: Goodput) -> str:
-    """``93.1 % of 2 h 3 min; set-up 3.2 %, lost work 2.1 %``: largest first, without shares under 0.05 %."""
+    """Return ``93.1 % of 2 h 3 min; set-up 3.2 %, lost work 2.1 %``: largest first, without shares under 0.05 %."""
     rest = {_PARTS.get(name, name): seconds for name, seconds in vars(goodput).items() if name != "productive"}
     shares = {name: seconds / goodput.wall for name, seconds in rest.items() if goodput.wall > 0}
     named = [name for name in sorted(shares, key=lambda name: -shares[name]) if shares[name] >= 0.0005]

@@ -126,7 +126,7 @@ def change_rows(changed: Sequence[str] | None) -> list[Row]:
 
 
 def size_text(cluster: ClusterSpec) -> str:
-    """``4 nodes × 8 GPUs = 32``."""
+    """Return ``4 nodes × 8 GPUs = 32``."""
     device = "CPU process" if cluster.gpu == "cpu" else "GPU"
     plural = ("es" if device == "CPU process" else "s") if cluster.gpus_per_node != 1 else ""
     each = f"{cluster.gpus_per_node} {device}{plural}"

@@ -177,7 +177,7 @@ def test_a_resume_claims_nothing_of_checkpoints_on_a_volume_that_is_not_seen(rea
     shown = scaletrain("resume", "r1", "--dry-run")
     said = " ".join(shown.err.split())
     assert "from the start" not in said
-    assert "on the pods' volume, which is not visible here; its pods had printed step 84" in said
+    assert "on the pods' volume, which is not visible here; its pods last printed step 84" in said
     assert scaletrain("resume", "r1", "--dry-run", "--json").data["checkpoints_unseen"] is True
 
 
