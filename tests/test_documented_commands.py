@@ -63,6 +63,8 @@ RUN: dict[str, Runs] = {
         "plan recipes/llama-70b-spot.yaml --deadline 90d", "Cluster for the fewest GPUs: at most 256 GPUs, done in 90 d"
     ),
     "scaletrain submit recipes/llama-7b-h100.yaml": Runs("submit recipes/llama-7b-h100.yaml --dry-run", "#SBATCH"),
+    "scaletrain plan run.yaml": Runs("plan run.yaml", ": fits"),
+    "scaletrain train run.yaml": Runs("train run.yaml --run-id trained --set 'env={FAKE: \'{}\'}'", "trained"),
     "scaletrain plan SPEC": Runs(f"plan {SPEC}", ": fits"),
     "scaletrain plan SPEC --explain": Runs(f"plan {SPEC} --explain", "Why"),
     "scaletrain plan SPEC --all": Runs(f"plan {SPEC} --all", "PaLM"),
@@ -97,6 +99,7 @@ RUN: dict[str, Runs] = {
     "scaletrain doctor": Runs("doctor", "python"),
     "scaletrain status": Runs("status", "small"),
     "scaletrain logs RUN": Runs("logs small", "[rank 0] up"),
+    "scaletrain logs RUN --follow": Runs("logs small --follow", "[rank 0] up"),
     "scaletrain explain RUN": Runs("explain small", ""),
     "scaletrain events RUN": Runs("events small", "submitted"),
     "scaletrain rm RUN...": Runs("rm small --dry-run", "small"),
