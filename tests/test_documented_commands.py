@@ -64,7 +64,7 @@ RUN: dict[str, Runs] = {
     ),
     "scaletrain submit recipes/llama-7b-h100.yaml": Runs("submit recipes/llama-7b-h100.yaml --dry-run", "#SBATCH"),
     "scaletrain plan run.yaml": Runs("plan run.yaml", ": fits"),
-    "scaletrain train run.yaml": Runs("train run.yaml --run-id trained --set 'env={FAKE: \'{}\'}'", "trained"),
+    "scaletrain train run.yaml": Runs("train run.yaml --run-id trained --set 'env={FAKE: '{}'}'", "trained"),
     "scaletrain plan SPEC": Runs(f"plan {SPEC}", ": fits"),
     "scaletrain plan SPEC --explain": Runs(f"plan {SPEC} --explain", "Why"),
     "scaletrain plan SPEC --all": Runs(f"plan {SPEC} --all", "PaLM"),
