@@ -115,7 +115,8 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     unable = [backend_for(name).traits.display_name for name in sorted(schedulers) if not backend_for(name).can_force]
     if force and unable:
         raise UsageError(
-            f"--force has no effect on {listed(unable)}, which runs {sweep.name}.", remedy="Remove the option."
+            f"--force has no effect on {listed(unable)}, where the sweep {sweep.name} runs.",
+            remedy="Remove the option.",
         )
     living = [member for member in members if member.state not in OVER]
     if not living:

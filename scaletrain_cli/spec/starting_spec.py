@@ -12,7 +12,7 @@ _COMMENT_COLUMN = 36
 
 _HEAD = """\
 # ScaleTrain run spec. Keys that are left out have defaults; `scaletrain validate FILE --json` shows all of them.
-# Sizes: 80GB or 80GiB. Durations: 30m or 24:00:00. Counts: 300B. With `auto`, the planner chooses.
+# Sizes take 80GB or 80GiB, durations 30m or 24:00:00, counts 300B. With `auto`, the planner chooses.
 schema: scaletrain/v1
 name: $name
 

@@ -128,5 +128,8 @@ def test_the_list_can_be_of_one_sweep_alone(runs: list[MadeRun], make_run: Calla
 
 
 def test_force_is_for_sweeps_on_kubernetes_alone(runs: list[MadeRun], queue: Queue) -> None:
-    assert "--force has no effect on this machine, where s is" in scaletrain("cancel", "s", "--yes", "--force").err
+    assert (
+        "--force has no effect on this machine, where the sweep s runs"
+        in scaletrain("cancel", "s", "--yes", "--force").err
+    )
     assert queue.cancelled == []

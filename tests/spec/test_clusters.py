@@ -110,7 +110,7 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(configured: Path, 
     ("text", "words"),
     [
         ("clusters: {lab: 3}", "clusters.lab"),
-        ("clusters: [lab]", "must hold a section for each"),
+        ("clusters: [lab]", "must be a mapping of cluster names"),
         ("cluster: {}", "unknown key. Use default, runs, clusters"),
         ("default: 3", "must be text"),
         ("runs: [a]", "must be text"),

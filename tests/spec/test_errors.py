@@ -76,7 +76,7 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("cluster.gpu=[1]", "cluster.gpu = [1]: must be a name in the hardware catalogue, cpu, or a table"),
         ("cluster.gpu={name: x}", "cluster.gpu.memory: is missing."),
         ("cluster.price_per_gpu_hour=-1", "must be US dollars per GPU and hour, or auto."),
-        ("cluster.slurm.partition=a b", "must be one word of letters, digits and _.,:=/@%+*[]-&|!() that goes into a"),
+        ("cluster.slurm.partition=a b", "must be one word of letters, digits and _.,:=/@%+*[]-&|!(), for a"),
         ("cluster.slurm.extra={Time: 3}", "must be the name of a long option of sbatch without its dashes"),
         ("cluster.slurm={time: 90s}", "must be at least 240 s: ranks are signaled 120 s before the end"),
         (
@@ -130,7 +130,7 @@ def test_a_wrong_value_is_said_in_words(override: str, expected: str) -> None:
         ("layout.pipeline_parallel=3", "must not exceed 2 layers."),
         ("data.tokenizer.vocab_size=513", "must not exceed model.vocab_size = 512."),
         ("data.tokenizer.kind=file", "data.tokenizer.path: is required with kind: file, and not allowed otherwise."),
-        ("cluster.nodes=2", "must be 1 with scheduler: local, which runs on this machine alone."),
+        ("cluster.nodes=2", "must be 1 with scheduler: local, which runs on this machine only."),
     ],
 )
 def test_settings_that_contradict_each_other_are_found(override: str, expected: str) -> None:

@@ -170,7 +170,7 @@ def test_scaled_positions_are_taken_over_or_refused_by_name(tmp_path: Path) -> N
     whole = f"{START}model: {{hf_config: llama, rope_scaling: {{rope_type: llama3, factor: 8, low_freq_factor: 4, "
     found = {one.key: one.message for one in problems(f"{whole}high_freq_factor: 1, beta_fast: 2}}}}\n")}
     assert found == {
-        "model.rope_scaling.original_max_position_embeddings": "is missing, and rope_type: llama3 needs it.",
+        "model.rope_scaling.original_max_position_embeddings": "is required with rope_type: llama3.",
         "model.rope_scaling.beta_fast": "has no effect with rope_type: llama3. Remove it.",
         "model.rope_scaling.low_freq_factor": "must be below high_freq_factor = 1.",
     }
@@ -237,7 +237,7 @@ def test_other_mistakes_beside_a_bad_source_are_still_found() -> None:
             '{"model_type": "llama", "attention_bias": true}',
             "has attention_bias = true, but only false is supported",
         ),
-        ('{"model_type": "llama", "hidden_act": "gelu"}', "has hidden_act = gelu, but only silu is supported"),
+        ('{"model_type": "llama", "hidden_act": "gelu"}', "has hidden_act = gelu, but only silu or swish is supported"),
         (" " * 1_000_001, "is not a Hugging Face config.json"),
     ],
     ids=range(10),
