@@ -206,11 +206,13 @@ def _compare(
 
 
 def _draw(found: Answer, path: Path) -> None:
-    from scaletrain_cli.plan.advice.pictures import pictures
+    from scaletrain_cli.plan.search.sizing import scaling_curve
+    from scaletrain_cli.plan.speed.pipeline import plan_timeline
     from scaletrain_cli.ui.console import say
     from scaletrain_cli.ui.plan_figure import write_plot
 
-    write_plot(path, found, pictures(found.spec, found.plan))
+    scaling = scaling_curve(found.spec) if found.plan.memory.fits else ()
+    write_plot(path, found, plan_timeline(found.plan), scaling)
     say(f"wrote {path}")
 
 

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from scaletrain_cli.errors import MissingPackageError, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.advice.answer import Answer
-from scaletrain_cli.plan.advice.pictures import Pictures
 from scaletrain_cli.plan.result import Memory, RunPlan, Time
 from scaletrain_cli.plan.search.sizing import ScalingPoint
 from scaletrain_cli.plan.speed.pipeline import Timeline
@@ -28,11 +27,6 @@ from scaletrain_cli.text import bytes_text, count_text, percent_text, seconds_te
 from scaletrain_cli.ui.plan import headline
 from scaletrain_cli.ui.plan_answer import show_answer
 from scaletrain_cli.ui.plan_breakdown import MEMORY_PARTS, TIME_PARTS
-
-if TYPE_CHECKING:
-    from scaletrain_cli.plan.advice.answer import Answer
-    from scaletrain_cli.plan.advice.pictures import Pictures
-
 
 _MEMORY_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#2B2B2B", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
 _TIME_COLORS = ("#0072B2", "#E69F00", "#DDDDDD", "#009E73", "#CC79A7")
@@ -175,8 +169,8 @@ _STYLE: Any = {
 }
 
 
-def draw(spec: RunSpec, plan: RunPlan, pictures: Pictures) -> Any:
-    """Return a matplotlib figure."""
+def draw(spec: RunSpec, plan: RunPlan, pipeline: Timeline | None, scaling: Sequence[ScalingPoint]) -> Any:
+    """Return a matplotlib figure: memory, step, the pipeline's timeline if there is one, and scaling if given."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -185,22 +179,22 @@ def draw(spec: RunSpec, plan: RunPlan, pictures: Pictures) -> Any:
     panels: list[tuple[float, Callable[[Any], None]]] = [(by_stage, partial(draw_memory, memory=plan.memory))]
     if plan.memory.fits:
         panels.append((1.1, partial(draw_step, time=plan.time)))
-    if pictures.pipeline:
-        panels.append((by_stage, partial(draw_pipeline, drawn=pictures.pipeline)))
-    scaling = _SCALING_INCHES if len(pictures.scaling) > 1 else 0.0
+    if pipeline:
+        panels.append((by_stage, partial(draw_pipeline, drawn=pipeline)))
+    scaling_height = _SCALING_INCHES if len(scaling) > 1 else 0.0
     height = sum(inches for inches, _ in panels)
     with matplotlib.rc_context(_STYLE):
-        figure: Any = Figure(figsize=(_WIDTH_INCHES, height + scaling + 0.4), layout="constrained")
+        figure: Any = Figure(figsize=(_WIDTH_INCHES, height + scaling_height + 0.4), layout="constrained")
         figure.suptitle(headline(spec, plan).plain, x=0.01, ha="left", fontweight="bold")
         # A figure for each part, so that the legends beside the upper panels do not narrow the lower ones.
-        parts = figure.subfigures(2, 1, height_ratios=(height, scaling)) if scaling else [figure]
+        parts = figure.subfigures(2, 1, height_ratios=(height, scaling_height)) if scaling_height else [figure]
         rows = parts[0].subplots(len(panels), 1, squeeze=False, height_ratios=[inches for inches, _ in panels])
         for axes, (_, panel) in zip(rows[:, 0], panels, strict=True):
             panel(axes)
-        if scaling:
+        if scaling_height:
             left, right = parts[1].subplots(1, 2)
-            draw_rate(left, pictures.scaling, plan.layout.world_size, spec.unit)
-            draw_efficiency(right, pictures.scaling, plan.layout.world_size)
+            draw_rate(left, scaling, plan.layout.world_size, spec.unit)
+            draw_efficiency(right, scaling, plan.layout.world_size)
         figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
     return figure
 
@@ -237,10 +231,10 @@ pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px; }}
 """
 
 
-def page(found: Answer, pictures: Pictures, svg: str) -> str:
+def page(found: Answer, scaling: Sequence[ScalingPoint], svg: str) -> str:
     """Return an HTML document with the plot."""
     picture = svg[svg.index("<svg") :]
-    body = [picture, *_memory(found), *_scaling(found, pictures), "<h2>Plan</h2>", f"<pre>{escape(_text(found))}</pre>"]
+    body = [picture, *_memory(found), *_scaling(found, scaling), "<h2>Plan</h2>", f"<pre>{escape(_text(found))}</pre>"]
     return _PAGE.format(title=escape(f"{found.spec.name}: plan"), body="\n".join(body))
 
 
@@ -260,8 +254,8 @@ def _memory(found: Answer) -> Iterator[str]:
     yield _table(["", *MEMORY_PARTS.values(), "together", "of the device"], rows)
 
 
-def _scaling(found: Answer, pictures: Pictures) -> Iterator[str]:
-    if not pictures.scaling:
+def _scaling(found: Answer, scaling: Sequence[ScalingPoint]) -> Iterator[str]:
+    if not scaling:
         return
     yield "<h2>Scaling, same global batch</h2>"
     yield _table(
@@ -273,7 +267,7 @@ def _scaling(found: Answer, pictures: Pictures) -> Iterator[str]:
                 count_text(point.tokens_per_second),
                 percent_text(point.efficiency),
             ]
-            for point in pictures.scaling
+            for point in scaling
         ),
     )
 
@@ -318,17 +312,17 @@ def check_plot_file(path: Path) -> None:
         raise MissingPackageError("--plot needs matplotlib.", install_command("plot"))
 
 
-def write_plot(path: Path, found: Answer, pictures: Pictures) -> None:
+def write_plot(path: Path, found: Answer, pipeline: Timeline | None, scaling: Sequence[ScalingPoint]) -> None:
     """Draw the plan in the format of the file's suffix. An existing file is replaced. Raises OSError."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs messages about its font cache
 
     kind = path.suffix.lower()[1:]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about characters missing in the font
-        figure = draw(found.spec, found.plan, pictures)
+        figure = draw(found.spec, found.plan, pipeline, scaling)
         data = image(figure, "svg" if kind == "html" else kind, _DOTS_PER_INCH)
     if kind == "html":
-        data = page(found, pictures, data.decode()).encode()
+        data = page(found, scaling, data.decode()).encode()
     replace_file(path, data, public=True)
 
 

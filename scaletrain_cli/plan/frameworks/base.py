@@ -1,7 +1,7 @@
 """The interface of a training framework: one object that owns its memory, time, pipeline and search rules.
 
-To add a framework, write a subclass in a new file and add a line to registry.py. Memory, speed and search use the
-object and never its name.
+To add a framework, write a subclass with its two profiles in a new file, override the rules in which it differs from
+the defaults here, and add a line to registry.py. Memory, speed and search use the object and never its name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import ClassVar, Literal
 from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.axes import Axes, Capabilities, Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
+from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
+from scaletrain_cli.plan.memory.framework_memory import framework_stage_memory
 from scaletrain_cli.plan.memory.states import MasterWeights
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Stage, blocks_by_number, stages_of
@@ -40,10 +41,8 @@ class Framework(ABC):
     usable_memory: ClassVar[float]
     # Standard deviation of the logarithm of needed over estimated bytes.
     estimate_spread: ClassVar[float]
-    # Share of what is allocated and freed in a step that the caching allocator cannot use.
-    fragmentation: ClassVar[float]
-    # Bytes per token and vocabulary entry that logits and loss take.
-    logit_bytes: ClassVar[int]
+    # What it keeps around a transformer's blocks. Not for this project's engine, whose memory is counted on its own.
+    memory_profile: ClassVar[MemoryProfile]
     # Which fp32 copy of the weights the optimizer updates.
     master_weights: ClassVar[MasterWeights] = MasterWeights.BESIDE_16_BIT
     # Whether attention dropout keeps the matrix of scores, because no fused kernel draws the framework's masks.
@@ -70,15 +69,26 @@ class Framework(ABC):
 
     capabilities: ClassVar[Capabilities]
 
-    @abstractmethod
+    @property
+    def fragmentation(self) -> float:
+        """Share of the bytes allocated and freed in a step that the caching allocator cannot use."""
+        return self.memory_profile.fragmentation
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of logits and loss per token and vocabulary entry."""
+        return self.memory_profile.logits
+
     def stage_memory(
         self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
     ) -> Callable[[Stage], StageMemory]:
         """Return a function from a pipeline stage of this layout to the bytes on one of its ranks."""
+        return framework_stage_memory(spec, layout, device, whole, self, self.memory_profile, self.profile)
 
-    @abstractmethod
     def memory_assumptions(self) -> Iterator[Reason]:
         """Yield the sources of the figures for states, buffers and fragmentation."""
+        yield Reason("plan.assumes-counted-states", {"framework": self.name})
+        yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
 
     @abstractmethod
     def selective(self, spec: RunSpec) -> Selective:

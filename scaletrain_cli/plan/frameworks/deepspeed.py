@@ -11,7 +11,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework, Selective
 from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, FrameworkProfile
 from scaletrain_cli.plan.memory.activations import chosen_cross_entropy
-from scaletrain_cli.plan.memory.engine_memory import engine_stage
+from scaletrain_cli.plan.memory.engine_memory import engine_stage_memory
 from scaletrain_cli.plan.memory.states import MasterWeights, weight_bytes
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Stage, blocks_per_stage
@@ -81,7 +81,7 @@ class DeepSpeed(Framework):
         self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
     ) -> Callable[[Stage], StageMemory]:
         """Return a function that sizes a stage by DeepSpeed's allocations."""
-        return engine_stage(spec, layout, device, whole)
+        return engine_stage_memory(spec, layout, device, whole)
 
     def memory_assumptions(self) -> Iterator[Reason]:
         """Yield that the figures come from DeepSpeed's source."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.axes import AXES, Capabilities
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework, Selective
 from scaletrain_cli.plan.frameworks.profile import EAGER_SCORES, MIB, FrameworkProfile, MemoryProfile
-from scaletrain_cli.plan.memory.framework_stages import framework_stages
 from scaletrain_cli.plan.memory.states import MasterWeights
-from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import Stage
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
 # PyTorch FSDP with models as torchtitan writes them: eager SwiGLU, repeat_kv, the selective checkpointing of
 # distributed/activation_checkpoint.py, and a prefetch of the next block. The loss holds the 16-bit logits, and in fp32
 # the log-probabilities and the gradients of two losses. AdamW's foreach form makes the root of the second moment.
-MEMORY = MemoryProfile(
+_MEMORY = MemoryProfile(
     gated_mlp=4,
     keeps_projected=False,
     repeats_keys=True,
@@ -72,8 +65,7 @@ class Fsdp(Framework):
     # No crashes are published: a margin for NCCL and fragmentation, and the errors against torchtitan's runs.
     usable_memory = 0.95
     estimate_spread = 0.08
-    fragmentation = MEMORY.fragmentation
-    logit_bytes = MEMORY.logits
+    memory_profile = _MEMORY
     # The weights are the fp32 master themselves (torch, MixedPrecisionPolicy).
     master_weights = MasterWeights.THE_WEIGHTS
     profile = _PROFILE
@@ -82,17 +74,6 @@ class Fsdp(Framework):
     sends_whole_boundary = True
     # FSDP shards nothing, gradients and states, or all (torch ShardingStrategy NO_SHARD, SHARD_GRAD_OP, FULL_SHARD).
     capabilities = Capabilities(frozenset(AXES), (0, 2, 3), ("none", "optimizer+params"))
-
-    def stage_memory(
-        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
-    ) -> Callable[[Stage], StageMemory]:
-        """Return a function that sizes a stage from the operations of a block and the memory profile."""
-        return framework_stages(spec, layout, device, whole, self, MEMORY, _PROFILE)
-
-    def memory_assumptions(self) -> Iterator[Reason]:
-        """Yield that the figures are counted in the framework's source."""
-        yield Reason("plan.assumes-counted-states", {"framework": self.name})
-        yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
 
     def selective(self, spec: RunSpec) -> Selective:
         """Return torchtitan's mode, which saves attention and every second product (activation_checkpoint.py)."""

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.axes import AXES, Capabilities
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework, Selective
 from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
-from scaletrain_cli.plan.memory.framework_stages import framework_stages
-from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import Stage
-from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
 # Megatron-LM: fused SwiGLU; vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place; gradients
 # are added to the fp32 buffer by the product itself (gradient accumulation fusion); FusedAdam works in place.
-MEMORY = MemoryProfile(
+_MEMORY = MemoryProfile(
     gated_mlp=3,
     keeps_projected=True,
     repeats_keys=False,
@@ -88,8 +82,7 @@ class Megatron(Framework):
     # No crashes are published: a margin for NCCL and fragmentation, and the errors against Megatron-LM's tests.
     usable_memory = 0.95
     estimate_spread = 0.08
-    fragmentation = MEMORY.fragmentation
-    logit_bytes = MEMORY.logits
+    memory_profile = _MEMORY
     profile = _PROFILE
     # The distributed optimizer is ZeRO-1. No ranks trade heads for tokens (Ulysses): its "sequence parallel" cuts
     # norms over the tensor ranks, and such an all-to-all runs within its context ranks (cp_comm_type).
@@ -99,17 +92,6 @@ class Megatron(Framework):
         """Return the profile with Transformer Engine on Hopper and later."""
         major = device.compute_capability.partition(".")[0]
         return _TRANSFORMER_ENGINE if major.isdigit() and int(major) >= 9 else _PROFILE
-
-    def stage_memory(
-        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
-    ) -> Callable[[Stage], StageMemory]:
-        """Return a function that sizes a stage from the operations of a block and the memory profile."""
-        return framework_stages(spec, layout, device, whole, self, MEMORY, _PROFILE)
-
-    def memory_assumptions(self) -> Iterator[Reason]:
-        """Yield that the figures are counted in the framework's source."""
-        yield Reason("plan.assumes-counted-states", {"framework": self.name})
-        yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
 
     def selective(self, spec: RunSpec) -> Selective:
         """Return the attention core (arXiv:2205.05198, section 5)."""

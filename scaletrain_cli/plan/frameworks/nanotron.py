@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 
-from scaletrain_cli.plan.architecture import Architecture
 from scaletrain_cli.plan.axes import AXES, Axes, Capabilities, Rule
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework, Selective
 from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
-from scaletrain_cli.plan.memory.framework_stages import framework_stages
-from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import MOST_BLOCKS, Stage
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.stages import MOST_BLOCKS
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # nanotron: eager SwiGLU (models/llama.py GLUActivation); 16-bit logits, their fp32 copy and the shifted one
@@ -21,7 +17,7 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 # gradients, and the 16-bit gradients of a whole backward pass before they are added (optim/gradient_accumulator.py);
 # two gather buffers (MemoryBuffer) and the gradient of one; fused AdamW. Tensor-parallel collectives run beside the
 # products: with a full launch queue about fifty tensors wait for them, calibrated on the Ultra-Scale sweep.
-MEMORY = MemoryProfile(
+_MEMORY = MemoryProfile(
     gated_mlp=4,
     keeps_projected=False,
     repeats_keys=False,
@@ -77,23 +73,11 @@ class Nanotron(Framework):
     # Both measured on the crashes of the Ultra-Scale sweep.
     usable_memory = 0.91
     estimate_spread = 0.12
-    fragmentation = MEMORY.fragmentation
-    logit_bytes = MEMORY.logits
+    memory_profile = _MEMORY
     profile = _PROFILE
     sends_whole_boundary = True
     # Its ZeRO is stage 1; it has neither Ulysses nor an interleaved pipeline (pipeline_parallel/engine.py).
     capabilities = Capabilities(frozenset(AXES) - {"sequence_parallel", "virtual_pipeline"}, (0, 1))
-
-    def stage_memory(
-        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
-    ) -> Callable[[Stage], StageMemory]:
-        """Return a function that sizes a stage from the operations of a block and the memory profile."""
-        return framework_stages(spec, layout, device, whole, self, MEMORY, _PROFILE)
-
-    def memory_assumptions(self) -> Iterator[Reason]:
-        """Yield that the figures are counted in the framework's source."""
-        yield Reason("plan.assumes-counted-states", {"framework": self.name})
-        yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
 
     def selective(self, spec: RunSpec) -> Selective:
         """Return every second block."""

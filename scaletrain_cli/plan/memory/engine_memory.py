@@ -82,7 +82,7 @@ def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Toke
     return plain, of_block() if model.num_experts else plain
 
 
-def engine_stage(
+def engine_stage_memory(
     spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
 ) -> Callable[[Stage], StageMemory]:
     """Return a function from a pipeline stage of this layout to its bytes on one rank."""

@@ -26,6 +26,8 @@ from scaletrain_cli.text import dollars_text, seconds_text
 
 # Up to this multiple of the limit, a sufficient number of GPUs is searched for.
 _BEYOND = 16
+# Node counts of a scaling curve, relative to the run's: an eighth to four times.
+_HALVINGS, _DOUBLINGS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,15 @@ def size_cluster(
     )
 
 
-def scaling_curve(spec: RunSpec, node_counts: Sequence[int]) -> tuple[ScalingPoint, ...]:
-    """Return the throughput over node counts, fewest first; counts without a plan are left out."""
+def scaling_curve(spec: RunSpec, node_counts: Sequence[int] = ()) -> tuple[ScalingPoint, ...]:
+    """Return the throughput over node counts, fewest first; counts without a plan are left out.
+
+    The default is an eighth to four times the run's number of nodes, in powers of two. The global batch stays the same.
+    """
+    if not node_counts:
+        nodes = spec.cluster.nodes
+        node_counts = [n for n in (nodes >> power for power in range(_HALVINGS, 0, -1)) if n]
+        node_counts += [nodes << power for power in range(_DOUBLINGS + 1)]
     plans = []
     for nodes in sorted(set(node_counts)):
         try:

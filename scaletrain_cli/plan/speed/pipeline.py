@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scaletrain_cli.plan.result import RunPlan
+
 # Passes drawn per stage: enough to show fill, steady state and drain; the steady state repeats.
 _FEWEST_MICRO_BATCHES = 8
 
@@ -30,6 +32,15 @@ class Timeline(NamedTuple):
     drawn: int
     seconds: float  # of the part that is drawn
     left_out_seconds: float
+
+
+def plan_timeline(plan: RunPlan) -> Timeline | None:
+    """Return the timeline of a step of this plan; None if it has no pipeline stages or does not fit."""
+    if not plan.memory.fits or plan.layout.pipeline_parallel == 1 or not plan.time.by_stage:
+        return None
+    times = [(stage.forward, stage.backward) for stage in plan.time.by_stage]
+    times += times[-1:] * (plan.layout.pipeline_parallel - len(times))  # a plan has the times of its first 64 stages
+    return timeline(times, plan.layout.gradient_accumulation_steps, plan.layout.virtual_pipeline)
 
 
 def timeline(times: Sequence[tuple[float, float]], micro_batches: int, chunks: int = 1) -> Timeline:

@@ -13,7 +13,7 @@ from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time
-from scaletrain_cli.plan.speed.timing import plan_time
+from scaletrain_cli.plan.speed.step_time import plan_time
 from scaletrain_cli.plan.workloads.base import Degrees, Workload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec

@@ -11,7 +11,7 @@ from scaletrain_cli.plan.memory.states import weight_bytes
 from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time
 from scaletrain_cli.plan.vision.memory import plan_vision_memory
 from scaletrain_cli.plan.vision.networks import vision_size
-from scaletrain_cli.plan.vision.timing import plan_vision_time
+from scaletrain_cli.plan.vision.step_time import plan_vision_time
 from scaletrain_cli.plan.workloads.base import Workload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClipSpec, ModelSpec, RunSpec

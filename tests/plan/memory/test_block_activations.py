@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.plan.frameworks import fsdp, megatron, nanotron
-from scaletrain_cli.plan.memory.framework_stages import BlockActivations, Cut, block_activations
+from scaletrain_cli.plan.memory.framework_memory import BlockActivations, Cut, block_activations
 from tests.plan.specs import model_of
 
 PROFILES = {"fsdp": fsdp.MEMORY, "megatron": megatron.MEMORY, "nanotron": nanotron.MEMORY}

@@ -11,7 +11,7 @@ import pytest
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.search.layouts import build_layout
-from scaletrain_cli.plan.speed.timing import plan_time
+from scaletrain_cli.plan.speed.step_time import plan_time
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 

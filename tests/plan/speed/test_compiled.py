@@ -16,7 +16,7 @@ from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
-from scaletrain_cli.plan.speed.timing import plan_time
+from scaletrain_cli.plan.speed.step_time import plan_time
 from tests.plan.specs import spec_of
 
 

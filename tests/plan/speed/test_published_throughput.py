@@ -13,7 +13,7 @@ import pytest
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.search.layouts import build_layout
-from scaletrain_cli.plan.speed.timing import plan_time
+from scaletrain_cli.plan.speed.step_time import plan_time
 from tests.plan.specs import spec_of
 
 # mosaicml/llm-foundry, scripts/train/benchmarking/README.md: MPT at FULL_SHARD, tokens/s and GPU. Model, sequence

@@ -15,7 +15,7 @@ from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.block_time import Slice, _expert_products
 from scaletrain_cli.plan.speed.kernels import linear_seconds, rates
-from scaletrain_cli.plan.speed.timing import plan_time
+from scaletrain_cli.plan.speed.step_time import plan_time
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, attention_matmul_flops, mlp_matmul_flops
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.frameworks.base import Framework, Selective
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
 from scaletrain_cli.plan.memory.activations import latent_attention
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
@@ -34,6 +33,9 @@ from scaletrain_cli.plan.memory.states import (
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import Shard, Stage, chunks_in_flight, local_tokens, stage_shard, zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan.frameworks.base import Framework, Selective
 
 # Rough rates, for which of host and GPU is faster: share of the peak in products, and bytes/s that a rank's
 # collectives reach within a node and, hierarchical, across nodes.
@@ -237,7 +239,7 @@ class _Held(NamedTuple):
     step: int
 
 
-def framework_stages(
+def framework_stage_memory(
     spec: RunSpec,
     layout: Layout,
     device: Accelerator,
