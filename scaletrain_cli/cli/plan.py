@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 import logging
 import re
 import socket
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import Any
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
-from scaletrain_cli.plan.catalogue.prices import Quote
+from scaletrain_cli.plan.catalogue.prices import Quote, live_price
 from scaletrain_cli.spec import RunSpec
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
@@ -254,10 +253,7 @@ def _quote(device: Accelerator, spot: bool, gpus_per_node: int) -> Quote | None:
     by_provider: dict[str, list[float]] = {}
     for offer in whole or offers:
         by_provider.setdefault(offer.provider, []).append(offer.price / offer.gpu_count)
-    if not by_provider:
-        return None
-    median = statistics.median(statistics.median(prices) for prices in by_provider.values())
-    return Quote(median, f"gpuhunt today, median of {len(by_provider)} providers: {', '.join(sorted(by_provider))}")
+    return live_price(by_provider)
 
 
 def _gpuhunt_name(device: Accelerator) -> tuple[str, float]:

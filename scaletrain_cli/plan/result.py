@@ -186,7 +186,7 @@ class Market:
     """The run bought on demand, or on spot: dollars and seconds with that market's interruptions."""
 
     price_per_gpu_hour: float | None
-    price_source: str
+    price_source: Reason
     goodput: float
     wall_seconds: float | None
     usd: float | None
@@ -201,12 +201,18 @@ class Cost:
     """
 
     price_per_gpu_hour: float | None
-    price_source: str
+    price_source: Reason
     on_demand_usd: float | None
     spot_usd: float | None
     expected_usd: float | None
     on_demand: Market | None = None
     spot: Market | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; each ``price_source`` as text, with its code in ``price_source_reason``."""
+        markets = {"on_demand": self.on_demand, "spot": self.spot}
+        rows = {name: None if market is None else _priced(market) for name, market in markets.items()}
+        return _priced(self) | rows
 
 
 @dataclass(frozen=True)
@@ -286,6 +292,7 @@ class RunPlan:
             | coded(each.message)
             for each in self.sanity
         ]
+        data["cost"] = self.cost.to_json()
         for name in ("warnings", "assumptions"):
             reasons: tuple[Reason, ...] = getattr(self, name)
             stop = "." if name == "warnings" else ""
@@ -299,7 +306,18 @@ _REASONED = ("alternatives", "rejected", "sanity", "warnings", "assumptions")
 
 def coded(reason: Reason) -> dict[str, Any]:
     """Return the code and the parameters of a reason, as in the plan's JSON."""
-    return {"code": reason.code, "params": dict(reason.params)}
+    return reason.to_document()
+
+
+def _priced(row: Market | Cost) -> dict[str, Any]:
+    source = {"price_source": str(row.price_source), "price_source_reason": coded(row.price_source)}
+    return dataclasses.asdict(row) | source
+
+
+def _read_price(row: dict[str, Any]) -> dict[str, Any]:
+    known = row.get("price_source_reason")
+    source = recorded(row["price_source"]) if known is None else reason_from(known)
+    return {key: value for key, value in row.items() if key != "price_source_reason"} | {"price_source": source}
 
 
 def with_reasons(plan: dict[str, Any]) -> dict[str, Any]:
@@ -320,6 +338,10 @@ def with_reasons(plan: dict[str, Any]) -> dict[str, Any]:
         known = plan.get(f"{name.removesuffix('s')}_reasons")
         texts = [recorded(text.removesuffix(".")) for text in plan.get(name, ())]
         changed[name] = texts if known is None else [reason_from(reason) for reason in known]
+    if "cost" in plan:
+        cost = _read_price(plan["cost"])
+        markets = {name: cost[name] and _read_price(cost[name]) for name in ("on_demand", "spot") if name in cost}
+        changed["cost"] = cost | markets
     return {key: value for key, value in plan.items() if not key.endswith("_reasons")} | changed
 
 

@@ -167,7 +167,7 @@ def cost_text(plan: RunPlan) -> str:
     """Return the expected cost as short text."""
     cost = plan.cost
     if cost.price_per_gpu_hour is None:
-        return cost.price_source
+        return str(cost.price_source)
     price = f"{dollars_text(cost.price_per_gpu_hour)} per GPU and hour ({cost.price_source})"
     if cost.expected_usd is None:
         return f"never finishes: interruptions arrive faster than a restart takes; {price}"

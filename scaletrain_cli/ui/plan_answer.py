@@ -31,7 +31,7 @@ def show_trace(outcome: TraceOutcome, console: Console | None = None) -> None:
     table.add_column(overflow="fold")
     for name, text in _rows(outcome):
         table.add_row(name, escaped_text(text))
-    notes = [escaped_text(note, "dim") for note in outcome.notes]
+    notes = [escaped_text(f"{note}.", "dim") for note in outcome.notes]
     show(console or stdout_console(), Group("", escaped_text(title, "bold"), table, *notes))
 
 

@@ -101,7 +101,7 @@ def _cost_of_all(points: Sequence[tuple[RunSpec, RunPlan]], start: Start, at_onc
     hourly = sorted((one.usd_per_hour for one in prospects if one.usd_per_hour is not None), reverse=True)
     whole = [one.expected_usd for one in prospects if one.expected_usd is not None]
     if len(hourly) < len(points):
-        return next(plan.cost.price_source for _, plan in points if plan.cost.price_per_gpu_hour is None)
+        return next(str(plan.cost.price_source) for _, plan in points if plan.cost.price_per_gpu_hour is None)
     rate = f"{dollars_text(sum(hourly[:at_once]))} per hour"
     if len(whole) < len(points):
         return f"some runs never finish: interruptions arrive faster than a restart takes; {rate}"
@@ -139,7 +139,7 @@ def cost_text(prospect: SubmissionSummary) -> str:
     """Return the expected cost of the remaining steps, and the cost per hour."""
     cost, hourly = prospect.plan.cost, prospect.usd_per_hour
     if hourly is None or cost.price_per_gpu_hour is None:
-        return cost.price_source
+        return str(cost.price_source)
     price = f"{dollars_text(cost.price_per_gpu_hour)} per GPU-hour: {cost.price_source}"
     rates = f"{dollars_text(hourly)} per hour ({price})"
     if prospect.expected_usd is None:

@@ -55,7 +55,7 @@ OUTCOME = TraceOutcome(
     trace_days=14.2,
     repeats=2.5,
     nodes_needed=4,
-    nodes_assumed="as recorded",
+    nodes_assumed=Reason("plan.trace-as-recorded"),
     starts=16,
     finished=15,
     days=Spread(12.25, 10.0, 19.5),
@@ -66,12 +66,16 @@ OUTCOME = TraceOutcome(
     spot_usd=Spread(5200.0, 5100.0, 5900.0),
     on_demand_days=6.0,
     on_demand_usd=13750.0,
-    notes=("the trace repeats 2.5 times",),
+    notes=(Reason("plan.trace-repeats", {"seconds": 86400.0}),),
 )
 
 
 def compared(*names: str) -> tuple[Compared, ...]:
-    reasons = {"too_large": "the smallest layout needs 273 GB per rank and a rank has 84.9 GB"}
+    reasons = {
+        "too_large": Reason(
+            "plan.run-does-not-fit", {"name": "x", "gpus": "1 x 8 h100-sxm-80gb", "peak": 273e9, "capacity": 84.9e9}
+        )
+    }
     return tuple(Compared(name, *stored(PLANS[name]), reasons.get(name)) for name in names)
 
 

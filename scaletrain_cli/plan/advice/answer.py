@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
 from scaletrain_cli.plan.planning import make_plan
-from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
+from scaletrain_cli.plan.result import RunPlan, coded
+from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, why_no_plan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:  # the command loads these only if it needs them
@@ -32,7 +32,7 @@ class Compared:
     name: str
     spec: RunSpec
     plan: RunPlan | None
-    reason: str | None
+    reason: Reason | None
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -40,11 +40,11 @@ class Compared:
         return self.reason is None
 
     def to_json(self) -> dict[str, Any]:
-        """Return ``name``, ``feasible``, ``reason``, ``problems`` and the plan as JSON values."""
-        plan = None if self.plan is None else self.plan.to_json()
+        """Return ``name``, ``feasible``, ``reason`` with its code beside it, ``problems`` and the plan."""
+        row = {"name": self.name, "feasible": self.feasible, "reason": self.reason and str(self.reason)}
+        row |= {} if self.reason is None else coded(self.reason)
         problems = [problem.to_json() for problem in self.problems]
-        said = {"name": self.name, "feasible": self.feasible, "reason": self.reason, "problems": problems}
-        return said | {"plan": plan}
+        return row | {"problems": problems, "plan": None if self.plan is None else self.plan.to_json()}
 
 
 def compare(runs: Sequence[tuple[str, RunSpec]]) -> tuple[Compared, ...]:
@@ -73,19 +73,14 @@ def none_feasible(compared: Sequence[Compared]) -> InfeasibleError | None:
         for column in compared
         for problem in [each for each in column.problems if each.where not in _SIZES][:1]
     )
-    message = f"none of the {len(compared)} can run as asked; `scaletrain plan` of one says all that would fit"
-    return InfeasibleError(message, tuple(changes))
+    return InfeasibleError(Reason("plan.none-feasible", {"runs": len(compared)}), tuple(changes))
 
 
 def _compared(name: str, spec: RunSpec) -> Compared:
     try:
         return Compared(name, spec, make_plan(spec), None)
     except PlanInfeasibleError as error:
-        reason = error.message
-        if error.plan is None and error.problems:
-            first = error.problems[0]
-            reason = f"{first.subject}: {first.message.rstrip('.')}"
-        return Compared(name, spec, error.plan, reason, error.problems)
+        return Compared(name, spec, error.plan, error.reason if error.plan else why_no_plan(error), error.problems)
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ class Answer:
         if self.explanation is not None:
             data["explanation"] = [question.to_json() for question in self.explanation]
         if self.outcome is not None:
-            data["trace"] = dataclasses.asdict(self.outcome)
+            data["trace"] = self.outcome.to_json()
         return data
 
 

@@ -14,8 +14,9 @@ from importlib.resources import files
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
-from scaletrain_cli.text import did_you_mean
+from scaletrain_cli.text import nearest_name
 
 # A smaller rate is a typing error; dividing by it would overflow.
 _SLOWEST = 1.0
@@ -146,8 +147,8 @@ def _parts(name: str) -> set[str]:
 def _unknown(name: str, fitting: list[str]) -> UsageError:
     known = accelerator_names()
     shown = name.encode("unicode_escape").decode("ascii")[:80]
-    near = f"Did you mean {' or '.join(fitting)}? " if fitting else did_you_mean(name, known, 0.6)
-    hint = f"{near}Known: {', '.join(known)}; or give a table."
-    what = "names several devices of the hardware catalogue." if fitting else "is not in the hardware catalogue."
-    problem = Problem("run spec", "cluster.gpu", what, shown, hint)
-    return UsageError(f"unknown accelerator {shown or '(an empty name)'}", (problem,))
+    near = fitting or [near for near in (nearest_name(name, known, 0.6),) if near]
+    code = "plan.ambiguous-device" if fitting else "plan.unknown-device-similar" if near else "plan.unknown-device"
+    reason = Reason(code, {"known": ", ".join(known)} | ({"similar": near} if near else {}))
+    problem = Problem.because("run spec", "cluster.gpu", reason, shown)
+    return UsageError(Reason("plan.unknown-accelerator", {"given": shown or "(an empty name)"}), (problem,))

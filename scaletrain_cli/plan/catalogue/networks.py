@@ -16,8 +16,9 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
-from scaletrain_cli.text import did_you_mean
+from scaletrain_cli.text import nearest_name
 
 # A smaller rate is a typing error; dividing by it would overflow.
 _SLOWEST = 1.0
@@ -160,7 +161,8 @@ def _catalogue() -> dict[str, Any]:
 def _unknown(name: str) -> UsageError:
     known = network_names()
     shown = name.encode("unicode_escape").decode("ascii")[:80]
-    hint = f"{did_you_mean(name, known, 0.3)}Known: {', '.join(known)}."
-    hint += " For another one leave it out and set cluster.inter_node_bandwidth, in bytes/s per GPU."
-    problem = Problem("run spec", "cluster.network", "is not in the network catalogue.", shown, hint)
-    return UsageError(f"unknown network {shown}", (problem,))
+    near = nearest_name(name, known, 0.3)
+    code = "plan.unknown-link-similar" if near else "plan.unknown-link"
+    reason = Reason(code, {"known": ", ".join(known)} | ({"similar": near} if near else {}))
+    problem = Problem.because("run spec", "cluster.network", reason, shown)
+    return UsageError(Reason("plan.unknown-network", {"given": shown}), (problem,))

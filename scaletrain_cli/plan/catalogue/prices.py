@@ -1,21 +1,24 @@
-"""Prices per GPU hour: list prices with date and source (prices.json), and one figure for ``auto``."""
+"""Prices per GPU hour: list prices with date and source (prices.json), and the one figure for ``auto``."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from scaletrain_cli.reasons import Reason
+
 
 @dataclass(frozen=True)
 class Quote:
-    """US dollars per GPU hour, and the source."""
+    """US dollars per GPU hour, and where the figure comes from."""
 
     usd: float
-    source: str
+    source: Reason
 
 
 def catalogue_price(gpu: str, spot: bool) -> Quote | None:
@@ -33,8 +36,16 @@ def catalogue_price(gpu: str, spot: bool) -> Quote | None:
     if not shares:
         return on_spot.quote("spot")
     share, whole = statistics.median(shares), on_demand.median
-    source = f"{share:.2f} of {whole:.2f} on demand, as {len(shares)} of {len(on_demand.usd)} offers list both"
-    return Quote(share * whole, f"{source}, {on_spot.dates}")
+    params = {"share": share, "on_demand_usd": whole, "offers": len(shares), "listed": len(on_demand.usd)}
+    return Quote(share * whole, Reason("plan.price-spot-share", {**params, "dates": on_spot.dates}))
+
+
+def live_price(usd_by_provider: Mapping[str, Sequence[float]]) -> Quote | None:
+    """Return the median over cloud providers of each provider's median; None without any price."""
+    if not usd_by_provider:
+        return None
+    usd = statistics.median(statistics.median(prices) for prices in usd_by_provider.values())
+    return Quote(usd, Reason("plan.price-live", {"providers": sorted(usd_by_provider)}))
 
 
 class _Offers:
@@ -53,11 +64,11 @@ class _Offers:
         if not self.usd:
             return None
         offers = sorted(self.usd, key=lambda offer: self.usd[offer])
-        low, high = (f"{self.usd[offer]:.2f} {offer}" for offer in (offers[0], offers[-1]))
-        what = f"median of {len(offers)} {market} list prices, {low} to {high}"
+        params = {"market": market, "lowest": f"{self.usd[offers[0]]:.2f} {offers[0]}", "dates": self.dates}
         if len(offers) == 1:
-            what = f"the one {market} list price known, {low}"
-        return Quote(self.median, f"{what}, {self.dates}")
+            return Quote(self.median, Reason("plan.price-single", params))
+        params["highest"] = f"{self.usd[offers[-1]]:.2f} {offers[-1]}"
+        return Quote(self.median, Reason("plan.price-median", {**params, "offers": len(offers)}))
 
 
 @cache

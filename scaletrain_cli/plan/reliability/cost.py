@@ -6,9 +6,10 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.catalogue.prices import Quote, catalogue_price
 from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import Cost, Durability, Layout, Market, Time
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
-_STATED = "the run spec"
+_STATED = Reason("plan.price-stated")
 
 
 def plan_cost(spec: RunSpec, layout: Layout, time: Time, durability: Durability) -> Cost:
@@ -43,8 +44,7 @@ def _bare(market: Market, gpu_hours: float) -> float | None:
 def _market(quote: Quote | None, gpus: int, durable: Durability) -> Market:
     wall = durable.wall_seconds
     if quote is None:
-        source = "unknown: set cluster.price_per_gpu_hour, and cluster.spot_price_per_gpu_hour for spot"
-        return Market(None, source, durable.expected_goodput, wall, None)
+        return Market(None, Reason("plan.price-unknown"), durable.expected_goodput, wall, None)
     usd = None if wall is None else quote.usd * gpus * wall / 3600
     return Market(quote.usd, quote.source, durable.expected_goodput, wall, usd)
 

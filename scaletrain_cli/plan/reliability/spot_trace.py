@@ -1,4 +1,4 @@
-"""Replay a run on a recorded spot market: days, dollars and lost work with the recorded capacity."""
+"""Simulate a run on a recorded spot market: days, dollars and lost work with the recorded capacity."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import gzip
 import json
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.result import RunPlan, coded
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
-_LONGEST_SECONDS = 1e10  # bounds typing errors, and admits Unix time in seconds
+_LONGEST_SECONDS = 1e10  # larger times are typing errors; Unix time in seconds is smaller
 
 
 @dataclass(frozen=True)
 class SpotTrace:
-    """The recorded capacity, as consecutive intervals of (seconds, nodes)."""
+    """The recorded capacity, as consecutive intervals of (seconds, available nodes)."""
 
     name: str
-    stretches: tuple[tuple[float, int], ...]
+    intervals: tuple[tuple[float, int], ...]
 
     @property
     def seconds(self) -> float:
-        return math.fsum(seconds for seconds, _ in self.stretches)
+        return math.fsum(seconds for seconds, _ in self.intervals)
 
 
 def read_trace(path: Path) -> SpotTrace:
@@ -35,50 +36,40 @@ def read_trace(path: Path) -> SpotTrace:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise _invalid_trace(path, f"cannot be read: {error}.", "Give a JSON or CSV file, plain or gzipped.") from error
-    stretches = _from_json(path, text) if text.lstrip()[:1] in ("{", "[") else _from_csv(path, text)
-    if not any(nodes for _, nodes in stretches):
-        raise _invalid_trace(
-            path, "has no point with a node up, so nothing can run on it.", "Record a time with capacity."
-        )
-    return SpotTrace(path.name, tuple(stretches))
+        raise _invalid_trace(path, Reason("plan.trace-unreadable", {"detail": str(error)})) from error
+    intervals = _from_json(path, text) if text.lstrip()[:1] in ("{", "[") else _from_csv(path, text)
+    if not any(nodes for _, nodes in intervals):
+        raise _invalid_trace(path, Reason("plan.trace-without-nodes"))
+    return SpotTrace(path.name, tuple(intervals))
 
 
 def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
     try:
         document: Any = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise _invalid_trace(path, f"is not JSON: {error}.", "Check that the file is whole.") from error
+        raise _invalid_trace(path, Reason("plan.trace-not-json", {"detail": str(error)})) from error
     if isinstance(document, dict) and isinstance(document.get("files"), dict):
-        some = ", ".join(list(document["files"])[:2])
-        raise _invalid_trace(
-            path, f"holds {len(document['files'])} traces.", f"Write one of them to a file, such as {some}."
-        )
+        names = list(document["files"])
+        raise _invalid_trace(path, Reason("plan.several-traces", {"count": len(names), "names": names[:2]}))
     metadata = document.get("metadata") if isinstance(document, dict) else None
     gap: Any = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     data = document.get("data") if isinstance(document, dict) else None
     if not _is_number(gap) or not 0 < gap <= _LONGEST_SECONDS:
-        raise _invalid_trace(
-            path, "lacks metadata.gap_seconds, the seconds between two points.", 'Add {"gap_seconds": 600}.'
-        )
+        raise _invalid_trace(path, Reason("plan.trace-without-gap"))
     if not isinstance(data, list) or not data:
-        raise _invalid_trace(
-            path, "lacks data, the list of nodes up at each point.", "Add it, or give CSV lines seconds,nodes."
-        )
-    stretches: list[tuple[float, int]] = []
+        raise _invalid_trace(path, Reason("plan.trace-without-data"))
+    intervals: list[tuple[float, int]] = []
     for index, point in enumerate(data):
         nodes = _nodes(path, f"data[{index}]", point)
-        if stretches and stretches[-1][1] == nodes:
-            stretches[-1] = (stretches[-1][0] + gap, nodes)
+        if intervals and intervals[-1][1] == nodes:
+            intervals[-1] = (intervals[-1][0] + gap, nodes)
         else:
-            stretches.append((float(gap), nodes))
-    return stretches
+            intervals.append((float(gap), nodes))
+    return intervals
 
 
 def _from_csv(path: Path, text: str) -> list[tuple[float, int]]:
-    """Return the trace in lines ``seconds,nodes``, each the start of an interval; the last one lasts as long as the one
-    before.
-    """
+    """Return the intervals of lines ``seconds,nodes``, each the start of one; the last is as long as the one before."""
     points: list[tuple[float, int]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         cells = [cell.strip() for cell in line.split(",")]
@@ -87,16 +78,12 @@ def _from_csv(path: Path, text: str) -> list[tuple[float, int]]:
         try:
             seconds, nodes = (float(cell) for cell in cells)
         except ValueError:
-            raise _invalid_trace(
-                path, f"line {number} is not seconds,nodes.", "Write two numbers, as 600,4.", line
-            ) from None
+            raise _invalid_trace(path, Reason("plan.trace-line-not-numbers", {"line": number}), line) from None
         if not abs(seconds) <= _LONGEST_SECONDS or (points and seconds <= points[-1][0]):
-            raise _invalid_trace(
-                path, f"line {number} does not come after the one before it.", "Sort the lines by time.", line
-            )
+            raise _invalid_trace(path, Reason("plan.trace-not-ascending", {"line": number}), line)
         points.append((seconds, _nodes(path, f"line {number}", nodes)))
     if len(points) < 2:
-        raise _invalid_trace(path, "has fewer than two points.", "Write at least two lines seconds,nodes.")
+        raise _invalid_trace(path, Reason("plan.trace-too-few-points"))
     ends = [seconds for seconds, _ in points[1:]]
     ends.append(2 * points[-1][0] - points[-2][0])
     return [(end - seconds, nodes) for (seconds, nodes), end in zip(points, ends, strict=True)]
@@ -106,7 +93,7 @@ def _nodes(path: Path, where: str, value: Any) -> int:
     if isinstance(value, bool):
         return int(value)
     if not _is_number(value) or not 0 <= value <= 1e6 or value != int(value):
-        raise _invalid_trace(path, f"{where} is not a number of nodes.", "Give whole numbers from 0 on.", str(value))
+        raise _invalid_trace(path, Reason("plan.trace-not-nodes", {"where": where}), str(value))
     return int(value)
 
 
@@ -114,15 +101,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _invalid_trace(path: Path, message: str, hint: str, given: str | None = None) -> UsageError:
+def _invalid_trace(path: Path, reason: Reason, given: str | None = None) -> UsageError:
     shown = None if given is None else given.encode("unicode_escape").decode("ascii")[:80]
-    return UsageError(f"the spot trace {path} cannot be used", (Problem(str(path), "", message, shown, hint),))
+    problem = Problem.because(str(path), "", reason, shown)
+    return UsageError(Reason("plan.unusable-trace", {"path": str(path)}), (problem,))
 
 
 _STARTS = 16
 _DAY = 86400.0
 _NEVER_SECONDS = 1000 * 365 * _DAY
-_Stretches = list[tuple[float, bool]]  # seconds, and whether all nodes are up
+_Intervals = list[tuple[float, bool]]  # seconds, and whether the run has all its nodes
 
 
 @dataclass(frozen=True)
@@ -136,13 +124,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class TraceOutcome:
-    """The result of a simulation. ``days`` include waiting for nodes; dollars count time with nodes only."""
+    """The result of a simulation. ``days`` include waiting for nodes; ``spot_usd`` counts only time with all nodes."""
 
     name: str
     trace_days: float
     repeats: float
     nodes_needed: int
-    nodes_assumed: str
+    nodes_assumed: Reason
     starts: int
     finished: int
     days: Spread
@@ -153,39 +141,40 @@ class TraceOutcome:
     spot_usd: Spread | None
     on_demand_days: float
     on_demand_usd: float | None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; ``nodes_assumed`` and ``notes`` as texts, with their codes in ``..._reason(s)``."""
+        return asdict(self) | {
+            "nodes_assumed": str(self.nodes_assumed),
+            "nodes_assumed_reason": coded(self.nodes_assumed),
+            "notes": [f"{note}." for note in self.notes],
+            "note_reasons": [coded(note) for note in self.notes],
+        }
 
 
 def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
-    """Replay the run from 16 starting points spread over the trace, which repeats if the run is longer.
+    """Simulate the run from 16 starting points spread evenly over the trace, which repeats if the run is longer.
 
-    The run needs all its nodes at once. With all nodes it loads for ``restart_seconds``, then trains and saves as
-    planned; when it loses a node, the work since the last checkpoint is lost, or only the notice if a last save fits in
-    it. Deterministic. Raises UsageError if the run would never end on this trace.
+    The run needs all its nodes at once. Once it has them it loads for ``restart_seconds``, then trains and saves as
+    planned. When it loses a node, it loses the work since the last checkpoint; if the notice is long enough for a last
+    checkpoint, it loses only the notice. Deterministic. Raises UsageError if the run would never finish on this trace.
     """
-    most = max(nodes for _, nodes in trace.stretches)
+    most = max(nodes for _, nodes in trace.intervals)
     needed = min(spec.cluster.nodes, most)
-    stretches = _availability(trace, needed)
+    intervals = _availability(trace, needed)
     ended = []
     for start in range(_STARTS):
-        run = _Replay(spec, plan)
-        if run.to_the_end(stretches, trace.seconds * start / _STARTS):
+        run = _Simulation(spec, plan)
+        if run.to_the_end(intervals, trace.seconds * start / _STARTS):
             ended.append(run)
     if not ended:
-        longest = max((seconds for seconds, up in stretches if up), default=0.0)
-        raise UsageError(
-            f"the run never finishes on {trace.name}",
-            (
-                Problem(
-                    "--trace",
-                    "",
-                    f"its longest stretch with {spec.cluster.nodes} nodes leaves no time for a checkpoint.",
-                    f"{longest:,.0f} s",
-                    f"Loading takes {plan.durability.restart_seconds:,.0f} s and a checkpoint comes every "
-                    f"{plan.durability.interval_seconds:,.0f} s; lower checkpoint.every or use fewer nodes.",
-                ),
-            ),
-        )
+        longest = max((seconds for seconds, up in intervals if up), default=0.0)
+        durability = plan.durability
+        params = {"longest": longest, "nodes": spec.cluster.nodes, "restart": durability.restart_seconds}
+        reason = Reason("plan.trace-intervals-too-short", {**params, "interval": durability.interval_seconds})
+        problem = Problem.because("--trace", "", reason)
+        raise UsageError(Reason("plan.never-finishes-on-trace", {"trace": trace.name}), (problem,))
     price = plan.cost.spot.price_per_gpu_hour if plan.cost.spot else None
     gpu_hours = plan.layout.world_size / 3600
     on_demand = plan.cost.on_demand
@@ -210,8 +199,8 @@ def simulate(spec: RunSpec, plan: RunPlan, trace: SpotTrace) -> TraceOutcome:
     )
 
 
-class _Replay:
-    """The state of one run in a trace: seconds elapsed, seconds of waiting, and seconds of repeated work."""
+class _Simulation:
+    """The state of one run on a trace: seconds elapsed (``wall``), waiting for nodes, and of work that was lost."""
 
     def __init__(self, spec: RunSpec, plan: RunPlan) -> None:
         self.spec, self.durability = spec, plan.durability
@@ -219,30 +208,30 @@ class _Replay:
         self.left = plan.time.to_train
         self.wall = self.waiting = self.lost = self.interruptions = 0.0
 
-    def to_the_end(self, stretches: _Stretches, start: float) -> bool:
-        """Return whether the run ends. An interval adds the same amount in each round, so rounds are skipped."""
-        if self._through(_after(stretches, start)) or self._through(stretches):
+    def to_the_end(self, intervals: _Intervals, start: float) -> bool:
+        """Return whether the run finishes. Each repetition of the trace adds the same amount, so most are skipped."""
+        if self._through(_after(intervals, start)) or self._through(intervals):
             return True
-        outcomes = [self._outcome(seconds) for seconds, up in stretches if up]
+        outcomes = [self._outcome(seconds) for seconds, up in intervals if up]
         per_round = math.fsum(gain for gain, _ in outcomes)
-        whole = math.fsum(seconds for seconds, _ in stretches)
+        whole = math.fsum(seconds for seconds, _ in intervals)
         if self.left * whole >= _NEVER_SECONDS * per_round:
             return False
-        # No run ends in a round that begins with more remaining work than this and the work of a round.
-        most = max(seconds - self.durability.restart_seconds for seconds, up in stretches if up) / self.pace
+        # The run cannot finish in a repetition that begins with more remaining work than this plus that of one round.
+        most = max(seconds - self.durability.restart_seconds for seconds, up in intervals if up) / self.pace
         rounds = max(0, math.floor((self.left - most) / per_round) - 1)
         self.left -= rounds * per_round
         self.wall += rounds * whole
-        self.waiting += rounds * math.fsum(seconds for seconds, up in stretches if not up)
+        self.waiting += rounds * math.fsum(seconds for seconds, up in intervals if not up)
         self.lost += rounds * math.fsum(lost for _, lost in outcomes)
         self.interruptions += rounds * len(outcomes)
-        while not self._through(stretches):
+        while not self._through(intervals):
             pass
         return True
 
-    def _through(self, stretches: _Stretches) -> bool:
-        """Return whether the run ends within these intervals."""
-        for seconds, up in stretches:
+    def _through(self, intervals: _Intervals) -> bool:
+        """Return whether the run finishes within these intervals."""
+        for seconds, up in intervals:
             ending = self.durability.restart_seconds + self.left * self.pace
             if up and ending <= seconds:
                 self.wall += ending
@@ -258,20 +247,20 @@ class _Replay:
         return False
 
     def _outcome(self, seconds: float) -> tuple[float, float]:
-        """Return the seconds of progress kept, and of work lost, when an interval with all nodes ends early."""
+        """Return the seconds of progress kept, and of work lost, when the run loses a node after ``seconds``."""
         segment = self.durability.interval_seconds + self.durability.blocked_seconds
         worked = max(0.0, seconds - self.durability.restart_seconds)
         if self.durability.grace_ok:
             return max(0.0, worked - self.spec.cluster.grace_seconds) / self.pace, 0.0
-        behind = self.durability.save_seconds - self.durability.blocked_seconds  # until a checkpoint is whole
+        behind = self.durability.save_seconds - self.durability.blocked_seconds  # until a checkpoint is committed
         kept = math.floor(max(0.0, worked - behind) / segment) * segment
         return kept / self.pace, (worked - kept) / self.pace
 
 
-def _availability(trace: SpotTrace, needed: int) -> _Stretches:
-    """Return the intervals with and without enough nodes in turn; the end of the trace is joined to its beginning."""
-    joined: _Stretches = []
-    for seconds, nodes in trace.stretches:
+def _availability(trace: SpotTrace, needed: int) -> _Intervals:
+    """Return alternating intervals with and without ``needed`` nodes, the end of the trace joined to its beginning."""
+    joined: _Intervals = []
+    for seconds, nodes in trace.intervals:
         up = nodes >= needed
         if joined and joined[-1][1] == up:
             joined[-1] = (joined[-1][0] + seconds, up)
@@ -285,10 +274,10 @@ def _availability(trace: SpotTrace, needed: int) -> _Stretches:
     return joined
 
 
-def _after(stretches: _Stretches, start: float) -> _Stretches:
-    """Return the rest of a round after ``start`` seconds."""
+def _after(intervals: _Intervals, start: float) -> _Intervals:
+    """Return the intervals that remain after the first ``start`` seconds."""
     rest, passed = [], 0.0
-    for seconds, up in stretches:
+    for seconds, up in intervals:
         passed += seconds
         if passed > start:
             rest.append((min(seconds, passed - start), up))
@@ -302,19 +291,19 @@ def _spread(values: list[float]) -> Spread:
     return Spread(median=middle, p10=ordered[round(0.1 * last)], p90=ordered[round(0.9 * last)])
 
 
-def _assumed(needed: int, most: int) -> str:
+def _assumed(needed: int, most: int) -> Reason:
     if needed <= most:
-        return "as recorded"
-    return f"the trace has at most {most}: all of them up stands for all {needed} up"
+        return Reason("plan.trace-as-recorded")
+    return Reason("plan.trace-of-fewer-nodes", {"most": most, "needed": needed})
 
 
-def _notes(spec: RunSpec, plan: RunPlan, trace: SpotTrace, most: int, longest: float) -> tuple[str, ...]:
-    lines = []
+def _notes(spec: RunSpec, plan: RunPlan, trace: SpotTrace, most: int, longest: float) -> tuple[Reason, ...]:
+    notes = []
     if spec.cluster.nodes > most:
-        lines.append(f"{spec.cluster.nodes} nodes are rarely all up when {most} are: expect more days than these.")
+        notes.append(Reason("plan.trace-optimistic", {"nodes": spec.cluster.nodes, "most": most}))
     if longest > trace.seconds:
-        lines.append(f"the trace of {trace.seconds / _DAY:,.1f} days repeats until the run ends.")
+        notes.append(Reason("plan.trace-repeats", {"seconds": trace.seconds}))
     if plan.durability.grace_ok:
-        lines.append(f"each preemption is assumed to come with {spec.cluster.grace_seconds:g} s of notice.")
-    lines.append("nodes that are up while others are missing are not paid for; failures of hardware are not replayed.")
-    return tuple(lines)
+        notes.append(Reason("plan.trace-with-notice", {"grace_seconds": spec.cluster.grace_seconds}))
+    notes.append(Reason("plan.trace-leaves-out"))
+    return tuple(notes)

@@ -65,10 +65,15 @@ def _parsed(option: str, text: str | None, parse: Callable[[Any], float]) -> flo
     try:
         value = float(parse(text))
     except ValueError as error:
-        raise UsageError(f"{option} is not understood", (Problem(option, "", f"{error}.", text),)) from error
+        raise _invalid_limit(option, Reason("plan.limit-not-parsed", {"detail": str(error)}), text) from error
     if value <= 0:
-        raise UsageError(f"{option} is not understood", (Problem(option, "", "must be above 0.", text),))
+        raise _invalid_limit(option, Reason("plan.limit-not-positive"), text)
     return value
+
+
+def _invalid_limit(option: str, reason: Reason, text: str) -> UsageError:
+    problem = Problem.because(option, "", reason, text)
+    return UsageError(Reason("plan.invalid-limit", {"option": option}), (problem,))
 
 
 OBJECTIVES = ("time", "cost", "gpus")

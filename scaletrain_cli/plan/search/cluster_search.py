@@ -13,7 +13,7 @@ from scaletrain_cli.plan.planning import plan_or_raise
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.bounds import Bounds
 from scaletrain_cli.plan.search.cluster_limits import ClusterLimits, Considered
-from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError
+from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, why_no_plan
 from scaletrain_cli.plan.search.layouts import checkpointing_modes
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try, groups
 from scaletrain_cli.reasons import Reason
@@ -113,7 +113,7 @@ def try_cluster(whole: RunSpec, nodes: int, gpu: str | None) -> Tried:
     try:
         plan = plan_or_raise(spec, compared=False)
     except PlanInfeasibleError as error:
-        return Tried(spec, gpu, replace(row, why=_no_plan(error)), None)
+        return Tried(spec, gpu, replace(row, why=why_no_plan(error)), None)
     goodput = plan.durability.expected_goodput
     row = replace(row, goodput=goodput, step_seconds=plan.time.step, layout=plan.layout)
     if goodput <= 0:
@@ -236,11 +236,3 @@ def _scaled(row: Considered, nodes: int, times: float) -> Considered:
     money = None if row.dollars is None else row.dollars * times * nodes / row.nodes
     gpus = row.gpus // row.nodes * nodes
     return replace(row, nodes=nodes, gpus=gpus, seconds=(row.seconds or 0.0) * times, dollars=money)
-
-
-def _no_plan(error: PlanInfeasibleError) -> Reason:
-    """Return why a cluster has no plan: what does not fit, or does not divide."""
-    first = error.problems[0]
-    what = f"{first.key} = {first.given}: {first.message}" if first.given else first.message
-    cause = {"problem": None if first.reason is None else first.reason.code, "what": what.rstrip(".")}
-    return Reason("plan.cluster-does-not-fit" if error.plan else "plan.cluster-does-not-divide", cause)

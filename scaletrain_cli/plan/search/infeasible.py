@@ -169,9 +169,17 @@ def _would_fit(
 class PlanInfeasibleError(InfeasibleError):
     """No layout divides or fits (exit 3). ``plan`` is the smallest one sized, with ``fits`` false; None if none was."""
 
-    def __init__(self, message: str, problems: tuple[Problem, ...] = (), plan: RunPlan | None = None) -> None:
-        super().__init__(message, problems)
+    def __init__(self, reason: Reason, problems: tuple[Problem, ...] = (), plan: RunPlan | None = None) -> None:
+        super().__init__(reason, problems)
         self.plan = plan
+
+
+def why_no_plan(error: PlanInfeasibleError) -> Reason:
+    """Return in one reason what does not fit, or does not divide: the first problem of the error."""
+    first = error.problems[0]
+    what = f"{first.key} = {first.given}: {first.message}" if first.given else first.message
+    cause = {"problem": None if first.reason is None else first.reason.code, "what": what.rstrip(".")}
+    return Reason("plan.cluster-does-not-fit" if error.plan else "plan.cluster-does-not-divide", cause)
 
 
 def infeasible_json(error: InfeasibleError) -> dict[str, Any]:
@@ -181,7 +189,8 @@ def infeasible_json(error: InfeasibleError) -> dict[str, Any]:
 
 def does_not_divide(spec: RunSpec, problems: list[Problem]) -> PlanInfeasibleError:
     """Return the error for degrees and batches that do not divide."""
-    return PlanInfeasibleError(f"{_shown(spec.name)} cannot be laid out on {_gpus(spec)}", tuple(problems))
+    reason = Reason("plan.no-layout-divides", {"name": _shown(spec.name), "gpus": _gpus(spec)})
+    return PlanInfeasibleError(reason, tuple(problems))
 
 
 def does_not_fit(
@@ -207,12 +216,9 @@ def does_not_fit(
         Problem.because("smallest", "layout", Reason("plan.smallest-layout", {"layout": describe(layout)})),
         *changes,
     ]
-    return PlanInfeasibleError(
-        f"{_shown(spec.name)} does not fit on {_gpus(spec)}: the smallest layout needs {bytes_text(memory.peak)} per "
-        f"rank and a rank has {bytes_text(memory.capacity)}",
-        tuple(problems),
-        plan,
-    )
+    sizes = {"peak": memory.peak, "capacity": memory.capacity}
+    reason = Reason("plan.run-does-not-fit", {"name": _shown(spec.name), "gpus": _gpus(spec), **sizes})
+    return PlanInfeasibleError(reason, tuple(problems), plan)
 
 
 def _gpus(spec: RunSpec) -> str:

@@ -60,12 +60,12 @@ class SizingError(InfeasibleError):
 
     def __init__(
         self,
-        message: str,
+        reason: Reason,
         problems: tuple[Problem, ...],
         considered: tuple[Considered, ...],
         closest: Considered | None,
     ) -> None:
-        super().__init__(message, problems)
+        super().__init__(reason, problems)
         self.considered = considered
         self.closest = closest
 
@@ -175,12 +175,11 @@ def _limits(
     spec: RunSpec, objective: str, max_gpus: int | None, deadline_seconds: float | None, budget_usd: float | None
 ) -> ClusterLimits:
     if objective not in OBJECTIVES:
-        raise UsageError(f"unknown objective {objective}: use {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}.")
+        raise UsageError(Reason("plan.unknown-objective", {"given": objective, "allowed": list(OBJECTIVES)}))
     most = spec.world_size if max_gpus is None else max_gpus
     if most < spec.cluster.gpus_per_node:
-        whole = spec.cluster.gpus_per_node
-        what = f"at most {most} GPUs are less than one node of {whole}"
-        raise UsageError(f"{what}. Use --max-gpus {whole} or more, or fewer cluster.gpus_per_node.")
+        params = {"max_gpus": most, "gpus_per_node": spec.cluster.gpus_per_node}
+        raise UsageError(Reason("plan.less-than-one-node", params))
     return ClusterLimits(objective, most, deadline_seconds, budget_usd)
 
 
@@ -194,7 +193,7 @@ def _out_of_reach(
     """Return the error with the closest miss, and the fewest GPUs ``beyond`` the limit that suffice."""
     planned = [row for row in rows if row.seconds is not None]
     if planned and all(row.why == Reason("plan.no-price") for row in planned):
-        return UsageError("cost and budget need a price: set cluster.price_per_gpu_hour.")
+        return UsageError(Reason("plan.needs-price"))
     closest = min(planned, key=lambda row: (limits.miss(row), *limits.rank(row)), default=None)
     problems: list[Problem] = []
     if closest is not None:
@@ -220,17 +219,20 @@ def _taken(row: Considered) -> dict[str, Any]:
     return {"seconds": row.seconds, "dollars": row.dollars, "takes": takes, "missed": str(row.why or "")}
 
 
-def _headline(limits: ClusterLimits, closest: Considered | None, beyond: Considered | None) -> str:
-    asked = []
-    if limits.deadline_seconds is not None:
-        asked.append(seconds_text(limits.deadline_seconds))
-    if limits.budget_usd is not None:
-        asked.append(dollars_text(limits.budget_usd))
-    wanted = " and ".join(asked) or "the run"
-    text = f"{wanted} {'is' if not asked else 'are'} out of reach with at most {limits.max_gpus} GPUs"
-    if closest is not None:
-        text += f": {closest.why} at best"
-    return text if beyond is None else f"{text}; {beyond.gpus} x {beyond.gpu} would do"
+def _headline(limits: ClusterLimits, closest: Considered | None, beyond: Considered | None) -> Reason:
+    if closest is None:
+        reason = Reason("plan.no-cluster-fits", {"max_gpus": limits.max_gpus})
+    else:
+        named = []
+        if limits.deadline_seconds is not None:
+            named.append(f"the deadline of {seconds_text(limits.deadline_seconds)}")
+        if limits.budget_usd is not None:
+            named.append(f"the budget of {dollars_text(limits.budget_usd)}")
+        params = {"max_gpus": limits.max_gpus, "limits": " and ".join(named), "missed": closest.why}
+        reason = Reason("plan.no-cluster-meets-limits", params)
+    if beyond is None:
+        return reason
+    return Reason("plan.larger-cluster-suffices", {"cause": reason, "gpus": beyond.gpus, "gpu": beyond.gpu})
 
 
 class _Beyond(NamedTuple):

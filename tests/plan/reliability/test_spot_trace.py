@@ -13,6 +13,7 @@ import pytest
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import RunPlan, make_plan
 from scaletrain_cli.plan.reliability.spot_trace import SpotTrace, read_trace, simulate
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -34,8 +35,8 @@ def run_of(days: float, *, grace_seconds: float = 0, nodes: int = 4) -> tuple[Ru
     return spec, replace(plan, durability=durability, time=replace(plan.time, to_train=days * 86400))
 
 
-def trace_of(*stretches: tuple[float, int]) -> SpotTrace:
-    return SpotTrace("trace", stretches)
+def trace_of(*intervals: tuple[float, int]) -> SpotTrace:
+    return SpotTrace("trace", intervals)
 
 
 def test_nodes_that_stay_cost_the_start_and_the_checkpoints_only() -> None:
@@ -82,7 +83,7 @@ def test_long_runs_are_the_same_as_walking_round_by_round() -> None:
     per_round = sum(math.floor((up - 180) / 1020) * 1000 for up in (5 * HOUR, 0.5 * HOUR))
     assert outcome.days.median == pytest.approx(365 * 86400 / per_round * 8.5 / 24, rel=0.002)
     assert outcome.repeats > 1000
-    assert any("repeats" in note for note in outcome.notes)
+    assert "plan.trace-repeats" in {note.code for note in outcome.notes}
 
 
 def test_the_end_of_a_trace_goes_on_at_its_beginning() -> None:
@@ -103,8 +104,18 @@ def test_the_spread_is_ordered_and_deterministic() -> None:
 def test_a_trace_of_fewer_nodes_stands_for_the_whole_job() -> None:
     spec, plan = run_of(days=1)
     outcome = simulate(spec, plan, trace_of((HOUR, 1), (HOUR, 0)))
-    assert "stands for all 4" in outcome.nodes_assumed
-    assert any("expect more days" in note for note in outcome.notes)
+    assert outcome.nodes_assumed == Reason("plan.trace-of-fewer-nodes", {"most": 1, "needed": 4})
+    assert "plan.trace-optimistic" in {note.code for note in outcome.notes}
+
+
+def test_json_has_the_notes_as_texts_with_their_codes_beside_them() -> None:
+    data = simulate(*run_of(days=1), trace_of((HOUR, 1), (HOUR, 0))).to_json()
+    assert [reason["code"] for reason in data["note_reasons"]][:2] == ["plan.trace-optimistic", "plan.trace-repeats"]
+    assert len(data["notes"]) == len(data["note_reasons"])
+    assert (data["nodes_assumed_reason"]["params"], "at most 1" in data["nodes_assumed"]) == (
+        {"most": 1, "needed": 4},
+        True,
+    )
 
 
 def test_a_run_that_would_never_end_is_refused() -> None:
@@ -132,7 +143,7 @@ def test_json_is_read_plain_and_gzipped(tmp_path: Path) -> None:
     plain, packed = tmp_path / "a.json", tmp_path / "a.json.gz"
     plain.write_text(text, encoding="utf-8")
     packed.write_bytes(gzip.compress(text.encode()))
-    assert read_trace(plain).stretches == read_trace(packed).stretches == ((1200, 4), (600, 0), (600, 3))
+    assert read_trace(plain).intervals == read_trace(packed).intervals == ((1200, 4), (600, 0), (600, 3))
     assert read_trace(plain).seconds == 2400
 
 
@@ -140,7 +151,7 @@ def test_csv_is_read_with_and_without_a_header(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     for header in ("", "seconds,nodes\n"):
         path.write_text(header + "0,4\n600,0\n900,4\n", encoding="utf-8")
-        assert read_trace(path).stretches == ((600, 4), (300, 0), (300, 4))
+        assert read_trace(path).intervals == ((600, 4), (300, 0), (300, 4))
 
 
 @pytest.mark.parametrize(
@@ -153,10 +164,10 @@ def test_csv_is_read_with_and_without_a_header(tmp_path: Path) -> None:
         (b'{"metadata": {"gap_seconds": 60}, "data": []}', "lacks data"),
         (b'{"metadata": {"gap_seconds": 60}, "data": [1, "x"]}', "data[1] is not a number of nodes"),
         (b'{"metadata": {"gap_seconds": 60}, "data": [1.5]}', "data[0] is not a number of nodes"),
-        (b'{"metadata": {"gap_seconds": 60}, "data": [0, 0]}', "no point with a node up"),
+        (b'{"metadata": {"gap_seconds": 60}, "data": [0, 0]}', "no node is available at any point"),
         (b'{"files": {"one.json": {}, "two.json": {}}}', "holds 2 traces"),
         (b"0,4\nsoon,3\n", "line 2 is not seconds,nodes"),
-        (b"0,4\n0,3\n", "line 2 does not come after"),
+        (b"0,4\n0,3\n", "line 2 is not later than"),
         (b"0,4\n600,-1\n", "line 2 is not a number of nodes"),
         (b"\x1f\x8b broken", "cannot be read"),
         (b"\xff\xfe\x00", "cannot be read"),
@@ -168,7 +179,9 @@ def test_an_odd_trace_is_one_clear_error(tmp_path: Path, content: bytes, said: s
     with pytest.raises(UsageError) as caught:
         read_trace(path)
     assert said in str(caught.value)
-    assert len(caught.value.problems) == 1
+    (problem,) = caught.value.problems
+    assert problem.reason is not None
+    assert caught.value.reason is not None
 
 
 def test_a_missing_trace_is_a_usage_error(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_deadline_alone_may_take_more_gpus_than_the_spec_has() -> None:
     assert row.gpus == sizing.max_gpus == sizing.plan.layout.world_size
     assert "more than the 16 GPUs of the spec" in str(sizing.notes[0])
     assert row == chosen(size_cluster(run(cluster__nodes=2), "gpus", max_gpus=row.gpus, deadline_seconds=5 * DAY))
-    with pytest.raises(SizingError, match="out of reach with at most 16 GPUs"):  # the spec's are the limit here
+    with pytest.raises(SizingError, match="no cluster of at most 16 GPUs meets"):  # the spec's are the limit here
         size_cluster(run(cluster__nodes=2), "time", deadline_seconds=5 * DAY)
 
 
@@ -79,7 +79,7 @@ def test_a_deadline_out_of_reach_names_the_closest_miss_and_what_would_do() -> N
     assert error.exit_code == ExitCode.INFEASIBLE
     assert error.closest is not None
     assert error.closest.gpus == 32
-    assert "5 d are out of reach with at most 32 GPUs: " in error.message
+    assert "no cluster of at most 32 GPUs meets the deadline of 5 d; the closest one: " in error.message
     assert "too late at best" in error.message
     (would_do,) = [problem for problem in error.problems if problem.where == "would do"]
     gpus = int(str(would_do.given).split()[0])
