@@ -1,4 +1,4 @@
-"""Exact parameter counts and FLOPs of a transformer, of the whole model or one rank's share."""
+"""Exact parameter counts and FLOPs of a transformer: of the full model, or of the part that one rank holds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from scaletrain_cli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Block:
-    """Parameters of one transformer block: matrices that multiply tokens, and vectors (norms and biases)."""
+    """Parameters of one transformer block: weight matrices by part, and ``vectors`` (norms and biases)."""
 
     attention: int
-    dense_mlp: int  # the whole MLP of a dense block, or the shared experts of an MoE block
+    dense_mlp: int  # the MLP of a dense block, or the shared experts of an MoE block
     router: int
-    expert: int  # of one routed expert, with its biases; 0 without experts
+    expert: int  # one routed expert, with its biases; 0 without experts
     experts: int  # number of routed experts
     vectors: int
 
@@ -25,7 +25,7 @@ class Block:
 
     @property
     def routed(self) -> int:
-        """Parameters in routed experts, of which each token uses a part."""
+        """Parameters of the routed experts, of which each token uses only some."""
         return self.expert * self.experts
 
     @property
@@ -35,9 +35,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Parameters by part; ``head`` is 0 if it is tied to ``table``, the token embedding.
+    """Parameters of a transformer by part.
 
-    The first ``dense_layers`` blocks are ``dense_block``; the others are ``block``, which may hold experts.
+    ``table``: the token embedding; ``embedding``: with positions and norm. ``head`` is 0 if it is tied to the table.
+    The first ``dense_layers`` of the ``layers`` blocks are ``dense_block``; the others are ``block``, which may have
+    experts.
     """
 
     embedding: int
@@ -54,17 +56,17 @@ class Architecture:
         return self.embedding + self.blocks_parameters(0, self.layers) + self.final_norm + self.head
 
     def blocks_parameters(self, first: int, count: int) -> int:
-        """Return the parameters of ``count`` blocks from ``first`` on."""
+        """Return the parameters of ``count`` consecutive blocks that begin with block ``first``."""
         dense = max(0, min(first + count, self.dense_layers) - first)
         return dense * self.dense_block.parameters + (count - dense) * self.block.parameters
 
 
 def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: int = 1) -> Architecture:
-    """Return the parameters that one rank holds of each part, under tensor and expert parallelism.
+    """Return the parameters of each part that one rank holds under tensor and expert parallelism.
 
-    Matrices are cut over the tensor ranks (column- then row-parallel, the embedding and head over the vocabulary);
-    norms, biases of row-parallel layers, learned positions and the router are whole on every rank. Key and value
-    heads fewer than tensor ranks are repeated (Megatron-LM, arXiv:1909.08053, section 3).
+    Tensor parallelism shards matrices (column-parallel, then row-parallel), and embedding and head over the vocabulary.
+    Norms, biases of row-parallel layers, learned positions and the router are replicated on every tensor rank. If there
+    are fewer key-value heads than tensor ranks, they are replicated too (Megatron-LM, arXiv:1909.08053, section 3).
     """
     t, hidden = tensor_parallel, model.hidden_size
     norm = hidden * (2 if model.has_norm_bias else 1)
@@ -95,7 +97,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
 
 
 def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
-    """Return the matrix and vector parameters of one rank's attention."""
+    """Return the attention parameters of one of ``t`` tensor ranks: (in matrices, in vectors)."""
     hidden = model.hidden_size
     heads = _share(model.num_attention_heads, t)
     if model.kv_lora_rank:
@@ -109,7 +111,10 @@ def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelSpec, heads: int) -> tuple[int, int]:
-    """Return the parameters of latent attention (arXiv:2405.04434, section 2.1); the down projections are whole."""
+    """Return the parameters of latent attention with ``heads`` heads on this rank: (in matrices, in vectors).
+
+    DeepSeek-V2, arXiv:2405.04434, section 2.1. The down projections are replicated on every tensor rank.
+    """
     hidden, query, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
     turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
     wide = heads * (model.head_dim + turned)
@@ -119,31 +124,31 @@ def _latent_attention(model: ModelSpec, heads: int) -> tuple[int, int]:
 
 
 def _mlp(model: ModelSpec, inner: int) -> tuple[int, int]:
-    """Return the matrix and bias parameters of an MLP with intermediate size ``inner``."""
+    """Return the parameters of an MLP with intermediate size ``inner``: (in matrices, in biases)."""
     inputs = 2 if model.has_gated_mlp else 1
     bias = inputs * inner + model.hidden_size if model.has_bias else 0
     return (inputs + 1) * model.hidden_size * inner, bias
 
 
 def parameter_count(model: ModelSpec) -> int:
-    """Return the number of trainable parameters; a tied head counts once."""
+    """Return the number of trainable parameters; a tied head is not counted again."""
     return architecture(model).parameters
 
 
 def active_parameter_count(model: ModelSpec) -> int:
-    """Return the parameters that one token passes through, with only the experts that it is routed to."""
+    """Return the parameters that one token uses: all but the routed experts that it is not routed to."""
     whole = architecture(model)
     idle = whole.block.experts - min(model.num_experts_per_tok, whole.block.experts)
     return whole.parameters - model.moe_layers * idle * whole.block.expert
 
 
 def attention_matmul_flops(model: ModelSpec) -> int:
-    """Return the forward FLOPs per token of one block's attention projections: two per weight."""
+    """Return the forward FLOPs per token of one block's attention projections: 2 per weight."""
     return 2 * architecture(model).block.attention
 
 
 def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
-    """Return the forward FLOPs per token of one block's MLP: two per active weight; ``experts``: of an MoE block."""
+    """Return the forward FLOPs per token of one block's MLP: 2 per active weight; ``experts``: for an MoE block."""
     if not experts:
         return 2 * _mlp(model, model.intermediate_size)[0]
     shared = _mlp(model, model.shared_expert_intermediate_size)[0] if model.shared_expert_intermediate_size else 0
@@ -152,9 +157,10 @@ def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
 
 
 def block_attention_flops(model: ModelSpec) -> int:
-    """Return the forward FLOPs per token of one block's attention scores and weighted sum, without the causal mask.
+    """Return the forward FLOPs per token of one block's attention scores and weighted sum, without causal masking.
 
-    4 s a d per token: the convention of PaLM (arXiv:2204.02311, appendix B) and Megatron-LM (arXiv:2104.04473).
+    4 s a d per token, for sequence length s and a heads of size d: the convention of PaLM (arXiv:2204.02311,
+    appendix B) and Megatron-LM (arXiv:2104.04473).
     """
     scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
     values = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
@@ -162,12 +168,16 @@ def block_attention_flops(model: ModelSpec) -> int:
 
 
 def head_flops(model: ModelSpec) -> int:
-    """Return the forward FLOPs of the projection to the vocabulary, tied or not, per token."""
+    """Return the forward FLOPs per token of the projection to the vocabulary, tied or not."""
     return 2 * model.vocab_size * model.hidden_size
 
 
 def training_flops_per_token(model: ModelSpec) -> int:
-    """Return FLOPs of forward and backward pass without recomputation: 6 N + 12 l s a d; N: weights in matrices."""
+    """Return the FLOPs per token of forward and backward pass, without recomputation: 6 N + 12 l s a d.
+
+    N: weights in matrices; l: layers; s: sequence length; a, d: number and size of heads (arXiv:2204.02311, appendix
+    B).
+    """
     layers, sparse = model.num_hidden_layers, model.moe_layers
     blocks = layers * (attention_matmul_flops(model) + block_attention_flops(model))
     blocks += (layers - sparse) * mlp_matmul_flops(model, experts=False)

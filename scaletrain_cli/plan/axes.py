@@ -1,4 +1,4 @@
-"""Degrees of parallelism, the rules that restrict them, and the degrees that a framework supports."""
+"""Axes of parallelism: their degrees, the rules that restrict these, and what a framework supports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OFFLOAD_STAGE = {"auto": 0, "none": 0, "optimizer": 1, "optimizer+params": 3}
 
 
 class Axes(NamedTuple):
-    """Degrees of parallelism of one layout."""
+    """The degree of parallelism of each axis in one layout."""
 
     data: int
     tensor: int
@@ -42,13 +42,13 @@ class Axes(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Number of ranks over which ZeRO may partition states."""
+        """Number of ranks over which ZeRO may shard states."""
         return self.data * self.sequence * self.context
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The features that a framework supports: axes beside data that may exceed 1, ZeRO stages, and offload modes."""
+    """What a framework supports: axes other than data whose degree may exceed 1, ZeRO stages, and offload modes."""
 
     axes: frozenset[str]
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -62,9 +62,9 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that a setting breaks: its dotted key, its value, and the reason with its remedies.
+    """A rule that a setting breaks: the setting's dotted key, its value, and the code of the reason.
 
-    ``params`` are those of the rule's text, ``fix`` those of its remedies.
+    ``params``: parameters of the rule's text; ``fix``: parameters of its remedies (reason_texts/plan.py).
     """
 
     key: str
@@ -75,12 +75,12 @@ class Rule:
 
     @property
     def reason(self) -> Reason:
-        """Return the reason; key and value are among its parameters."""
+        """Return the reason, with key and value among its parameters."""
         return Reason(f"plan.{self.code}", {"key": self.key, "given": self.given, **self.params, **self.fix})
 
     @property
     def rejection(self) -> Reason:
-        """Return the reason shared by all values that break the rule in the same way."""
+        """Return the reason without the value, to count all values that break the rule in the same way."""
         return Reason(f"plan.{self.code}", {"key": self.key, **self.params})
 
     def problem(self, where: str) -> Problem:
@@ -111,7 +111,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Return the nearest divisors of ``number`` below and above ``wanted``: one or two numbers."""
+    """Return the divisors of ``number`` nearest to ``wanted``, below (or equal) and above: one or two numbers."""
     found = divisors(number) if number <= 10**12 else [1]
     below = max((n for n in found if n <= wanted), default=1)
     above = min((n for n in found if n > wanted), default=below)
@@ -119,7 +119,7 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
 
 
 def resolve_axes(spec: RunSpec) -> Axes:
-    """Return the simplest degrees: 1 unless pinned; data parallelism uses the remaining ranks, at least 1."""
+    """Return the degrees that the spec sets, 1 for those on auto; data parallelism takes the remaining ranks."""
     layout = spec.layout
     tensor, pipeline, virtual, sequence, context, expert = (
         1 if degree == "auto" else degree
@@ -140,6 +140,6 @@ def resolve_axes(spec: RunSpec) -> Axes:
 def offload_stage(spec: RunSpec, offload: str) -> int:
     """Return the lowest ZeRO stage that supports an offload mode.
 
-    DeepSpeed offloads what it partitions, and to NVMe in stage 3 only (zero/offload_config.py).
+    DeepSpeed offloads only what it shards, and to NVMe only in stage 3 (zero/offload_config.py).
     """
     return 3 if spec.layout.offload_device == "nvme" and offload != "none" else _OFFLOAD_STAGE[offload]

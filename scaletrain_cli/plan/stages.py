@@ -1,4 +1,4 @@
-"""Pipeline stages: which blocks each holds, its parameters, its tokens and its micro-batches in flight."""
+"""Pipeline stages: the blocks of each, their parameters on a rank, tokens and micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from scaletrain_cli.plan.architecture import (
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# More blocks are spread by number, never by cost: no published model has them, and a typing error in a spec must not
-# run for minutes.
+# Models with more blocks are divided by number, not by cost: none is published, and a typing error in a spec must not
+# take minutes.
 MOST_BLOCKS = 4096
 
 
 @lru_cache(maxsize=4096)
 def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Return the blocks on each stage of our engine's pipeline, which minimize the time of the slowest stage.
+    """Return the number of blocks on each stage of this project's engine; they minimize the time of the slowest stage.
 
-    A stage costs the forward FLOPs of its blocks, the last one those of the head as well (the backward pass is twice
-    the forward for both, and looking up embeddings costs next to nothing). Blocks count alike, with experts or not.
-    What does not divide goes to the stages before the last, which hold fewer micro-batches in flight than the first.
-    Every stage gets at least one block; ``stages`` must not exceed the blocks.
+    The cost of a stage is the forward FLOPs of its blocks; the last stage also has the head. (The backward pass takes
+    twice as long for both, and the embedding lookup almost no time.) All blocks count the same, with or without
+    experts. Blocks left over by the division go to the stages just before the last one, because these hold fewer
+    micro-batches in flight than the first. Every stage gets at least one block; ``stages`` must not exceed the number
+    of blocks.
     """
     layers = model.num_hidden_layers
     if stages == 1:
@@ -39,7 +40,7 @@ def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
     block += mlp_matmul_flops(model, experts=bool(model.num_experts))
     head = head_flops(model)
     others, most = stages - 1, layers - (stages - 1)
-    even = (layers * block - others * head) // (stages * block)  # blocks that give the last stage an average cost
+    even = (layers * block - others * head) // (stages * block)  # blocks with which the last stage has average cost
 
     def cost(last: int) -> tuple[int, int, int]:
         each, left = divmod(layers - last, others)
@@ -53,18 +54,18 @@ def blocks_per_stage(model: ModelSpec, stages: int) -> tuple[int, ...]:
 
 
 def blocks_by_number(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks on each stage, spread evenly; the first stages take the remainder."""
+    """Return the number of blocks on each stage, divided evenly; the first stages take the remainder."""
     return tuple(layers // stages + (1 if index < layers % stages else 0) for index in range(stages))
 
 
-# Beyond these stages only the first, second and last are sized: no published run has them, and a typing error
-# in a spec must not run for minutes.
+# In a pipeline with more stages only the first, second and last are sized: no published run has more, and a typing
+# error in a spec must not take minutes.
 MOST_STAGES = 64
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Parameters on one rank, by ZeRO sharding: dense ones over all ranks, experts over fewer."""
+    """Parameters on one rank of a stage, before ZeRO, which shards dense ones over all ranks and experts over fewer."""
 
     dense: int
     experts: int
@@ -76,7 +77,10 @@ class Shard:
 
 
 class Stage(NamedTuple):
-    """One pipeline stage: its blocks, of which ``dense`` have no experts, and whether it has embedding and head."""
+    """One pipeline stage: its number of blocks, of which ``dense`` have no experts.
+
+    ``first``: it has the embedding; ``last``: it has the final norm, the head and the loss.
+    """
 
     position: int
     blocks: int
@@ -86,7 +90,7 @@ class Stage(NamedTuple):
 
 
 def engine_stages(model: ModelSpec, stages: int) -> tuple[Stage, ...]:
-    """Return the pipeline stages of this project's engine; of a very long pipeline the first, second and last."""
+    """Return the pipeline stages of this project's engine; only the first, second and last of a very long pipeline."""
     return stages_of(model, stages, blocks_per_stage)
 
 
@@ -94,7 +98,7 @@ def engine_stages(model: ModelSpec, stages: int) -> tuple[Stage, ...]:
 def stages_of(
     model: ModelSpec, stages: int, blocks_by_stage: Callable[[ModelSpec, int], tuple[int, ...]]
 ) -> tuple[Stage, ...]:
-    """Return the pipeline stages with the distribution ``blocks_by_stage``."""
+    """Return the pipeline stages; ``blocks_by_stage(model, stages)`` returns the number of blocks on each."""
     layers, last = model.num_hidden_layers, stages - 1
     plain = model.first_k_dense_replace if model.num_experts else layers
     if layers <= MOST_BLOCKS:
@@ -111,45 +115,47 @@ def stages_of(
     )
 
 
-def stage_shard(whole: Architecture, stage: Stage, expert_share: float = 1.0) -> Shard:
-    """Return the parameters of one rank of one stage; ``whole`` is already sharded by tensor and expert parallelism.
+def stage_shard(per_rank: Architecture, stage: Stage, expert_share: float = 1.0) -> Shard:
+    """Return the parameters on one rank of one stage.
 
-    ``expert_share``: what a rank holds of the experts that ``whole`` gives it, where these are cut over other ranks.
+    ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages.
+    ``expert_share``: factor on the routed experts, which are sharded over expert_tensor instead of tensor ranks.
     """
-    dense = stage.dense * whole.dense_block.shared + (stage.blocks - stage.dense) * whole.block.shared
+    dense = stage.dense * per_rank.dense_block.shared + (stage.blocks - stage.dense) * per_rank.block.shared
     if stage.first:
-        dense += whole.embedding
+        dense += per_rank.embedding
     if stage.last:
-        dense += whole.final_norm + whole.head
-        if not whole.head and not stage.first:
-            dense += whole.embedding  # a tied head on another stage than the embedding needs a copy
-    routed = whole.block.routed
+        dense += per_rank.final_norm + per_rank.head
+        if not per_rank.head and not stage.first:
+            dense += per_rank.embedding  # a tied head needs a copy of an embedding that is on another stage
+    routed = per_rank.block.routed
     if expert_share != 1.0:
         routed = round(routed * expert_share)
-    return Shard(dense, (stage.blocks - stage.dense) * routed, whole.block.shared + routed)
+    return Shard(dense, (stage.blocks - stage.dense) * routed, per_rank.block.shared + routed)
 
 
 def zero_shards(layout: Layout) -> int:
-    """Return the number of ranks over which ZeRO shards dense parameters; sequence and context ranks count too."""
+    """Return the number of ranks over which ZeRO shards dense parameters: data x sequence x context."""
     return layout.data_parallel * layout.sequence_parallel * layout.context_parallel
 
 
 def local_tokens(spec: RunSpec, layout: Layout) -> int:
     """Return the tokens of one micro-batch on one rank."""
-    cut = layout.sequence_parallel * layout.context_parallel
-    return layout.micro_batch_size * -(-spec.transformer.seq_len // cut)
+    ranks = layout.sequence_parallel * layout.context_parallel
+    return layout.micro_batch_size * -(-spec.transformer.seq_len // ranks)
 
 
 def micro_batches_in_flight(layout: Layout, index: int) -> int:
-    """Return the micro-batches in flight on a stage under 1F1B (arXiv:2104.04473, section 2.2.1)."""
+    """Return the micro-batches in flight on stage ``index`` under 1F1B (arXiv:2104.04473, section 2.2.1)."""
     return min(layout.gradient_accumulation_steps, layout.pipeline_parallel - index)
 
 
 def chunks_in_flight(layout: Layout, index: int) -> int:
-    """Return the micro-batches in flight, counted once per virtual stage.
+    """Return the micro-batches in flight on stage ``index``, counted once per virtual stage.
 
-    Interleaved: a stage issues 2 (p - 1 - i) + (v - 1) p forwards before its first backward (Megatron-LM,
-    pipeline_parallel/schedules.py get_pp_rank_microbatches), and then holds one more.
+    With v virtual stages on each of p stages (interleaved 1F1B), stage i runs 2 (p - 1 - i) + (v - 1) p forward passes
+    before its first backward pass (Megatron-LM, pipeline_parallel/schedules.py get_pp_rank_microbatches), and then one
+    more.
     """
     stages, chunks = layout.pipeline_parallel, layout.virtual_pipeline
     if chunks == 1 or stages == 1:

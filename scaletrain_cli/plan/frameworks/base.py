@@ -80,10 +80,10 @@ class Framework(ABC):
         return self.memory_profile.logits
 
     def stage_memory(
-        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+        self, spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture
     ) -> Callable[[Stage], StageMemory]:
         """Return a function from a pipeline stage of this layout to the bytes on one of its ranks."""
-        return framework_stage_memory(spec, layout, device, whole, self, self.memory_profile, self.profile)
+        return framework_stage_memory(spec, layout, device, per_rank, self, self.memory_profile, self.profile)
 
     def memory_assumptions(self) -> Iterator[Reason]:
         """Yield the sources of the figures for states, buffers and fragmentation."""

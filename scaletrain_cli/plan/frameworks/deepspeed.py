@@ -78,10 +78,10 @@ class DeepSpeed(Framework):
     capabilities: ClassVar[Capabilities] = Capabilities(frozenset(AXES), (0, 1, 2, 3), ENGINE.offload)
 
     def stage_memory(
-        self, spec: RunSpec, layout: Layout, device: Accelerator, whole: Architecture
+        self, spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture
     ) -> Callable[[Stage], StageMemory]:
         """Return a function that sizes a stage by DeepSpeed's allocations."""
-        return engine_stage_memory(spec, layout, device, whole)
+        return engine_stage_memory(spec, layout, device, per_rank)
 
     def memory_assumptions(self) -> Iterator[Reason]:
         """Yield that the figures come from DeepSpeed's source."""

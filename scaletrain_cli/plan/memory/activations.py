@@ -1,9 +1,10 @@
-"""Bytes of activations and of the loss that the backward pass needs, per operation of this project's engine.
+"""Activation bytes of this project's engine: what autograd saves for the backward pass, and what the loss needs.
 
-Counted like Korthikanti et al. (arXiv:2205.05198, section 4). Attention is fused where it has no dropout: it saves its
-inputs, its output and one log-sum-exp per query and head, no matrix of scores. For a GPT block in 16 bits that is 32
-bytes per token and channel: their 34 without the two dropout masks. The bytes kept by a compiled block follow torch
-2.13, whose partitioner minimizes the bytes kept between operations that it does not recompute.
+Counted operation by operation, as in Korthikanti et al. (arXiv:2205.05198, section 4). Fused attention, which the
+engine uses without attention dropout, saves its inputs, its output and one fp32 log-sum-exp per query and head, but no
+matrix of scores. A GPT block in 16 bits then saves 32 bytes per token and channel: the paper's 34 without two dropout
+masks. Compiled blocks follow torch 2.13, whose min-cut partitioner saves as few bytes as possible between the
+operations that it does not recompute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# Kept in fp32 whatever the precision: log-sum-exps, roots and means of normalized rows, unfused attention weights.
+# Saved in fp32 at every precision: log-sum-exps, means and inverse roots of normalized rows, unfused attention weights.
 _FP32 = 4
 
 
@@ -22,9 +23,9 @@ class TokenActivations:
     """Bytes per token of one block on one rank."""
 
     saved: int  # without activation checkpointing
-    attention: int  # part of it that is recomputed if attention alone is; without its input, unless compiled
-    block_input: int  # bytes that a checkpointed block keeps
-    working: int  # gradients alive at once while one block runs backward
+    attention: int  # the part of ``saved`` that is not kept if only the attention module is recomputed
+    block_input: int  # all that a recomputed block keeps
+    working: int  # gradients alive at once while the block runs backward
 
 
 def token_activations(
@@ -37,10 +38,10 @@ def token_activations(
     sequence_parallel: int = 1,
     compiled: bool = False,
 ) -> TokenActivations:
-    """Return what one block keeps per token. Tensor parallelism divides all but the inputs and outputs of the two
-    norms.
+    """Return the activation bytes per token of one transformer block on one rank.
 
-    ``experts``: whether the block's MLP is a mixture of experts; as the model says, unless given.
+    Tensor parallelism divides everything except the inputs and outputs of the two norms. ``element_bytes``: bytes per
+    activation element. ``experts``: whether the block's MLP is a mixture of experts (None: if the model has experts).
     """
     t, hidden = tensor_parallel, model.hidden_size
     fused = fused_attention and not model.attention_dropout
@@ -49,15 +50,15 @@ def token_activations(
     routing = 0
     mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), compiled)
     if model.num_experts and experts is not False:
-        routed = model.num_experts_per_tok  # each with its dispatched input and its output
+        routed = model.num_experts_per_tok  # for each, the dispatched input and the output are saved too
         mlp, mlp_gradients = _mlp(model, -(-model.expert_size // t), compiled)
-        copies = 3 if compiled else 2  # compiled, the output also as it was before it went back to its token
+        copies = 3 if compiled else 2  # compiled: also the output before it is returned to the token's position
         mlp, mlp_gradients = routed * (mlp + copies * hidden), routed * mlp_gradients
         mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), compiled)[0]
         routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
         routing += _FP32 * hidden if element_bytes < _FP32 else 0
         if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:
-            norms -= element_bytes * hidden  # the router's input is all that is kept of the second norm
+            norms -= element_bytes * hidden  # of the second norm's output only the router's fp32 copy is saved
     return TokenActivations(
         saved=norms + attention + element_bytes * mlp + routing,
         attention=attention + (element_bytes * hidden if compiled else 0),
@@ -77,11 +78,12 @@ def _attention(
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
         repeated = sequence_parallel > 1 and keys // model.head_dim % sequence_parallel  # divided over the tensor ranks
-        # q, k, v, and the output, which is also the input of its projection; and one log-sum-exp per head.
+        # Query, key, value, the output (which is the input of the output projection), one log-sum-exp per head.
         attention = element_bytes * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
-        attention += element_bytes * queries if sequence_parallel > 1 else 0  # exchanged, it is another tensor
+        attention += element_bytes * queries if sequence_parallel > 1 else 0  # Ulysses' all-to-all copies the output
         if model.qk_norm:
-            # Over each head: its output goes into the rotation, which saves nothing.
+            # RMSNorm over each head: fp32 input and normalized value. Its output goes into the rotary embedding, which
+            # saves nothing.
             normalized = element_bytes if compiled else _FP32 + element_bytes
             attention += (queries + keys) * normalized + _FP32 * (queries + keys) // model.head_dim
     if not fused:
@@ -91,33 +93,33 @@ def _attention(
 
 
 def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:
-    """Return the elements kept by an MLP of this width, and those of gradients alive at once."""
+    """Return the elements per token of an MLP of width ``inner``: (saved, gradients alive at once)."""
     if model.has_gated_mlp:
-        return (3 if compiled else 4) * inner, 3 * inner  # gate, up, activated gate unless compiled, product
+        return (3 if compiled else 4) * inner, 3 * inner  # gate, up, product; the activated gate too if not compiled
     return 2 * inner, inner  # before and after GELU
 
 
 def _norm(model: ModelSpec, element_bytes: int, compiled: bool) -> int:
     if model.norm_kind == "rmsnorm" and compiled:
-        return element_bytes * 2 * model.hidden_size + _FP32  # input, output and root
+        return element_bytes * 2 * model.hidden_size + _FP32  # input, output and inverse root
     if model.norm_kind == "rmsnorm":
         return rms_norm_bytes(model.hidden_size, element_bytes)
-    return element_bytes * 2 * model.hidden_size + 2 * _FP32  # LayerNorm: input, output, mean and root
+    return element_bytes * 2 * model.hidden_size + 2 * _FP32  # LayerNorm: input, output, mean and inverse root
 
 
 def rms_norm_bytes(size: int, element_bytes: int) -> int:
-    """Return the bytes per token of an RMSNorm.
+    """Return the bytes per token that an eager RMSNorm over ``size`` channels saves.
 
-    It computes in fp32 and saves its fp32 input, the normalized value, its output and the root.
+    It computes in fp32 and saves its fp32 input, the normalized value, its output, and the inverse root.
     """
     return size * (_FP32 + 2 * element_bytes) + _FP32
 
 
 def latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, int]:
-    """Return (kept, output) bytes per token of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section
-    2.1).
+    """Return the bytes per token that multi-head latent attention saves: (without its output, its output).
 
-    The latents before and after their norms, queries and keys with and without their rotated part, and values.
+    Saved are the latents before and after their norms, queries and keys with and without their rotary part, and values
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1).
     """
     turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
     latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
@@ -126,53 +128,62 @@ def latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, i
 
 
 class Recomputation(NamedTuple):
-    """The recomputation in the backward pass: ``mode`` is none, selective or full; see layout.selective_scope."""
+    """What the backward pass recomputes: ``mode`` is none, selective or full; the rest is for selective.
+
+    ``scope`` and ``every`` are layout.selective_scope and layout.selective_every.
+    """
 
     mode: str
     scope: str = "block"
     every: int = 2
 
     def blocks(self, layers: int) -> int:
-        """Return the number of ``layers`` blocks that keep only their input: none, every n-th, or all."""
+        """Return how many of ``layers`` blocks keep only their input and are recomputed: none, every n-th, or all."""
         if self.mode == "selective":
             return 0 if self.scope == "attention" else -(-layers // self.every)
         return layers if self.mode == "full" else 0
 
     @property
     def attention_only(self) -> bool:
-        """Return whether each block recomputes its attention module and keeps all else."""
+        """Return whether each block recomputes its attention module and saves everything else."""
         return self.mode == "selective" and self.scope == "attention"
 
 
 def stage_activation_bytes(
-    per_token: TokenActivations, tokens: int, layers: int, again: Recomputation, micro_batches_in_flight: int
+    per_token: TokenActivations, tokens: int, layers: int, recompute: Recomputation, micro_batches_in_flight: int
 ) -> int:
-    """Return the bytes that ``layers`` blocks of a stage save for the micro-batches in flight."""
-    short = again.blocks(layers)
-    whole = per_token.saved - (per_token.attention if again.attention_only else 0)
+    """Return the bytes that ``layers`` blocks save for the backward passes of the micro-batches in flight.
+
+    ``tokens``: of one micro-batch on one rank.
+    """
+    short = recompute.blocks(layers)
+    whole = per_token.saved - (per_token.attention if recompute.attention_only else 0)
     return tokens * (short * per_token.block_input + (layers - short) * whole) * micro_batches_in_flight
 
 
-def block_backward_bytes(per_token: TokenActivations, tokens: int, layers: int, again: Recomputation) -> int:
-    """Return the bytes of one block's backward pass: its gradients, and its recomputed activations."""
-    made_again = per_token.saved if again.blocks(layers) else per_token.attention if again.attention_only else 0
+def block_backward_bytes(per_token: TokenActivations, tokens: int, layers: int, recompute: Recomputation) -> int:
+    """Return the bytes that exist only while one block runs backward: its gradients and recomputed activations."""
+    made_again = per_token.saved if recompute.blocks(layers) else per_token.attention if recompute.attention_only else 0
     return tokens * (per_token.working + made_again)
 
 
-# Tokens whose logits the chunked loss has at once: enough rows that its products still keep a GPU busy.
+# Tokens per chunk of the chunked loss, whose logits exist at once: enough rows for efficient matrix products.
 LOSS_CHUNK_TOKENS = 1024
-# `auto` works in chunks where the loss of a whole micro-batch would take more of the device than this. Not always,
-# because each chunk adds its gradient to that of the head, which costs memory traffic.
+# `auto` uses chunks if the loss of the whole micro-batch would take more than this share of the device. Otherwise it
+# does not, because each chunk adds its gradient to that of the head, which costs memory traffic.
 _LARGEST_SHARE = 0.15
 
-# Per vocabulary entry three fp32 values: the log-probability and the gradients of two losses. ``nll_loss`` and
-# ``log_softmax`` each make one of the full size while the log-probabilities still live. The forward pass stays below
-# that: 16-bit logits, their fp32 copy and the log-probabilities are 10 bytes.
+# Bytes per token and vocabulary entry at the peak of the loss: three fp32 values. The backward passes of ``nll_loss``
+# and ``log_softmax`` each allocate a gradient of full size while the log-probabilities are still alive. The forward
+# pass needs less, 10 bytes: 16-bit logits, their fp32 copy, and the log-probabilities.
 _ENTRY = 3 * _FP32
 
 
 def chosen_cross_entropy(spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
-    """Return ``whole``, ``chunked`` or ``liger``, by the ``micro_batch_tokens`` of one rank."""
+    """Return how the loss is computed: ``whole``, ``chunked`` or ``liger``; for ``auto`` by the size of the logits.
+
+    ``micro_batch_tokens``: tokens of a micro-batch on one rank.
+    """
     wanted = spec.training.cross_entropy
     if wanted != "auto":
         return wanted
@@ -183,12 +194,12 @@ def chosen_cross_entropy(spec: RunSpec, micro_batch_tokens: int, tensor_parallel
 def loss_bytes(
     model: ModelSpec, element_bytes: int, tokens: int, tensor_parallel: int = 1, cross_entropy: str = "whole"
 ) -> int:
-    """Return the bytes at the peak of the loss.
+    """Return the bytes of one rank at the peak of the loss, with the final norm's activations.
 
-    In chunks, the gradients are made with the loss: that of the hidden states, that of the head summed in fp32 and
-    that of one chunk's head beside it (engine/model/loss.py). Liger's kernel does the same with chunks of as many
-    tokens as make logits of the hidden states' size, and no more of them at once (liger_kernel, fused_linear_
-    cross_entropy_forward).
+    ``chunked`` computes the gradients together with the loss, chunk by chunk (engine/model/loss.py): the gradient of
+    the hidden states, the head's gradient summed in fp32, and beside it the head's gradient of one chunk. ``liger``
+    does the same with chunks of such a size that the logits of one take as many bytes as the hidden states
+    (liger_kernel, fused_linear_cross_entropy_forward).
     """
     norm = rms_norm_bytes if model.norm_kind == "rmsnorm" else _layer_norm_bytes
     entries = -(-model.vocab_size // tensor_parallel)
@@ -203,7 +214,7 @@ def loss_bytes(
 
 
 def loss_chunks(model: ModelSpec, tokens: int, cross_entropy: str) -> int:
-    """Return the number of times that the loss accumulates a gradient of the head; 0 if it does not."""
+    """Return the number of chunks in which the loss adds to the head's gradient; 0 for a ``whole`` loss."""
     if cross_entropy == "chunked":
         return -(-tokens // LOSS_CHUNK_TOKENS)
     return -(-model.vocab_size // model.hidden_size) if cross_entropy == "liger" else 0

@@ -1,10 +1,13 @@
-"""Peak bytes per rank and pipeline stage against the device, and the probability of running out.
+"""Peak bytes per rank and pipeline stage against the device, and the probability of running out of memory.
 
-The ratio of needed to estimated bytes is taken as log-normal, with a median of one and the spread of the framework.
-Usable share and spread are calibrated on the Ultra-Scale sweep (nanotron), and halves of its panels give the same: of
-runs estimated at 0.85 of the device a quarter crashed, at 0.9 six of ten, at 0.95 three of four, beyond 1.15 all. Runs
-crash before the memory is full, because the fullest of many ranks is decisive, and NCCL and the allocator need memory;
-a few percent of smaller runs crashed too, for other reasons. Nothing comparable is published for other frameworks.
+``plan_memory`` is the entry. It sizes each stage by the framework's ``stage_memory``.
+
+The ratio of needed to estimated bytes is modeled as log-normal, with a median of 1 and the framework's
+``estimate_spread``. Usable share and spread of nanotron are calibrated on the Ultra-Scale sweep; either half of its
+panels gives the same values. Of its runs estimated at 0.85 of the device's memory a quarter ran out of memory, at 0.9
+six of ten, at 0.95 three of four, and above 1.15 all. Runs fail before the estimate reaches 1 because the fullest of
+many ranks decides, and because NCCL and the allocator need memory. A few percent of much smaller runs failed too, for
+other reasons. Nothing comparable is published for other frameworks.
 """
 
 from __future__ import annotations
@@ -19,17 +22,20 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# A layout with a higher probability of running out of memory is called tight.
+# A layout that fits is called tight above this probability of running out of memory.
 _TIGHT = 0.1
 
 
 def usable_bytes(framework: Framework, device_bytes: int, is_cpu: bool = False) -> int:
-    """Return the bytes that a process can use of a device, its context included."""
+    """Return the bytes of a device that one process can use, including its CUDA context."""
     return device_bytes if is_cpu else int(framework.usable_memory * device_bytes)
 
 
 def out_of_memory_probability(framework: Framework, peak: int, capacity: int) -> float:
-    """Return the probability of running out of memory, rounded to 1e-4; 0.5 where the peak is the capacity."""
+    """Return the probability of running out of memory, rounded to 1e-4; 0.5 if the peak equals the capacity.
+
+    It is the normal distribution function of log(peak / capacity) / estimate_spread.
+    """
     if peak <= 0:
         return 0.0
     distance = math.log(peak / max(capacity, 1)) / framework.estimate_spread
@@ -45,9 +51,9 @@ def verdict(fits: bool, probability: float) -> str:
 
 def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
     """Return the memory of the worst rank against the device, and of each pipeline stage."""
-    whole = _architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
+    per_rank = _architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
     framework = framework_of(spec)
-    size = framework.stage_memory(spec, layout, device, whole)
+    size = framework.stage_memory(spec, layout, device, per_rank)
     stages = tuple(map(size, framework.pipeline_stages(spec, layout.pipeline_parallel)))
     worst = max(stages, key=lambda stage: stage.peak)
     return against_device(worst, stages, framework, device)
@@ -56,7 +62,7 @@ def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
 def against_device(
     worst: StageMemory, stages: tuple[StageMemory, ...], framework: Framework, device: Accelerator
 ) -> Memory:
-    """Return the fullest rank against the device: capacity, verdict and probability of running out."""
+    """Return the bytes of the fullest rank with the device's capacity, the verdict and the probability of an OOM."""
     capacity = usable_bytes(framework, device.memory_bytes, device.is_cpu)
     fits = worst.peak <= capacity
     probability = out_of_memory_probability(framework, worst.peak, capacity)

@@ -1,23 +1,21 @@
 """Exact bytes of weights, gradients and optimizer states on one rank of this project's engine.
 
-As DeepSpeed 0.19 keeps them, read in its source and counted from live tensors; states.py has the ways in outline, this
-file what they are rounded to:
+states.py explains what DeepSpeed 0.19 keeps in each ZeRO stage; this module adds its padding and rounding, from its
+source and from counts of live tensors. DeepSpeed flattens, pads and shards parameters group by group, so exact bytes
+need the number of elements of every parameter on a rank, in the order of the engine's modules:
 
-* Stages 1 and 2 flatten each parameter group and pad it to a multiple of twice the ranks that share it
+* Stages 1 and 2 flatten each parameter group and pad it to a multiple of twice the number of ranks that share it
   (``zero/stage_1_and_2.py`` flatten_dense_tensors_aligned with nccl_start_alignment_factor; ``bf16_optimizer.py``).
-* Gradients of stage 1 stay in the parameters, unpadded, until they are reduced; BF16_Optimizer has a flat fp32 buffer.
-* Stage 2 accumulates 16-bit gradients in fp32 in a flat partition. Where the gradients have the weights' own type it
-  keeps those of every parameter that its partition touches, whole (copy_grads_in_partition), and the padding.
-* An offloaded optimizer has its states, an fp32 gradient of them and (stages 1 and 2) a copy of the new weights on the
-  host, and so is what accumulates in the weights' own type, whole as above; fp32 beside 16-bit weights is not.
-* On NVMe the host has the accumulated gradients and the buffers that states and weights pass through.
-* Stage 3 cuts each parameter on its own, rounded up (``partition_parameters.py`` _aligned_size), and keeps small ones
-  gathered as well (stage3_param_persistence_threshold), if there is more than one rank.
+* Stage 1 keeps gradients in the parameters, unpadded, until they are reduced. BF16_Optimizer has a flat fp32 buffer.
+* Stage 2 accumulates 16-bit gradients in fp32 in a flat partition. If gradients have the dtype of the weights, it keeps
+  the complete gradient of every parameter that its partition overlaps (copy_grads_in_partition), and the padding.
+* Stage 3 shards each parameter by itself, rounded up (``partition_parameters.py`` _aligned_size). With more than one
+  rank it also keeps small parameters gathered (stage3_param_persistence_threshold).
+* An offloaded optimizer has on the host: its states, their fp32 gradients and, in stages 1 and 2, a copy of the new
+  weights. Gradients that accumulate in the dtype of the weights are on the host too; fp32 ones are not.
+* With NVMe the host has the accumulated gradients, and the buffers through which states and weights are copied.
 
-Counted when gradients are at their fullest: after the last backward pass, in stages 0 and 1 before their reduction.
-
-DeepSpeed flattens, pads and cuts parameters group by group, so that exact bytes need every parameter of a rank by its
-number of elements, in the order in which the engine has them.
+Gradients are counted at their maximum: after the last backward pass and, in stages 0 and 1, before their reduction.
 """
 
 from __future__ import annotations
@@ -46,9 +44,9 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 
 
 class Tensors(NamedTuple):
-    """Elements of each parameter of a part of the model, grouped by weight decay and sharding.
+    """Elements of each parameter tensor in a part of the model, by the optimizer's parameter groups.
 
-    Matrices decay, vectors do not; experts are matrices that are replicated over fewer ranks than the others.
+    Matrices have weight decay, vectors do not. ``experts`` are matrices that fewer ranks replicate than the others.
     """
 
     matrices: tuple[int, ...] = ()
@@ -57,7 +55,7 @@ class Tensors(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One parameter group: tensors in order, as runs of (sizes, number of repetitions)."""
+    """One parameter group: its tensors in order, run-length encoded as (sizes, number of repetitions)."""
 
     runs: tuple[tuple[tuple[int, ...], int], ...]
 
@@ -67,15 +65,18 @@ class Group(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Elements of the largest tensor of the group."""
+        """Elements of the group's largest tensor."""
         return max(max(sizes) for sizes, _ in self.runs)
 
     def pieces(self, ranks: int) -> int:
-        """Return the elements on one of the ranks if each tensor is sharded by itself, rounded up."""
+        """Return the elements on one of ``ranks`` ranks if each tensor is sharded by itself, rounded up (stage 3)."""
         return sum(sum(-(-size // ranks) for size in sizes) * times for sizes, times in self.runs)
 
     def tensor_at(self, element: int) -> tuple[int, int]:
-        """Return the start and end of the tensor that contains this element of the flattened group."""
+        """Return (start, end) of the tensor that contains this element of the flattened group.
+
+        Raises IndexError behind the last element.
+        """
         start = 0
         for sizes, times in self.runs:
             length = sum(sizes)
@@ -90,7 +91,7 @@ class Group(NamedTuple):
 
 
 class StageGroups(NamedTuple):
-    """The parameter groups of one pipeline stage; an empty one is none to DeepSpeed."""
+    """The parameter groups of one pipeline stage; DeepSpeed skips empty ones."""
 
     matrices: Group
     vectors: Group
@@ -99,9 +100,12 @@ class StageGroups(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def stage_groups(model: ModelSpec, tensor: int, expert: int, blocks: int, dense: int, ends: str) -> StageGroups:
-    """Return the groups of ``blocks`` blocks, the first ``dense`` of them without experts. ``ends``: see ends_of."""
-    whole = architecture(model, tensor, expert)
-    opening, closing = _ends(model, whole, ends)
+    """Return the parameter groups of ``blocks`` blocks, of which the first ``dense`` have no experts.
+
+    ``tensor`` and ``expert``: degrees of parallelism. ``ends``: see ``ends_of``.
+    """
+    per_rank = architecture(model, tensor, expert)
+    opening, closing = _ends(model, per_rank, ends)
     parts = (
         (opening, 1),
         (_block(model, tensor, expert, experts=False), dense),
@@ -117,29 +121,29 @@ def stage_groups(model: ModelSpec, tensor: int, expert: int, blocks: int, dense:
 
 
 def ends_of(stage: Stage) -> str:
-    """Return the ends of the model that a stage holds: ``first``, ``last``, ``both`` or ``none``."""
+    """Return which ends of the model a stage holds: ``first``, ``last``, ``both`` or ``none``."""
     return {(True, True): "both", (True, False): "first", (False, True): "last"}.get((stage.first, stage.last), "none")
 
 
-def _ends(model: ModelSpec, whole: Architecture, ends: str) -> tuple[Tensors, Tensors]:
-    """Return the tensors before and after the blocks; the last stage of a tied model has a copy of the embedding."""
+def _ends(model: ModelSpec, per_rank: Architecture, ends: str) -> tuple[Tensors, Tensors]:
+    """Return the tensors before and after the blocks; with a tied head, the last stage has a copy of the embedding."""
     opening = closing = Tensors()
     norm = _norm(model)
     if ends in ("first", "both"):
-        positions = whole.embedding - whole.table - (sum(norm) if model.embedding_norm else 0)
+        positions = per_rank.embedding - per_rank.table - (sum(norm) if model.embedding_norm else 0)
         opening = Tensors(
-            (whole.table, positions) if positions else (whole.table,), norm if model.embedding_norm else ()
+            (per_rank.table, positions) if positions else (per_rank.table,), norm if model.embedding_norm else ()
         )
     elif ends == "last" and model.tie_word_embeddings:
-        opening = Tensors((whole.table,))
+        opening = Tensors((per_rank.table,))
     if ends in ("last", "both"):
-        closing = Tensors((whole.head,) if whole.head else (), norm)
+        closing = Tensors((per_rank.head,) if per_rank.head else (), norm)
     return opening, closing
 
 
 @lru_cache(maxsize=1024)
 def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors:
-    """Return one block; its tensors are in the order of the engine's modules."""
+    """Return the tensors of one block, in the order of the engine's modules."""
     hidden, norm = model.hidden_size, _norm(model)
     heads = -(-model.num_attention_heads // tensor) * model.head_dim
     keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
@@ -155,15 +159,15 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         attention = [*([heads, keys, keys] if model.has_bias or model.qkv_bias else []), *bias]
     if model.qk_norm:
         attention += [model.head_dim, model.head_dim]
-    away: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
     if experts and model.num_experts:
         inner, held = -(-model.expert_size // tensor), -(-model.num_experts // expert)
         joined, down = _mlp(model, inner)
         stacked = (held * sum(joined), held * down)
-        away = stacked if expert > 1 else ()
+        offloaded = stacked if expert > 1 else ()
         shared = model.shared_expert_intermediate_size
         first, second = _mlp(model, -(-shared // tensor)) if shared else ((), 0)
-        matrices += [hidden * model.num_experts, *(() if away else stacked), *first, *([second] if shared else [])]
+        matrices += [hidden * model.num_experts, *(() if offloaded else stacked), *first, *([second] if shared else [])]
         mlp = _mlp_bias(model, -(-shared // tensor)) if shared else []
         mlp += [held * size for size in _mlp_bias(model, inner)]
     else:
@@ -172,7 +176,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         matrices += [*first, second]
         mlp = _mlp_bias(model, inner)
     vectors = [*norm, *attention, *norm, *mlp] if model.has_fused_qkv else [*attention, *mlp, *norm, *norm]
-    return Tensors(tuple(matrices), tuple(vectors), away)
+    return Tensors(tuple(matrices), tuple(vectors), offloaded)
 
 
 def _norm(model: ModelSpec) -> tuple[int, ...]:
@@ -180,7 +184,7 @@ def _norm(model: ModelSpec) -> tuple[int, ...]:
 
 
 def _mlp(model: ModelSpec, inner: int) -> tuple[tuple[int, ...], int]:
-    """Return the input matrices and the output matrix of an MLP of this width."""
+    """Return the elements of the input matrices and of the output matrix of an MLP of width ``inner``."""
     return (model.hidden_size * inner,) * (2 if model.has_gated_mlp else 1), model.hidden_size * inner
 
 
@@ -188,21 +192,21 @@ def _mlp_bias(model: ModelSpec, inner: int) -> list[int]:
     return [*[inner] * (2 if model.has_gated_mlp else 1), model.hidden_size] if model.has_bias else []
 
 
-# With more replicas, only these are compared for the fullest one: they differ by less than a parameter.
+# With more replicas than this, only a sample is compared to find the fullest: replicas differ by less than a parameter.
 _MOST_REPLICAS = 256
 
 
 def rank_model_states(spec: RunSpec, layout: Layout, stage: int = 0, replica: int | None = None) -> ModelStates:
-    """Return what one rank of pipeline stage ``stage`` holds on its device, offloaded parts left out.
+    """Return the bytes of states on the device of one rank of pipeline stage ``stage``, without offloaded parts.
 
-    ``replica``: its index among the data x sequence ranks of its stage; None for the fullest of them.
+    ``replica``: the rank's index among the data x sequence ranks of its stage; None for the fullest of them.
     """
     found = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
     return engine_states(spec, layout, found, replica)[0]
 
 
 def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | None = None) -> tuple[ModelStates, int]:
-    """Return the states on the device, and the bytes that are offloaded to the node's memory."""
+    """Return the states on one rank's device, and the bytes of one rank that are offloaded to the node's memory."""
     groups = stage_groups(
         spec.transformer, layout.tensor_parallel, layout.expert_parallel, stage.blocks, stage.dense, ends_of(stage)
     )
@@ -210,7 +214,7 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     shared = [(group, ranks) for group, ranks in zip(groups, (replicas, replicas, holders), strict=True) if group.runs]
     training, zero = spec.training, layout.zero_stage
     element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
-    # Tensors that the optimizer updates, by number of elements, with their counts.
+    # The tensors that the optimizer updates, as (elements, number of such tensors).
     parts: list[tuple[int, int]]
     if zero == 3:
         parts = [(group.pieces(ranks), 1) for group, ranks in shared]
@@ -231,21 +235,25 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     states = sum(moment_bytes(optimizer, size) * times for size, times in parts)
     states += optimizer_constant_bytes(optimizer, max(size for size, _ in parts))
     states += (MASTER_BYTES if zero else 0) * held
-    states += 0 if training.averaging.name == "none" else MASTER_BYTES * held  # engine: one more copy in fp32
+    states += 0 if training.averaging.name == "none" else MASTER_BYTES * held  # the averaged weights, in fp32
     if layout.offload == "none":
         return ModelStates(weights, gradients, states), 0
     states += MASTER_BYTES * held  # the gradient that the optimizer reads, beside its master weights
     if zero == 3:
-        kept, away = weights, 0
+        kept, offloaded = weights, 0
         if layout.offload == "optimizer+params":  # gathered parameters that stay on the device
             kept = element * sum(_persistent(group, ranks) for group, ranks in shared)
-            away = element * held
+            offloaded = element * held
         if spec.layout.offload_device == "nvme":
             largest = max(-(-group.largest // ranks) for group, ranks in shared)
             states = NVME_OPTIMIZER_BUFFERS * MASTER_BYTES * min(max(size for size, _ in parts), SUB_GROUP_ELEMENTS)
-            away = min(away, element * (NVME_PARAMETER_BUFFERS * largest + NVME_WEIGHTS_IN_MEMORY)) if away else 0
-        return ModelStates(kept, 0, 0), states + gradients + away
-    # New weights on their way to the device, and one gradient on its way to the host.
+            offloaded = (
+                min(offloaded, element * (NVME_PARAMETER_BUFFERS * largest + NVME_WEIGHTS_IN_MEMORY))
+                if offloaded
+                else 0
+            )
+        return ModelStates(kept, 0, 0), states + gradients + offloaded
+    # Host copies of the new weights before they go to the device, and of one gradient that arrives from it.
     host = states + element * (held + max(group.largest for group, _ in shared))
     if zero == 2 and gradient == element:  # gradients accumulate on the host
         gradients = 0
@@ -255,10 +263,10 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
 
 
 def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage) -> int:
-    """Return the device bytes between backward pass and update: the largest gradient, on its way to the host.
+    """Return the temporary device bytes of an offloaded optimizer between backward pass and update.
 
-    Before, stage 1 adds up its partition in fp32 beside the gradients of the weights' type (``stage_1_and_2.py``
-    _build_compact_grad_partition_buffer).
+    That is the largest gradient while it is copied to the host. Stage 1 first accumulates its partition in fp32 beside
+    the gradients in the dtype of the weights (``stage_1_and_2.py`` _build_compact_grad_partition_buffer).
     """
     if layout.zero_stage == 3:
         return 0
@@ -276,7 +284,10 @@ def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage) -> int:
 def _gradient_elements(
     spec: RunSpec, layout: Layout, groups: StageGroups, replica: int | None, padded: int, partition: int
 ) -> int:
-    """Return the gradient elements that a rank holds under ZeRO stages 1 and 2."""
+    """Return the gradient elements that a rank holds in ZeRO stages 1 and 2.
+
+    ``padded`` and ``partition``: elements of all parameters and of the rank's partition, with padding.
+    """
     training = spec.training
     same_type = gradient_bytes(training.precision, training.grad_dtype) == weight_bytes(training.precision)
     if layout.zero_stage == 2:
@@ -292,7 +303,7 @@ def _padded(elements: int, ranks: int) -> int:
 
 
 def _persistent(group: Group, ranks: int) -> int:
-    """Return the elements that stage 3 keeps gathered beside their shards, padded to a multiple of the ranks."""
+    """Return the elements of small parameters that stage 3 keeps gathered, padded to a multiple of the ranks."""
     small = (
         sum(-(-size // ranks) for size in sizes if size <= PERSISTENT_ELEMENTS) * times for sizes, times in group.runs
     )
@@ -301,8 +312,12 @@ def _persistent(group: Group, ranks: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _touched(groups: StageGroups, replicas: int, holders: int, replica: int | None, padded: bool) -> int:
-    """Return the elements of the parameters that a rank's partitions overlap; ``padded``: with the padding in them."""
-    apart = max(1, replicas // holders)  # expert ranks; the distance between ranks that hold the same experts
+    """Return the elements of all parameters that the partitions of a rank overlap.
+
+    ``holders``: ranks that share the same experts; ``replica``: see ``rank_model_states``; ``padded``: count padding
+    too.
+    """
+    apart = max(1, replicas // holders)  # distance between ranks that hold the same experts
     if replica is None:
         step = -(-replicas // _MOST_REPLICAS)
         ranks = {*range(0, replicas, step), replicas - 1}

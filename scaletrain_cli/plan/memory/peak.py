@@ -1,7 +1,8 @@
-"""The peak of a training step over its phases, and memory outside PyTorch's allocator.
+"""The peak of a training step over its phases, and the memory outside PyTorch's caching allocator.
 
-NCCL's memory grows with the number of communicators, not of ranks beyond two nodes (NVIDIA/nccl issue 986),
-and with the peers of an all-to-all, each a separate connection.
+Outside the allocator are the CUDA context and NCCL. NCCL's memory grows with the number of communicators, hardly with
+the number of ranks beyond two nodes (NVIDIA/nccl issue 986), and with the peers of an all-to-all, each of which has a
+connection of its own.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from typing import NamedTuple
 from scaletrain_cli.plan.memory.states import ModelStates
 from scaletrain_cli.plan.result import Layout, StageMemory
 
-# The context with the kernels of PyTorch, cuBLAS and flash attention, on current GPUs.
+# The CUDA context, with the kernels of PyTorch, cuBLAS and FlashAttention, on current GPUs.
 _CONTEXT = 700_000_000
-# One communicator: 544 MB with two A100, 688 MB with more (NVIDIA/nccl issue 964), the context's growth included. The
-# fullest run of the Ultra-Scale sweep, with four of them, left 1.9 GB of an H100.
+# One NCCL communicator: NVIDIA/nccl issue 964 reports 544 MB with two A100 and 688 MB with more, including growth of
+# the context. The fullest run of the Ultra-Scale sweep, with four communicators, left 1.9 GB of an H100.
 _COMMUNICATOR = 400_000_000
-# The first all-to-all of eight H100 took 3.28 GB (NVIDIA/nccl issue 1685): 0.47 GB for each of seven peers in a node.
+# One peer of an all-to-all: the first all-to-all of eight H100 took 3.28 GB (NVIDIA/nccl issue 1685), 0.47 GB for each
+# of the seven peers in the node.
 _PEER = 470_000_000
-# A CPU rank: the interpreter with torch and DeepSpeed, 250 MB, and its arenas.
+# A CPU rank: the Python process with torch and DeepSpeed (250 MB), and the arenas of malloc.
 _CPU_PROCESS = 500_000_000
 
 
 def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = False) -> int:
-    """Return the bytes of one process on its device outside of tensors."""
+    """Return the bytes that one process takes on its device outside the caching allocator."""
     if is_cpu:
         return _CPU_PROCESS
     axes = (
@@ -40,7 +42,10 @@ def outside_allocator_bytes(layout: Layout, gpus_per_node: int, is_cpu: bool = F
 
 
 class PhaseMemory(NamedTuple):
-    """Bytes beside the model's states; ``temporary`` exists during the optimizer step only."""
+    """Bytes of one phase of a step, beside weights, gradients and optimizer states.
+
+    ``temporary`` exists only during the optimizer's update.
+    """
 
     activations: int
     logits: int
@@ -48,21 +53,24 @@ class PhaseMemory(NamedTuple):
     temporary: int
 
 
-def peak_memory(states: ModelStates, moment: PhaseMemory, fragmentation: int, framework: int, host: int) -> StageMemory:
-    """Return the bytes of a stage at its peak. ``framework``: outside the allocator; ``host``: in the node's memory."""
-    allocated = sum(states) + sum(moment)
+def peak_memory(states: ModelStates, phase: PhaseMemory, fragmentation: int, framework: int, host: int) -> StageMemory:
+    """Return the bytes of a stage in its fullest phase.
+
+    ``framework``: bytes outside the caching allocator; ``host``: bytes in the node's memory.
+    """
+    allocated = sum(states) + sum(phase)
     return StageMemory(
         parameters=states.parameters,
         gradients=states.gradients,
         optimizer_states=states.optimizer_states,
-        activations=moment.activations,
-        logits=moment.logits,
-        communication_buffers=moment.buffers,
+        activations=phase.activations,
+        logits=phase.logits,
+        communication_buffers=phase.buffers,
         framework=framework,
         fragmentation=fragmentation,
         peak=allocated + fragmentation + framework,
         allocated=allocated,
         reserved=allocated + fragmentation,
         host=host,
-        step_temporaries=moment.temporary,
+        step_temporaries=phase.temporary,
     )

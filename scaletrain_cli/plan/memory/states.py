@@ -1,23 +1,23 @@
-"""Bytes of weights, gradients and optimizer states that a rank holds.
+"""Bytes of weights, gradients and optimizer states on one rank, and the sizes of DeepSpeed's buffers.
 
-What DeepSpeed 0.19 keeps, read in its source and confirmed by counting the live tensors of two ranks at every stage:
+The engine configures DeepSpeed with the buffer sizes of this module, so the planner counts what runs.
 
-* Stage 0, fp32: ``engine.py _do_optimizer_sanity_check`` returns no wrapper, so the user's AdamW works on the weights.
+DeepSpeed 0.19 by ZeRO stage, from its source, confirmed by counting the live tensors of two ranks at every stage:
+
+* Stage 0, fp32: ``engine.py _do_optimizer_sanity_check`` returns no wrapper; AdamW updates the weights themselves.
 * Stage 0, 16 bits: ``_do_optimizer_sanity_check`` raises NotImplementedError with fp32 gradient accumulation, and
-  otherwise takes FP16_UnfusedOptimizer, which was measured to be less exact. The planner uses stage 1 instead.
+  otherwise uses FP16_UnfusedOptimizer, which was measured to be less exact. The planner uses stage 1 instead.
 * Stages 1 and 2: ``zero/stage_1_and_2.py __init__`` clones the rank's partition into
-  ``single_partition_of_fp32_groups`` whatever the precision, so fp32 runs hold a second copy of their partition.
+  ``single_partition_of_fp32_groups`` at every precision, so fp32 runs hold a second copy of their partition.
 * Stage 1, bf16 with fp32 gradients: ``bf16_optimizer.py _setup_for_real_optimizer`` allocates
-  ``fp32_groups_gradients_flat``, a whole fp32 gradient on every rank. The bf16 gradients beside it go as soon as they
-  are added, given ``bf16.immediate_grad_update`` (``accumulate_hp_grads_and_remove_lp``); without it they stay.
-* Stage 2: the gradients of the rank's own partition. With fp32 accumulation of bf16 gradients they live in one fp32
-  buffer (``_build_compact_grad_partition_buffer``); otherwise each later micro-batch brings a second set, which
-  ``independent_gradient_partition_epilogue`` then adds to the first.
-* Stage 3: ``stage3.py _create_fp32_partitions`` means to take the partition itself as master where it is fp32 already,
-  but compares a ``torch.device`` with a string, which is never equal, so it clones it too.
+  ``fp32_groups_gradients_flat``, the full fp32 gradients on every rank. With ``bf16.immediate_grad_update`` each bf16
+  gradient is freed as soon as it is added (``accumulate_hp_grads_and_remove_lp``); without it all of them stay.
+* Stage 2: the gradients of the rank's own partition. With fp32 accumulation of bf16 gradients they are in one fp32
+  buffer (``_build_compact_grad_partition_buffer``). Otherwise each micro-batch after the first allocates a second set,
+  which ``independent_gradient_partition_epilogue`` adds to the first.
+* Stage 3: the partition, with an fp32 clone as master weights, also for fp32 weights: ``stage3.py
+  _create_fp32_partitions`` skips the clone only if a ``torch.device`` equals a string, which is never true.
   ``grad_partitions_flat_buffer`` holds the rank's gradients in the accumulation dtype.
-
-The sizes of DeepSpeed's buffers stand here too: the engine configures the numbers that the planner counts.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from scaletrain_cli.plan.stages import Shard, zero_shards
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 
-# DeepSpeed allocates the reduce bucket whole, however small the model (stage_1_and_2.py setup_buckets, stage3.py
-# _setup_for_real_optimizer); its default of 5e8 elements would take 2 GB from a 24 GB device. 2e8 still moves
-# hundreds of megabytes per collective, far above where a ring stops being bound by latency.
+# DeepSpeed allocates the full reduce bucket even for a small model (stage_1_and_2.py setup_buckets, stage3.py
+# _setup_for_real_optimizer); its default of 5e8 elements would take 2 GB of a 24 GB device. With 2e8 a collective still
+# moves hundreds of megabytes, far more than is needed to be bound by bandwidth rather than latency.
 _LARGEST_BUCKET_ELEMENTS = 200_000_000
 _PREFETCH_ELEMENTS = 50_000_000
-# DeepSpeed's default (zero/config.py stage3_max_live_parameters), where the model is not smaller.
+# DeepSpeed's default (zero/config.py stage3_max_live_parameters); smaller models use their own size.
 _LARGEST_LIVE_ELEMENTS = 1_000_000_000
-# DeepSpeed's default (stage3_param_persistence_threshold): stage 3 keeps parameters up to this size whole on every
-# rank.
+# DeepSpeed's default (stage3_param_persistence_threshold): stage 3 keeps parameters of up to this many elements
+# unsharded on every rank.
 PERSISTENT_ELEMENTS = 100_000
 # DeepSpeed's default (zero/config.py sub_group_size): elements that stage 3 updates at once.
 SUB_GROUP_ELEMENTS = 10**9
-# With offload to NVMe: buffers as large as a sub-group, for weights, gradient and two moments; buffers as large as the
-# largest parameter, and weights that stay in memory, DeepSpeed's defaults (zero/offload_config.py).
+# Offload to NVMe, DeepSpeed's defaults (zero/offload_config.py): the number of buffers as large as a sub-group
+# (weights, gradient and two moments), the number of buffers as large as the largest parameter, and the elements of
+# weights that stay in host memory.
 NVME_OPTIMIZER_BUFFERS = 4
 NVME_PARAMETER_BUFFERS = 5
 NVME_WEIGHTS_IN_MEMORY = 10**9
-# engine.py MEMORY_OPT_ALLREDUCE_SIZE: without ZeRO, gradients are flattened and reduced in pieces of this size.
+# Without ZeRO, gradients are flattened and reduced in pieces of this size (engine.py MEMORY_OPT_ALLREDUCE_SIZE).
 _FLATTENED_ELEMENTS = 500_000_000
 
 
@@ -65,11 +66,12 @@ class ZeroBuffers:
 
 
 def zero_buffers(parameters: int, zero_stage: int, *, pipeline: bool) -> ZeroBuffers:
-    """Return the settings for a rank that computes with ``parameters``; ``pipeline``: with more than one stage.
+    """Return the buffer settings for a rank with ``parameters`` parameters; ``pipeline``: with pipeline stages.
 
-    Reduction overlaps the backward pass where DeepSpeed can: of each micro-batch in stages 2 and 3, of the last one in
-    stage 1 (``stage_1_and_2.py process_gradients``). Stage 0 reduces after the last micro-batch, and so does stage 1
-    under a pipeline, whose engine turns the overlap off (``engine.py _configure_zero_optimizer``).
+    ``overlap_comm`` is on where DeepSpeed can overlap gradient reduction with the backward pass: of each micro-batch in
+    stages 2 and 3, of the last micro-batch in stage 1 (``stage_1_and_2.py process_gradients``). It is off in stage 0,
+    which reduces after the last micro-batch, and in stage 1 with a pipeline, whose engine turns it off
+    (``engine.py _configure_zero_optimizer``).
     """
     bucket = max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS))
     bucket += bucket % 2  # NCCL's 4-byte alignment of 16-bit elements (nccl_start_alignment_factor)
@@ -93,15 +95,19 @@ def communication_buffer_bytes(
     *,
     pipeline: bool,
 ) -> int:
-    """Return the bytes of gradient buckets and, under stage 3, of gathered weights, during the backward pass."""
+    """Return the bytes of gradient buckets and, in stage 3, of gathered weights during the backward pass.
+
+    ``parameters`` and ``largest_block``: elements on the rank, and of its largest block; ``weight_bytes`` and
+    ``gradient_bytes``: bytes per element; ``data_parallel``: the ranks that share the states.
+    """
     if data_parallel == 1 and zero_stage == 0:
         return 0
     buffers = zero_buffers(parameters, zero_stage, pipeline=pipeline)
     if zero_stage == 0:
         return min(parameters, _FLATTENED_ELEMENTS) * weight_bytes
     if zero_stage == 1:
-        # Buckets in the accumulation dtype, two where communication overlaps. BF16_Optimizer has none, which leaves
-        # this a little high.
+        # Buckets in the accumulation dtype, two if communication overlaps. BF16_Optimizer has none, so for it this is a
+        # slight overestimate.
         return buffers.reduce_bucket_size * gradient_bytes * (2 if buffers.overlap_comm else 1)
     buckets = buffers.reduce_bucket_size * weight_bytes * 2  # two, because communication overlaps
     if zero_stage == 2:
@@ -110,11 +116,12 @@ def communication_buffer_bytes(
     return buckets // 2 + (live + buffers.prefetch_bucket_size) * weight_bytes  # stage 3 has one bucket
 
 
-# AdamW keeps two fp32 moments (arXiv:1711.05101); mixed precision adds an fp32 master copy (arXiv:1710.03740).
+# Bytes per parameter. AdamW keeps two fp32 moments (arXiv:1711.05101); mixed precision adds an fp32 copy of the
+# weights, the master weights (arXiv:1710.03740).
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
-# Other optimizers. In 8 bits each moment has one fp32 scale per block (bitsandbytes, functional.py
-# quantize_blockwise: 256 values).
+# Moments of each optimizer. 8-bit AdamW has one fp32 scale per block of 256 values beside them (bitsandbytes,
+# functional.py quantize_blockwise).
 _MOMENT_BYTES = {
     "adamw": MOMENT_BYTES,
     "adam": MOMENT_BYTES,
@@ -125,25 +132,25 @@ _MOMENT_BYTES = {
     "muon": 4,
 }
 _SCALED_VALUES = 256
-# Smaller tensors have fp32 moments after all (bitsandbytes, optim/optimizer.py min_8bit_size), and the two tables of
-# 256 values that the 8 bits stand for exist once (name2qmap).
+# 8-bit AdamW keeps fp32 moments for tensors below this size (bitsandbytes, optim/optimizer.py min_8bit_size). The two
+# lookup tables from 8 bits to 256 fp32 values exist once (name2qmap).
 _SMALLEST_SCALED = 4096
 _SCALE_TABLES = 2 * 4 * 256
 
-_DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8 products; weights stay in 16 bits
+_DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8 is for products; weights have 16 bits
 _FP32_BYTES = 4
 
 
 class MasterWeights(Enum):
     """The fp32 copy of the weights that the optimizer updates."""
 
-    OF_EACH_PARTITION = "a copy beside 16-bit weights, and with ZeRO of each rank's partition whatever the precision"
-    BESIDE_16_BIT = "a copy beside 16-bit weights"
+    OF_EACH_PARTITION = "a copy for 16-bit weights; with ZeRO a copy of each rank's partition at every precision"
+    BESIDE_16_BIT = "a copy for 16-bit weights"
     THE_WEIGHTS = "none: the weights are fp32 themselves"
 
 
 class ModelStates(NamedTuple):
-    """Bytes on one rank. ``optimizer_states``: moments and the fp32 master weights, where there are any."""
+    """Bytes on one rank. ``optimizer_states``: moments, and fp32 master weights if there are any."""
 
     parameters: int
     gradients: int
@@ -151,7 +158,7 @@ class ModelStates(NamedTuple):
 
 
 def weight_bytes(precision: str) -> int:
-    """Return the bytes of one weight, and of one activation element, at a precision."""
+    """Return the bytes of one weight or activation element at a precision."""
     return _DTYPE_BYTES[precision]
 
 
@@ -179,9 +186,10 @@ def optimizer_state_bytes_per_parameter(
     optimizer: str = "adamw",
     master: MasterWeights = MasterWeights.OF_EACH_PARTITION,
 ) -> int:
-    """Return moments, and the fp32 master copy: DeepSpeed keeps one but in stage 0 of fp32, others for 16-bit weights.
+    """Return the bytes of moments and fp32 master weights per parameter.
 
-    FSDP's weights are the fp32 master themselves (torch, MixedPrecisionPolicy).
+    DeepSpeed keeps master weights except in stage 0 of fp32; Megatron-LM and nanotron keep them for 16-bit weights; the
+    weights of FSDP are fp32 themselves (torch, MixedPrecisionPolicy).
     """
     moments = moment_bytes_per_parameter(optimizer)
     if master is MasterWeights.THE_WEIGHTS:
@@ -191,7 +199,7 @@ def optimizer_state_bytes_per_parameter(
 
 
 def moment_bytes(optimizer: str, elements: int) -> int:
-    """Return the bytes of the moments of one flat tensor of parameters."""
+    """Return the bytes of the moments of one flat tensor with ``elements`` parameters."""
     if optimizer != "adamw_8bit":
         return elements * moment_bytes_per_parameter(optimizer)
     if elements < _SMALLEST_SCALED:
@@ -205,7 +213,10 @@ def optimizer_constant_bytes(optimizer: str, largest: int) -> int:
 
 
 def checkpoint_bytes_per_parameter(precision: str, zero_stage: int, optimizer: str = "adamw") -> int:
-    """Return the bytes that DeepSpeed saves: weights, moments and master; under stage 3 no weights but the master."""
+    """Return the bytes that a checkpoint has per parameter: weights, moments and fp32 master weights.
+
+    In stage 3 the master weights are the only weights in the checkpoint.
+    """
     states = optimizer_state_bytes_per_parameter(precision, zero_stage, optimizer)
     return states if zero_stage == 3 else weight_bytes(precision) + states
 
@@ -219,10 +230,11 @@ def model_state_bytes(
     optimizer: str = "adamw",
     master: MasterWeights = MasterWeights.OF_EACH_PARTITION,
 ) -> ModelStates:
-    """Return the bytes that one rank holds during a step, of ``parameters`` sharded over ``data_parallel`` ranks.
+    """Return the bytes that one rank holds of ``parameters`` parameters that ``data_parallel`` ranks share (ZeRO).
 
-    A ZeRO partition is the parameters divided by the ranks, rounded up: DeepSpeed pads the last one. Megatron-LM's
-    distributed optimizer and nanotron's ZeRO are stage 1: gradients stay whole on every rank (Megatron-LM,
+    A partition is the parameters divided by the ranks, rounded up, because DeepSpeed pads the last one. Stage 1 shards
+    optimizer states, stage 2 gradients too, stage 3 weights too (arXiv:1910.02054, section 5). Megatron-LM's
+    distributed optimizer and nanotron's ZeRO are stage 1: every rank has full gradients (Megatron-LM,
     distributed/param_and_grad_buffer.py). FSDP holds weights and gradients in fp32.
     """
     partition = -(-parameters // data_parallel)
@@ -244,9 +256,7 @@ def model_state_bytes(
 def second_gradient_bytes(
     parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int, micro_batches: int
 ) -> int:
-    """Return the gradients of the newest micro-batch that stage 2 holds beside the accumulated ones before adding
-    them.
-    """
+    """Return the bytes of the newest micro-batch's gradients, which stage 2 holds until it adds them to the others."""
     accumulated = gradient_bytes(precision, grad_dtype)
     if zero_stage != 2 or micro_batches == 1 or accumulated != weight_bytes(precision):
         return 0
@@ -256,13 +266,12 @@ def second_gradient_bytes(
 def step_temporary_bytes(
     parameters: int, precision: str, grad_dtype: str, zero_stage: int, data_parallel: int, optimizer: str = "adamw"
 ) -> int:
-    """Return the memory that exists only between the last backward pass and the next forward one, when activations do
-    not.
+    """Return the bytes of temporary tensors of the optimizer's update, when no activations exist.
 
-    AdamW's foreach form makes one fp32 copy of what it updates (the root of the second moment). ZeRO adds an fp32 copy
-    of the gradient partition (``stage_1_and_2.py step``: flatten and ``.to``); stage 3 does both one sub-group at a
-    time. BF16_Optimizer copies no partition, but reduces its fp32 gradients as 16 bits, group by group in one piece
-    (``engine.py allreduce_bucket``: ``tensor.to(communication_data_type)``), before the step.
+    torch's foreach AdamW allocates one fp32 tensor as large as what it updates, for the root of the second moment. ZeRO
+    adds an fp32 copy of the gradient partition (``stage_1_and_2.py step``: flatten and ``.to``). Stage 3 does both for
+    one sub-group at a time. BF16_Optimizer copies no partition; before the update it casts all its fp32 gradients to 16
+    bits to reduce them (``engine.py allreduce_bucket``: ``tensor.to(communication_data_type)``).
     """
     root = _FP32_BYTES if optimizer in ("adamw", "adam") else 0
     if zero_stage == 0:
@@ -273,21 +282,21 @@ def step_temporary_bytes(
     return (root + _FP32_BYTES) * (min(partition, SUB_GROUP_ELEMENTS) if zero_stage == 3 else partition)
 
 
-# Beside what leaves the device, an offloaded optimizer keeps the fp32 gradients of its partition and a pinned 16-bit
-# copy of the weights on the host (DeepSpeed zero/stage_1_and_2.py, ops/adam/cpu_adam.py).
+# Bytes per element that an offloaded optimizer keeps on the host beside its states: fp32 gradients of its partition,
+# and a pinned 16-bit copy of the weights (DeepSpeed zero/stage_1_and_2.py, ops/adam/cpu_adam.py).
 _HOST_COPIES = 6
-# What passes through pinned memory on its way to NVMe: five buffers of 1e8 fp32 elements (DeepSpeed
-# zero/offload_config.py, buffer_count and buffer_size).
+# Pinned host memory for offload to NVMe: five buffers of 1e8 fp32 elements (DeepSpeed zero/offload_config.py,
+# buffer_count and buffer_size).
 _NVME_BUFFERS = 5 * 4 * 10**8
 
 
 def rank_states(spec: RunSpec, layout: Layout, shard: Shard, master: MasterWeights) -> ModelStates:
-    """Return weights, gradients and optimizer states on one rank's device, offloaded parts left out."""
+    """Return the bytes of weights, gradients and optimizer states on one rank's device, without offloaded parts."""
     return device_and_host_states(spec, layout, shard, master)[0]
 
 
 def expert_tensor_parallel(spec: RunSpec, layout: Layout) -> int:
-    """Return the number of ranks that shard the width of an expert: as for other matrices, unless pinned."""
+    """Return the number of ranks that shard the width of an expert (layout.expert_tensor_parallel)."""
     wanted = spec.layout.expert_tensor_parallel
     return layout.tensor_parallel if wanted == "auto" else wanted
 
@@ -301,7 +310,7 @@ def expert_shards(spec: RunSpec, layout: Layout) -> int:
 def device_and_host_states(
     spec: RunSpec, layout: Layout, shard: Shard, master: MasterWeights
 ) -> tuple[ModelStates, int]:
-    """Return the states on the device, and the bytes that are offloaded to the node's memory."""
+    """Return the states on one rank's device, and the bytes of one rank that are offloaded to the node's memory."""
     training, optimizer = spec.training, spec.training.optimizer.name
     zero = layout.zero_stage
     groups = [
@@ -318,7 +327,10 @@ def device_and_host_states(
 
 
 def _offloaded(spec: RunSpec, layout: Layout, states: ModelStates, elements: int) -> tuple[ModelStates, int]:
-    """Return the states of ``parameters`` that remain on the device, and the bytes in the node's memory instead."""
+    """Return the states that stay on the device, and the bytes in the node's memory instead.
+
+    ``elements``: the parameters of the rank.
+    """
     if layout.offload == "none":
         return states, 0
     parameters, gradients, optimizer_states = states

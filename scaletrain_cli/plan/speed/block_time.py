@@ -20,7 +20,7 @@ from scaletrain_cli.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class Slice:
+class RankWork:
     """The work of one rank on a micro-batch."""
 
     tokens: int  # of one micro-batch on one sequence or context rank
@@ -40,24 +40,24 @@ class PartTime:
 
     forward: float
     backward: float
-    again_attention: float = 0.0
-    forward_attention_products: float = 0.0
+    attention_core_forward: float = 0.0
+    attention_products_forward: float = 0.0
 
 
 @lru_cache(maxsize=8192)
-def block_time(model: ModelSpec, cut: Slice, profile: FrameworkProfile, rate: Rates, experts: bool) -> PartTime:
+def block_time(model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates, experts: bool) -> PartTime:
     """Return the time of one block; ``experts``: one whose MLP is a mixture of experts."""
-    t = cut.tensor
+    t = work.tensor
     heads = -(-model.num_attention_heads // t)
-    projections = _products_seconds(_attention_products(model, cut.tokens, heads, t), cut, rate)
+    projections = _products_seconds(_attention_products(model, work.tokens, heads, t), work, rate)
     mlp = _products_seconds(
-        _expert_products(model, cut) if experts else _mlp_products(model, cut.tokens, model.intermediate_size, t),
-        cut,
+        _expert_products(model, work) if experts else _mlp_products(model, work.tokens, model.intermediate_size, t),
+        work,
         rate,
     )
     forward, backward = projections[0] + mlp[0], projections[1] + mlp[1]
-    core = _attention_core(model, cut, profile, heads, rate)
-    moved = _moved(model, cut, profile, heads, experts)
+    core = _attention_core(model, work, profile, heads, rate)
+    moved = _moved(model, work, profile, heads, experts)
     scale = rate.element_bytes / 2
     forward += core[0] + memory_seconds(scale * moved[0], profile.small_kernels[0], rate)
     backward += core[1] + memory_seconds(scale * moved[1], profile.small_kernels[1], rate)
@@ -65,32 +65,32 @@ def block_time(model: ModelSpec, cut: Slice, profile: FrameworkProfile, rate: Ra
 
 
 @lru_cache(maxsize=8192)
-def head_time(model: ModelSpec, cut: Slice, profile: FrameworkProfile, rate: Rates) -> PartTime:
+def head_time(model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates) -> PartTime:
     """Return the time of final norm, projection to the vocabulary and loss."""
-    columns, hidden = -(-model.vocab_size // cut.tensor), model.hidden_size
-    forward, backward = linear_seconds(cut.tokens, hidden, columns, cut.compiled, rate)
-    entries = 1.0 * cut.tokens * columns
+    columns, hidden = -(-model.vocab_size // work.tensor), model.hidden_size
+    forward, backward = linear_seconds(work.tokens, hidden, columns, work.compiled, rate)
+    entries = 1.0 * work.tokens * columns
     return PartTime(
         forward + memory_seconds(profile.loss[0] * entries, 10, rate),
         backward + memory_seconds(profile.loss[1] * entries, 5, rate),
     )
 
 
-def embedding_time(model: ModelSpec, cut: Slice, rate: Rates) -> PartTime:
+def embedding_time(model: ModelSpec, work: RankWork, rate: Rates) -> PartTime:
     """Return the time of the embedding lookup, and of summing its gradients in a table of the full size."""
-    rows = 1.0 * cut.tokens * model.hidden_size * rate.element_bytes
-    table = -(-model.vocab_size // cut.tensor) * model.hidden_size * rate.element_bytes
+    rows = 1.0 * work.tokens * model.hidden_size * rate.element_bytes
+    table = -(-model.vocab_size // work.tensor) * model.hidden_size * rate.element_bytes
     return PartTime(memory_seconds(3 * rows, 3, rate), memory_seconds(3 * rows + table, 5, rate))
 
 
 _Product = tuple[int, int, int, int]  # how many, rows, inner, columns
 
 
-def _products_seconds(products: list[_Product], cut: Slice, rate: Rates) -> tuple[float, float]:
+def _products_seconds(products: list[_Product], work: RankWork, rate: Rates) -> tuple[float, float]:
     """Return the forward and backward seconds of these matrix products."""
     forward = backward = 0.0
     for count, rows, inner, columns in products:
-        there, back = linear_seconds(rows, inner, columns, cut.compiled, rate)
+        there, back = linear_seconds(rows, inner, columns, work.compiled, rate)
         forward += count * there + memory_seconds(1.0 * count * rows * inner * rate.cast_bytes, 0, rate)
         backward += count * back + memory_seconds(1.0 * count * rows * columns * rate.cast_bytes, 0, rate)
     return forward, backward
@@ -126,42 +126,44 @@ def _mlp_products(model: ModelSpec, tokens: int, inner: int, t: int) -> list[_Pr
     ]
 
 
-def _expert_products(model: ModelSpec, cut: Slice) -> list[_Product]:
+def _expert_products(model: ModelSpec, work: RankWork) -> list[_Product]:
     """Return the products of the router, the shared experts and the local routed experts, with a balanced load.
 
     The tensor ranks share one micro-batch; the ranks that hold all experts between them work on expert x expert_tensor
     / tensor of them.
     """
-    held = -(-model.num_experts // cut.expert)
-    routed = cut.tokens * model.num_experts_per_tok * cut.expert_tensor // cut.tensor
+    held = -(-model.num_experts // work.expert)
+    routed = work.tokens * model.num_experts_per_tok * work.expert_tensor // work.tensor
     each = max(1, -(-routed // held))
-    products: list[_Product] = [(1, cut.tokens, model.hidden_size, model.num_experts)]
+    products: list[_Product] = [(1, work.tokens, model.hidden_size, model.num_experts)]
     if model.shared_expert_intermediate_size:
-        products += _mlp_products(model, cut.tokens, model.shared_expert_intermediate_size, cut.tensor)
-    one = _mlp_products(model, each, model.expert_size, cut.expert_tensor)
+        products += _mlp_products(model, work.tokens, model.shared_expert_intermediate_size, work.tensor)
+    one = _mlp_products(model, each, model.expert_size, work.expert_tensor)
     return products + [(held, rows, inner, columns) for _, rows, inner, columns in one]
 
 
 def _attention_core(
-    model: ModelSpec, cut: Slice, profile: FrameworkProfile, heads: int, rate: Rates
+    model: ModelSpec, work: RankWork, profile: FrameworkProfile, heads: int, rate: Rates
 ) -> tuple[float, float]:
     # Ulysses exchanges sequence for heads: each rank has all queries of some heads, the same work.
-    local = max(1, heads // cut.sequence)
-    queries = cut.tokens * cut.sequence
+    local = max(1, heads // work.sequence)
+    queries = work.tokens * work.sequence
     scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
     values = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
-    if cut.flash:
+    if work.flash:
         biased = model.positions == "alibi"
-        forward, backward = flash_attention_seconds(queries, cut.keys, local, scores, values, biased, rate)
+        forward, backward = flash_attention_seconds(queries, work.keys, local, scores, values, biased, rate)
         return forward / profile.attention_speed, backward / profile.attention_speed
     dropout = model.attention_dropout > 0
-    return materialized_attention_seconds(queries, cut.keys, local, scores, values, profile.scores, dropout, rate)
+    return materialized_attention_seconds(queries, work.keys, local, scores, values, profile.scores, dropout, rate)
 
 
-def _moved(model: ModelSpec, cut: Slice, profile: FrameworkProfile, heads: int, experts: bool) -> tuple[float, float]:
+def _moved(
+    model: ModelSpec, work: RankWork, profile: FrameworkProfile, heads: int, experts: bool
+) -> tuple[float, float]:
     """Return the bytes that element-wise kernels of one block read and write, forward and backward, in 16 bits."""
-    t, tokens = cut.tensor, cut.tokens
-    hidden = model.hidden_size / (t if cut.sharded_norms else 1)
+    t, tokens = work.tensor, work.tokens
+    hidden = model.hidden_size / (t if work.sharded_norms else 1)
     inner = model.intermediate_size / t
     extra = 0.0
     if experts:

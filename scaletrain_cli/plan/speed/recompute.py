@@ -38,9 +38,9 @@ def recompute_seconds(spec: RunSpec, layout: Layout, part: PartTime) -> float:
     """Return the GPU seconds of recomputation per block and micro-batch."""
     kind = _selective(spec, layout)
     if kind == "attention core":
-        return part.again_attention
+        return part.attention_core_forward
     if kind == "attention module":
-        return part.again_attention + part.forward_attention_products
+        return part.attention_core_forward + part.attention_products_forward
     return recomputed_forwards(spec, layout) * part.forward
 
 

@@ -14,7 +14,7 @@ from scaletrain_cli.plan.memory.activations import loss_chunks
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.states import gradient_bytes, optimizer_state_bytes_per_parameter, weight_bytes
 from scaletrain_cli.plan.result import Layout, StageTime
-from scaletrain_cli.plan.speed.block_time import PartTime, Slice, block_time, embedding_time, head_time
+from scaletrain_cli.plan.speed.block_time import PartTime, RankWork, block_time, embedding_time, head_time
 from scaletrain_cli.plan.speed.communication import (
     BlockTraffic,
     block_traffic,
@@ -78,12 +78,12 @@ _QUEUE = 9.0
 
 
 @dataclass(frozen=True)
-class Stage:
+class MicroBatchTime:
     """One pipeline stage and micro-batch: GPU seconds forward, backward and again; host; exposed communication."""
 
     forward: float
     backward: float
-    again: float
+    recompute: float
     communication: float
     host: float
     stall: float  # of the host, while neighboring stages send and receive
@@ -101,7 +101,7 @@ class Stage:
     @cached_property
     def passes(self) -> StageTime:
         """Forward and backward seconds; communication and host waits are divided in proportion."""
-        compute = self.forward + self.backward + self.again
+        compute = self.forward + self.backward + self.recompute
         forward = self.forward / compute if compute else 0.5
         return StageTime(self.seconds * forward, self.seconds * (1 - forward))
 
@@ -111,12 +111,12 @@ class Stage:
 
         The host has about twice as much to issue backward as forward, so two thirds of the waiting fall there.
         """
-        compute = self.forward + self.backward + self.again
+        compute = self.forward + self.backward + self.recompute
         waiting = max(0.0, self.seconds - self.communication - compute)
-        return self.forward + waiting / 3, self.backward + self.again + 2 * waiting / 3
+        return self.forward + waiting / 3, self.backward + self.recompute + 2 * waiting / 3
 
     def _with(self, host: float) -> float:
-        device = self.forward + self.backward + self.again + self.communication
+        device = self.forward + self.backward + self.recompute + self.communication
         longer = max(device, host)
         return float(longer * (1 + (min(device, host) / longer) ** _QUEUE) ** (1 / _QUEUE)) if longer else 0.0
 
@@ -126,13 +126,13 @@ class _Parts:
     """The parts of a stage: seconds of one block of each kind (dense, with experts), and of embedding and head."""
 
     blocks: tuple[PartTime, PartTime]
-    again: tuple[float, float]
+    recompute: tuple[float, float]
     forwards: float  # recomputed, per block
     embedding: PartTime
     head: PartTime
     traffic: BlockTraffic
     boundary: float  # to the next stage, one direction
-    away: float  # copying a block's activations to the host, and back
+    offload_copy: float  # copying a block's activations to the host, and back
 
 
 def stage_times(
@@ -142,60 +142,60 @@ def stage_times(
     rate: Rates,
     link: Link,
     profile: FrameworkProfile,
-    whole: Architecture,
+    per_rank: Architecture,
     blocks: tuple[int, ...],
-) -> list[Stage]:
+) -> list[MicroBatchTime]:
     """Return the time of each stage; ``whole`` is sharded by tensor and expert parallelism, ``blocks`` per stage."""
     last, parts = len(blocks) - 1, _parts(spec, layout, device, rate, link, profile)
-    known: dict[tuple[int, int, bool, bool], Stage] = {}
+    known: dict[tuple[int, int, bool, bool], MicroBatchTime] = {}
     found, first = [], 0
     for index, count in enumerate(blocks):
-        dense = max(0, min(first + count, whole.dense_layers) - first)
+        dense = max(0, min(first + count, per_rank.dense_layers) - first)
         key = (count, dense, index == 0, index == last)
         if key not in known:
-            parameters = stage_parameters(whole, blocks, index, first)
+            parameters = stage_parameters(per_rank, blocks, index, first)
             known[key] = _stage(spec, layout, rate, link, profile, parts, key, parameters)
         found.append(known[key])
         first += count
     return found
 
 
-def stage_parameters(whole: Architecture, blocks: tuple[int, ...], index: int, first: int | None = None) -> int:
+def stage_parameters(per_rank: Architecture, blocks: tuple[int, ...], index: int, first: int | None = None) -> int:
     """Return the parameters on one tensor and expert rank of a stage that begins at block ``first``."""
-    found = whole.blocks_parameters(sum(blocks[:index]) if first is None else first, blocks[index])
+    found = per_rank.blocks_parameters(sum(blocks[:index]) if first is None else first, blocks[index])
     if index == 0:
-        found += whole.embedding
+        found += per_rank.embedding
     if index == len(blocks) - 1:
-        tied_copy = whole.embedding if not whole.head and len(blocks) > 1 else 0
-        found += whole.final_norm + whole.head + tied_copy
+        tied_copy = per_rank.embedding if not per_rank.head and len(blocks) > 1 else 0
+        found += per_rank.final_norm + per_rank.head + tied_copy
     return found
 
 
 def _parts(
     spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, link: Link, profile: FrameworkProfile
 ) -> _Parts:
-    model, cut = spec.transformer, _slice(spec, layout, device)
-    dense = sparse = block_time(model, cut, profile, rate, experts=bool(model.num_experts))
+    model, work = spec.transformer, _rank_work(spec, layout, device)
+    dense = moe = block_time(model, work, profile, rate, experts=bool(model.num_experts))
     if model.num_experts and model.first_k_dense_replace:
-        dense = block_time(model, cut, profile, rate, experts=False)
+        dense = block_time(model, work, profile, rate, experts=False)
     return _Parts(
-        blocks=(dense, sparse),
-        again=(recompute_seconds(spec, layout, dense), recompute_seconds(spec, layout, sparse)),
+        blocks=(dense, moe),
+        recompute=(recompute_seconds(spec, layout, dense), recompute_seconds(spec, layout, moe)),
         forwards=recomputed_forwards(spec, layout),
-        embedding=embedding_time(model, cut, rate),
-        head=_chunked(head_time(model, cut, profile, rate), spec, layout, rate, cut),
+        embedding=embedding_time(model, work, rate),
+        head=_chunked(head_time(model, work, profile, rate), spec, layout, rate, work),
         traffic=block_traffic(spec, layout, link, profile),
         boundary=boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - profile.pipeline_overlap),
-        away=activation_offload_seconds(spec, layout, device),
+        offload_copy=activation_offload_seconds(spec, layout, device),
     )
 
 
-def _chunked(head: PartTime, spec: RunSpec, layout: Layout, rate: Rates, cut: Slice) -> PartTime:
+def _chunked(head: PartTime, spec: RunSpec, layout: Layout, rate: Rates, work: RankWork) -> PartTime:
     """Return the head and loss, with the gradient of the head added up in fp32 after each chunk: read twice, written
     once.
     """
-    chunks = loss_chunks(spec.transformer, cut.tokens, layout.cross_entropy)
-    entries = 1.0 * -(-spec.transformer.vocab_size // cut.tensor) * spec.transformer.hidden_size
+    chunks = loss_chunks(spec.transformer, work.tokens, layout.cross_entropy)
+    entries = 1.0 * -(-spec.transformer.vocab_size // work.tensor) * spec.transformer.hidden_size
     return PartTime(head.forward, head.backward + memory_seconds(chunks * entries * 12, 2 * chunks, rate))
 
 
@@ -208,32 +208,32 @@ def _stage(
     parts: _Parts,
     held: tuple[int, int, bool, bool],
     parameters: int,
-) -> Stage:
+) -> MicroBatchTime:
     """Return the time of one stage; ``held``: blocks, dense blocks among them, whether it is the first or last."""
     count, dense, first, last = held
-    sparse, forwards, traffic = count - dense, parts.forwards, parts.traffic
-    forward = dense * parts.blocks[0].forward + sparse * parts.blocks[1].forward
-    backward = dense * parts.blocks[0].backward + sparse * parts.blocks[1].backward
-    again = dense * parts.again[0] + sparse * parts.again[1]
+    moe, forwards, traffic = count - dense, parts.forwards, parts.traffic
+    forward = dense * parts.blocks[0].forward + moe * parts.blocks[1].forward
+    backward = dense * parts.blocks[0].backward + moe * parts.blocks[1].backward
+    recompute = dense * parts.recompute[0] + moe * parts.recompute[1]
     if first:
         forward, backward = forward + parts.embedding.forward, backward + parts.embedding.backward
     if last:
         forward, backward = forward + parts.head.forward, backward + parts.head.backward
     backward += parameters * profile.accumulate / rate.memory
-    if parts.away:
-        forward, backward = forward + count * parts.away, backward + count * parts.away
+    if parts.offload_copy:
+        forward, backward = forward + count * parts.offload_copy, backward + count * parts.offload_copy
     communication = count * (traffic.forward * (1 + forwards) + traffic.backward)
-    communication += sparse * traffic.experts * (2 + forwards)
+    communication += moe * traffic.experts * (2 + forwards)
     # Each stage receives and sends, forward and backward; the ends do half of it.
     communication += parts.boundary * (0 if first and last else 2 if first or last else 4)
     if layout.zero_stage >= 2:
         data = data_traffic(spec, layout, link, profile, parameters, count)
         communication += exposed(data.forward, forward, profile.reduce_overlap)
-        communication += exposed(data.backward, backward + again, profile.reduce_overlap)
+        communication += exposed(data.backward, backward + recompute, profile.reduce_overlap)
     if rate.is_cpu:
-        return Stage(forward, backward, again, communication, 0.0, 0.0)
+        return MicroBatchTime(forward, backward, recompute, communication, 0.0, 0.0)
     host = count * (profile.forward_host * (1 + forwards) + profile.backward_host) + profile.micro_batch_host
-    host += profile.end_host * (first + last) + profile.experts_host * sparse
+    host += profile.end_host * (first + last) + profile.experts_host * moe
     stall = 0.0
     if layout.tensor_parallel > 1:
         host += count * profile.tensor_host
@@ -241,10 +241,10 @@ def _stage(
             host += count * profile.socket_host
         if layout.pipeline_parallel > 1 and layout.world_size > spec.cluster.gpus_per_node:
             stall = count * layout.tensor_parallel * profile.stage_stall
-    return Stage(forward, backward, again, communication, host, stall)
+    return MicroBatchTime(forward, backward, recompute, communication, host, stall)
 
 
-def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
+def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:
     model = spec.transformer
     expert_tensor = spec.layout.expert_tensor_parallel
     wanted = spec.planner.attention
@@ -253,7 +253,7 @@ def _slice(spec: RunSpec, layout: Layout, device: Accelerator) -> Slice:
     framework = framework_of(spec)
     dropped = framework.drops_scores(spec)
     flash = flash and not dropped
-    return Slice(
+    return RankWork(
         tokens=local_tokens(spec, layout),
         keys=model.seq_len,
         tensor=layout.tensor_parallel,

@@ -19,7 +19,7 @@ from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_
 from scaletrain_cli.plan.speed.kernels import Rates, rates
 from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
-from scaletrain_cli.plan.speed.stage_time import Stage, offload_seconds, stage_parameters, stage_times
+from scaletrain_cli.plan.speed.stage_time import MicroBatchTime, offload_seconds, stage_parameters, stage_times
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -51,14 +51,14 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     if layout.compile:
         profile = compiled_profile(profile)
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
-    whole = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
+    per_rank = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
     blocks = framework.blocks_by_stage(model, layout.pipeline_parallel)
-    stages = stage_times(spec, layout, device, rate, link, profile, whole, blocks)
+    stages = stage_times(spec, layout, device, rate, link, profile, per_rank, blocks)
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # equal stages are the same object
     for index, stage in enumerate(stages):
         if id(stage) not in once:
-            parameters = stage_parameters(whole, blocks, index)
+            parameters = stage_parameters(per_rank, blocks, index)
             once[id(stage)] = _once_per_step(
                 spec, layout, device, rate, link, profile, stage, parameters, blocks[index]
             )
@@ -72,7 +72,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     slowest = stages[schedule.slowest]
     last = once[id(slowest)]
     communication = min(m * slowest.communication, schedule.busy) + last.exposed
-    communication += tied_seconds(spec, layout, link, profile, whole.embedding)
+    communication += tied_seconds(spec, layout, link, profile, per_rank.embedding)
     compute = schedule.busy - min(m * slowest.communication, schedule.busy)
     optimizer = last.optimizer
     step = compute + schedule.bubble + communication + optimizer
@@ -95,7 +95,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
         hfu=executed / step / peak,
         to_train=step * spec.total_steps,
         samples_per_second=layout.global_batch_size / step,
-        recompute=m * slowest.again,
+        recompute=m * slowest.recompute,
         by_stage=tuple(stage.passes for stage in stages[:_MOST_STAGES]),
     )
     return time, Network(sent_bytes(spec, layout, blocks[schedule.slowest], last.sent))
@@ -108,7 +108,7 @@ def _once_per_step(
     rate: Rates,
     link: Link,
     profile: FrameworkProfile,
-    stage: Stage,
+    stage: MicroBatchTime,
     parameters: int,
     blocks: int,
 ) -> _OncePerStep:

@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.plan.frameworks import fsdp, megatron, nanotron
-from scaletrain_cli.plan.memory.framework_memory import BlockActivations, Cut, block_activations
+from scaletrain_cli.plan.frameworks.registry import FRAMEWORKS
+from scaletrain_cli.plan.memory.framework_memory import BlockActivations, BlockSharding, block_activations
 from tests.plan.specs import model_of
 
-PROFILES = {"fsdp": fsdp.MEMORY, "megatron": megatron.MEMORY, "nanotron": nanotron.MEMORY}
+PROFILES = {name: FRAMEWORKS[name].memory_profile for name in ("fsdp", "megatron", "nanotron")}
 
 
 def block(
     preset: str, framework: str = "megatron", tensor: int = 1, norms: int = 1, flash: bool = True, **model: object
 ) -> BlockActivations:
     shape = model_of(preset, **model)
-    return block_activations(shape, PROFILES[framework], Cut(tensor, norms, tensor, flash, 2), bool(shape.num_experts))
+    return block_activations(
+        shape, PROFILES[framework], BlockSharding(tensor, norms, tensor, flash, 2), bool(shape.num_experts)
+    )
 
 
 def test_megatron_keeps_34_bytes_per_channel_of_a_gpt_block_with_dropout() -> None:

@@ -13,7 +13,7 @@ from scaletrain_cli.plan.catalogue.hardware import accelerator_names, find_accel
 from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.search.layouts import build_layout
-from scaletrain_cli.plan.speed.block_time import Slice, _expert_products
+from scaletrain_cli.plan.speed.block_time import RankWork, _expert_products
 from scaletrain_cli.plan.speed.kernels import linear_seconds, rates
 from scaletrain_cli.plan.speed.step_time import plan_time
 from scaletrain_cli.spec import RunSpec
@@ -169,11 +169,11 @@ def test_one_layout_takes_a_tenth_of_a_millisecond_or_so() -> None:
 @pytest.mark.parametrize(("tensor", "expert_tensor"), [(1, 1), (2, 2), (4, 4), (4, 1), (8, 8)])
 def test_experts_do_the_same_work_however_they_are_cut(tensor: int, expert_tensor: int) -> None:
     model = spec_of("mixtral-8x7b").transformer
-    cut = Slice(
+    work = RankWork(
         tokens=8192, keys=8192, tensor=tensor, sequence=1, expert=8, expert_tensor=expert_tensor,
         sharded_norms=True, flash=True, compiled=False,
     )  # fmt: skip
-    routed = sum(count * rows * inner * columns for count, rows, inner, columns in _expert_products(model, cut)[1:])
+    routed = sum(count * rows * inner * columns for count, rows, inner, columns in _expert_products(model, work)[1:])
     assert routed * tensor == model.num_experts_per_tok * 8192 * 3 * model.hidden_size * model.intermediate_size
 
 
