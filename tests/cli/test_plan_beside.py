@@ -66,14 +66,15 @@ OUTCOME = TraceOutcome(
     spot_usd=Spread(5200.0, 5100.0, 5900.0),
     on_demand_days=6.0,
     on_demand_usd=13750.0,
-    notes=(Reason("plan.trace-repeats", {"seconds": 86400.0}),),
+    notes=(Reason("plan.trace-repeats", {"seconds": 14.2 * 86400}),),
 )
 
 
 def compared(*names: str) -> tuple[Compared, ...]:
     reasons = {
         "too_large": Reason(
-            "plan.run-does-not-fit", {"name": "x", "gpus": "1 x 8 h100-sxm-80gb", "peak": 273e9, "capacity": 84.9e9}
+            "plan.run-does-not-fit",
+            {"name": "llama-70b", "gpus": "1 x 8 h100-sxm-80gb", "peak": 273e9, "capacity": 84.9e9},
         )
     }
     return tuple(Compared(name, *stored(PLANS[name]), reasons.get(name)) for name in names)

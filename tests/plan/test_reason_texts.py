@@ -37,7 +37,7 @@ def test_every_code_has_a_text_and_every_text_a_code() -> None:
     assert all(_CODE.fullmatch(code) for code in TEXTS)
 
 
-def test_no_text_ends_with_a_full_stop_and_every_remedy_does() -> None:
+def test_no_text_ends_with_a_full_stop_and_every_remedy_is_a_sentence() -> None:
     for code, text in TEXTS.items():
         assert not text.text.endswith("."), code
-        assert all(remedy.endswith(".") for remedy in text.remedies), code
+        assert all(remedy.endswith((".", "?")) for remedy in text.remedies), code

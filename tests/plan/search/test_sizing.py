@@ -80,7 +80,9 @@ def test_a_deadline_out_of_reach_names_the_closest_miss_and_what_would_do() -> N
     assert error.closest is not None
     assert error.closest.gpus == 32
     assert "no cluster of at most 32 GPUs meets the deadline of 5 d; the closest one: " in error.message
-    assert "too late at best" in error.message
+    assert "too late" in error.message
+    assert error.reason is not None
+    assert error.reason.params["cause"].params["missed"].code == "plan.too-late"
     (would_do,) = [problem for problem in error.problems if problem.where == "would do"]
     gpus = int(str(would_do.given).split()[0])
     assert gpus > 32
