@@ -41,6 +41,26 @@ TEXTS: dict[str, Text] = {
     "path-with-patterns": Text(
         "{path}: Slurm interprets % and \\ in the path of a job's log", ("Move the runs root: $SCALETRAIN_RUNS",)
     ),
+    "cancel-unanswered": Text(
+        "{failure}. The stop file of the run is set all the same: its nodes read it within seconds and stop the run"
+    ),
+    # ---- the job of a run ------------------------------------------------------------------------------------------
+    "never-submitted": Text("never submitted"),
+    "job-state": Text("{state}"),
+    "job-state-because": Text("{state} ({reason})"),
+    "job-accounted": Text("{state} (from the accounting)"),
+    "job-not-listed": Text("Slurm no longer lists the job"),
+    "request-pending": Text(
+        "sbatch was called at {asked} and did not answer; Slurm lists no job of this run yet, but may still accept it"
+    ),
+    "request-lost": Text("sbatch was called at {asked} and did not answer; Slurm lists no job of this run"),
+    # ---- the estimated start ---------------------------------------------------------------------------------------
+    "estimate": Text("Slurm's estimate (sbatch --test-only)"),
+    "estimate-on": Text("Slurm's estimate (sbatch --test-only) on {nodes} of {partition}"),
+    "estimate-with-hidden": Text("{estimate}, which includes reservations that are hidden from you"),
+    "estimate-may-slip": Text("{estimate}; jobs of higher priority may start before it"),
+    "no-estimate": Text("sbatch --test-only gave no start time"),
+    "start-on-hold": Text("the job is submitted on hold (cluster.slurm.extra); `scontrol release` lets it start"),
     # ---- restart decisions -----------------------------------------------------------------------------------------
     "job-being-ended": Text("Slurm is ending the job, and it alone decides whether the job is queued again"),
     "job-not-requeued": Text(

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from scaletrain_cli.launch.attempts import begin_attempt
-from scaletrain_cli.launch.backends.slurm import nodes
-from scaletrain_cli.launch.backends.slurm.nodes import exclude_option, exclusion_for, time_is_up, usable_nodes
+from scaletrain_cli.launch.backends.slurm import job, site
+from scaletrain_cli.launch.backends.slurm.job import time_is_up
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
+from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, usable_nodes
 from scaletrain_cli.launch.node.record import write_node_record
 from scaletrain_cli.launch.node_exclusion import exclusion
 from scaletrain_cli.launch.restart import conclude_attempt
@@ -66,8 +67,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         text = {"sinfo": SINFO, "squeue": "2026-01-02T03:04:05|1-00:30:00\n"}[command[0]]
         return type("Answer", (), {"stdout": text})
 
-    monkeypatch.setattr(nodes, "call_slurm", call)
-    monkeypatch.setattr(nodes, "node_names", lambda text: tuple(text.split(",")) if text else ())
+    monkeypatch.setattr(site, "call_slurm", call)
+    monkeypatch.setattr(job, "call_slurm", call)
 
 
 @pytest.mark.usefixtures("slurm")

@@ -38,6 +38,11 @@ class Start:
     why: str
     reason: Reason | None = None
 
+    @classmethod
+    def because(cls, at: float | None, reason: Reason) -> Start:
+        """Return the start with the text of ``reason``."""
+        return cls(at, str(reason), reason)
+
 
 @dataclass(frozen=True)
 class PreflightResult:
@@ -106,6 +111,11 @@ class Job:
     progress: Mapping[str, float] = field(default_factory=dict)
     forgotten: bool = False
     reason: Reason | None = None  # why it is in this state; ``detail`` contains its text
+
+    @classmethod
+    def because(cls, job_id: str, state: JobState, reason: Reason, nodes: tuple[str, ...] = (), **more: Any) -> Job:
+        """Return the job with the text of ``reason`` as its detail; ``more``: further fields."""
+        return cls(job_id, state, str(reason), nodes, reason=reason, **more)
 
     @property
     def why(self) -> Reason:

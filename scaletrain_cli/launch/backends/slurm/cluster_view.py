@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.queue import job_state
-from scaletrain_cli.launch.backends.slurm.site import AT_LEAST, Limit, Site, ask_site, resource_in_words
-from scaletrain_cli.launch.backends.slurm.tables import Node, gpus, moment
+from scaletrain_cli.launch.backends.slurm.site import Site, ask_site
+from scaletrain_cli.launch.backends.slurm.tables import AT_LEAST, Limit, Node, gpus, moment, resource_in_words
 from scaletrain_cli.spec import ClusterSpec
 
 # Answers to `squeue --format=QUEUE`: job, user, state, reason, priority, nodes, GPUs per node, start, partition, name.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError
@@ -28,27 +27,6 @@ PASSED_ON = frozenset(
     "PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
     "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG".split()
 )
-
-
-def node_names(nodes: str, without: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names in a Slurm hostlist such as ``rack[1-2]n[08-10,12],login1``, in order. Calls no command."""
-    return tuple(name for part in _HOSTLIST_PART.findall(nodes) for name in _expanded(part))
-
-
-# A comma separates numbers inside brackets, and names outside.
-_HOSTLIST_PART = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
-
-
-def _expanded(part: str) -> Iterator[str]:
-    head, bracket, rest = part.partition("[")
-    if not bracket:
-        yield head
-        return
-    numbers, _, tail = rest.partition("]")
-    for item in numbers.split(","):
-        first, _, last = item.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            yield from (f"{head}{number:0{len(first)}d}{end}" for end in _expanded(tail))
 
 
 def call_slurm(

@@ -17,18 +17,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scaletrain_cli.errors import ExitCode, ScaletrainError
+from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import begin_attempt, read_attempt
-from scaletrain_cli.launch.backends.slurm.commands import node_names
-from scaletrain_cli.launch.backends.slurm.nodes import (
-    down_nodes,
-    exclude_option,
-    exclusion_for,
-    last_exclusion,
-    record_exclusion,
-    time_is_up,
-)
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.script import lead_seconds
+from scaletrain_cli.launch.backends.slurm.site import exclude_option, exclusion_for, last_exclusion, record_exclusion
+from scaletrain_cli.launch.backends.slurm.tables import limit_seconds, moment, node_names
 from scaletrain_cli.launch.node.ranks import free_port
 from scaletrain_cli.launch.restart import (
     conclude_abandoned,
@@ -43,10 +38,12 @@ from scaletrain_cli.own_processes import leave_current_folder
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.spec import ClusterSpec
 
 logger = logging.getLogger(__name__)
 _SLURM_ENDS_THE_JOB = Reason("slurm.job-being-ended")
 _NOT_REQUEUED = Reason("slurm.job-not-requeued")
+_EARLY_SECONDS = 60.0  # Slurm may send the signal of --signal up to a minute early
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,6 +134,36 @@ def not_requeued(run: RunDir, number: int, stop_reason: Reason | None) -> int:
     if stop_reason is not None:
         return withdraw_restart(run, number, stop_reason, left_to_scheduler=True).exit_code
     return conclude_run(run, withdraw_restart(run, number, _NOT_REQUEUED))
+
+
+def down_nodes(names: tuple[str, ...]) -> frozenset[str]:
+    """Return those of these nodes that Slurm reports as lost; none if it does not answer."""
+    if not names:
+        return frozenset()
+    try:
+        answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t", f"--nodes={','.join(names)}"])
+    except SchedulerError:
+        return frozenset()
+    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 1]
+    return frozenset(name for name, state in rows if state.startswith("down") or state.rstrip().endswith("*"))
+
+
+def time_is_up(job_id: str, cluster: ClusterSpec, environment: Mapping[str, str], now: float) -> bool:
+    """Return whether the job ends because of its time limit. SLURM_JOB_END_TIME exists since Slurm 23.02."""
+    stated = environment.get("SLURM_JOB_END_TIME", "")
+    end = float(stated) if stated.isdigit() else _end_by_limit(job_id)
+    return end is not None and now >= end - lead_seconds(cluster) - _EARLY_SECONDS
+
+
+def _end_by_limit(job_id: str) -> float | None:
+    """Return the Unix time of the limit. squeue's own end time is now for a job that is being cancelled."""
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%S|%l"]
+    try:
+        start, _, limit = call_slurm(command, accept=("Invalid job id",)).stdout.strip().partition("|")
+    except SchedulerError:
+        return None
+    began, lasts = moment(start), limit_seconds(limit)  # None for N/A and UNLIMITED
+    return began + lasts if began is not None and lasts is not None else None
 
 
 def _exclude_word(run: RunDir, record: RunRecord) -> str:

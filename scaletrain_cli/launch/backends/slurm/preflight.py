@@ -1,4 +1,4 @@
-"""Check a job against the site: find problems that keep it from ever running, and notes on waits. Pure functions.
+"""Checks before a submission: problems that keep the job from ever running, notes on waits, the estimated start.
 
 All problems are reported at once, each with the given value, the allowed values and a remedy. Slurm itself accepts many
 of these jobs and leaves them pending indefinitely.
@@ -8,16 +8,107 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from scaletrain_cli.errors import Problem
-from scaletrain_cli.launch.backends.slurm.script import cores_per_node
-from scaletrain_cli.launch.backends.slurm.site import AT_LEAST, GPU, PER_NODE, Limit, Site, fit
-from scaletrain_cli.launch.backends.slurm.tables import Node, Partition
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError, sentence
+from scaletrain_cli.launch.backends.base import PreflightResult, Start
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
+from scaletrain_cli.launch.backends.slurm.site import Site, preemption_notes
+from scaletrain_cli.launch.backends.slurm.tables import (
+    AT_LEAST,
+    GPU,
+    PER_NODE,
+    Limit,
+    Node,
+    Partition,
+    fit,
+    moment,
+    node_names,
+)
+from scaletrain_cli.launch.shared_folder import unshared_notes
+from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 from scaletrain_cli.text import nearest_name
+
+
+def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult:
+    """Return the estimated start and the notes of a job that can run. ``exclude``: a hostlist in place of the spec's.
+
+    Raises SchedulerError with every problem that keeps the job from ever running, or with Slurm's message.
+    """
+    verdict = check_site(site, spec)
+    if verdict.problems:
+        raise SchedulerError(Reason("slurm.never-runs"), verdict.problems)
+    options = (f"#SBATCH --{option}" for option in sbatch_options(spec, "preflight", exclude))
+    script = "\n".join(["#!/bin/bash", *options, "true", ""])
+    try:
+        answer = call_slurm(["sbatch", "--test-only"], text=script, without=spec.secret_env)
+    except SchedulerSilentError:
+        raise
+    except SchedulerError as error:
+        raise with_key(spec, error) from error
+    lines = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
+    start, messages = read_estimate(lines, site.now, hidden_reservations=site.hides_reservations)
+    if spec.cluster.slurm.extra.get("hold") is True:
+        start = Start.because(None, Reason("slurm.start-on-hold"))
+    reasons = (*verdict.notes, *map(recorded, (*unshared_notes(runs_root(), spec.cluster.nodes), *messages)))
+    return PreflightResult(start, tuple(map(sentence, reasons)), reasons)
+
+
+# "sbatch: Job 12 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main"
+_ESTIMATE = re.compile(
+    r"Job \d+ to start at (?P<at>\S+)(?:.*? on (?:nodes )?(?P<nodes>\S+))?(?: in partition (?P<partition>\S+))?"
+)
+
+
+def read_estimate(lines: Sequence[str], now: float, *, hidden_reservations: bool = False) -> tuple[Start, list[str]]:
+    """Return Slurm's estimate of the start, and the other lines that Slurm or a plugin of the site printed."""
+    start: Start | None = None
+    rest = []
+    for line in lines:
+        match = _ESTIMATE.search(line)
+        at = moment(match["at"]) if match is not None else None
+        if match is None or at is None:
+            rest.append(line)
+            continue
+        source = Reason("slurm.estimate")
+        if match["nodes"] and match["partition"]:
+            source = Reason("slurm.estimate-on", {"nodes": match["nodes"], "partition": match["partition"]})
+        if hidden_reservations:
+            source = Reason("slurm.estimate-with-hidden", {"estimate": source})
+        start = Start.because(at, Reason("slurm.estimate-may-slip", {"estimate": source}) if at > now + 60 else source)
+    return start or Start.because(None, Reason("slurm.no-estimate")), rest
+
+
+# Messages of sbatch about the value of one key (schedmd/slurm, slurm_errno.c).
+_MESSAGES_OF_KEYS: dict[str, tuple[str, ...]] = {
+    "constraint": ("Invalid feature specification", "Requested node configuration is not available"),
+    "licenses": ("Invalid license specification", "Licenses are not available"),
+    "reservation": ("Requested reservation is invalid", "reservation not usable"),
+    "account": ("Invalid account",),
+    "qos": ("Invalid qos",),
+    "partition": ("Invalid partition",),
+    "gres_type": ("Invalid generic resource",),
+    "nodelist": ("Invalid node name",),
+    "time": ("Requested time limit is invalid",),
+}
+
+
+def with_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
+    """Return sbatch's refusal as a problem of the key that it is about; unchanged if the key is not certain."""
+    said = "" if error.reason is None else str(error.reason.params.get("said", ""))
+    for name, phrases in _MESSAGES_OF_KEYS.items():
+        value = getattr(spec.cluster.slurm, name)
+        if value is not None and any(phrase in said for phrase in phrases):
+            key = f"cluster.slurm.{name}"
+            problem = Problem.because(
+                spec.where(key), key, Reason("slurm.refused-value", {"said": said.rstrip(".")}), value
+            )
+            return SchedulerError(Reason("slurm.refused"), (problem,))
+    return error
 
 
 def too_small(cluster: ClusterSpec, node: Node) -> Iterator[str]:
@@ -70,103 +161,6 @@ def _gpus(cluster: ClusterSpec, node: Node) -> int:
     return node.gpus.get(kind, 0) if kind is not None else sum(node.gpus.values())
 
 
-def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
-    """Return the site's preemption rule as one paragraph for the script; empty if Slurm did not answer."""
-    kind = site.config.get("PreemptType", "")
-    if kind in ("preempt/none", "(null)"):
-        return "Preemption: none on this cluster (PreemptType=preempt/none)."
-    if kind == "preempt/qos":
-        return f"Preemption: by QOS. {_by_qos(site)}"
-    if kind == "preempt/partition_prio":
-        rules = " ".join(_by_partition(site, partition) for partition in site.partitions_of(cluster))
-        return f"Preemption: by the tiers of partitions. {rules}" if rules else ""
-    return f"Preemption: by {kind}, which is not known here." if kind else ""
-
-
-def preemption_notes(site: Site, cluster: ClusterSpec) -> Iterator[Reason]:
-    """Yield notes on what the spec should change under the site's preemption rule."""
-    for where, mode, grace in _rules(site, cluster):
-        kill_wait = _kill_wait_seconds(site)
-        given = grace or kill_wait
-        name = "GraceTime" if grace else "no GraceTime, so KillWait"
-        if "OFF" in mode:
-            continue
-        params = {"where": where, "mode": mode, "given": given, "source": name, "asked": cluster.grace_seconds}
-        if "CANCEL" in mode:
-            yield Reason("slurm.note-preemption-cancels", params)
-        elif "SUSPEND" in mode:
-            yield Reason("slurm.note-preemption-suspends", params)
-        if "SUSPEND" not in mode and given < cluster.grace_seconds:
-            yield Reason("slurm.note-grace-too-short", params)
-
-
-def _rules(site: Site, cluster: ClusterSpec) -> Iterator[tuple[str, str, float]]:
-    """Yield the preemption rules that apply to the job: name, mode and grace time in seconds."""
-    kind = site.config.get("PreemptType", "")
-    if kind == "preempt/partition_prio":
-        for partition in site.partitions_of(cluster):
-            if _higher(site, partition):
-                yield f"partition {partition.name}", partition.preempt_mode, partition.grace_seconds
-    elif kind == "preempt/qos" and _preemptors(site):
-        mode, grace = _qos_mode(site)
-        yield f"QOS {site.qos}", mode, grace
-
-
-def _by_partition(site: Site, partition: Partition) -> str:
-    higher = _higher(site, partition)
-    if "OFF" in partition.preempt_mode or not higher:
-        why = "PreemptMode=OFF" if "OFF" in partition.preempt_mode else "no partition of a higher tier"
-        return f"Jobs of {partition.name} keep their nodes ({why})."
-    return (
-        f"{partition.name} loses nodes to {', '.join(higher)}: "
-        f"{_way(site, partition.preempt_mode, partition.grace_seconds)}"
-    )
-
-
-def _by_qos(site: Site) -> str:
-    preemptors = _preemptors(site)
-    if not preemptors:
-        return f"No QOS preempts {site.qos or 'that of this job'}."
-    return f"{site.qos} loses nodes to {', '.join(preemptors)}: {_way(site, *_qos_mode(site))}"
-
-
-def _way(site: Site, mode: str, grace_seconds: float) -> str:
-    """Return which signals a preempted job gets, and what requeues it."""
-    kill_wait = _kill_wait_seconds(site)
-    if grace_seconds:
-        when = f"SIGTERM to the agents, GraceTime {grace_seconds:g} s, then KillWait {kill_wait:g} s and SIGKILL."
-        back = "This script requeues what has saved in time, Slurm what has not."
-    else:
-        when = f"no GraceTime: SIGTERM, KillWait {kill_wait:g} s, SIGKILL."
-        back = "Slurm requeues it."
-    if "REQUEUE" not in mode:
-        back = f"Slurm does not requeue it (PreemptMode={mode})."
-    return f"PreemptMode={mode}, {when} {back}"
-
-
-def _higher(site: Site, partition: Partition) -> list[str]:
-    here = {node.name for node in site.nodes if partition.name in node.partitions}
-    shared = {name for node in site.nodes if node.name in here for name in node.partitions}
-    return [other.name for other in site.partitions if other.tier > partition.tier and other.name in shared]
-
-
-def _preemptors(site: Site) -> list[str]:
-    return [rule.name for rule in site.qos_rules if site.qos in rule.preempts]
-
-
-def _qos_mode(site: Site) -> tuple[str, float]:
-    cluster_wide = site.config.get("PreemptMode", "OFF")
-    rule = next((rule for rule in site.qos_rules if rule.name == site.qos), None)
-    if rule is None:
-        return cluster_wide, 0.0
-    return (cluster_wide if rule.mode in ("", "cluster") else rule.mode.upper()), rule.grace_seconds
-
-
-def _kill_wait_seconds(site: Site) -> float:
-    found = re.match(r"\d+", site.config.get("KillWait", ""))
-    return float(found[0]) if found else 30.0
-
-
 _WHEN = "%Y-%m-%d %H:%M"
 _REFUSING_STATES = ("DRAIN", "INACTIVE")
 
@@ -179,16 +173,15 @@ class PreflightVerdict:
     notes: tuple[Reason, ...]
 
 
-def check_site(site: Site, spec: RunSpec, expand: Callable[[str], Collection[str]]) -> PreflightVerdict:
-    """Return the result of all checks. ``expand`` turns a hostlist into names."""
-    return _Judge(site, spec, expand).verdict()
+def check_site(site: Site, spec: RunSpec) -> PreflightVerdict:
+    """Return the result of all checks of the job against the site."""
+    return _SiteCheck(site, spec).verdict()
 
 
 @dataclass
-class _Judge:
+class _SiteCheck:
     site: Site
     spec: RunSpec
-    expand: Callable[[str], Collection[str]]
 
     def verdict(self) -> PreflightVerdict:
         partitions = self.site.partitions_of(self.spec.cluster)
@@ -273,8 +266,8 @@ class _Judge:
         """Yield a problem if the partition has too few such nodes in any state; note the number of unusable ones."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
         here = [node for node in self.site.nodes if partition.name in node.partitions]
-        excluded = set(self.expand(slurm.exclude)) if slurm.exclude else set()
-        pinned = set(self.expand(slurm.nodelist)) if slurm.nodelist else set()
+        excluded = set(node_names(slurm.exclude or ""))
+        pinned = set(node_names(slurm.nodelist or ""))
         if here and pinned - {node.name for node in here}:
             others: dict[str, object] = {
                 "nodes": sorted(pinned - {node.name for node in here}),

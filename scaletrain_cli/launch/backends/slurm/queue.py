@@ -1,20 +1,37 @@
-"""The jobs of runs in squeue, by job id or by run directory, and their states in sacct.
+"""The jobs of runs in Slurm's queue: submit, find and cancel them, also where Slurm's answer was lost.
 
-The comment of a job has the mark of its run directory, so that a job whose id was never received can be found.
+The comment of a job identifies its run directory, so that a job whose id was never received can be found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from scaletrain_cli.errors import SchedulerError
+from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
+from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Job, JobCause, JobState
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.site import user_name
+from scaletrain_cli.launch.backends.slurm.tables import node_names
+from scaletrain_cli.launch.restart import forget_secrets
+from scaletrain_cli.launch.submit import Request, open_request, read_submission
+from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.sweeps import read_sweep_place
+from scaletrain_cli.safe_files import replace_file, touch
 
-LOOK_SECONDS = 15.0  # squeue retries for a minute if the controller is down
+_QUERY_SECONDS = 15.0  # squeue retries for a minute if the controller is down
+# How long after an unanswered sbatch its job may still appear: the controller works through a backlog.
+_SETTLED_SECONDS = 300.0
+_SEARCHES_FOR_LOST, _SEARCH_PAUSE_SECONDS = 3, 1.0
 _COLUMNS = "%A|%T|%r|%N|%u|%k"  # the comment is last: it may contain any character
 _STATES: dict[str, JobState] = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"), "queued"),
@@ -50,8 +67,10 @@ class JobRow:
 
     @property
     def job(self) -> Job:
-        detail = self.slurm_state if self.reason in ("None", "") else f"{self.slurm_state} ({self.reason})"
-        return Job(self.job_id, self.state, detail, node_names(self.nodes), cause=job_cause(self.slurm_state))
+        why = Reason("slurm.job-state", {"state": self.slurm_state})
+        if self.reason not in ("None", ""):
+            why = Reason("slurm.job-state-because", {"state": self.slurm_state, "reason": self.reason})
+        return Job.because(self.job_id, self.state, why, node_names(self.nodes), cause=job_cause(self.slurm_state))
 
 
 def job_state(slurm_state: str) -> JobState:
@@ -64,48 +83,249 @@ def job_cause(slurm_state: str) -> JobCause | None:
     return _CAUSES.get(slurm_state.partition(" ")[0])
 
 
-def mark_of(run: RunDir) -> str:
+# ---- the job of a run ------------------------------------------------------------------------------------------------
+
+
+def job_of_run(run: RunDir) -> Job:
+    """Return the run's latest job as Slurm reports it. Raises SchedulerError without an answer."""
+    request, job_id = open_request(run), _latest_id(run)
+    if request is not None:
+        rows = _rows_of_run(run)
+        active = [row for row in rows if row.state != "ended"]
+        if rows:
+            return (active or rows)[-1].job
+        if job_id == "":
+            return _job_of_lost_request(request)
+    if job_id == "":
+        return Job.because("", "unknown", Reason("slurm.never-submitted"))
+    row = _rows_by_id([job_id]).get(job_id)
+    if row is not None:
+        return row.job
+    return _forgotten_job(job_id, _accounted_states([job_id]).get(job_id, "") if _end_is_open(run) else "")
+
+
+def jobs_of_runs(runs: Sequence[RunDir]) -> dict[Path, Job | SchedulerError]:
+    """Return the jobs by run directory, from one squeue and at most one sacct call, or the error in their place.
+
+    A run whose job needs more requests, or whose directory is damaged, is missing.
+    """
+    ids: dict[RunDir, str] = {}
+    for run in runs:
+        with contextlib.suppress(UsageError):  # the row of the run reports the damage
+            if open_request(run) is None and (job_id := _latest_id(run)):
+                ids[run] = job_id
+    try:
+        rows = _rows_by_id(ids.values())
+    except SchedulerError as error:
+        return {run.path: error for run in ids}
+    accounted = _accounted_states(ids[run] for run in ids if ids[run] not in rows and _end_is_open(run))
+    return {
+        run.path: rows[job_id].job if job_id in rows else _forgotten_job(job_id, accounted.get(job_id, ""))
+        for run, job_id in ids.items()
+    }
+
+
+def _latest_id(run: RunDir) -> str:
+    """Return the id of the newest known job, from its submission or from an attempt that it began."""
+    request, submission = open_request(run), read_submission(run)
+    if request is not None:  # the answer of sbatch was lost; if the job exists and has begun, its attempt has the id
+        attempts = [attempt for attempt in read_attempts(run) if attempt.number >= request.first_attempt]
+        return attempts[-1].job_id if attempts else ""
+    return submission.job_id if submission is not None else ""
+
+
+def _end_is_open(run: RunDir) -> bool:
+    """Return whether the run directory does not show how the run ended: only then is the accounting queried."""
+    attempts = read_attempts(run)
+    return not attempts or attempts[-1].ended is None or attempts[-1].may_be_followed
+
+
+def _forgotten_job(job_id: str, accounted: str) -> Job:
+    """Return the job that squeue no longer lists; ``accounted`` is its state in the accounting, or empty."""
+    if accounted and job_state(accounted.partition(" ")[0]) == "ended":
+        why = Reason("slurm.job-accounted", {"state": accounted})
+        return Job.because(job_id, "ended", why, cause=job_cause(accounted))
+    return Job.because(job_id, "ended", Reason("slurm.job-not-listed"), forgotten=True)
+
+
+def _job_of_lost_request(request: Request) -> Job:
+    """Return the job of an unanswered sbatch of which Slurm has no job now."""
+    params = {"asked": time.strftime("%H:%M:%S", time.localtime(request.asked))}
+    if time.time() - request.asked < _SETTLED_SECONDS:
+        return Job.because("", "unknown", Reason("slurm.request-pending", params), unsettled=True)
+    return Job.because("", "ended", Reason("slurm.request-lost", params))
+
+
+# ---- submit ----------------------------------------------------------------------------------------------------------
+
+
+def submitted_job(run: RunDir, record: RunRecord) -> str | None:
+    """Return the id of the job of this revision, which a submitter that died after sbatch has queued; None for none.
+
+    Raises SchedulerError if a job of another revision is active, or one of an unanswered sbatch may still appear.
+    """
+    try:
+        rows = _rows_of_run(run, record.spec.secret_env)
+    except SchedulerSilentError as error:  # nothing was submitted yet
+        raise SchedulerError(Reason("slurm.nothing-queued", {"failure": _cause(error)})) from error
+    for row in rows:
+        if row.state == "ended":
+            continue
+        if row.comment == _comment(run, record):
+            return row.job_id
+        raise SchedulerError(Reason("slurm.older-job", {"job": row.job_id, "run": record.run_id}))
+    request = open_request(run)
+    left = 0.0 if request is None or request.earlier is None else request.earlier + _SETTLED_SECONDS - time.time()
+    if left > 0:
+        params = {"run": run.run_id, "minutes": math.ceil(left / 60)}
+        raise SchedulerError(Reason("slurm.earlier-submission-open", params))
+    return None
+
+
+def submit_job(run: RunDir, record: RunRecord, script: str) -> str:
+    """Queue the job with this batch script and return its id. Raises SchedulerError."""
+    path = run.path / "job.sh"
+    replace_file(path, script)
+    secrets, comment = record.spec.secret_env, _comment(run, record)
+    command = ["sbatch", "--parsable", f"--comment={comment}", *_dependency(run), path.name]
+    try:
+        # In the run directory, so that the log's name needs no path, which could contain blanks and quotes.
+        return call_slurm(command, folder=run.path, without=secrets).stdout.strip().split(";")[0]  # id;cluster
+    except SchedulerSilentError as error:
+        return _find_lost_job(run, comment, error, secrets)
+
+
+def _find_lost_job(run: RunDir, comment: str, error: SchedulerSilentError, secrets: Sequence[str]) -> str:
+    """Return the id of the job that Slurm accepted although its answer was lost. Raises SchedulerSilentError."""
+    for _ in range(_SEARCHES_FOR_LOST):
+        with contextlib.suppress(SchedulerError):
+            found = [row for row in _rows_of_run(run, secrets) if row.comment == comment and row.state != "ended"]
+            if found:
+                return found[-1].job_id
+        time.sleep(_SEARCH_PAUSE_SECONDS)
+    raise SchedulerSilentError(
+        Reason("slurm.submission-unknown", {"run": run.run_id, "failure": _cause(error)})
+    ) from error
+
+
+def _dependency(run: RunDir) -> list[str]:
+    """Return the dependency of a sweep's run on the job before it in its lane; none once it is resumed."""
+    place = read_sweep_place(run)
+    if place is None or place.after is None or read_submission(run) is not None:
+        return []
+    before = read_submission(RunDir(run.path.parent / place.after))
+    return [f"--dependency=afterany:{before.job_id}"] if before is not None else []
+
+
+# ---- cancel ----------------------------------------------------------------------------------------------------------
+
+
+def cancel_jobs(run: RunDir) -> None:
+    """Signal the ranks to save and exit; ``slurm/job.py`` then ends the job. A queued job is deleted.
+
+    This applies to every job of the run, also one whose id was never received. Slurm's permission is checked first: if
+    it refuses, no stop file is written. Raises SchedulerError.
+    """
+    active = [row for row in _rows_to_cancel(run) if row.state != "ended"]
+    running = [row for row in active if row.state in ("running", "suspended")]
+    for row in running:
+        if row.user != user_name():
+            _require_permission(row, run)
+    for row in running:
+        if row.state == "suspended":  # a stopped process cannot save, and Slurm would kill it without continuing it
+            _resume_suspended(row, run)
+    for row in active:
+        if row.state == "queued":
+            call_slurm(["scancel", row.job_id])
+    was_cancelled = run.is_cancelled
+    touch(run.stop_file)
+    try:
+        for row in running:
+            # A plain scancel would grant KillWait instead of the grace period before SIGKILL.
+            call_slurm(["scancel", "--signal=TERM", row.job_id])
+    except SchedulerSilentError as error:
+        raise SchedulerSilentError(Reason("slurm.cancel-unanswered", {"failure": _cause(error)})) from error
+    except SchedulerError:
+        if not was_cancelled:
+            run.stop_file.unlink(missing_ok=True)
+        raise
+    if not running and not any(row.state == "ending" for row in active):
+        record_event(run, "cancelled")
+        forget_secrets(run)
+
+
+def _rows_to_cancel(run: RunDir) -> list[JobRow]:
+    """Return the run's jobs by the mark in their comments, and the latest by id: sites may rewrite comments."""
+    rows, job_id = _rows_of_run(run), _latest_id(run)
+    if job_id and all(row.job_id != job_id for row in rows):
+        rows += _rows_by_id([job_id]).values()
+    return rows
+
+
+def _require_permission(row: JobRow, run: RunDir) -> None:
+    """Raise SchedulerError unless this user may signal the job. Sends SIGCONT, which running processes ignore."""
+    try:
+        call_slurm(["scancel", "--signal=CONT", row.job_id])
+    except SchedulerError as error:
+        params = {"job": row.job_id, "run": run.run_id, "user": row.user, "failure": _cause(error)}
+        raise SchedulerError(Reason("slurm.job-of-other-user", params)) from error
+
+
+def _resume_suspended(row: JobRow, run: RunDir) -> None:
+    """Resume a suspended job. Raises SchedulerError if only an operator may do that."""
+    try:
+        call_slurm(["scontrol", "resume", row.job_id])
+    except SchedulerError as error:
+        params = {"job": row.job_id, "run": run.run_id, "failure": _cause(error)}
+        raise SchedulerError(Reason("slurm.cannot-resume-suspended", params)) from error
+
+
+def _cause(error: SchedulerError) -> Reason:
+    return error.reason or recorded(error.message.rstrip("."))
+
+
+# ---- squeue and sacct ------------------------------------------------------------------------------------------------
+
+
+def _mark_of(run: RunDir) -> str:
     """Return the prefix of the comments of a run's jobs. The run id alone is not unique across runs roots."""
     return hashlib.sha256(str(run.path).encode()).hexdigest()[:16]
 
 
-def rows_by_id(job_ids: Iterable[str], without: Sequence[str] = ()) -> dict[str, JobRow]:
+def _comment(run: RunDir, record: RunRecord) -> str:
+    return f"{_mark_of(run)}-{record.revision}"
+
+
+def _rows_by_id(job_ids: Iterable[str]) -> dict[str, JobRow]:
     """Return the rows of these jobs by id, from one call; jobs that Slurm has forgotten are missing."""
-    wanted = sorted(set(job_ids))
-    if not wanted:
+    ids = sorted(set(job_ids))
+    if not ids:
         return {}
-    return {row.job_id: row for row in _rows([f"--jobs={','.join(wanted)}"], without)}
+    return {row.job_id: row for row in _squeue(f"--jobs={','.join(ids)}")}
 
 
-def rows_of_run(run: RunDir, without: Sequence[str] = ()) -> list[JobRow]:
+def _rows_of_run(run: RunDir, without: Sequence[str] = ()) -> list[JobRow]:
     """Return the rows of all jobs that were submitted for this run directory, ended ones included, oldest first."""
-    mark = f"{mark_of(run)}-"
-    found = [row for row in _rows([f"--name={run.run_id}"], without) if row.comment.startswith(mark)]
+    mark = f"{_mark_of(run)}-"
+    found = [row for row in _squeue(f"--name={run.run_id}", without) if row.comment.startswith(mark)]
     return sorted(found, key=lambda row: int(row.job_id))
 
 
-def accounted_states(job_ids: Iterable[str]) -> dict[str, str]:
-    """Return the last state of jobs that the controller has forgotten; empty without accounting."""
-    wanted = sorted(set(job_ids))
-    if not wanted:
+def _squeue(which: str, without: Sequence[str] = ()) -> list[JobRow]:
+    command = ["squeue", "--noheader", "--states=all", which, f"--format={_COLUMNS}"]
+    answer = call_slurm(command, accept=("Invalid job id",), without=without, seconds=_QUERY_SECONDS)
+    fields = (line.strip().split("|", 5) for line in answer.stdout.splitlines())
+    return [JobRow(*row) for row in fields if len(row) == 6]
+
+
+def _accounted_states(job_ids: Iterable[str]) -> dict[str, str]:
+    """Return the last state of jobs that squeue no longer lists; empty without accounting."""
+    ids = sorted(set(job_ids))
+    if not ids:
         return {}
-    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(wanted), "-o", "JobIDRaw,State"]
+    command = ["sacct", "-n", "-P", "-X", "-j", ",".join(ids), "-o", "JobIDRaw,State"]
     try:
-        text = call_slurm(command, seconds=LOOK_SECONDS).stdout
+        text = call_slurm(command, seconds=_QUERY_SECONDS).stdout
     except SchedulerError:
         return {}
     return {job_id: state for job_id, _, state in (line.partition("|") for line in text.splitlines()) if state}
-
-
-def forgotten_job(job_id: str, accounted: str) -> Job:
-    """Return the job that the controller no longer knows; ``accounted`` is its state in the accounting, or empty."""
-    if accounted and job_state(accounted.partition(" ")[0]) == "ended":
-        return Job(job_id, "ended", f"{accounted} (from the accounting)", cause=job_cause(accounted))
-    return Job(job_id, "ended", "Slurm no longer knows the job", forgotten=True)
-
-
-def _rows(which: list[str], without: Sequence[str]) -> list[JobRow]:
-    command = ["squeue", "--noheader", "--states=all", *which, f"--format={_COLUMNS}"]
-    answer = call_slurm(command, accept=("Invalid job id",), without=without, seconds=LOOK_SECONDS)
-    fields = (line.strip().split("|", 5) for line in answer.stdout.splitlines())
-    return [JobRow(*row) for row in fields if len(row) == 6]

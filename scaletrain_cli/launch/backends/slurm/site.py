@@ -1,4 +1,4 @@
-"""A Slurm site as data: its partitions and nodes, the limits of this user, and its preemption rules.
+"""A Slurm site as data: its partitions and nodes, the limits of this user, its preemption rules, its bad nodes.
 
 Sites may hide any of this from users: a value that is not known is empty, or None.
 """
@@ -6,7 +6,6 @@ Sites may hide any of this from users: a value that is not known is empty, or No
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pwd
 import re
@@ -15,184 +14,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import SchedulerError
-from scaletrain_cli.launch.backends.slurm.commands import call_slurm, node_names
+from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.tables import (
     NODES,
+    QOS_COLUMNS,
+    Association,
+    Limit,
     Node,
     Partition,
+    QosRule,
     Reservation,
-    limit_seconds,
+    is_usable,
+    limits_of,
+    node_names,
     nodes,
     partitions,
-    records,
+    read_associations,
+    read_qos_rules,
     reservations,
     settings,
 )
-from scaletrain_cli.spec import ClusterSpec
-
-_AMOUNT = re.compile(r"([\w/:.\-]+)=(N|[\d.]+)(?:\(([\d.]+)\))?")
-_SCALAR = re.compile(r"(N|[\d.]+)(?:\(([\d.]+)\))?")
-_NAMES = {"gres/gpu": "GPUs", "node": "nodes", "cpu": "CPUs", "mem": "MiB of memory", "jobs": "jobs"}
-GPU = "gres/gpu"
-AT_LEAST = "MinTRESPJ"  # the only minimum: a job that requests less stays pending until it is changed
-PER_NODE = "MaxTRESPN"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """One limit: ``owner`` may use ``allowed`` of ``resource``, per job or, if ``used`` is set, over all its jobs."""
-
-    owner: str
-    kind: str  # Slurm's name for it
-    resource: str
-    allowed: float
-    used: float | None
-
-    @property
-    def in_words(self) -> str:
-        return resource_in_words(self.resource)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """``never``: limits that the job alone exceeds; ``busy``: limits that it exceeds only with the current usage."""
-
-    never: tuple[Limit, ...]
-    busy: tuple[Limit, ...]
-
-
-def limits_of(
-    text: str, *, user: str, uid: int, account: str, qos: Sequence[str], factor: float = 1.0
-) -> tuple[Limit, ...]:
-    """Return the limits that apply to a job of the user. ``qos``: names in order of precedence.
-
-    The limit of a QOS on a resource overrides those of later QOS and of associations; ``factor`` multiplies the limits
-    of associations (LimitFactor of the QOS).
-    """
-    found: list[Limit] = []
-    for limits in (_of_qos(text, name, uid, account) for name in qos):
-        said = {(limit.kind, limit.resource) for limit in found}
-        found += [limit for limit in limits if (limit.kind, limit.resource) not in said]
-    # An association's per-user limit applies where no QOS has a limit per user or per account on that resource.
-    said = {(_SET_ASIDE.get(limit.kind, limit.kind), limit.resource) for limit in found}
-    for limit in _of_associations(text, user, account):
-        if (limit.kind, limit.resource) not in said:
-            scaled = limit.kind in ("GrpTRES", "MaxTRESPJ")
-            found.append(dataclasses.replace(limit, allowed=limit.allowed * factor) if scaled else limit)
-    return tuple(found)
-
-
-def fit(limits: Sequence[Limit], request: Mapping[str, float], seconds: float | None, nodes: int = 1) -> Fit:
-    """Return the limits that a job on ``nodes`` nodes exceeds.
-
-    ``request``: the amount of each resource for the whole job; ``seconds``: its time limit, if any.
-    """
-    never, busy = [], []
-    for limit in limits:
-        asked = seconds if limit.resource == "seconds" else 1.0 if limit.resource == "jobs" else None
-        asked = request.get(limit.resource, asked)
-        if asked is None:
-            continue
-        if limit.kind == AT_LEAST:
-            if asked < limit.allowed:
-                never.append(limit)
-        elif limit.kind == PER_NODE:
-            if asked / nodes > limit.allowed:
-                never.append(limit)
-        elif limit.kind == "GrpTRESMins":  # a budget of TRES minutes, which may be used up
-            if limit.used is not None and limit.used >= limit.allowed:
-                busy.append(limit)
-        elif asked > limit.allowed:
-            never.append(limit)
-        elif limit.used is not None and asked > limit.allowed - limit.used:
-            busy.append(limit)
-    return Fit(tuple(never), tuple(busy))
-
-
-def resource_in_words(resource: str) -> str:
-    """Return the name of a resource for people: ``GPUs of type h100`` for ``gres/gpu:h100``."""
-    if resource.startswith(f"{GPU}:"):
-        return f"GPUs of type {resource.removeprefix(f'{GPU}:')}"
-    return _NAMES.get(resource, resource)
-
-
-def _of_associations(text: str, user: str, account: str) -> Iterator[Limit]:
-    """Yield the limits of the user's association in the account, then of the account, then of its parents."""
-    lines = [record for record in records(text) if "ClusterName" in record]
-    for record in lines:
-        if record.get("Account") == account and record.get("UserName", "").partition("(")[0] == user:
-            yield from _limits(f"user {user} in account {account}", record, _GROUP | _PER_JOB | _OWN)
-    above, seen = account, set[str]()
-    while above and above not in seen:
-        seen.add(above)
-        record = next((line for line in lines if line["Account"] == above and not line.get("UserName")), {})
-        yield from _limits(f"account {above}", record, _GROUP)
-        above = record.get("ParentAccount", "").partition("(")[0]
-
-
-def _of_qos(text: str, qos: str, uid: int, account: str) -> Iterator[Limit]:
-    for line in text.splitlines():
-        if not line.startswith(f"QOS={qos}("):
-            continue
-        head, _, rest = line.partition("Account Limits=")
-        accounts, _, users = rest.partition("User Limits=")
-        (record,) = records(head)
-        yield from _limits(f"QOS {qos}", record, _GROUP | _PER_JOB | {AT_LEAST: ""})
-        for owner, key, block in ((f"each account in QOS {qos}", account, accounts), ("", str(uid), users)):
-            if match := re.search(rf"(?<!\S){re.escape(key)}=\{{(.*?)\}}", block):
-                (record,) = list(records(match[1])) or [{}]
-                yield from _limits(owner or f"each user in QOS {qos}", record, _SHARES)
-
-
-# The resource that each field limits: "" for TRES lists, which name their resources.
-_GROUP = {"GrpTRES": "", "GrpTRESMins": "", "GrpJobs": "jobs", "GrpSubmitJobs": "jobs"}
-_PER_JOB = {"MaxTRESPJ": "", PER_NODE: "", "MaxWallPJ": "seconds"}
-_OWN = {"MaxJobs": "jobs", "MaxSubmitJobs": "jobs"}
-_SHARES = {f"{kind}P{of}": resource for of in "UA" for kind, resource in (("MaxTRES", ""), *_OWN.items())}
-_SET_ASIDE = {f"{kind}P{of}": kind for of in "UA" for kind in _OWN}
-
-
-def _limits(owner: str, record: Mapping[str, str], fields: Mapping[str, str]) -> Iterator[Limit]:
-    for kind, resource in fields.items():
-        value = record.get(kind, "")
-        if resource == "":
-            for match in _AMOUNT.finditer(value):
-                if match[2] != "N":
-                    yield Limit(owner, kind, match[1], float(match[2]), _used(match[3], kind))
-        elif (scalar := _SCALAR.fullmatch(value)) and scalar[1] != "N":
-            allowed = float(scalar[1]) * (60 if resource == "seconds" else 1)
-            yield Limit(owner, kind, resource, allowed, _used(scalar[2], kind))
-
-
-def _used(text: str | None, kind: str) -> float | None:
-    return None if text is None or kind in _PER_JOB or kind == AT_LEAST else float(text)
-
-
-QOS_COLUMNS = "name,preempt,preemptmode,gracetime,flags,limitfactor"
-
-
-@dataclass(frozen=True)
-class Association:
-    """One account that the user may charge, with the QOS that are available in it."""
-
-    account: str
-    qos: frozenset[str]
-    default_qos: str
-
-
-@dataclass(frozen=True)
-class QosRule:
-    """One QOS: how its jobs are preempted, which QOS they preempt, and its ``flags`` in lower case.
-
-    ``limit_factor`` multiplies the limits of associations.
-    """
-
-    name: str
-    preempts: frozenset[str]
-    mode: str
-    grace_seconds: float
-    flags: frozenset[str] = frozenset()
-    limit_factor: float | None = None
+from scaletrain_cli.launch.node_exclusion import Exclusion, exclusion
+from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.bad_nodes import read_bad_nodes
+from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 
 @dataclass(frozen=True)
@@ -290,7 +137,7 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
         config=config,
         partitions=there,
         nodes=nodes(output_of("sinfo", "--noheader", "--Node", "--all", f"--Format={NODES}")),
-        reservations=None if reserved is None else reservations(reserved, lambda hosts: node_names(hosts, without)),
+        reservations=None if reserved is None else reservations(reserved),
         associations=associations,
         qos_rules=rules,
         account=account,
@@ -323,28 +170,6 @@ def _chosen(partitions: Sequence[Partition], cluster: ClusterSpec) -> list[Parti
     return [one for one in partitions if one.name in names or (names == [""] and one.is_default)]
 
 
-def read_associations(text: str) -> tuple[Association, ...]:
-    """Return the associations in ``sacctmgr -nP show associations format=account,qos,defaultqos``."""
-    rows = (line.split("|") for line in text.splitlines())
-    return tuple(Association(row[0], frozenset(row[1].split(",")), row[2]) for row in rows if len(row) == 3)
-
-
-def read_qos_rules(text: str) -> tuple[QosRule, ...]:
-    """Return the QOS in ``sacctmgr -nP show qos format=QOS_COLUMNS``."""
-    rows = (line.split("|") for line in text.splitlines())
-    return tuple(
-        QosRule(
-            name,
-            frozenset(filter(None, preempts.split(","))),
-            mode,
-            limit_seconds(grace) or 0.0,
-            frozenset(filter(None, flags.lower().split(","))),
-            float(factor) if factor else None,
-        )
-        for name, preempts, mode, grace, flags, factor in (row for row in rows if len(row) == 6)
-    )
-
-
 def user_name() -> str:
     """Return the name of the user of this process, by its uid: $USER may be wrong."""
     with contextlib.suppress(KeyError):  # a uid without an entry in the user database, as in a container
@@ -357,3 +182,141 @@ def _default_qos(associations: Sequence[Association], account: str) -> str:
     if mine is None:
         return ""
     return mine.default_qos or ("normal" if "normal" in mine.qos else "")
+
+
+def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
+    """Return the site's preemption rule as one paragraph for the script; empty if Slurm did not answer."""
+    kind = site.config.get("PreemptType", "")
+    if kind in ("preempt/none", "(null)"):
+        return "Preemption: none on this cluster (PreemptType=preempt/none)."
+    if kind == "preempt/qos":
+        return f"Preemption: by QOS. {_by_qos(site)}"
+    if kind == "preempt/partition_prio":
+        rules = " ".join(_by_partition(site, partition) for partition in site.partitions_of(cluster))
+        return f"Preemption: by the tiers of partitions. {rules}" if rules else ""
+    return f"Preemption: by {kind}, which is not known here." if kind else ""
+
+
+def preemption_notes(site: Site, cluster: ClusterSpec) -> Iterator[Reason]:
+    """Yield notes on what the spec should change under the site's preemption rule."""
+    for where, mode, grace in _rules(site, cluster):
+        kill_wait = _kill_wait_seconds(site)
+        given = grace or kill_wait
+        name = "GraceTime" if grace else "no GraceTime, so KillWait"
+        if "OFF" in mode:
+            continue
+        params = {"where": where, "mode": mode, "given": given, "source": name, "asked": cluster.grace_seconds}
+        if "CANCEL" in mode:
+            yield Reason("slurm.note-preemption-cancels", params)
+        elif "SUSPEND" in mode:
+            yield Reason("slurm.note-preemption-suspends", params)
+        if "SUSPEND" not in mode and given < cluster.grace_seconds:
+            yield Reason("slurm.note-grace-too-short", params)
+
+
+def _rules(site: Site, cluster: ClusterSpec) -> Iterator[tuple[str, str, float]]:
+    """Yield the preemption rules that apply to the job: name, mode and grace time in seconds."""
+    kind = site.config.get("PreemptType", "")
+    if kind == "preempt/partition_prio":
+        for partition in site.partitions_of(cluster):
+            if _higher(site, partition):
+                yield f"partition {partition.name}", partition.preempt_mode, partition.grace_seconds
+    elif kind == "preempt/qos" and _preemptors(site):
+        mode, grace = _qos_mode(site)
+        yield f"QOS {site.qos}", mode, grace
+
+
+def _by_partition(site: Site, partition: Partition) -> str:
+    higher = _higher(site, partition)
+    if "OFF" in partition.preempt_mode or not higher:
+        why = "PreemptMode=OFF" if "OFF" in partition.preempt_mode else "no partition of a higher tier"
+        return f"Jobs of {partition.name} keep their nodes ({why})."
+    return (
+        f"{partition.name} loses nodes to {', '.join(higher)}: "
+        f"{_way(site, partition.preempt_mode, partition.grace_seconds)}"
+    )
+
+
+def _by_qos(site: Site) -> str:
+    preemptors = _preemptors(site)
+    if not preemptors:
+        return f"No QOS preempts {site.qos or 'that of this job'}."
+    return f"{site.qos} loses nodes to {', '.join(preemptors)}: {_way(site, *_qos_mode(site))}"
+
+
+def _way(site: Site, mode: str, grace_seconds: float) -> str:
+    """Return which signals a preempted job gets, and what requeues it."""
+    kill_wait = _kill_wait_seconds(site)
+    if grace_seconds:
+        when = f"SIGTERM to the agents, GraceTime {grace_seconds:g} s, then KillWait {kill_wait:g} s and SIGKILL."
+        back = "This script requeues what has saved in time, Slurm what has not."
+    else:
+        when = f"no GraceTime: SIGTERM, KillWait {kill_wait:g} s, SIGKILL."
+        back = "Slurm requeues it."
+    if "REQUEUE" not in mode:
+        back = f"Slurm does not requeue it (PreemptMode={mode})."
+    return f"PreemptMode={mode}, {when} {back}"
+
+
+def _higher(site: Site, partition: Partition) -> list[str]:
+    here = {node.name for node in site.nodes if partition.name in node.partitions}
+    shared = {name for node in site.nodes if node.name in here for name in node.partitions}
+    return [other.name for other in site.partitions if other.tier > partition.tier and other.name in shared]
+
+
+def _preemptors(site: Site) -> list[str]:
+    return [rule.name for rule in site.qos_rules if site.qos in rule.preempts]
+
+
+def _qos_mode(site: Site) -> tuple[str, float]:
+    cluster_wide = site.config.get("PreemptMode", "OFF")
+    rule = next((rule for rule in site.qos_rules if rule.name == site.qos), None)
+    if rule is None:
+        return cluster_wide, 0.0
+    return (cluster_wide if rule.mode in ("", "cluster") else rule.mode.upper()), rule.grace_seconds
+
+
+def _kill_wait_seconds(site: Site) -> float:
+    found = re.match(r"\d+", site.config.get("KillWait", ""))
+    return float(found[0]) if found else 30.0
+
+
+def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
+    """Return the bad nodes that the next attempt excludes; none, with the reason, if Slurm does not answer."""
+    bad = read_bad_nodes(run.path.parent, time.time())
+    if not bad:
+        return Exclusion()
+    slurm = spec.cluster.slurm
+    try:
+        usable = usable_nodes(spec.cluster) - set(node_names(slurm.exclude or ""))
+        pinned = set(node_names(slurm.nodelist or ""))
+    except SchedulerError as error:
+        return Exclusion(
+            spared=tuple(sorted(node.node for node in bad)), reason=error.reason or recorded(error.message)
+        )
+    return exclusion(bad, usable=usable, needed=spec.cluster.nodes, pinned=pinned)
+
+
+def record_exclusion(run: RunDir, excluded: Exclusion) -> None:
+    """Record in the run's events which nodes the next attempt excludes, and which it cannot exclude."""
+    record_event(run, "nodes-excluded", **excluded.to_event())
+
+
+def last_exclusion(run: RunDir) -> tuple[str, ...]:
+    """Return the nodes that the run's job excludes beyond those of the spec."""
+    events = (event for event in reversed(read_events(run)) if event["event"] == "nodes-excluded")
+    return tuple(next(events, {"nodes": ()})["nodes"])
+
+
+def exclude_option(spec: RunSpec, excluded: Exclusion) -> str | None:
+    """Return the nodes of the spec's ``exclude`` and of ``excluded`` as one hostlist; None for none."""
+    return ",".join([*([spec.cluster.slurm.exclude] if spec.cluster.slurm.exclude else []), *excluded.nodes]) or None
+
+
+def usable_nodes(cluster: ClusterSpec) -> set[str]:
+    """Return the usable nodes of the job's partition, or of the default one, busy or not."""
+    partition = cluster.slurm.partition
+    chosen = [f"--partition={partition}"] if partition else []
+    answer = call_slurm(["sinfo", "--noheader", "--Node", "--format=%N|%t|%P", *chosen])
+    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 2]
+    return {name for name, state, of in rows if is_usable(state) and (partition or of.strip().endswith("*"))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.launch.backends.slurm.site import Limit, fit, limits_of
+from scaletrain_cli.launch.backends.slurm.tables import Limit, fit, limits_of
 from tests.launch.backends.slurm.test_tables import answer
 
 ASSOCIATIONS = answer("assoc_mgr")

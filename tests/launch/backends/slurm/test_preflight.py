@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.launch.backends.slurm.preflight import PreflightVerdict, check_site, preemption_rule
-from scaletrain_cli.launch.backends.slurm.site import (
+from scaletrain_cli.launch.backends.slurm.preflight import PreflightVerdict, check_site
+from scaletrain_cli.launch.backends.slurm.site import Site, binding_qos, limit_factor, preemption_rule
+from scaletrain_cli.launch.backends.slurm.tables import (
     Limit,
+    Partition,
     QosRule,
-    Site,
-    binding_qos,
-    limit_factor,
+    Reservation,
     limits_of,
+    nodes,
+    partitions,
     read_associations,
     read_qos_rules,
+    settings,
 )
-from scaletrain_cli.launch.backends.slurm.tables import Partition, Reservation, nodes, partitions, settings
 from scaletrain_cli.spec import RunSpec
 from tests.launch.backends.slurm.test_tables import answer
 from tests.launch.conftest import make_spec
@@ -47,12 +49,8 @@ def ask(*overrides: str, gpus: int = 8, nodes: int = 2) -> RunSpec:
     )
 
 
-def expand(hosts: str) -> list[str]:
-    return hosts.split(",")
-
-
 def verdict(*overrides: str, site: Site = SITE, **sizes: int) -> PreflightVerdict:
-    return check_site(site, ask(*overrides, **sizes), expand)
+    return check_site(site, ask(*overrides, **sizes))
 
 
 def partition(**changes: Any) -> tuple[Partition, ...]:

@@ -15,9 +15,10 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import begin_attempt
-from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend, _at_its_key
-from scaletrain_cli.launch.backends.slurm.commands import node_names
+from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
+from scaletrain_cli.launch.backends.slurm.preflight import with_key
+from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.status import run_status, run_statuses
 from scaletrain_cli.launch.submit import create_run, open_request, read_submission, submit_run
 from scaletrain_cli.reasons import Reason
@@ -128,8 +129,8 @@ class Controller:
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     made = Controller(tmp_path / "controller")
     monkeypatch.setenv("PATH", f"{made.folder / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.backend._PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.backend.user_name", lambda: "root")
+    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.queue._SEARCH_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.queue.user_name", lambda: "root")
     return made
 
 
@@ -337,7 +338,7 @@ def test_an_sbatch_that_cannot_be_asked_is_no_problem_of_a_key(
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
     missing = SchedulerError(Reason("slurm.no-command", {"command": "Invalid qos"}))
     spec = ask("cluster.slurm.qos=night")
-    assert _at_its_key(spec, missing) is missing
+    assert with_key(spec, missing) is missing
 
 
 def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller: Controller, made: MadeRun) -> None:
@@ -345,7 +346,7 @@ def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller:
     begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="100", nodes=("n1",))
     controller.forgets()
     found = run_status(made.run)
-    assert "the cause is not known; Slurm reports: Slurm no longer knows the job" in found.why
+    assert "the cause is not known; Slurm reports: Slurm no longer lists the job" in found.why
     (controller.folder / "accounted").write_text("100|CANCELLED by 1000\n")
     found = run_status(made.run)
     assert found.state == "cancelled"

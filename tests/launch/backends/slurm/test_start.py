@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from scaletrain_cli.launch.backends.slurm.backend import start_and_rest
+from scaletrain_cli.launch.backends.slurm.preflight import read_estimate
 from scaletrain_cli.launch.backends.slurm.tables import moment
 
 
 def test_the_estimate_is_read_with_its_nodes_and_the_rest_is_told() -> None:
     estimate = "Job 7 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main"
-    start, rest = start_and_rest(["lua: be nice", estimate], 0.0)
+    start, rest = read_estimate(["lua: be nice", estimate], 0.0)
     assert start.at == moment("2026-11-22T00:30:00")
-    assert start.why.startswith("Slurm's estimate (sbatch --test-only) on n[1-2] of main; jobs of a higher priority")
+    assert start.why.startswith("Slurm's estimate (sbatch --test-only) on n[1-2] of main; jobs of higher priority")
     assert rest == ["lua: be nice"]
     assert start.at is not None
-    assert start_and_rest([estimate], start.at)[0].why.endswith("n[1-2] of main")
+    assert read_estimate([estimate], start.at)[0].why.endswith("n[1-2] of main")
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,18 @@ def test_the_estimate_is_read_with_its_nodes_and_the_rest_is_told() -> None:
     ],
 )
 def test_other_forms_of_it_are_read_as_far_as_they_go(line: str) -> None:
-    assert start_and_rest([line], 0.0)[0].at == moment("2026-11-22T00:30:00")
+    assert read_estimate([line], 0.0)[0].at == moment("2026-11-22T00:30:00")
 
 
 def test_no_estimate_is_no_time() -> None:
-    start, rest = start_and_rest(["Job 7 to start at Unknown on nodes n1"], 0.0)
-    assert (start.at, start.why) == (None, "sbatch --test-only gave no time")
+    start, rest = read_estimate(["Job 7 to start at Unknown on nodes n1"], 0.0)
+    assert (start.at, start.why) == (None, "sbatch --test-only gave no start time")
     assert len(rest) == 1
 
 
 def test_reservations_that_are_hidden_are_said_to_be_counted() -> None:
     estimate = "Job 7 to start at 2026-11-22T00:30:00 using 16 processors on nodes n1 in partition main"
-    assert "hidden from you counted" in start_and_rest([estimate], 0.0, reservations_hidden=True)[0].why
+    assert (
+        "includes reservations that are hidden from you"
+        in read_estimate([estimate], 0.0, hidden_reservations=True)[0].why
+    )
