@@ -32,15 +32,14 @@ class Evidence:
 class Finding:
     """One cause. ``headline`` is a sentence without its full stop; ``actions`` are sentences or commands.
 
-    ``waits_for_ever``: waiting does not help, the configuration must change. ``code`` and ``params`` are those of the
-    Reason whose text is ``headline``.
+    ``needs_action``: waiting does not help. ``code`` and ``params`` are those of the Reason whose text is ``headline``.
     """
 
     cause: str
     headline: str
     evidence: tuple[Evidence, ...] = ()
     actions: tuple[str, ...] = ()
-    waits_for_ever: bool = False
+    needs_action: bool = False
     code: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
 
@@ -52,11 +51,11 @@ class Finding:
         evidence: tuple[Evidence, ...] = (),
         more_actions: tuple[str, ...] = (),
         *,
-        waits_for_ever: bool = False,
+        needs_action: bool = False,
     ) -> Finding:
         """Return the finding with the text, the remedies, the code and the parameters of ``reason``."""
         actions = (*reason.remedies, *more_actions)
-        return cls(cause, str(reason), evidence, actions, waits_for_ever, **reason.to_document())
+        return cls(cause, str(reason), evidence, actions, needs_action, **reason.to_document())
 
 
 @dataclass(frozen=True)

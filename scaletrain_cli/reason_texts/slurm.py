@@ -5,44 +5,49 @@ from __future__ import annotations
 from scaletrain_cli.reasons import Text
 
 _SMALLER = "Request less: `scaletrain cancel {run}`, then `scaletrain resume {run} --nodes N`"
-_ELSEWHERE = "`scaletrain cancel {run}`, then `scaletrain resume {run} --set cluster.slurm.partition=...`"
+_SHARED_FOLDER = "Put the runs root ($SCALETRAIN_RUNS) and the installation on a file system that the nodes share"
+_OTHER_PARTITION = "`scaletrain cancel {run}`, then `scaletrain resume {run} --set cluster.slurm.partition=...`"
 
 TEXTS: dict[str, Text] = {
     # ---- Slurm's commands ------------------------------------------------------------------------------------------
-    "no-command": Text("{command} is not on this machine", ("Submit from a login node, or use scheduler: local",)),
+    "no-command": Text("{command} is not installed here", ("Submit from a login node, or use scheduler: local",)),
     "no-answer": Text("{command} did not answer within {seconds:.0f} s"),
     "answer-lost": Text("{command} got no answer from Slurm: {said}"),
     "command-failed": Text("{command} failed: {said}"),
     # ---- submit and cancel -----------------------------------------------------------------------------------------
     "nothing-queued": Text("{failure}. Nothing was queued"),
-    "older-job": Text("job {job} of {run} still exists with an older layout", ("Run scancel {job} first",)),
+    "older-job": Text("job {job} of {run}, which has an earlier layout, has not ended", ("Run `scancel {job}` first",)),
     "earlier-submission-open": Text(
-        "the last sbatch for {run} gave no answer, and Slurm may still accept its job. Nothing was queued",
-        ("Submit again in {minutes} min, if `scaletrain status {run}` shows no job until then",),
+        "the last sbatch for {run} got no answer, and Slurm may still accept its job. Nothing was queued",
+        ("Submit again in {minutes} min if `scaletrain status {run}` shows no job until then",),
     ),
     "submission-unknown": Text(
-        "{failure}. Whether Slurm accepted the job of {run} is not known",
+        "{failure}. Slurm may have accepted the job of {run}",
         (
-            "`scaletrain status {run}` finds it if it did, `scaletrain cancel {run}` ends it, and the same submit with "
-            "--run-id {run} makes no second one",
+            "`scaletrain status {run}` finds the job if Slurm accepted it, `scaletrain cancel {run}` cancels it, and "
+            "the same submit with --run-id {run} creates no second job",
         ),
     ),
     "job-of-other-user": Text(
-        "job {job} of {run} belongs to {user}, and may not be cancelled from here: {failure}. Nothing was changed"
+        "job {job} of {run} belongs to {user}, and you are not permitted to cancel it: {failure}. Nothing was changed"
     ),
     "cannot-resume-suspended": Text(
-        "job {job} of {run} is suspended, so its ranks cannot save, and it cannot be resumed from here: {failure}. "
-        "Nothing was changed",
+        "job {job} of {run} is suspended, so its ranks cannot save a checkpoint, and you are not permitted to resume "
+        "it: {failure}. Nothing was changed",
         (
-            "Ask an operator for `scontrol resume {job}`, then cancel again; or end it with `scancel {job}`, which "
-            "loses what was trained since its latest checkpoint",
+            "Ask an operator to run `scontrol resume {job}`, then cancel again; or end the job with `scancel {job}`, "
+            "which loses all steps since its latest checkpoint",
         ),
     ),
-    "path-with-patterns": Text(
-        "{path}: Slurm interprets % and \\ in the path of a job's log", ("Move the runs root: $SCALETRAIN_RUNS",)
-    ),
     "cancel-unanswered": Text(
-        "{failure}. The stop file of the run is set all the same: its nodes read it within seconds and stop the run"
+        "{failure}. The stop file of the run is written: the nodes of the job read it within seconds and stop the run"
+    ),
+    "path-with-patterns": Text(
+        "{path}: Slurm replaces % and \\ in the path of a job's log", ("Move the runs root: $SCALETRAIN_RUNS",)
+    ),
+    "unmountable-runs-root": Text(
+        "{root}: a list of container mounts cannot contain a path with a comma, a colon or a line break",
+        ("Move the runs root: $SCALETRAIN_RUNS",),
     ),
     # ---- the job of a run ------------------------------------------------------------------------------------------
     "never-submitted": Text("never submitted"),
@@ -51,56 +56,49 @@ TEXTS: dict[str, Text] = {
     "job-accounted": Text("{state} (from the accounting)"),
     "job-not-listed": Text("Slurm no longer lists the job"),
     "request-pending": Text(
-        "sbatch was called at {asked} and did not answer; Slurm lists no job of this run yet, but may still accept it"
+        "sbatch was called at {asked} and got no answer; Slurm lists no job of this run yet, but may still accept it"
     ),
-    "request-lost": Text("sbatch was called at {asked} and did not answer; Slurm lists no job of this run"),
-    # ---- the estimated start ---------------------------------------------------------------------------------------
-    "estimate": Text("Slurm's estimate (sbatch --test-only)"),
-    "estimate-on": Text("Slurm's estimate (sbatch --test-only) on {nodes} of {partition}"),
-    "estimate-with-hidden": Text("{estimate}, which includes reservations that are hidden from you"),
-    "estimate-may-slip": Text("{estimate}; jobs of higher priority may start before it"),
-    "no-estimate": Text("sbatch --test-only gave no start time"),
-    "start-on-hold": Text("the job is submitted on hold (cluster.slurm.extra); `scontrol release` lets it start"),
+    "request-not-accepted": Text("sbatch was called at {asked} and got no answer; Slurm lists no job of this run"),
     # ---- restart decisions -----------------------------------------------------------------------------------------
-    "job-being-ended": Text("Slurm is ending the job, and it alone decides whether the job is queued again"),
+    "job-being-ended": Text("Slurm is ending the job, and decides whether to requeue it"),
     "job-not-requeued": Text(
-        "Slurm did not requeue the job (the log of the job shows why); `scaletrain resume` continues the run"
+        "Slurm did not requeue the job (the job's log contains the error); `scaletrain resume` continues the run"
     ),
     # ---- why a job is pending --------------------------------------------------------------------------------------
     "wait-not-considered": Text("job {job} is pending: Slurm has not considered it yet", ("Check again in a minute",)),
-    "wait-resources": Text("job {job} is pending: it is next, and too few nodes are free now", (_SMALLER,)),
-    "wait-priority": Text("job {job} is pending: jobs of higher priority, or older ones, are ahead of it"),
+    "wait-resources": Text("job {job} is pending: it is first in the queue, and too few nodes are free", (_SMALLER,)),
+    "wait-priority": Text("job {job} is pending: jobs of higher priority are ahead of it"),
     "wait-begin-time": Text(
-        "job {job} is pending: its start time is in the future; Slurm delays requeued jobs for a while"
+        "job {job} is pending: its start time is in the future; Slurm delays requeued jobs by a few minutes"
     ),
     "wait-dependency-never": Text(
         "job {job} is pending: it depends on a job that did not end as required",
         ("scontrol update JobId={job} Dependency= removes the dependency", "Or `scaletrain cancel {run}` and resume"),
     ),
-    "wait-dependency": Text("job {job} is pending: it depends on the end of another job"),
+    "wait-dependency": Text("job {job} is pending: it depends on another job that has not ended"),
     "wait-held-by-admin": Text(
         "job {job} is pending: an administrator holds it", ("Ask the administrator: only they can release it",)
     ),
     "wait-held": Text(
-        "job {job} is pending: it is held, by its owner or after a failed launch", ("scontrol release {job}",)
+        "job {job} is pending: its owner holds it, or Slurm does after a failed launch", ("scontrol release {job}",)
     ),
     "wait-beyond-partition": Text(
         "job {job} is pending: it requests more nodes, time or memory than its partition allows",
-        ("scontrol show partition shows the limits", _SMALLER, _ELSEWHERE),
+        ("scontrol show partition shows the limits", _SMALLER, _OTHER_PARTITION),
     ),
     "wait-no-such-resources": Text(
         "job {job} is pending: no node, account or QOS matches its request",
         ("Correct cluster.slurm in the spec: `scaletrain resume {run} --set ...` after `scaletrain cancel {run}`",),
     ),
     "wait-beyond-limit-per-job": Text(
-        "job {job} is pending: it requests more than its account or QOS allows one job",
+        "job {job} is pending: it requests more than its account or QOS allows per job",
         ("sacctmgr show assoc,qos shows the limits", _SMALLER),
     ),
     "wait-quota": Text(
         "job {job} is pending: the quota of its account, user or QOS is in use by other jobs, or smaller than this job",
         (
-            "squeue --account=... shows who uses it; the job starts when they end",
-            "If the job alone is larger than the limit, it never starts: sacctmgr show assoc,qos",
+            "squeue --account=... shows the jobs that use it; this job starts when they end",
+            "If the job alone exceeds the limit, it never starts: sacctmgr show assoc,qos",
             _SMALLER,
         ),
     ),
@@ -108,32 +106,39 @@ TEXTS: dict[str, Text] = {
         "job {job} is pending: the licenses that it requests are in use", ("scontrol show licenses",)
     ),
     "wait-partition-down": Text(
-        "job {job} is pending: its partition accepts no jobs now", ("Ask the administrator", _ELSEWHERE)
+        "job {job} is pending: its partition accepts no jobs now", ("Ask the administrator", _OTHER_PARTITION)
     ),
     "wait-reservation": Text("job {job} is pending: its reservation has not started", ("scontrol show reservation",)),
     "wait-maintenance": Text(
-        "job {job} is pending: its time limit reaches into a maintenance",
-        ("scontrol show reservation shows when", "A shorter cluster.slurm.time may fit before it"),
+        "job {job} is pending: with its time limit it would still run when maintenance starts",
+        ("scontrol show reservation shows when", "With a shorter cluster.slurm.time it may start before that"),
     ),
     "wait-nodes-unavailable": Text(
         "job {job} is pending: nodes that it needs are down, drained or reserved",
         (
             "sinfo --list-reasons shows why",
-            "If cluster.slurm.nodelist or exclude leaves no other nodes, it waits until these are back",
+            "If cluster.slurm.nodelist or exclude leaves no other nodes, the job waits until they are available again",
         ),
     ),
-    "wait-nodes-not-ready": Text("job {job} is pending: its nodes are being prepared, or cleaned up after it"),
-    "wait-unknown": Text("job {job} is pending: Slurm reports {word}, which this version does not know"),
+    "wait-nodes-not-ready": Text("job {job} is pending: its nodes run a prolog, or clean up after an earlier attempt"),
+    "wait-unknown": Text("job {job} is pending: Slurm reports {word}, which this version does not recognize"),
     "wait-no-answer": Text("Slurm does not report why the job is pending", ("scaletrain doctor",)),
     "job-forgotten": Text(
-        "Slurm no longer knows job {job}: it is not pending any more",
-        ("scaletrain status {run} shows what is known of its end", "scaletrain resume {run}"),
+        "Slurm no longer lists job {job}: it is not pending any more",
+        ("scaletrain status {run} shows how it ended, as far as it was recorded", "scaletrain resume {run}"),
     ),
     "expected-start": Text("start expected at {start}, if nothing changes"),
     "nodes-by-state": Text("{counts}; {usable} usable"),
     "jobs-ahead": Text("{ahead} of {pending} pending jobs are ahead of it"),
-    "no-accounting": Text("Slurm no longer knows job {job}, and its accounting has no record of it"),
+    "no-accounting": Text("Slurm no longer lists job {job}, and its accounting has no record of it"),
     "resume-suspended": Text("scontrol resume {job} (for operators of the cluster)"),
+    # ---- preflight: the estimated start ----------------------------------------------------------------------------
+    "estimate": Text("Slurm's estimate (sbatch --test-only)"),
+    "estimate-on": Text("Slurm's estimate (sbatch --test-only) on {nodes} of {partition}"),
+    "estimate-with-hidden": Text("{estimate}, which includes reservations that are hidden from you"),
+    "estimate-may-slip": Text("{estimate}; jobs of higher priority may start before it"),
+    "no-estimate": Text("sbatch --test-only gave no start time"),
+    "start-on-hold": Text("the job is submitted on hold (cluster.slurm.extra); `scontrol release` lets it start"),
     # ---- preflight: what can never run -----------------------------------------------------------------------------
     "never-runs": Text("Slurm can never run this job as requested. Nothing was queued"),
     "refused": Text("Slurm refuses this job. Nothing was queued"),
@@ -141,77 +146,88 @@ TEXTS: dict[str, Text] = {
     "no-default-partition": Text("this cluster has no default partition", ("Set it to one of {partitions:list}",)),
     "unknown-partition": Text("this cluster has the partitions {partitions:list}", ("Use one of these",)),
     "misspelled-partition": Text("this cluster has the partitions {partitions:list}", ("Did you mean {near}?",)),
-    "account-not-yours": Text("{user} may charge {accounts:list}", ("Use one of these, or ask to be added",)),
-    "qos-not-yours": Text("{user} may use {qos:list} in account {account}", ("Use one of these, or another account",)),
-    "partition-closed": Text("is {state} and takes no jobs", ("Use another, or wait",)),
+    "account-not-yours": Text(
+        "{user} may use the accounts {accounts:list}", ("Use one of these, or ask an administrator to add you",)
+    ),
+    "qos-not-yours": Text(
+        "{user} may use the QOS {qos:list} in account {account}", ("Use one of these, or another account",)
+    ),
+    "partition-closed": Text("the partition is {state} and accepts no jobs", ("Use another partition, or wait",)),
     "partition-admits-only": Text(
-        "partition {partition} admits only {allowed:list}", ("Set cluster.slurm.{what} or cluster.slurm.partition",)
+        "partition {partition} accepts only {allowed:list}", ("Set cluster.slurm.{what} or cluster.slurm.partition",)
     ),
     "partition-denies": Text(
-        "partition {partition} does not admit {mine}", ("Set cluster.slurm.{what} or cluster.slurm.partition",)
+        "partition {partition} does not accept {mine}", ("Set cluster.slurm.{what} or cluster.slurm.partition",)
     ),
     "beyond-max-time": Text(
-        "jobs of {partition} may last {most} (MaxTime)",
+        "jobs of partition {partition} may run for {most} (MaxTime)",
         ("Set it to {most} or less: a requeued run continues from its latest checkpoint",),
     ),
     "beyond-max-nodes": Text(
-        "a job of {partition} may have {most} nodes (MaxNodes)", ("Request fewer, or use another partition",)
+        "a job of partition {partition} may have at most {most:of node} (MaxNodes)",
+        ("Request fewer, or use another partition",),
     ),
     "below-min-nodes": Text(
-        "a job of {partition} must have {least} nodes (MinNodes)", ("Request more, or use another partition",)
+        "a job of partition {partition} must have at least {least:of node} (MinNodes)",
+        ("Request more, or use another partition",),
     ),
     "nodes-of-other-partition": Text("{nodes:list} not in partition {partition}", ("Name nodes of that partition",)),
-    "too-few-nodes": Text("partition {partition} has {count:of node}", ("Request {most} at most",)),
+    "too-few-nodes": Text("partition {partition} has {count:of node}", ("Request at most {most}",)),
     "too-few-fitting-nodes": Text(
-        "partition {partition} has {count:of node} with enough resources for the job", ("Request {most} at most",)
+        "partition {partition} has {count:of node} with enough resources for the job", ("Request at most {most}",)
     ),
     "too-few-nodes-without-excluded": Text(
         "partition {partition} has {count:of node} for the job, without those in exclude ({excluded})",
-        ("Request {most} at most",),
+        ("Request at most {most}",),
     ),
     "gpu-type-elsewhere": Text(
-        "no node of partition {partition} has GPUs of this type; there are {types:list}",
+        "no node of partition {partition} has GPUs of this type; it has {types:list}",
         ("Use one of these, or another partition",),
     ),
     "no-gpus": Text("no node of partition {partition} has GPUs", ("Use another partition",)),
     "too-many-gpus": Text(
-        "nodes of partition {partition} have {most:of GPU}", ("Request {most} per node and more nodes",)
+        "nodes of partition {partition} have at most {most:of GPU}", ("Request {most} per node and more nodes",)
     ),
     "too-many-cpus": Text(
-        "nodes of {partition} have {most} CPUs; the job requests {asked} on each", ("Set it to {enough}",)
+        "nodes of partition {partition} have at most {most} CPUs; the job requests {asked} on each",
+        ("Set it to {enough}",),
     ),
     "too-many-cpus-for-one": Text(
-        "nodes of {partition} have {most} CPUs; the job requests {asked} on each",
+        "nodes of partition {partition} have at most {most} CPUs; the job requests {asked} on each",
         ("Leave it out, or request fewer ranks per node",),
     ),
-    "too-much-memory": Text("nodes of partition {partition} have {most} MiB", ("Set it to {most}MiB or less",)),
+    "too-much-memory": Text("nodes of partition {partition} have at most {most} MiB", ("Set it to {most}MiB or less",)),
     "below-least-request": Text(
         "a job of {owner} must request at least {allowed:g} {resource} ({kind})",
         ("Request more, or use another account or QOS",),
     ),
     "beyond-wall-time": Text(
-        "{owner} allows jobs of {most} ({kind})", ("Set it to {most} or less, or use another account or QOS",)
+        "{owner} allows jobs of at most {most} ({kind})", ("Set it to {most} or less, or use another account or QOS",)
     ),
     "beyond-quota-per-node": Text(
-        "{owner} may hold {allowed:g} {resource} on each node ({kind})",
+        "{owner} may use {allowed:g} {resource} on each node ({kind})",
         ("Request less, or use another account or QOS",),
     ),
     "beyond-quota-per-job": Text(
-        "{owner} may hold {allowed:g} {resource} in a job ({kind})", ("Request less, or use another account or QOS",)
+        "{owner} may use {allowed:g} {resource} in one job ({kind})", ("Request less, or use another account or QOS",)
     ),
     "beyond-quota-at-once": Text(
-        "{owner} may hold {allowed:g} {resource} at once ({kind})", ("Request less, or use another account or QOS",)
+        "{owner} may use {allowed:g} {resource} at the same time ({kind})",
+        ("Request less, or use another account or QOS",),
     ),
     "qos-needs-reservation": Text(
-        "QOS {qos} is only for jobs in a reservation (RequiresReservation)", ("Name one, or use another QOS",)
+        "QOS {qos} accepts only jobs in a reservation (RequiresReservation)", ("Name one, or use another QOS",)
     ),
-    "unknown-reservation": Text("this cluster has {reservations:list}", ("Use one of these, or none",)),
-    "no-reservations": Text("this cluster has no reservations now", ("Use none",)),
+    "unknown-reservation": Text("this cluster has the reservations {reservations:list}", ("Use one of them, or none",)),
+    "no-reservations": Text("this cluster has no reservations now", ("Remove the key",)),
+    "no-activate-script": Text("there is no such file", ("Name the script that sets up Python on the nodes",)),
+    "no-image": Text("there is no such file", ("Name an image",)),
+    "no-mount-source": Text("{source} does not exist", ("Name a folder of the nodes",)),
     # ---- preflight: what only waits, or should be known ------------------------------------------------------------
-    "note-plugin-may-change": Text("{subject}: {problem}. A plugin of the site may change that"),
+    "note-plugin-may-change": Text("{subject}: {problem}. A job_submit plugin of the cluster may change the value"),
     "note-no-reserve": Text(
         "QOS {qos} reserves no nodes for a pending job (NoReserve): smaller jobs may take every node that becomes free "
-        "until {nodes} are free at once"
+        "until {nodes} are free at the same time"
     ),
     "note-partition-not-up": Text("partition {partition} is {state}: jobs wait until it is UP again"),
     "note-nodes-down": Text(
@@ -220,35 +236,56 @@ TEXTS: dict[str, Text] = {
     "note-quota-in-use": Text(
         "{owner} has {used:g} of its {allowed:g} {resource} in use ({kind}): the job waits for {asked:g}"
     ),
-    "note-budget-used-up": Text("{owner} has used up its {allowed:g} minutes of {resource} ({kind})"),
+    "note-budget-used-up": Text(
+        "{owner} has used up its {allowed:g} minutes of {resource} ({kind}): the job waits until the usage is reset"
+    ),
     "note-qos-needs-reservation": Text(
-        "QOS {qos} is only for jobs in a reservation (RequiresReservation). A plugin of the site may name one"
+        "QOS {qos} accepts only jobs in a reservation (RequiresReservation). A job_submit plugin of the cluster may "
+        "set one"
     ),
     "note-reservations-unknown": Text(
-        "whether reservation {reservation} exists, or maintenance is ahead, is not known: scontrol show reservation "
-        "did not answer"
+        "scontrol show reservation did not answer: it is not known whether reservation {reservation} exists, or "
+        "whether maintenance is planned"
     ),
     "note-maintenance-unknown": Text(
-        "whether maintenance is ahead is not known: scontrol show reservation did not answer"
+        "scontrol show reservation did not answer: it is not known whether maintenance is planned"
     ),
     "note-reservation-hidden": Text(
-        "whether reservation {reservation} exists is not known: Slurm shows only those that you may use (PrivateData)"
+        "it is not known whether reservation {reservation} exists: Slurm shows only those that you may use "
+        "(PrivateData)"
     ),
     "note-reserved": Text(
         "{what} {name} takes {count} nodes of {partition} from {began} to {until}: the job waits until it is over"
     ),
     "note-reserved-later": Text(
         "{what} {name} takes {count} nodes of {partition} from {began} to {until}: the job waits until it is over, "
-        "unless cluster.slurm.time lets it end before that (at most {before})"
+        "unless cluster.slurm.time is at most {before}"
     ),
     "note-preemption-cancels": Text(
-        "{where} cancels the jobs that it preempts (PreemptMode={mode}): `scaletrain resume` continues the run"
+        "jobs of {where} are cancelled when they are preempted (PreemptMode={mode}): `scaletrain resume` continues the "
+        "run"
     ),
     "note-preemption-suspends": Text(
-        "{where} suspends the jobs that it preempts (PreemptMode={mode}): the job keeps its memory and waits"
+        "jobs of {where} are suspended when they are preempted (PreemptMode={mode}): the job keeps its memory and waits"
     ),
     "note-grace-too-short": Text(
-        "cluster.grace_seconds = {asked:g}, but {where} gives a preempted job {given:g} s ({source}): set it to "
-        "{given:g}, or what is not saved by then is lost"
+        "cluster.grace_seconds = {asked:g}, but {where} gives a preempted job {given:g} s ({source}). Set it to "
+        "{given:g}: a checkpoint that is not complete by then is lost"
+    ),
+    # ---- submit --probe --------------------------------------------------------------------------------------------
+    "runs-root-unwritable": Text("the runs root {root} cannot be written here: {error}"),
+    "probe-refused": Text("Slurm refused the probe: {error}"),
+    "probe-not-started": Text(
+        "Slurm did not start the probe on {nodes:of node} within {minutes:.0f} min", ("Submit without --probe",)
+    ),
+    "wrong-nodes": Text("the nodes do not match the plan. Nothing was queued"),
+    "probe-no-answer": Text(
+        "no answer: the runs root {root}, or Python and this package, are not at the same path there as here",
+        (_SHARED_FOLDER,),
+    ),
+    "probe-no-answer-because": Text(
+        "no answer: the runs root {root}, or Python and this package, are not at the same path there as here. Slurm "
+        "reports: {said}",
+        (_SHARED_FOLDER,),
     ),
 }

@@ -26,8 +26,8 @@ def show_explanation(explanation: Explanation) -> None:
 
 
 def _finding(finding: Finding) -> Group:
-    style = "bold yellow" if finding.waits_for_ever else "bold"
-    note = " Waiting will not help; the configuration must change." if finding.waits_for_ever else ""
+    style = "bold yellow" if finding.needs_action else "bold"
+    note = " Waiting will not help; action is needed." if finding.needs_action else ""
     return Group(escaped_text(f"{finding.headline}.{note}", style), *_evidence(finding), *_actions(finding))
 
 

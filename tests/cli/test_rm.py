@@ -217,7 +217,7 @@ def test_a_healthy_run_is_not_said_to_have_lost_anything(process: ProcessIdentit
     assert "left without" not in resumed.err
     shown = scaletrain("status", "r1").out
     assert "why" not in shown.split("attempt  began")[0], "nothing asks for a reason"
-    assert "the supervisor runs" in shown
+    assert "the supervisor is running" in shown
 
 
 def test_what_can_be_completed_is_what_is_taken() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from scaletrain_cli.launch.backends.local.backend import LocalBackend, living_agents
+from scaletrain_cli.launch.backends.local.backend import LocalBackend, live_agents
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.plan import make_plan
@@ -76,7 +76,7 @@ class Drill:
         return lines[-1]["step"] if lines else 0
 
     def agent_pid(self) -> int:
-        return int(self.wait_for(lambda: living_agents(self.run))[0].pid)
+        return int(self.wait_for(lambda: live_agents(self.run))[0].pid)
 
     def preempt(self, number: int = signal.SIGTERM) -> None:
         """Signal the node agent, as a scheduler does."""

@@ -146,7 +146,7 @@ def test_an_attempt_that_the_scheduler_ended_is_not_the_end_of_its_run(
 
 def test_a_preempted_run_whose_job_is_over_waits_for_nothing(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt(made, 75, "preempted", requeue=True)
-    gone = Says(Job("7", "ended", "Slurm no longer knows the job"))
+    gone = Says(Job("7", "ended", "Slurm no longer lists the job"))
     status = run_status(made.run, gone)
     assert is_over(made.run, status)
     assert not is_over(made.run, run_status(made.run, Says(SILENT)))

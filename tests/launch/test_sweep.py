@@ -164,7 +164,7 @@ def test_on_this_machine_one_runs_at_a_time_and_gpus_are_not_shared() -> None:
     here, there = LocalBackend(), SlurmBackend()
     assert (here.max_concurrent(local, None, 4), here.max_concurrent(local, 3, 4)) == (1, 3)
     assert (there.max_concurrent(slurm, None, 4), there.max_concurrent(slurm, 9, 4)) == (4, 4)
-    with pytest.raises(UsageError, match="would share it"):
+    with pytest.raises(UsageError, match="would share them"):
         here.max_concurrent(make_spec("cluster.gpu=h100-sxm-80gb").cluster, 2, 4)
 
 
@@ -257,7 +257,7 @@ def test_on_this_machine_a_run_waits_for_the_one_before_it() -> None:
     both = [Point(f"s-{index}", ("x=1",), spec, make_plan(spec)) for index, spec in enumerate(specs)]
     first, second = submit_sweep("s", both, scheduler, cap=1)
     waiting = scheduler.job(second.run, read_record(second.run))
-    assert (waiting.state, waiting.detail) == ("queued", "waits for s-0, which is before it in its sweep")
+    assert (waiting.state, waiting.detail) == ("queued", "waits for s-0, the run before it in its sweep")
     for one in (first, second):
         record = read_record(one.run)
         (one.run.path / "go").touch()

@@ -73,7 +73,7 @@ def test_every_reason_why_a_job_can_never_run_is_told_at_once_and_nothing_is_que
         "cluster.slurm.account=guests",
     )
     assert refused.returncode == 4
-    for said in ("root may charge lab", "GPUs of this type; there are h100", "QOS capped may hold 8 GPUs in a job"):
+    for said in ("root may use the accounts lab", "of this type; it has h100", "QOS capped may use 8 GPUs in one job"):
         assert said in refused.stderr
     assert not runs.exists()
     assert cluster.run("squeue", "--noheader").stdout == ""
@@ -90,7 +90,7 @@ def test_a_quota_that_is_used_up_is_a_note_and_one_that_is_too_small_a_refusal(c
     assert waits.returncode == 0, waits.stderr
     assert "account lab has 8 of its 16 GPUs in use (GrpTRES): the job waits for 16." in waits.stderr
     assert beyond.returncode == 4
-    assert "24 GPUs over all nodes: account lab may hold 16 GPUs at once" in beyond.stderr
+    assert "24 GPUs over all nodes: account lab may use 16 GPUs at the same time" in beyond.stderr
     view = json.loads(shown)
     (row,) = view["gpus"]
     assert (row["type"], row["total"], row["used"], row["free_nodes"]) == ("h100", 24, 8, 2)
@@ -128,7 +128,7 @@ def test_a_resume_that_the_quota_can_no_longer_hold_is_refused_and_leaves_nothin
     cluster.run("sacctmgr", "-i", "modify", "account", "lab", "set", "GrpTRES=gres/gpu=16")
     cluster.run("scancel", "-u", "root")
     assert refused.returncode == 4
-    assert "16 GPUs over all nodes: account lab may hold 8 GPUs at once" in refused.stderr
+    assert "16 GPUs over all nodes: account lab may use 8 GPUs at the same time" in refused.stderr
     assert left == before
     assert (fewer.returncode, fewer.stdout) == (0, "r\n"), fewer.stderr
     assert "+#SBATCH --nodes=1" in fewer.stderr
@@ -152,11 +152,11 @@ def test_flags_of_a_qos_count_as_they_do_for_slurm(cluster: DevCluster) -> None:
         held = cluster.submit("sleep 300", *two)
         cluster.wait_for(held, lambda job: job["Reason"] == "QOSMaxGRESPerJob")
         for said, *sets in (
-            ("QOS partcap may hold 8 GPUs in a job", "cluster.nodes=2"),
-            ("a job of main may have 2 nodes (MaxNodes)", "cluster.nodes=3", "cluster.slurm.qos=over"),
-            ("jobs of main may last 1h (MaxTime)", "cluster.nodes=1", "cluster.slurm.time=2h"),
+            ("QOS partcap may use 8 GPUs in one job", "cluster.nodes=2"),
+            ("partition main may have at most 2 nodes (MaxNodes)", "cluster.nodes=3", "cluster.slurm.qos=over"),
+            ("jobs of partition main may run for 1h (MaxTime)", "cluster.nodes=1", "cluster.slurm.time=2h"),
             ("a job of QOS big must request at least 16 GPUs", "cluster.nodes=1", "cluster.slurm.qos=big"),
-            ("QOS booked is only for jobs in a reservation", "cluster.nodes=1", "cluster.slurm.qos=booked"),
+            ("QOS booked accepts only jobs in a reservation", "cluster.nodes=1", "cluster.slurm.qos=booked"),
         ):
             refused = submit(cluster, SMALL, *ON_GPUS, *sets)
             assert refused.returncode == 4, refused.stderr
@@ -185,7 +185,7 @@ def test_maintenance_that_is_in_the_way_is_told_with_its_times(cluster: DevClust
     cluster.run("scontrol", "delete", "reservationname=work")
     assert told.returncode == 0, told.stderr
     assert "maintenance work takes 3 nodes of main from " in told.stderr
-    assert "(at most 1" in told.stderr
+    assert "cluster.slurm.time is at most 1" in told.stderr
 
 
 def test_the_script_says_which_rule_of_the_site_preempts(cluster: DevCluster) -> None:

@@ -40,7 +40,7 @@ def cause_of(job: str) -> str:
 def test_a_job_that_is_held_names_the_command_that_lets_it_go(cluster: DevCluster) -> None:
     job = sleeping(cluster, "--hold")
     finding = why_it_waits(job, "a-1")
-    assert (finding.cause, finding.waits_for_ever) == ("held", True)
+    assert (finding.cause, finding.needs_action) == ("held", True)
     assert f"scontrol release {job}" in finding.actions
 
 
@@ -61,8 +61,8 @@ def test_what_no_patience_helps_is_told_from_what_will_come(cluster: DevCluster)
     failed = str(cluster.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=false").stdout).strip()
     never = sleeping(cluster, f"--dependency=afterok:{failed}")
     too_large = sleeping(cluster, "--nodes=9")
-    wait_until(lambda: why_it_waits(never, "a-1").waits_for_ever, "the dependency has failed")
-    wait_until(lambda: why_it_waits(too_large, "a-1").waits_for_ever, "the partition is too small")
+    wait_until(lambda: why_it_waits(never, "a-1").needs_action, "the dependency has failed")
+    wait_until(lambda: why_it_waits(too_large, "a-1").needs_action, "the partition is too small")
     assert cause_of(too_large) == "never"
 
 
@@ -78,5 +78,5 @@ def test_a_job_that_is_over_is_told_by_the_controller_and_by_its_log(cluster: De
 
 def test_of_a_job_that_slurm_has_forgotten_that_is_said(cluster: DevCluster, tmp_path: Path) -> None:
     assert [evidence.text for evidence in how_it_ended("999999", tmp_path / "none")] == [
-        "Slurm no longer knows job 999999, and its accounting has no record of it"
+        "Slurm no longer lists job 999999, and its accounting has no record of it"
     ]

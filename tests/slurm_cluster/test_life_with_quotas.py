@@ -51,7 +51,7 @@ def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(site: Site
 def test_a_quota_that_is_too_small_is_a_refusal_and_nothing_is_left(site: Site) -> None:
     refused = site.try_to_submit(FOREVER, CAPPED, "cluster.nodes=4", run_id="refused")
     assert refused.returncode == 4, refused.stderr
-    assert "4 CPUs over all nodes: QOS capped may hold 2 CPUs at once" in refused.stderr
+    assert "4 CPUs over all nodes: QOS capped may use 2 CPUs at the same time" in refused.stderr
     assert not site.runs.exists()
     assert site.cluster.run("squeue", "-h", "--me").stdout == ""
     assert not site.processes("refused")

@@ -16,11 +16,11 @@ from scaletrain_cli.rundir.record import RunRecord
 
 
 class _Meaning(NamedTuple):
-    """The cause that a Finding names, the code of its headline, and whether only a change can end the wait."""
+    """The cause that a Finding names, the code of its headline, and whether waiting does not help."""
 
     cause: str
     headline: str
-    waits_for_ever: bool = False
+    needs_action: bool = False
 
 
 _UNMANAGED = _Meaning("never-satisfiable", "explain-unmanaged", True)
@@ -86,7 +86,7 @@ def why_it_waits(run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
     meaning = _MEANINGS.get(code, _UNKNOWN)
     headline = reason(meaning.headline, **_names(run, record))
     evidence = (Evidence.because("the cluster", status.reason),)
-    return Finding.because(meaning.cause, headline, evidence, waits_for_ever=meaning.waits_for_ever)
+    return Finding.because(meaning.cause, headline, evidence, needs_action=meaning.needs_action)
 
 
 def what_never_ends(run: RunDir, record: RunRecord, found: Sequence[StuckJob]) -> Iterator[Finding]:
@@ -94,7 +94,7 @@ def what_never_ends(run: RunDir, record: RunRecord, found: Sequence[StuckJob]) -
     for stuck in found:
         headline = reason(f"explain-{stuck.kind}", **stuck.reason.params, **_names(run, record))
         evidence = (Evidence.because("the cluster", stuck.reason),)
-        yield Finding.because(stuck.kind, headline, evidence, waits_for_ever=True)
+        yield Finding.because(stuck.kind, headline, evidence, needs_action=True)
 
 
 def how_it_ended(run: RunDir, status: RunStatus) -> Finding:

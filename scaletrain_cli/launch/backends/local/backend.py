@@ -27,7 +27,7 @@ from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import reason_from
+from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.documents import from_document, read_document, reporting_damage, write_document
 from scaletrain_cli.rundir.journal import read_events, record_event
@@ -37,7 +37,7 @@ from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import open_to_append, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
-_ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # looked up, not imported
+_ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # found by find_spec, not imported
 SUPERVISOR_FAILED = "local.supervisor-failed"  # the code of its last event
 _START_SECONDS = 60.0  # for Python to start on a busy machine with a cold file cache
 _POLL_SECONDS = 0.05
@@ -73,9 +73,7 @@ class LocalBackend(Backend):
     ) -> PreflightResult:
         problems = problems_of_node(spec.cluster, os.environ)
         if problems:
-            raise SchedulerError(
-                f"this machine cannot run the job: {'; '.join(problems)}. Change cluster.gpus_per_node."
-            )
+            raise SchedulerError(Reason("local.unfit-machine", {"problems": problems}))
         ours = self.engine == ENGINE_MODULE and spec.code.engine is None
         missing = [name for name in _ENGINE_NEEDS if ours and find_spec(name) is None]
         if missing:
@@ -83,41 +81,42 @@ class LocalBackend(Backend):
                 f"{', '.join(missing)} not installed here: a run on this machine needs the extra train.",
                 install_command("train"),
             )
-        return PreflightResult(Start(time.time(), "this machine has no queue"))
+        return PreflightResult(Start.because(time.time(), Reason("local.no-queue")))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return shlex.join(supervisor_command(run, self.engine)) + "\n"
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
         log = run.path / "supervisor.log"
-        said_before = log.stat().st_size if log.exists() else 0
+        log_bytes = log.stat().st_size if log.exists() else 0
         pid = _spawn(supervisor_command(run, self.engine), log)
-        _wait_for_start(run, pid, said_before)
+        _wait_for_start(run, pid, log_bytes)
         return str(pid)
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
         supervisor = read_supervisor(run)
         if supervisor is None:
-            return Job("", "unknown", "never started")
+            return Job.because("", "unknown", Reason("local.never-started"))
         job_id, nodes = str(supervisor.process.pid), (supervisor.hostname,)
         if not supervisor.is_here:
-            return Job(job_id, "unknown", f"was started on {supervisor.hostname}; ask there", nodes)
+            return Job.because(job_id, "unknown", Reason("local.job-elsewhere", {"host": supervisor.hostname}), nodes)
         if supervisor.process.is_alive() and (before := run_to_wait_for(run)) is not None:
-            return Job(job_id, "queued", f"waits for {before.run_id}, which is before it in its sweep", nodes)
+            return Job.because(job_id, "queued", Reason("local.waits-for-run", {"run": before.run_id}), nodes)
         if supervisor.process.is_alive():
-            return Job(job_id, "running", "the supervisor runs", nodes)
-        if living_agents(run):
-            return Job(job_id, "running", "the supervisor is gone; the node agent is ending its ranks", nodes)
-        return Job(job_id, "ended", _failure(run) or "no process is left", nodes)
+            return Job.because(job_id, "running", Reason("local.supervisor-running"), nodes)
+        if live_agents(run):
+            return Job.because(job_id, "running", Reason("local.agent-stopping"), nodes)
+        return Job.because(job_id, "ended", _failure(run) or Reason("local.no-process"), nodes)
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         supervisor = read_supervisor(run)
         if supervisor is not None and not supervisor.is_here:
-            raise SchedulerError(f"{run.run_id} was started on {supervisor.hostname}; cancel it there.")
+            params = {"run": run.run_id, "host": supervisor.hostname}
+            raise SchedulerError(Reason("local.started-elsewhere", params))
         touch(run.stop_file)
         if supervisor is not None and _stop(supervisor.process, run):
             return  # it records the end itself
-        for agent in living_agents(run):
+        for agent in live_agents(run):
             _stop(agent, run)
         record_event(run, "cancelled")
         forget_secrets(run)
@@ -125,10 +124,7 @@ class LocalBackend(Backend):
     def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
         """Return ``wanted``, by default 1. Raises UsageError if the runs would share GPUs."""
         if (wanted or 1) > 1 and cluster.gpu != "cpu":
-            raise UsageError(
-                f"--max-concurrent {wanted}: local runs all begin at GPU 0 of this machine and would share it. Leave "
-                "the option out, and they run one after the other; or use cluster.scheduler = slurm."
-            )
+            raise UsageError(Reason("local.shared-gpus", {"requested": wanted}))
         return min(points, wanted or 1)
 
     def run_in_foreground(self, run: RunDir, record: RunRecord, on_tick: Callable[[], None]) -> int:
@@ -165,15 +161,15 @@ def run_in_foreground(
 
     Ctrl-C, or the death of this process, saves a checkpoint and stops the run, as a preemption.
     """
-    # In a child: a supervisor changes the signal mask and adopts orphans, which the caller may not want.
+    # In a child, because a supervisor changes the signal mask and adopts orphaned processes.
     command = [*supervisor_command(run, engine), "--parent-pid", str(os.getpid())]
     log = run.path / "supervisor.log"
-    said_before = log.stat().st_size if log.exists() else 0
+    log_bytes = log.stat().st_size if log.exists() else 0
     pid = _spawn(command, log)
     code = None
     while code is None:
         try:
-            code = _wait_for_start(run, pid, said_before)
+            code = _wait_for_start(run, pid, log_bytes)
             while code is None:
                 on_tick()
                 time.sleep(_TICK_SECONDS)
@@ -215,11 +211,11 @@ def run_to_wait_for(run: RunDir) -> RunDir | None:
         return None
     before = RunDir(run.path.parent / place.after)
     supervisor = read_supervisor(before)
-    return before if (supervisor is not None and supervisor.is_alive) or living_agents(before) else None
+    return before if (supervisor is not None and supervisor.is_alive) or live_agents(before) else None
 
 
 def _stop(process: ProcessIdentity, run: RunDir) -> bool:
-    """Send SIGTERM to a process of this run; return False if it has ended.
+    """Send SIGTERM to a process of this run; return False if it has ended or is not of this run.
 
     The pid comes from a file that other users may be able to write, so a process is signaled only if its command line
     names this run directory.
@@ -230,7 +226,7 @@ def _stop(process: ProcessIdentity, run: RunDir) -> bool:
     return send_signal(process, signal.SIGTERM)
 
 
-def living_agents(run: RunDir) -> list[ProcessIdentity]:
+def live_agents(run: RunDir) -> list[ProcessIdentity]:
     """Return the node agents of the latest attempt that still run on this machine."""
     latest = max(run.attempts(), default=0)
     here = [node for node in read_node_records(run, latest) if node.hostname == socket.gethostname()]
@@ -256,10 +252,10 @@ def _spawn(command: list[str], log: Path) -> int:
         os.close(output)
 
 
-def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
+def _wait_for_start(run: RunDir, pid: int, log_bytes: int) -> int | None:
     """Wait until the supervisor is at work; return its exit code if it has ended since, else None.
 
-    ``said_before``: the bytes of its log that earlier ones wrote. Raises SchedulerError when it ended before that.
+    ``log_bytes``: size of its log before it was started. Raises SchedulerError if it ended before it was at work.
     """
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
@@ -270,22 +266,25 @@ def _wait_for_start(run: RunDir, pid: int, said_before: int) -> int | None:
             return code
         if code is not None:
             with (run.path / "supervisor.log").open("rb") as log:
-                log.seek(said_before)
+                log.seek(log_bytes)
                 said = " ".join(log.read().decode(errors="replace").split())[-500:]
-            raise SchedulerError(f"the supervisor did not start: {said or f'it ended with exit code {code}'}")
+            if said:
+                raise SchedulerError(Reason("local.supervisor-not-started", {"said": said}))
+            raise SchedulerError(Reason("local.supervisor-exited", {"exit_code": code}))
         time.sleep(_POLL_SECONDS)
     if is_known:  # it supervises the run, but a slow disk delays it
         return None
     os.kill(pid, signal.SIGKILL)  # otherwise it might still start, without a record
     os.waitpid(pid, 0)
-    raise SchedulerError(f"the supervisor {pid} did not start within {_START_SECONDS:.0f} s; see {run.path}.")
+    params = {"pid": pid, "seconds": _START_SECONDS, "folder": str(run.path)}
+    raise SchedulerError(Reason("local.supervisor-timed-out", params))
 
 
-def _failure(run: RunDir) -> str | None:
+def _failure(run: RunDir) -> Reason | None:
     """Return why the supervisor failed; None if the last event is not a failure of it."""
     events = read_events(run)
     failed = events and events[-1].get("code") == SUPERVISOR_FAILED
-    return str(reason_from(events[-1])) if failed else None
+    return reason_from(events[-1]) if failed else None
 
 
 def _exit_code(pid: int) -> int | None:

@@ -1,7 +1,7 @@
 """The supervisor of a local run; ``python -m scaletrain_cli.launch.backends.local.supervisor RUN_DIR``.
 
-It runs attempts until the run is done, cancelled or must not be retried. It is a detached process, which outlives the
-terminal. SIGTERM means that the machine shuts down or the run is cancelled: no attempt follows.
+It runs attempts until the run is done, cancelled or must not be retried. It is a detached process, which survives the
+end of the terminal session. SIGTERM means that the machine shuts down or the run is cancelled: no attempt follows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.backends.local.backend import (
     SUPERVISOR_FAILED,
     LocalBackend,
-    living_agents,
+    live_agents,
     run_to_wait_for,
     write_supervisor,
 )
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     parser = argparse.ArgumentParser(prog="local_supervisor", description="Run a job's attempts on this machine.")
     parser.add_argument("run_folder", type=Path)
-    parser.add_argument("--parent-pid", type=int, help="stop the run, its state saved, when this parent dies")
+    parser.add_argument("--parent-pid", type=int, help="save a checkpoint and stop the run if this parent process ends")
     parser.add_argument("--engine", default=ENGINE_MODULE, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.parent_pid is not None and not die_with_parent(options.parent_pid, signal.SIGTERM):
@@ -78,7 +78,7 @@ def supervisor_lock(run: RunDir) -> Iterator[None]:
     """Hold the lock that allows one supervisor per run. Raises SchedulerError if another process holds it."""
     with locked(run.path / "supervisor.lock", wait_seconds=0) as alone:
         if not alone:
-            raise SchedulerError(f"{run.run_id} has a supervisor already.")
+            raise SchedulerError(Reason("local.supervisor-exists", {"run": run.run_id}))
         yield
 
 
@@ -89,10 +89,10 @@ class Supervision(OneNodeJob):
     at_work: bool = field(default=False, init=False)
 
     def before_first_attempt(self) -> None:
-        """Wait for the agent that a killed supervisor left, and for the run before this one in its sweep."""
-        if living_agents(self.run):
+        """Wait for the node agent of a supervisor that was killed, and for the run before this one in its sweep."""
+        if live_agents(self.run):
             self.on_begin()
-        while living_agents(self.run) and not self.stopping:
+        while live_agents(self.run) and not self.stopping:
             self.listen(timeout=WAIT_SECONDS)  # the agent's ranks are saving
         conclude_abandoned(self.run, self.record)
         if run_to_wait_for(self.run) is not None:

@@ -32,7 +32,7 @@ from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.resource_checks.files import is_missing, is_shared
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
@@ -146,26 +146,28 @@ class SlurmBackend(Backend):
         return "on the nodes"
 
     def has_own_python(self, spec: RunSpec) -> bool:
-        """Return whether ``cluster.slurm`` sets up Python on the nodes: by a script, modules or a container."""
+        """Return whether a script, modules or a container in ``cluster.slurm`` sets up Python on the nodes."""
         slurm = spec.cluster.slurm
         return bool(slurm.activate is not None or slurm.modules or slurm.container is not None)
 
     def resource_problems(self, view: View) -> Iterator[Problem]:
         """Yield missing files of ``activate`` and ``container``, where their file system is visible here."""
-        slurm = view.spec.cluster.slurm
+
+        def problem(key: str, reason: Reason, given: str) -> Problem:
+            return Problem.because(view.spec.where(key), key, reason, given)
+
+        slurm, container = view.spec.cluster.slurm, view.spec.cluster.slurm.container
         if slurm.activate is not None and is_missing(slurm.activate):
-            hint = "Name the script that sets up Python on the nodes."
-            yield view.problem("cluster.slurm.activate", "there is no such file.", slurm.activate, hint)
-        container, key = slurm.container, "cluster.slurm.container"
+            yield problem("cluster.slurm.activate", Reason("slurm.no-activate-script"), slurm.activate)
         if container is None:
             return
         if container.image.startswith("/") and is_missing(container.image):
-            yield view.problem(f"{key}.image", "there is no such file.", container.image, "Name an image.")
+            yield problem("cluster.slurm.container.image", Reason("slurm.no-image"), container.image)
         for index, mount in enumerate(container.mounts):
             source = mount.partition(":")[0]
             if is_missing(source):
-                message = f"{source} does not exist."
-                yield view.problem(f"{key}.mounts.{index}", message, mount, "Name a folder of the nodes.")
+                why = Reason("slurm.no-mount-source", {"source": source})
+                yield problem(f"cluster.slurm.container.mounts.{index}", why, mount)
 
     def secret_hint(self, name: str) -> str:
         """Return the hint to export and name the variable: jobs get no other part of the environment."""
@@ -183,7 +185,7 @@ class SlurmBackend(Backend):
         try:
             return why_it_waits(status.job_id, run.run_id)
         except SchedulerError as error:
-            evidence = (Evidence("the scheduler", error.message),)
+            evidence = (Evidence.because("Slurm", error.reason or recorded(error.message)),)
             return Finding.because("unknown", Reason("slurm.wait-no-answer"), evidence)
 
     def explain_never_began(self, run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
@@ -198,7 +200,7 @@ class SlurmBackend(Backend):
 
     def actions_if_suspended(self, job_id: str) -> tuple[str, ...]:
         """Return the command with which an operator resumes the job."""
-        return (f"scontrol resume {job_id} (for operators of the cluster)",)
+        return (str(Reason("slurm.resume-suspended", {"job": job_id})),)
 
     def is_available(self) -> bool:
         """Return whether sbatch is installed on this machine."""

@@ -14,10 +14,10 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.logs import last_error
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 
 # Slurm's reasons of pending jobs, as regular expressions over the whole word; the first match applies. Each has a
-# cause, the code ``slurm.wait-<key>`` of its text and remedies, and whether the job can never start as it is.
+# cause, the code ``slurm.wait-<key>`` of its text and remedies, and whether waiting does not help.
 _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
     (r"None|", "resources", "not-considered", False),
     ("Resources", "resources", "resources", False),
@@ -56,19 +56,19 @@ _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
 
 @dataclass(frozen=True)
 class QueueReason:
-    """The meaning of one of Slurm's pending reasons. ``for_ever``: waiting does not help."""
+    """The meaning of one of Slurm's pending reasons. ``needs_action``: waiting does not help."""
 
     cause: str
     code: str
-    for_ever: bool = False
+    needs_action: bool = False
 
 
 def queue_reason(word: str) -> QueueReason:
     """Return the meaning of Slurm's reason; ``slurm.wait-unknown`` for one that is not in the table."""
     word = word.strip().strip("()")
-    for pattern, cause, key, for_ever in _QUEUE_REASONS:
+    for pattern, cause, key, needs_action in _QUEUE_REASONS:
         if re.fullmatch(pattern, word):
-            return QueueReason(cause, f"slurm.wait-{key}", for_ever)
+            return QueueReason(cause, f"slurm.wait-{key}", needs_action)
     return QueueReason("unknown", "slurm.wait-unknown")
 
 
@@ -87,7 +87,7 @@ def why_it_waits(job_id: str, run_id: str) -> Finding:
     meaning = queue_reason(word)
     why = Reason(meaning.code, params | {"word": word.strip().strip("()")})
     evidence = tuple(_queue_evidence(job_id, word, fields))
-    return Finding.because(meaning.cause, why, evidence, waits_for_ever=meaning.for_ever)
+    return Finding.because(meaning.cause, why, evidence, needs_action=meaning.needs_action)
 
 
 def how_it_ended(job_id: str, log: Path) -> Iterator[Evidence]:
@@ -100,7 +100,7 @@ def how_it_ended(job_id: str, log: Path) -> Iterator[Evidence]:
         else:
             yield from _accounting_evidence(job_id)
     except SchedulerError as error:
-        yield Evidence("Slurm", error.message)
+        yield Evidence.because("Slurm", error.reason or recorded(error.message))
     if text := last_error(log):
         yield Evidence(log.name, text)
 

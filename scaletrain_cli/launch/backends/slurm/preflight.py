@@ -196,7 +196,7 @@ class _SiteCheck:
         by_partition = [list(self._of_partition(partition, notes)) for partition in partitions]
         if all(by_partition):  # Slurm uses the first partition of the list that can run the job
             problems += [one for found in by_partition for one in found]
-        problems += self._quotas(partitions, notes)
+        problems += self._quotas(notes)
         problems += self._reservation(notes)
         notes += preemption_notes(self.site, self.spec.cluster)
         if self.site.qos_says("NoReserve") and self.spec.cluster.nodes > 1:
@@ -296,7 +296,7 @@ class _SiteCheck:
             return
         yield from shortages(self.spec, partition.name, offered)
 
-    def _quotas(self, partitions: list[Partition], notes: list[Reason]) -> Iterator[Problem]:
+    def _quotas(self, notes: list[Reason]) -> Iterator[Problem]:
         """Check the limits of account and QOS: yield those that the job alone exceeds, and note those in use."""
         cluster, slurm = self.spec.cluster, self.spec.cluster.slurm
         if not self.site.enforces("limits"):

@@ -25,16 +25,17 @@ from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.node.probe import NodeFacts, answer_file, place_token, probe_problems, read_answer
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
 
 _JOB_MINUTES = 5
-_QUEUE_SECONDS = 1800.0  # if no nodes are free for that long, queue the job without a probe
-_LATE_SECONDS = 10.0  # until a result is visible on a shared file system after its job has ended
+_QUEUE_SECONDS = 1800.0  # the longest wait for free nodes
+_LATE_SECONDS = 10.0  # for a result to appear on a shared file system after its job has ended
 _POLL_SECONDS = 0.5
 # Options that submitit or this module sets, or that a job of minutes does not need.
-_SAID_OTHERWISE = {"job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "open-mode", "output"}
+_NOT_OF_THE_SPEC = {"job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "open-mode", "output"}
 
 
 def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
@@ -48,7 +49,7 @@ def probe_nodes(spec: RunSpec, plan: RunPlan) -> list[NodeFacts]:
         make_folder(folder, mode=0o700, exist_ok=False)
         place_token(folder, folder.name)
     except OSError as error:
-        raise UsageError(f"the runs root {root} cannot be written here: {error}") from error
+        raise UsageError(Reason("slurm.runs-root-unwritable", {"root": str(root), "error": str(error)})) from error
     try:
         return _probe(spec, plan, folder)
     finally:
@@ -66,9 +67,9 @@ def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
     problems = list(probe_problems(spec, plan, nodes))
     if silent:
         names = _names(job.job_id, spec.cluster.nodes)
-        problems += _nothing_from([names[index] for index in sorted(silent)], folder)
+        problems += _no_answers([names[index] for index in sorted(silent)], folder)
     if problems:
-        raise WrongNodesError("The nodes are not what was planned. Nothing was queued.", tuple(problems))
+        raise WrongNodesError(Reason("slurm.wrong-nodes"), tuple(problems))
     return nodes
 
 
@@ -79,10 +80,10 @@ def _submit(spec: RunSpec, folder: Path) -> Any:
     options: dict[str, str | bool] = {"output": "/dev/null", "error": "/dev/null"}
     for option in sbatch_options(spec, folder.name):
         name, equals, value = option.partition("=")
-        if name not in _SAID_OTHERWISE:
+        if name not in _NOT_OF_THE_SPEC:
             options[name] = value if equals else True
     command = shlex.join(python_command("scaletrain_cli.launch.node.probe", str(folder), folder.name))
-    with _only_what_is_passed_on(spec):
+    with _filtered_environment(spec):
         executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=0)
         executor.update_parameters(
             job_name="scaletrain-probe",
@@ -97,7 +98,7 @@ def _submit(spec: RunSpec, folder: Path) -> Any:
             # Not submit(), which uses pickle: users who can write to the runs root could replace the folder.
             return executor._submit_command(command)
         except submitit.core.utils.FailedJobError as error:
-            raise SchedulerError(f"the probe was refused: {error}") from error
+            raise SchedulerError(Reason("slurm.probe-refused", {"error": str(error)})) from error
 
 
 def _wait(job_id: str, nodes: int, folder: Path) -> set[int]:
@@ -110,9 +111,7 @@ def _wait(job_id: str, nodes: int, folder: Path) -> set[int]:
         if not silent or (ended is not None and now > ended + _LATE_SECONDS):
             return silent
         if now > deadline:
-            raise SchedulerError(
-                f"Slurm gave the probe no {nodes} nodes within {_QUEUE_SECONDS / 60:.0f} min. Submit without --probe."
-            )
+            raise SchedulerError(Reason("slurm.probe-not-started", {"nodes": nodes, "minutes": _QUEUE_SECONDS / 60}))
         if ended is None and _has_ended(job_id):
             ended = now
         time.sleep(_POLL_SECONDS)
@@ -131,21 +130,19 @@ def _names(job_id: str, nodes: int) -> list[str]:
     return list(names) if len(names) == nodes else [f"node {index}" for index in range(nodes)]
 
 
-def _nothing_from(names: list[str], folder: Path) -> Iterator[Problem]:
+def _no_answers(names: list[str], folder: Path) -> Iterator[Problem]:
+    """Yield a problem for each node that did not answer, with the last line of Slurm's error log if there is one."""
     logs = [path.read_text(encoding="utf-8", errors="replace").strip() for path in sorted(folder.glob("*_log.err"))]
-    said = next((f" Slurm says: {log.splitlines()[-1]}" for log in logs if log), "")
+    why = Reason("slurm.probe-no-answer", {"root": str(folder.parent)})
+    if said := next((log.splitlines()[-1] for log in logs if log), ""):
+        why = Reason("slurm.probe-no-answer-because", {"root": str(folder.parent), "said": said})
     for name in names:
-        yield Problem(
-            name,
-            "",
-            f"no answer: it does not see {folder.parent}, or Python and this package, at the same place as here.{said}",
-            hint="Put the runs root ($SCALETRAIN_RUNS) and the installation on a file system that the nodes share.",
-        )
+        yield Problem.because(name, "", why)
 
 
 @contextlib.contextmanager
-def _only_what_is_passed_on(spec: RunSpec) -> Iterator[None]:
-    """Restrict this process's environment to what Slurm may store: submitit passes on all of it."""
+def _filtered_environment(spec: RunSpec) -> Iterator[None]:
+    """Remove the variables that Slurm must not store from this process's environment: submitit passes on all of it."""
     before, allowed = dict(os.environ), passed_on(spec.secret_env)
     os.environ.clear()
     os.environ.update(absolute_paths(allowed))

@@ -153,7 +153,7 @@ def _job_of_lost_request(request: Request) -> Job:
     params = {"asked": time.strftime("%H:%M:%S", time.localtime(request.asked))}
     if time.time() - request.asked < _SETTLED_SECONDS:
         return Job.because("", "unknown", Reason("slurm.request-pending", params), unsettled=True)
-    return Job.because("", "ended", Reason("slurm.request-lost", params))
+    return Job.because("", "ended", Reason("slurm.request-not-accepted", params))
 
 
 # ---- submit ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pathlib import Path
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON
 from scaletrain_cli.own_processes import START, absolute_paths
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 # Variables of Slurm, of devices and of the site's network, and of Kerberos, which a home folder may need.
@@ -106,10 +107,7 @@ def _mounts(cluster: ClusterSpec, run_folder: Path) -> list[str]:
     assert cluster.slurm.container is not None
     root = str(run_folder.parent)
     if set(root) & set(",:\n"):
-        raise SchedulerError(
-            f"{root}: a comma, a colon or a line end in it would be read as part of the list of mounts. "
-            "Move the runs root: $SCALETRAIN_RUNS."
-        )
+        raise SchedulerError(Reason("slurm.unmountable-runs-root", {"root": root}))
     return [f"{root}:{root}", *cluster.slurm.container.mounts]
 
 

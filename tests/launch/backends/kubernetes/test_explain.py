@@ -54,7 +54,7 @@ def test_a_job_that_kueue_does_not_know_waits_indefinitely(made: MadeRun, whole:
     whole["metadata"]["labels"] |= {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/priority-class": "urgent"}
     whole["spec"]["suspend"] = True
     found = explained(made)
-    assert (found.cause, found.waits_for_ever) == ("never-satisfiable", True)
+    assert (found.cause, found.needs_action) == ("never-satisfiable", True)
     assert "priority class urgent is unknown" in found.evidence[0].text
     assert f"scaletrain cancel {made.run.run_id}" in found.actions[0]
 
@@ -70,7 +70,7 @@ def test_a_child_that_is_refused_and_a_dead_node_are_reported_first(
     put_pod(api, made, pod(name, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"}))
     api.put("nodes", {"metadata": {"name": "n"}, "status": {}}, namespace="")
     found = explained(made)
-    assert (found.cause, found.waits_for_ever) == ("dead-node", True)
+    assert (found.cause, found.needs_action) == ("dead-node", True)
     assert "kubectl delete node n" in found.actions[0]
 
 
@@ -136,7 +136,7 @@ def test_a_cluster_that_is_silent_is_reported(made: MadeRun, api: FakeApi, whole
 
 
 @pytest.mark.parametrize(
-    ("reason", "cause", "for_ever"),
+    ("reason", "cause", "needs_action"),
     [
         (queue_wait("q", "insufficient unused quota"), "quota", False),
         (queue_wait("q", "LocalQueue q doesn't exist"), "never-satisfiable", True),
@@ -168,12 +168,12 @@ def test_a_cluster_that_is_silent_is_reported(made: MadeRun, api: FakeApi, whole
     ],
 )
 def test_every_wait_has_a_cause(
-    made: MadeRun, whole: dict[str, Any], reason: Reason | None, cause: str, for_ever: bool
+    made: MadeRun, whole: dict[str, Any], reason: Reason | None, cause: str, needs_action: bool
 ) -> None:
     status = run_status(made.run)
     job = dataclasses.replace(status.job, reason=reason)
     status = dataclasses.replace(status, job=job, reason=reason or recorded("unknown"))
     found = why_it_waits(made.run, made.record, status)
-    assert (found.cause, found.waits_for_ever) == (cause, for_ever)
+    assert (found.cause, found.needs_action) == (cause, needs_action)
     assert found.evidence[0].text == str(reason or "unknown")
     assert "{" not in "".join(found.actions)

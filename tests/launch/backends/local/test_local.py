@@ -228,7 +228,7 @@ def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_goes_on
 
 def test_a_run_has_one_supervisor_at_a_time(submit: Submit) -> None:
     made = submit(steps=10_000)
-    with pytest.raises(SchedulerError, match="has a supervisor already"):
+    with pytest.raises(SchedulerError, match="already has a supervisor"):
         LOCAL.submit(made.run, made.record)
     with pytest.raises(SchedulerError), supervisor_lock(made.run):
         pass

@@ -47,7 +47,7 @@ def test_each_reason_has_its_cause(word: str, cause: str) -> None:
 def test_what_never_passes_says_so_and_says_what_to_do() -> None:
     for word in SEEN:
         reason = queue_reason(word)
-        assert reason.for_ever == (reason.cause in ("never", "held") or word == "DependencyNeverSatisfied")
+        assert reason.needs_action == (reason.cause in ("never", "held") or word == "DependencyNeverSatisfied")
         text = TEXTS[reason.code.removeprefix("slurm.")]
         assert text.remedies or reason.cause in ("priority", "begin-time", "dependency", "resources")
 

@@ -72,25 +72,25 @@ def test_a_job_that_fits_has_no_problem_and_no_note() -> None:
         ),
         (["cluster.slurm.partition=mian"], {}, "cluster.slurm.partition", "Did you mean main?"),
         (["cluster.slurm.partition=main,nowhere"], {}, "cluster.slurm.partition", "nowhere"),
-        ([], {"nodes": 4}, "cluster.nodes", "4: partition main has 3 nodes. Request 3 at most."),
+        ([], {"nodes": 4}, "cluster.nodes", "4: partition main has 3 nodes. Request at most 3."),
         (["cluster.slurm.exclude=n1,n2"], {}, "cluster.nodes", "has 1 node for the job, without those in exclude"),
-        ([], {"gpus": 16}, "cluster.gpus_per_node", "16: nodes of partition main have 8 GPUs. Request 8 per node"),
+        ([], {"gpus": 16}, "cluster.gpus_per_node", "16: nodes of partition main have at most 8 GPUs. Request 8 per"),
         (["cluster.slurm.gres_type=a100"], {}, "cluster.slurm.gres_type", "no node of partition main has GPUs of this"),
-        (["cluster.slurm.gres_type=a100"], {}, "cluster.slurm.gres_type", "there are h100"),
+        (["cluster.slurm.gres_type=a100"], {}, "cluster.slurm.gres_type", "it has h100"),
         (
             ["cluster.cpus_per_gpu=12"],
             {},
             "cluster.cpus_per_gpu",
-            "have 4 CPUs; the job requests 96 on each. Leave it out",
+            "have at most 4 CPUs; the job requests 96 on each. Leave it out",
         ),
-        (["cluster.slurm.memory_per_node=1TiB"], {}, "cluster.slurm.memory_per_node", "have 8000 MiB"),
+        (["cluster.slurm.memory_per_node=1TiB"], {}, "cluster.slurm.memory_per_node", "have at most 8000 MiB"),
         (["cluster.slurm.nodelist=n1,n9"], {}, "cluster.slurm.nodelist", "n9 not in partition main"),
-        (["cluster.slurm.account=guests"], {}, "cluster.slurm.account", "root may charge lab, root"),
+        (["cluster.slurm.account=guests"], {}, "cluster.slurm.account", "root may use the accounts lab, root"),
         (
             ["cluster.slurm.qos=urgent"],
             {},
             "cluster.slurm.qos",
-            "root may use capped, normal, scavenger in account lab",
+            "root may use the QOS capped, normal, scavenger in account lab",
         ),
         (["cluster.slurm.reservation=week-7"], {}, "cluster.slurm.reservation", "this cluster has no reservations now"),
     ],
@@ -106,14 +106,14 @@ def test_what_can_never_run_is_named_with_what_there_is(
 @pytest.mark.parametrize(
     ("changes", "overrides", "said"),
     [
-        ({"max_seconds": 2 * HOUR}, ["cluster.slurm.time=24h"], "1d: jobs of main may last 2h (MaxTime)"),
-        ({"max_nodes": 1}, [], "2: a job of main may have 1 nodes (MaxNodes)"),
-        ({"min_nodes": 3}, [], "2: a job of main must have 3 nodes (MinNodes)"),
-        ({"allowed_accounts": frozenset({"a", "b"})}, [], "lab: partition main admits only a, b"),
-        ({"denied_accounts": frozenset({"lab"})}, [], "lab: partition main does not admit lab"),
-        ({"allowed_qos": frozenset({"high"})}, [], "normal: partition main admits only high"),
-        ({"denied_qos": frozenset({"normal"})}, [], "normal: partition main does not admit normal"),
-        ({"state": "DRAIN"}, [], "main: is DRAIN and takes no jobs"),
+        ({"max_seconds": 2 * HOUR}, ["cluster.slurm.time=24h"], "1d: jobs of partition main may run for 2h (MaxTime)"),
+        ({"max_nodes": 1}, [], "2: a job of partition main may have at most 1 node (MaxNodes)"),
+        ({"min_nodes": 3}, [], "2: a job of partition main must have at least 3 nodes (MinNodes)"),
+        ({"allowed_accounts": frozenset({"a", "b"})}, [], "lab: partition main accepts only a, b"),
+        ({"denied_accounts": frozenset({"lab"})}, [], "lab: partition main does not accept lab"),
+        ({"allowed_qos": frozenset({"high"})}, [], "normal: partition main accepts only high"),
+        ({"denied_qos": frozenset({"normal"})}, [], "normal: partition main does not accept normal"),
+        ({"state": "DRAIN"}, [], "main: the partition is DRAIN and accepts no jobs"),
     ],
 )
 def test_what_a_partition_does_not_admit_is_refused(changes: dict[str, Any], overrides: list[str], said: str) -> None:
@@ -150,7 +150,7 @@ def test_a_qos_that_the_site_hides_may_lift_every_limit_of_partitions() -> None:
 
 def test_a_qos_for_reservations_alone_needs_one() -> None:
     (problem,) = verdict(site=with_qos("RequiresReservation")).problems
-    assert "QOS normal is only for jobs in a reservation" in str(problem)
+    assert "QOS normal accepts only jobs in a reservation" in str(problem)
 
 
 def test_a_qos_that_sets_no_nodes_aside_is_told_of_a_gang() -> None:
@@ -176,7 +176,7 @@ def test_a_reservation_that_slurm_does_not_show_is_not_known_rather_than_not_the
     assert (told.problems, "whether reservation week-7 exists" in str(told.notes[0])) == ((), True)
     private = dataclasses.replace(SITE, user="ada", config={**SITE.config, "PrivateData": "jobs,reservations"})
     told = verdict(wanted, site=private)
-    assert (told.problems, "is not known: Slurm shows only those that you may use" in str(told.notes[0])) == ((), True)
+    assert (told.problems, "exists: Slurm shows only those that you may use" in str(told.notes[0])) == ((), True)
     assert verdict(site=private) == PreflightVerdict((), ())
     assert len(verdict(wanted).problems) == 1  # root is shown all of them
 
@@ -211,7 +211,7 @@ def test_a_quota_that_can_never_fit_is_told_from_one_that_is_used_up() -> None:
     site = dataclasses.replace(SITE, limits=limits)
     (problem,) = verdict(site=site, nodes=3).problems
     assert problem.key == "cluster.nodes"
-    assert "24 GPUs over all nodes: account lab may hold 16 GPUs at once (GrpTRES)" in str(problem)
+    assert "24 GPUs over all nodes: account lab may use 16 GPUs at the same time (GrpTRES)" in str(problem)
     waits = verdict(site=site)
     assert waits.problems == ()
     assert "account lab has 8 of its 16 GPUs in use (GrpTRES): the job waits for 16" in map(str, waits.notes)
@@ -225,7 +225,7 @@ def test_a_job_that_asks_for_less_than_a_qos_takes_or_more_on_a_node_never_runs(
         problem
     )
     each = dataclasses.replace(SITE, limits=(Limit("QOS thin", "MaxTRESPN", "gres/gpu", 4, None),))
-    assert "QOS thin may hold 4 GPUs on each node (MaxTRESPN)" in str(verdict(site=each).problems[0])
+    assert "QOS thin may use 4 GPUs on each node (MaxTRESPN)" in str(verdict(site=each).problems[0])
     enough = dataclasses.replace(SITE, limits=(Limit("QOS thin", "MaxTRESPN", "gres/gpu", 8, None),))
     assert verdict(site=enough) == PreflightVerdict((), ())
 
@@ -240,7 +240,7 @@ def test_limits_that_the_site_does_not_enforce_are_no_limits() -> None:
 def test_the_time_that_a_qos_allows_is_a_limit_of_the_time() -> None:
     site = dataclasses.replace(SITE, limits=(Limit("QOS capped", "MaxWallPJ", "seconds", 2 * HOUR, None),))
     (problem,) = verdict("cluster.slurm.time=3h", site=site).problems
-    assert "cluster.slurm.time = 3h: QOS capped allows jobs of 2h (MaxWallPJ)" in str(problem)
+    assert "cluster.slurm.time = 3h: QOS capped allows jobs of at most 2h (MaxWallPJ)" in str(problem)
 
 
 def test_maintenance_before_the_jobs_end_is_told_with_its_times() -> None:
@@ -265,7 +265,7 @@ def test_where_a_plugin_may_rename_what_jobs_ask_for_names_are_a_word_alone() ->
     site = dataclasses.replace(SITE, config={**SITE.config, "JobSubmitPlugins": "lua"})
     told = verdict("cluster.slurm.partition=regular", site=site)
     assert told.problems == ()
-    assert any("regular" in str(note) and "plugin of the site" in str(note) for note in told.notes)
+    assert any("regular" in str(note) and "plugin of the cluster" in str(note) for note in told.notes)
     assert verdict("cluster.slurm.partition=regular").problems
 
 

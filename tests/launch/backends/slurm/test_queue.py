@@ -166,9 +166,7 @@ def test_a_lost_answer_is_no_refusal_and_a_second_submit_makes_no_second_job(
 ) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
     (controller.folder / "then-squeue-fails").touch()
-    with pytest.raises(
-        SchedulerSilentError, match=r"Whether Slurm accepted the job of life is not known.*--run-id life"
-    ):
+    with pytest.raises(SchedulerSilentError, match=r"Slurm may have accepted the job of life.*--run-id life"):
         submit_run(made.run, made.record, SLURM)
     silent = run_status(made.run)
     assert (silent.state, silent.job.may_be_active) == ("unknown", True)
@@ -355,8 +353,8 @@ def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller:
 
 def test_a_job_that_is_forgotten_while_it_is_looked_at_is_not_said_to_wait(controller: Controller) -> None:
     finding = why_it_waits("100", "life")
-    assert (finding.cause, finding.waits_for_ever) == ("not-known", False)
-    assert "no longer knows job 100" in finding.headline
+    assert (finding.cause, finding.needs_action) == ("not-known", False)
+    assert "no longer lists job 100" in finding.headline
 
 
 def test_a_completing_job_is_ending_and_its_log_is_named_only_where_there_is_one(
