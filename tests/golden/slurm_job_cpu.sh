@@ -8,7 +8,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
 
-# Of the environment that came with the job only this goes on; the ranks get what the spec names beside it.
+# Keep only these variables of the job's environment. The ranks also get those that the spec sets.
 dropped=()
 while IFS='=' read -r -d '' name _; do
     case "$name" in
@@ -17,10 +17,10 @@ while IFS='=' read -r -d '' name _; do
     LD_LIBRARY_PATH|LMOD_PKG|LOGNAME|MODULEPATH|MODULESHOME|PATH|PYTHONPATH|SHELL|SLURM_CONF|SSL_CERT_FILE|\
     TMPDIR|TZ|USER|VIRTUAL_ENV|XDG_CACHE_HOME) continue ;;
     esac
-    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or no name that a shell knows
+    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or a name with dots
 done < <(env -0)
 
-# Programs and modules are searched in no folder relative to the one that the job starts in.
+# Remove empty and relative entries from search paths: they would be looked up in the job's current folder.
 keep_absolute() {
     local name entry kept
     for name; do
@@ -34,44 +34,47 @@ keep_absolute() {
 keep_absolute PATH PYTHONPATH
 keep_absolute PATH PYTHONPATH
 python=/opt/st/bin/python
+# Python code that runs a module, without the current folder in sys.path.
 start='import sys; sys.path[:] = filter(None, sys.path); import runpy; runpy.run_module(sys.argv.pop(1), run_name=__name__, alter_sys=True)'
 run='/home/ada/my runs/a-1'
 
-# The ranks get the signals from their agents; this shell only has to outlive them and judge the end.
-# SIGTERM here means that Slurm is ending the job, and a job that someone cancels must stay so.
+# The node agents forward signals to the ranks. This shell survives them, to record the end of the attempt.
+# SIGTERM to this shell means that Slurm ends the job: this script then does not requeue it.
 ended_by_slurm=
 trap 'ended_by_slurm=--ended-by-slurm' TERM
 trap : USR1
 
+# Begin an attempt: prints its number and the address of the rendezvous.
 began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit
-[ -n "$began" ] || exit 0 # the run is done already
+[ -n "$began" ] || exit 0 # the run has already finished
 read -r attempt address port <<<"$began"
 
-# env, not export: no variable of the run can change this shell or its own commands.
+# env instead of export: no variable of the spec can change this shell or its own commands.
 env "${dropped[@]}" \
     MASTER_ADDR="$address" MASTER_PORT="$port" \
     "$(type -P srun)" --export=ALL --mpi=none --kill-on-bad-exit=0 --wait=30 --cpus-per-task=1 \
     "$python" \
     -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &
 step=$!
-while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal ends wait early
+while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait
 wait "$step"
 code=$?
 
-verdict=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
+# Record the end of the attempt: prints `requeue` and the nodes to exclude, or `stop`.
+decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \
     --srun-exit-code "$code" $ended_by_slurm)
 code=$?
-read -r verdict exclude <<<"$verdict"
-[ "$verdict" = requeue ] || exit "$code"
+read -r decision exclude <<<"$decision"
+[ "$decision" = requeue ] || exit "$code"
 
-# Slurm takes a list of nodes to avoid only from a job that waits. The trap keeps this shell alive meanwhile.
+# Slurm changes excluded nodes of pending jobs only: requeue first. The trap keeps this shell alive.
 requeue() {
     scontrol requeue "$SLURM_JOB_ID" || return
     [ -z "$exclude" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${exclude#=}"
     exit "$code"
 }
 
-for pause in 5 15 30 0; do # the controller may be away for a moment
+for pause in 5 15 30 0; do # retry: slurmctld may be down for a moment
     [ -z "$ended_by_slurm" ] || break
     requeue
     sleep "$pause" &

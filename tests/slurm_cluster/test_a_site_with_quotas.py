@@ -191,7 +191,8 @@ def test_maintenance_that_is_in_the_way_is_told_with_its_times(cluster: DevClust
 def test_the_script_says_which_rule_of_the_site_preempts(cluster: DevCluster) -> None:
     shown = scaletrain(cluster, "submit", SMALL, "--dry-run", sets=(*ON_GPUS, "cluster.slurm.partition=spot"))
     assert (
-        "# Preemption: by the tiers of partitions. spot loses nodes to main, high: PreemptMode=REQUEUE" in shown.stdout
+        "# Preemption: by PriorityTier of partitions. Jobs of spot are preempted by main, high: PreemptMode=REQUEUE"
+        in shown.stdout
     )
 
 
@@ -231,7 +232,7 @@ def test_a_lane_waits_for_a_job_that_is_requeued(cluster: DevCluster) -> None:
 def test_what_a_job_finds_in_its_environment_is_what_is_allowed(cluster: DevCluster, tmp_path: Path) -> None:
     """The rendered script by hand, with everything of this shell: the agent's place is taken by env."""
     shown = scaletrain(cluster, "submit", SMALL, "--dry-run", sets=(*ON_CPUS, "env={NOTE: of the spec}")).stdout
-    lines = shown[: shown.index("# The ranks get the signals")].splitlines()
+    lines = shown[: shown.index("# The node agents forward signals")].splitlines()
     step = '"$(type -P srun)" --export=ALL --mpi=none'
     lines += [f'env "${{dropped[@]}}" NOTE="of the spec" {step} env -0 >{tmp_path}/environment']
     script = tmp_path / "job.sh"

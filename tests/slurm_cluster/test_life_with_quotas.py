@@ -38,7 +38,7 @@ def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(site: Site
     run_id = site.submit(FOREVER, "cluster.slurm.qos=scavenger")
     before = site.trains(run_id)
     script = (site.runs / run_id / "job.sh").read_text()
-    assert "# Preemption: by QOS. scavenger loses nodes to prod: PreemptMode=REQUEUE, SIGTERM to the agents" in script
+    assert "# Preemption: by QOS. Jobs of scavenger are preempted by prod: PreemptMode=REQUEUE. SIGTERM to" in script
     urgent = site.cluster.submit("sleep 300", "-q", "prod", "-A", "lab", "-N", "4", "--exclusive", "-o/dev/null")
     site.cluster.wait_for_state(urgent, "RUNNING")
     site.cluster.run("scancel", urgent)

@@ -37,7 +37,7 @@ def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(login: Log
     run_id = login.submit(*BY_QOS)
     before = login.wait_for_steps(run_id, 1)
     script = (Path(before["run_dir"]) / "job.sh").read_text()
-    assert "# Preemption: by QOS. scavenger loses nodes to prod: PreemptMode=REQUEUE, SIGTERM to the agents" in script
+    assert "# Preemption: by QOS. Jobs of scavenger are preempted by prod: PreemptMode=REQUEUE. SIGTERM to" in script
     urgent = login.cluster.submit("sleep 600", "-q", "prod", "-A", "lab", "-N", "3", "--exclusive", "-o/dev/null")
     login.cluster.wait_for_state(urgent, "RUNNING")
     login.cluster.run("scancel", urgent)

@@ -1,8 +1,8 @@
 """Render the batch script of a run as text. Pure functions.
 
-Every value is quoted with shlex.quote, or is a word that the spec's schema has validated; `#SBATCH` lines contain only
-single words. The script contains no secrets: the node agent reads them from the run directory. slurm/README.md
-describes which process gets which signal.
+Every value is quoted with shlex.quote, or is a word that the schema of the spec has validated; an `#SBATCH` line
+contains a single word. The script contains no secrets: the node agent reads them from the run directory.
+slurm/README.md describes which process gets which signal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
-# Variables of Slurm, of devices and of the site's network, and of Kerberos, which a home folder may need.
+# Variables of Slurm, devices, the cluster's network, and Kerberos, which a home folder may need.
 _FAMILIES = (
     *("SLURM_*", "SLURMD_*", "SRUN_*", "SCALETRAIN_*", "CUDA_*", "NVIDIA_*", "NCCL_*", "UCX_*", "FI_*", "GLOO_*"),
     *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "KRB5CCNAME", "PWD"),
@@ -31,8 +31,8 @@ _MODULES_SCRIPTS = ("/etc/profile.d/modules.sh", "/etc/profile.d/lmod.sh", "/etc
 
 
 def environment_lines(spec: RunSpec) -> Iterator[str]:
-    """Yield lines that unset variables that are not allowed; ``"${dropped[@]}"`` has those that bash cannot unset."""
-    yield "# Of the environment that came with the job only this goes on; the ranks get what the spec names beside it."
+    """Yield lines that unset all variables that are not allowed; those that bash cannot unset go to ``dropped``."""
+    yield "# Keep only these variables of the job's environment. The ranks also get those that the spec sets."
     yield "dropped=()"
     yield "while IFS='=' read -r -d '' name _; do"
     yield '    case "$name" in'
@@ -40,7 +40,7 @@ def environment_lines(spec: RunSpec) -> Iterator[str]:
         yield f"    {'|'.join(spec.secret_env)}) ;;"
     yield from _patterns(spec)
     yield "    esac"
-    yield '    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or no name that a shell knows'
+    yield '    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or a name with dots'
     yield "done < <(env -0)"
 
 
@@ -48,7 +48,7 @@ def module_lines(spec: RunSpec) -> Iterator[str]:
     """Yield lines that load the modules, then source the activation script."""
     slurm = spec.cluster.slurm
     if slurm.modules:
-        yield "# A batch shell is no login shell: it may not know `module` yet."
+        yield "# A batch shell is not a login shell: `module` may not be defined yet."
         yield f'for init in "${{MODULESHOME:-}}/init/bash" {" ".join(_MODULES_SCRIPTS)}; do'
         yield '    type module >/dev/null 2>&1 || { [ -r "$init" ] && . "$init"; }'
         yield "done"
@@ -71,7 +71,7 @@ def _patterns(spec: RunSpec) -> Iterator[str]:
     yield f"{line.removesuffix('|')}) continue ;;"
 
 
-# These override the image's values. For all others the image's values win, and the agent sets those of the ranks.
+# These override the image's values. All others keep the image's values; the agent sets those of the ranks.
 _FROM_THE_JOB = "MASTER_ADDR,MASTER_PORT"
 
 
@@ -111,9 +111,9 @@ def _mounts(cluster: ClusterSpec, run_folder: Path) -> list[str]:
     return [f"{root}:{root}", *cluster.slurm.container.mounts]
 
 
-# Seconds for the other agents to end by themselves after one has ended (srun --wait).
-_STRAGGLER_SECONDS = 30
-_SMALLEST_LEAD_SECONDS = 60  # Slurm checks time limits about every 30 s
+# After one agent has ended, the others have this time to end by themselves (srun --wait).
+_AGENTS_END_WITHIN_SECONDS = 30
+_LEAST_LEAD_SECONDS = 60  # Slurm checks time limits about every 30 s
 _REQUEUE_PAUSES_SECONDS = (5, 15, 30, 0)
 # The script and srun set these for the agents; in the ranks the engine contract overrides the user's values.
 _OWN_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"})
@@ -145,20 +145,22 @@ def job_script(
         *module_lines(spec),
         "keep_absolute PATH PYTHONPATH",
         f"python={'$(type -P python3)' if slurm.activate is not None else shlex.quote(python)}",
+        "# Python code that runs a module, without the current folder in sys.path.",
         f"start={shlex.quote(START)}",
         f"run={shlex.quote(str(run_folder))}",
         "",
-        "# The ranks get the signals from their agents; this shell only has to outlive them and judge the end.",
-        "# SIGTERM here means that Slurm is ending the job, and a job that someone cancels must stay so.",
+        "# The node agents forward signals to the ranks. This shell survives them, to record the end of the attempt.",
+        "# SIGTERM to this shell means that Slurm ends the job: this script then does not requeue it.",
         "ended_by_slurm=",
         "trap 'ended_by_slurm=--ended-by-slurm' TERM",
         "trap : USR1",
         "",
+        "# Begin an attempt: prints its number and the address of the rendezvous.",
         'began=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job begin "$run") || exit',
-        '[ -n "$began" ] || exit 0 # the run is done already',
+        '[ -n "$began" ] || exit 0 # the run has already finished',
         'read -r attempt address port <<<"$began"',
         "",
-        "# env, not export: no variable of the run can change this shell or its own commands.",
+        "# env instead of export: no variable of the spec can change this shell or its own commands.",
         'env "${dropped[@]}" \\',
         *(f"    {name}={shlex.quote(value)} \\" for name, value in _agent_environment(spec).items()),
         '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
@@ -166,24 +168,25 @@ def job_script(
         f"    {' '.join(agent_words(spec.cluster, run_folder))} \\",
         '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &',
         "step=$!",
-        'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal ends wait early',
+        'while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trapped signal interrupts wait',
         'wait "$step"',
         "code=$?",
         "",
-        'verdict=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \\',
+        "# Record the end of the attempt: prints `requeue` and the nodes to exclude, or `stop`.",
+        'decision=$("$python" -c "$start" scaletrain_cli.launch.backends.slurm.job end "$run" --attempt "$attempt" \\',
         '    --srun-exit-code "$code" $ended_by_slurm)',
         "code=$?",
-        'read -r verdict exclude <<<"$verdict"',
-        '[ "$verdict" = requeue ] || exit "$code"',
+        'read -r decision exclude <<<"$decision"',
+        '[ "$decision" = requeue ] || exit "$code"',
         "",
-        "# Slurm takes a list of nodes to avoid only from a job that waits. The trap keeps this shell alive meanwhile.",
+        "# Slurm changes excluded nodes of pending jobs only: requeue first. The trap keeps this shell alive.",
         "requeue() {",
         '    scontrol requeue "$SLURM_JOB_ID" || return',
         '    [ -z "$exclude" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${exclude#=}"',
         '    exit "$code"',
         "}",
         "",
-        f"for pause in {' '.join(map(str, _REQUEUE_PAUSES_SECONDS))}; do # the controller may be away for a moment",
+        f"for pause in {' '.join(map(str, _REQUEUE_PAUSES_SECONDS))}; do # retry: slurmctld may be down for a moment",
         '    [ -z "$ended_by_slurm" ] || break',
         "    requeue",
         '    sleep "$pause" &',
@@ -198,7 +201,7 @@ def job_script(
 
 def _search_path_lines() -> Iterator[str]:
     """Yield lines that define ``keep_absolute`` and apply it to the search paths of the shell itself."""
-    yield "# Programs and modules are searched in no folder relative to the one that the job starts in."
+    yield "# Remove empty and relative entries from search paths: they would be looked up in the job's current folder."
     yield "keep_absolute() {"
     yield "    local name entry kept"
     yield "    for name; do"
@@ -213,7 +216,7 @@ def _search_path_lines() -> Iterator[str]:
 
 
 def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> Iterator[str]:
-    """Yield long options without their dashes, each one word. ``exclude`` replaces the spec's list."""
+    """Yield the long options of sbatch without their dashes. ``exclude``: a hostlist that replaces the spec's."""
     cluster, slurm = spec.cluster, spec.cluster.slurm
     yield f"job-name={run_id}"
     yield f"nodes={cluster.nodes}"
@@ -248,11 +251,11 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> It
 
 def lead_seconds(cluster: ClusterSpec) -> int:
     """Return how many seconds before the time limit Slurm signals the ranks."""
-    return max(_SMALLEST_LEAD_SECONDS, math.ceil(cluster.grace_seconds))
+    return max(_LEAST_LEAD_SECONDS, math.ceil(cluster.grace_seconds))
 
 
 def cores_per_node(cluster: ClusterSpec) -> int | None:
-    """Return the number of cores to request on each node; None for the cluster's default."""
+    """Return the number of CPU cores to request on each node; None for the cluster's default."""
     if cluster.cpus_per_gpu != "auto":
         return cluster.cpus_per_gpu * cluster.gpus_per_node
     return cluster.gpus_per_node if cluster.gpu == "cpu" else None
@@ -267,7 +270,7 @@ def _srun(cluster: ClusterSpec, run_folder: Path) -> str:
     # --wait instead of --kill-on-bad-exit: an agent that exits with 75 must not kill the others, which are still
     # saving. Since 22.05 srun does not inherit --cpus-per-task from the job.
     cores = cores_per_node(cluster)
-    options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_STRAGGLER_SECONDS}"]
+    options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_AGENTS_END_WITHIN_SECONDS}"]
     if cores is not None:
         options.append(f"--cpus-per-task={cores}")
     options += srun_words(cluster, run_folder)

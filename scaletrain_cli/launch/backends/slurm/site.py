@@ -193,8 +193,8 @@ def preemption_rule(site: Site, cluster: ClusterSpec) -> str:
         return f"Preemption: by QOS. {_by_qos(site)}"
     if kind == "preempt/partition_prio":
         rules = " ".join(_by_partition(site, partition) for partition in site.partitions_of(cluster))
-        return f"Preemption: by the tiers of partitions. {rules}" if rules else ""
-    return f"Preemption: by {kind}, which is not known here." if kind else ""
+        return f"Preemption: by PriorityTier of partitions. {rules}" if rules else ""
+    return f"Preemption: by {kind}, which this version does not recognize." if kind else ""
 
 
 def preemption_notes(site: Site, cluster: ClusterSpec) -> Iterator[Reason]:
@@ -229,33 +229,31 @@ def _rules(site: Site, cluster: ClusterSpec) -> Iterator[tuple[str, str, float]]
 def _by_partition(site: Site, partition: Partition) -> str:
     higher = _higher(site, partition)
     if "OFF" in partition.preempt_mode or not higher:
-        why = "PreemptMode=OFF" if "OFF" in partition.preempt_mode else "no partition of a higher tier"
-        return f"Jobs of {partition.name} keep their nodes ({why})."
-    return (
-        f"{partition.name} loses nodes to {', '.join(higher)}: "
-        f"{_way(site, partition.preempt_mode, partition.grace_seconds)}"
-    )
+        why = "PreemptMode=OFF" if "OFF" in partition.preempt_mode else "no partition has a higher tier"
+        return f"Jobs of {partition.name} are not preempted ({why})."
+    effect = _effect(site, partition.preempt_mode, partition.grace_seconds)
+    return f"Jobs of {partition.name} are preempted by {', '.join(higher)}: {effect}"
 
 
 def _by_qos(site: Site) -> str:
     preemptors = _preemptors(site)
     if not preemptors:
         return f"No QOS preempts {site.qos or 'that of this job'}."
-    return f"{site.qos} loses nodes to {', '.join(preemptors)}: {_way(site, *_qos_mode(site))}"
+    return f"Jobs of {site.qos} are preempted by {', '.join(preemptors)}: {_effect(site, *_qos_mode(site))}"
 
 
-def _way(site: Site, mode: str, grace_seconds: float) -> str:
+def _effect(site: Site, mode: str, grace_seconds: float) -> str:
     """Return which signals a preempted job gets, and what requeues it."""
     kill_wait = _kill_wait_seconds(site)
     if grace_seconds:
-        when = f"SIGTERM to the agents, GraceTime {grace_seconds:g} s, then KillWait {kill_wait:g} s and SIGKILL."
-        back = "This script requeues what has saved in time, Slurm what has not."
+        when = f"SIGTERM to the node agents, GraceTime {grace_seconds:g} s, KillWait {kill_wait:g} s, SIGKILL."
+        back = "This script requeues the job if it ends in time, otherwise Slurm does."
     else:
-        when = f"no GraceTime: SIGTERM, KillWait {kill_wait:g} s, SIGKILL."
-        back = "Slurm requeues it."
+        when = f"SIGTERM to the node agents, KillWait {kill_wait:g} s (no GraceTime), SIGKILL."
+        back = "Slurm requeues the job."
     if "REQUEUE" not in mode:
-        back = f"Slurm does not requeue it (PreemptMode={mode})."
-    return f"PreemptMode={mode}, {when} {back}"
+        back = "Slurm does not requeue the job."
+    return f"PreemptMode={mode}. {when} {back}"
 
 
 def _higher(site: Site, partition: Partition) -> list[str]:
@@ -291,9 +289,8 @@ def exclusion_for(run: RunDir, spec: RunSpec) -> Exclusion:
         usable = usable_nodes(spec.cluster) - set(node_names(slurm.exclude or ""))
         pinned = set(node_names(slurm.nodelist or ""))
     except SchedulerError as error:
-        return Exclusion(
-            spared=tuple(sorted(node.node for node in bad)), reason=error.reason or recorded(error.message)
-        )
+        spared = tuple(sorted(node.node for node in bad))
+        return Exclusion(spared=spared, reason=error.reason or recorded(error.message))
     return exclusion(bad, usable=usable, needed=spec.cluster.nodes, pinned=pinned)
 
 

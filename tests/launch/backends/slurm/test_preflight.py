@@ -274,10 +274,10 @@ def test_the_rule_of_preemption_is_told_for_each_kind_of_site() -> None:
         site = dataclasses.replace(SITE, config={**SITE.config, **config})
         return preemption_rule(site, ask(*overrides).cluster)
 
-    assert rule("cluster.slurm.partition=high").endswith("Jobs of high keep their nodes (PreemptMode=OFF).")
+    assert rule("cluster.slurm.partition=high").endswith("Jobs of high are not preempted (PreemptMode=OFF).")
     graced = rule("cluster.slurm.partition=spot")
-    assert "spot loses nodes to main, high: PreemptMode=REQUEUE, SIGTERM to the agents, GraceTime 30 s" in graced
-    assert "no GraceTime: SIGTERM, KillWait 5 s, SIGKILL. Slurm requeues it." in rule("cluster.slurm.partition=spot0")
+    assert "Jobs of spot are preempted by main, high: PreemptMode=REQUEUE. SIGTERM to the node agents, Grace" in graced
+    assert "KillWait 5 s (no GraceTime), SIGKILL. Slurm requeues the job." in rule("cluster.slurm.partition=spot0")
     assert rule(PreemptType="preempt/none") == "Preemption: none on this cluster (PreemptType=preempt/none)."
     assert rule(PreemptType="preempt/qos") == "Preemption: by QOS. No QOS preempts normal."
 
@@ -287,7 +287,7 @@ def test_the_rule_of_preemption_by_qos_names_who_preempts() -> None:
     config = {**SITE.config, "PreemptType": "preempt/qos"}
     site = dataclasses.replace(SITE, config=config, qos="scavenger", qos_rules=(*SITE.qos_rules, prod))
     told = preemption_rule(site, ask().cluster)
-    assert "scavenger loses nodes to prod: PreemptMode=REQUEUE, SIGTERM to the agents, GraceTime 10 s" in told
+    assert "Jobs of scavenger are preempted by prod: PreemptMode=REQUEUE. SIGTERM to the node agents, Grace" in told
 
 
 def test_a_grace_period_that_the_site_does_not_give_is_told() -> None:
