@@ -30,6 +30,7 @@ BASE_LAYER = {
     "full_disk",
     "log_setup",
     "own_processes",
+    "plugins",
     "project_files",
     "reason_texts",
     "reasons",
@@ -41,7 +42,7 @@ BASE_LAYER = {
 MAY_IMPORT = {
     "__main__": {"cli"},
     "api": {"launch", "plan", "rundir", "spec"},
-    "cli": {"api", "ui", "launch", "plan", "spec", "rundir", "worker"},
+    "cli": {"api", "ui", "launch", "plan", "spec", "rundir", "tracking", "worker"},
     "ui": {"launch", "plan", "spec", "rundir", "worker"},
     "launch": {"plan", "spec", "rundir", "tracking", "worker"},
     "engine": {"plan", "spec", "rundir", "tracking", "worker"},
@@ -60,6 +61,7 @@ MAY_IMPORT = {
     "full_disk": set(),
     "log_setup": set(),
     "own_processes": set(),
+    "plugins": set(),
     "unexpected": set(),
     "__init__": set(),
 }

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from scaletrain_cli.cli.options import describe
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.text import visible
+from scaletrain_cli.plugins import VERBS, PluginError, plugins
+from scaletrain_cli.text import listed, visible
 
 
 @dataclass(frozen=True)
@@ -57,30 +58,22 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
 }
 
 
-ENTRY_POINTS = "scaletrain.verbs"
-_BUILT_IN = tuple(verb.name for verbs in GROUPS.values() for verb in verbs)
+BUILT_IN = tuple(verb.name for verbs in GROUPS.values() for verb in verbs)
 
 
-def _added_verbs() -> dict[str, Any]:
-    """Return the entry points of verbs that other packages add; a built-in verb cannot be replaced."""
-    from importlib.metadata import entry_points
-
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in _BUILT_IN}
-
-
-def _module_of(verb: str) -> Any:
-    """Return the module of a verb, or None for an unknown verb. Raises UsageError if its package cannot be imported."""
-    if verb in _BUILT_IN:
+def module_of(verb: str) -> Any:
+    """Return the module of a verb, or None for an unknown verb. Raises PluginError for one that cannot be used."""
+    if verb in BUILT_IN:
         return import_module(f"scaletrain_cli.cli.{verb}")
-    entry = _added_verbs().get(verb)
-    if entry is None:
+    plugin = plugins(VERBS).get(verb)
+    if plugin is None:
         return None
-    try:
-        return entry.load()
-    except Exception as error:
-        package = entry.dist.name if entry.dist is not None else entry.value
-        message = f"the verb {verb} of the package {package} cannot be loaded: {type(error).__name__}: {error}."
-        raise UsageError(message, remedy=f"Update or uninstall {package}.") from error
+    module = plugin.load(ModuleType)
+    if isinstance(getattr(module, "app", None), typer.Typer):
+        return module
+    if not callable(getattr(module, "command", None)) or not hasattr(module, "EXIT_CODES"):
+        raise plugin.invalid("must have a function command and EXIT_CODES, or a typer.Typer called app")
+    return module
 
 
 class Verbs(TyperGroup):
@@ -89,10 +82,10 @@ class Verbs(TyperGroup):
     groups = GROUPS
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*_BUILT_IN, *sorted(_added_verbs())]
+        return [*BUILT_IN, *plugins(VERBS, BUILT_IN)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        module = _module_of(cmd_name)
+        module = module_of(cmd_name)
         if module is None:
             return None
         if hasattr(module, "app"):
@@ -102,7 +95,7 @@ class Verbs(TyperGroup):
         return typer.main.get_command(app)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in _BUILT_IN and not args[0].startswith("-") and args[0] not in _added_verbs():
+        if args and not args[0].startswith("-") and args[0] not in BUILT_IN and args[0] not in plugins(VERBS):
             from scaletrain_cli.text import did_you_mean
 
             known = self.list_commands(ctx)
@@ -114,9 +107,11 @@ class Verbs(TyperGroup):
         for title, verbs in self.groups.items():
             with formatter.section(title):
                 formatter.write_dl([(verb.name.ljust(width), verb.summary) for verb in verbs])
-        if added := _added_verbs():
+        if added := plugins(VERBS, BUILT_IN):
             with formatter.section("Plug-ins"):
-                rows = [(name.ljust(width), f"From the package {entry.dist.name}.") for name, entry in added.items()]
+                rows = [
+                    (name.ljust(width), f"From the package {listed(verb.packages)}.") for name, verb in added.items()
+                ]
                 formatter.write_dl(rows)
 
 
@@ -153,8 +148,8 @@ def verb_words(words: Sequence[str]) -> tuple[str, ...]:
     if not named:
         return ()
     try:
-        module = _module_of(named[0])
-    except UsageError:
+        module = module_of(named[0])
+    except PluginError:
         return ()
     if module is None:
         return ()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, describe
+from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, describe, verb_group
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.text import visible
 
@@ -17,22 +17,11 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.checkpoints import Checkpoint
     from scaletrain_cli.rundir.inventory import Entry
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="List, verify, export and prune checkpoints.",
-)
+app = verb_group("List, verify, export and prune checkpoints.")
 READING = (ExitCode.DONE, ExitCode.USAGE)
 VERIFYING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _NEEDS = ("torch", "safetensors", "numpy")
 PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
-
-
-@app.callback()
-def group() -> None:
-    """List, verify, export and prune checkpoints."""
 
 
 @app.command("list", epilog=describe(READING))

@@ -8,24 +8,13 @@ from pathlib import Path
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe
+from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe, verb_group
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.text import visible
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="Prepare training data.",
-)
+app = verb_group("Prepare training data.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _NEEDS = ("numpy", "tokenizers")
-
-
-@app.callback()
-def group() -> None:
-    """Prepare training data."""
 
 
 @app.command(epilog=describe(EXIT_CODES))

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,9 +16,20 @@ from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.base import Check
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth, ask_driver, gpu_notes, gpu_problems
+from scaletrain_cli.plugins import (
+    BACKENDS,
+    DRILLS,
+    GROUPS,
+    MODEL_FAMILIES,
+    OPTIMIZERS,
+    TRACKERS,
+    VERBS,
+    PluginError,
+    plugins,
+)
 from scaletrain_cli.project_files import project_file
 from scaletrain_cli.spec.backend_traits import backend_names
-from scaletrain_cli.text import binary_bytes_text, bytes_text
+from scaletrain_cli.text import binary_bytes_text, bytes_text, listed
 
 _FEW_BYTES = 20 * 10**9  # a few checkpoints of a small model
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default of 64 MiB makes NCCL and data loaders fail
@@ -48,9 +59,40 @@ def checks(runs_root: Path) -> Iterator[Check]:
     for name in backend_names():
         try:
             yield from backend_for(name).checks()
-        except Exception as error:  # code of another package may raise any exception
+        except (Exception, SystemExit) as error:  # code of another package may raise any exception
             yield Check(name, "warn", "the back end cannot be used", str(error) or type(error).__name__)
+    yield from _plugins()
     yield _runs_root(runs_root)
+
+
+def _plugins() -> Iterator[Check]:
+    """Yield a line for each plug-in of another package, except for back ends that can be used: they have their own."""
+    from scaletrain_cli.cli import app
+    from scaletrain_cli.launch import drill
+    from scaletrain_cli.spec import backend_traits, extensions
+    from scaletrain_cli.spec.run import FAMILIES
+    from scaletrain_cli.tracking import registry
+
+    groups: dict[str, tuple[Collection[str], Callable[[str], object] | None]] = {
+        BACKENDS: (backend_traits.BUILT_IN, None),
+        TRACKERS: (registry.BUILT_IN, registry.tracker_class),
+        OPTIMIZERS: (extensions.BUILT_IN_OPTIMIZERS, extensions.optimizer_extension),
+        MODEL_FAMILIES: (FAMILIES, extensions.model_family_extension),
+        VERBS: (app.BUILT_IN, app.module_of),
+        DRILLS: (drill.KINDS, drill.drill_kind),
+    }
+    for group, (built_in, load) in groups.items():
+        for plugin in plugins(group).values():
+            found = f"{GROUPS[group]} of the package {listed(plugin.packages)}"
+            if plugin.name in built_in:
+                advice = f"ignored, because a built-in {GROUPS[group]} has this name; rename the entry point"
+                yield Check(plugin.name, "warn", found, advice)
+            elif load is not None:
+                try:
+                    load(plugin.name)
+                    yield Check(plugin.name, "ok", found)
+                except PluginError as error:
+                    yield Check(plugin.name, "warn", found, str(error))
 
 
 def _packages() -> Iterator[Check]:

@@ -11,6 +11,7 @@ import typer
 from scaletrain_cli.cli.completion import complete_gpu
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
+from scaletrain_cli.plugins import PluginError
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def command(
     cluster: ClusterName = None,
     scheduler: Annotated[
         str | None,
-        typer.Option("--scheduler", metavar="NAME", help="Scheduler: local or slurm (default: as in the spec)."),
+        typer.Option("--scheduler", metavar="NAME", help="Scheduler, e.g. slurm (default: as in the spec)."),
     ] = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", metavar="N", min=1, max=100_000, help="Number of nodes.")
@@ -60,16 +61,13 @@ def command(
     Runs one run per kind, one after another, each with the same model and data. A run passes if it reacts as required,
     finishes, and matches the undisturbed run: bit for bit on CPUs, within 1e-4 of the final loss on GPUs.
     """
-    from scaletrain_cli.launch.drill import drill_kinds
-
     if list_kinds:
         _list(as_json)
         return
-    known = drill_kinds(kinds or ())
-    unknown = [kind for kind in kinds or () if kind not in known]
-    if unknown:
-        raise UsageError(f"unknown drill: {', '.join(unknown)}. Available drills: {', '.join(known)}.")
-    chosen = [kind for name, kind in known.items() if name in (kinds or known)]
+    from scaletrain_cli.launch.drill import drill_kind, drill_names
+
+    named = {name: drill_kind(name) for name in kinds or ()}
+    chosen = [named[name] for name in drill_names() if name in named] if named else _all_kinds()
     sizes = {
         "cluster.scheduler": scheduler,
         "cluster.nodes": nodes,
@@ -144,19 +142,29 @@ def _spec(path: Path | None, overrides: list[str], cluster: str | None) -> RunSp
     return parse_spec(starting_spec(), file="the drills' spec", base_dir=Path(), overrides=overrides, cluster=chosen)
 
 
-def _list(as_json: bool) -> None:
-    from scaletrain_cli.launch.drill import drill_kinds
+def _all_kinds() -> list[DrillKind]:
+    """Return every kind; one of another package that cannot be used is left out with a warning."""
+    from scaletrain_cli.launch.drill import drill_kind, drill_names
+    from scaletrain_cli.ui.console import warn
 
-    known = drill_kinds()
+    kinds = []
+    for name in drill_names():
+        try:
+            kinds.append(drill_kind(name))
+        except PluginError as error:
+            warn(str(error))
+    return kinds
+
+
+def _list(as_json: bool) -> None:
+    kinds = _all_kinds()
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        print_json(
-            {"schema": "scaletrain.drill-list/v1", "kinds": {kind.name: kind.summary for kind in known.values()}}
-        )
+        print_json({"schema": "scaletrain.drill-list/v1", "kinds": {kind.name: kind.summary for kind in kinds}})
         return
-    width = max(map(len, known))
-    for kind in known.values():
+    width = max(len(kind.name) for kind in kinds)
+    for kind in kinds:
         typer.echo(visible(f"{kind.name:<{width}}  {kind.summary}"))
 
 

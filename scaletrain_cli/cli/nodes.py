@@ -8,22 +8,11 @@ from typing import Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, describe
+from scaletrain_cli.cli.options import AsJson, describe, verb_group
 from scaletrain_cli.errors import ExitCode, UsageError
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="List or clear excluded nodes.",
-)
+app = verb_group("List or clear excluded nodes.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
-
-
-@app.callback()
-def group() -> None:
-    """List or clear excluded nodes."""
 
 
 @app.command("list", epilog=describe(EXIT_CODES))

@@ -71,6 +71,19 @@ def describe(codes: Sequence[ExitCode]) -> str:
     return f"Exit codes: {'; '.join(f'{code.value} {MEANINGS[code]}' for code in codes)}."
 
 
+def verb_group(text: str) -> typer.Typer:
+    """Return the ``app`` of a group of verbs; ``text`` is its help."""
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True, help=text
+    )
+
+    @app.callback()
+    def group() -> None:  # without it, a group of one verb would be that verb
+        pass
+
+    return app
+
+
 SpecPath = Annotated[
     Path, typer.Argument(metavar="SPEC", help="Path of the run spec (YAML); - reads stdin.", show_default=False)
 ]

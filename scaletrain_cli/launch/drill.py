@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scaletrain_cli import safe_files
 from scaletrain_cli.errors import ExitCode, UsageError
@@ -19,14 +19,15 @@ from scaletrain_cli.launch.status import RunStatus, exit_code_of
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plugins import DRILLS, plugins
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_events, read_metrics
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec, override_spec
+from scaletrain_cli.text import did_you_mean, either
 
 VARIABLE = "SCALETRAIN_FAULT"
-ENTRY_POINTS = "scaletrain.drills"
 
 # The required reaction of a run: restart and lose the steps since its latest checkpoint; restart and lose none; restart
 # from the checkpoint before the latest; continue unaffected; roll back in the same process; or stop, and continue
@@ -113,26 +114,27 @@ KINDS: dict[str, DrillKind] = {
 }
 
 
-def drill_kinds(wanted: Collection[str] = ()) -> dict[str, DrillKind]:
-    """Return every kind by its name: those of this package, then those of others (entry points ``scaletrain.drills``).
+def drill_names() -> list[str]:
+    """Return the names of every kind: those of this package, then those of others."""
+    return [*KINDS, *plugins(DRILLS, KINDS)]
 
-    No other package is imported where this one has all that are ``wanted``. Raises UsageError where an entry point
-    cannot be loaded, or is no DrillKind of another name than these.
-    """
-    from importlib.metadata import entry_points
 
-    if wanted and set(wanted) <= KINDS.keys():
-        return dict(KINDS)
-    kinds = dict(KINDS)
-    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
-        try:
-            kind = entry.load()
-        except Exception as error:  # code of another package may raise any exception
-            raise UsageError(Reason("launch.drill-not-loaded", {"entry": entry.value, "said": str(error)})) from error
-        if not isinstance(kind, DrillKind) or kind.name in kinds:
-            raise UsageError(Reason("launch.drill-invalid", {"entry": entry.value, "names": list(kinds)}))
-        kinds[kind.name] = kind
-    return kinds
+def drill_kind(name: str) -> DrillKind:
+    """Return the kind of that name. Raises UsageError for an unknown name, PluginError for one that cannot be used."""
+    if name in KINDS:
+        return KINDS[name]
+    plugin = plugins(DRILLS).get(name)
+    if plugin is None:
+        known = drill_names()
+        raise UsageError(f"unknown drill: {name}. {did_you_mean(name, known)}Available drills: {', '.join(known)}.")
+    kind = plugin.load(DrillKind)
+    if kind.name != name:
+        raise plugin.invalid(f"has the name {kind.name}, not that of its entry point")
+    if kind.ending not in get_args(Ending):
+        raise plugin.invalid(f"has the ending {kind.ending}, which must be {either(get_args(Ending))}")
+    with plugin.errors():
+        kind.settings(step=1, world_size=1)
+    return kind
 
 
 # Relative tolerance of the final loss on GPUs, where the order of additions is not deterministic.

@@ -300,10 +300,6 @@ TEXTS: dict[str, Text] = {
     # ---- excluded nodes --------------------------------------------------------------------------------------------
     "nodes-not-excluded": Text("the job needs {needed} of {usable:of usable node}, or names these nodes itself"),
     # ---- drills ----------------------------------------------------------------------------------------------------
-    "drill-not-loaded": Text("the drill {entry} of another package cannot be loaded: {said}"),
-    "drill-invalid": Text(
-        "the drill {entry} of another package must be a DrillKind whose name is none of {names:list}"
-    ),
     "drill-not-finished": Text("the run did not finish; its state is {state}: {why}"),
     "drill-attempts": Text("it took {attempts:of attempt} instead of {expected} ({ends:list})"),
     "drill-steps-lost": Text("{steps:of step} lost despite the warning"),

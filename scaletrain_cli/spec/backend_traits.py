@@ -7,15 +7,13 @@ names a scheduler: everything else asks for a trait, or for a method of the back
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plugins import BACKENDS, Plugin, plugins
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.spec.section import BackendSection
 from scaletrain_cli.spec.slurm import SlurmSpec
-from scaletrain_cli.text import did_you_mean, listed
-
-ENTRY_POINTS = "scaletrain.backends"
+from scaletrain_cli.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,7 @@ def backend_traits(name: str) -> BackendTraits:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    entry = _entries().get(name)
-    if entry is None:
+    if name not in added_backends():
         known = backend_names()
         raise UsageError(f"no back end is named {name}. {did_you_mean(name, known)}Installed: {', '.join(known)}.")
     return _load(name)
@@ -99,13 +96,13 @@ def display_name(name: str) -> str:
 
 def backend_names() -> list[str]:
     """Return the names of all installed back ends, those of this package first. Imports none of them."""
-    return [*BUILT_IN, *sorted(_entries().keys() - BUILT_IN.keys())]
+    return [*BUILT_IN, *added_backends()]
 
 
 def installed_backends() -> list[BackendTraits]:
     """Return the traits of every installed back end; back ends that cannot be loaded are left out."""
     found = list(BUILT_IN.values())
-    for name in backend_names()[len(BUILT_IN) :]:
+    for name in added_backends():
         try:
             found.append(_load(name))
         except UsageError:  # reported when a spec names it
@@ -113,28 +110,21 @@ def installed_backends() -> list[BackendTraits]:
     return found
 
 
-@cache
-def _entries() -> dict[str, Any]:
-    """Return the entry points of other packages by name: one cached scan of all installed packages."""
-    from importlib.metadata import entry_points
-
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+def added_backends() -> dict[str, Plugin]:
+    """Return the back ends of other packages by name. Imports none of them."""
+    return plugins(BACKENDS, BUILT_IN)
 
 
 @cache
 def _load(name: str) -> BackendTraits:
-    entry = _entries()[name]
-    package = entry.dist.name if entry.dist is not None else "an installed package"
-    try:
-        traits = entry.load()
-    except Exception as error:  # any, since the module is another package's
-        raise UsageError(
-            f"the back end {name} of {package} cannot be loaded ({entry.value}): {type(error).__name__}: {error}. "
-            f"Installed: {listed(backend_names())}."
-        ) from error
-    if not isinstance(traits, BackendTraits) or traits.name != name:
-        raise UsageError(
-            f"the back end {name} of {package} is not declared correctly: {entry.value} must be BackendTraits with the "
-            f"name {name}. Installed: {listed(backend_names())}."
-        )
+    plugin = added_backends()[name]
+    traits = plugin.load(BackendTraits)
+    if traits.name != name:
+        raise plugin.invalid(f"has the name {traits.name}, not that of its entry point")
+    if not (isinstance(traits.section, type) and issubclass(traits.section, BackendSection)):
+        raise plugin.invalid("has a section that is not a subclass of BackendSection")
+    with plugin.errors():
+        required = [key for key, field in traits.section.model_fields.items() if field.is_required()]
+    if required:
+        raise plugin.invalid(f"has a section whose key {required[0]} has no default")
     return traits

@@ -14,6 +14,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plugins import PluginError
 from scaletrain_cli.spec.backend_traits import BUILT_IN, DEFAULT, BackendTraits, backend_names, backend_traits
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 from scaletrain_cli.spec.quantities import (
@@ -27,7 +28,7 @@ from scaletrain_cli.spec.quantities import (
     Text,
     or_word,
 )
-from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, OpenSection, Section, used_when, where
+from scaletrain_cli.spec.section import LEFT_OUT, BackendSection, OpenSection, Section, plugin_broken, used_when, where
 from scaletrain_cli.spec.slurm import SlurmSpec
 
 MOST_NODES = 100_000
@@ -92,10 +93,8 @@ def _backend_name(value: Any, info: ValidationInfo) -> str:
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names[:-1])} or {names[-1]}"})
     try:
         backend_traits(value)
-    except UsageError as error:
-        raise PydanticCustomError(
-            "backend", "{message}", {"message": f"cannot be used: {error.message[:-1]}"}
-        ) from error
+    except PluginError as error:
+        raise plugin_broken(error) from error
     return value
 
 

@@ -8,17 +8,19 @@ is imported where specs are validated and planned, so it must not import torch; 
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import PydanticCustomError, ValidationError
+from pydantic import PlainValidator, ValidationInfo
+from pydantic_core import PydanticKnownError
 
-OPTIMIZERS = "scaletrain.optimizers"
-MODEL_FAMILIES = "scaletrain.model_families"
-T = TypeVar("T")
+from scaletrain_cli.plugins import MODEL_FAMILIES, OPTIMIZERS, PluginError, plugins
+from scaletrain_cli.spec.section import plugin_broken
+from scaletrain_cli.text import either
+
+BUILT_IN_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adamw_8bit", "lion", "muon")
+BUILT_IN_FAMILIES = ("llama", "gpt")  # of transformers
 
 
 @dataclass(frozen=True)
@@ -49,58 +51,55 @@ class ModelFamilyExtension:
 
 @functools.cache
 def optimizer_extension(name: str) -> OptimizerExtension | None:
-    """Return the optimizer of another package; None for an unknown name. Raises what its package raises."""
-    return _extension(OPTIMIZERS, name, OptimizerExtension)
+    """Return the optimizer of another package; None for an unknown name. Raises PluginError."""
+    plugin = plugins(OPTIMIZERS).get(name)
+    if plugin is None:
+        return None
+    found = plugin.load(OptimizerExtension)
+    if not (isinstance(found.moment_bytes, int) and found.moment_bytes >= 0):
+        raise plugin.invalid(f"has moment_bytes = {found.moment_bytes}, which must be a whole number of at least 0")
+    return found
 
 
 @functools.cache
 def model_family_extension(name: str) -> ModelFamilyExtension | None:
-    """Return the model family of another package; None for an unknown name. Raises what its package raises."""
-    return _extension(MODEL_FAMILIES, name, ModelFamilyExtension)
+    """Return the model family of another package; None for an unknown name. Raises PluginError."""
+    plugin = plugins(MODEL_FAMILIES).get(name)
+    if plugin is None:
+        return None
+    found = plugin.load(ModelFamilyExtension)
+    if found.base not in BUILT_IN_FAMILIES:
+        raise plugin.invalid(f"has the base {found.base}, which must be {either(BUILT_IN_FAMILIES)}")
+    return found
 
 
 def base_family(family: str) -> str:
     """Return the built-in family with the same parameters: the family itself unless another package brings it."""
-    found = None if family in ("llama", "gpt") else model_family_extension(family)
+    try:
+        found = None if family in BUILT_IN_FAMILIES else model_family_extension(family)
+    except PluginError:  # reported with the line of the spec that names it
+        found = None
     return family if found is None else found.base
 
 
-def load_callable(reference: str) -> Callable[..., Any]:
-    """Import what ``module:name`` refers to. Raises ImportError and AttributeError."""
-    module, _, name = reference.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+def or_plugin(group: str, built_in: Collection[str], lookup: Callable[[str], object | None]) -> PlainValidator:
+    """Return a validator of a name that is ``built_in`` or a plug-in's; packages are read only for other names.
 
+    What was recorded is accepted as it is: a run can be listed where its plug-in is not installed.
+    """
 
-def or_extension(lookup: Callable[[str], object | None]) -> WrapValidator:
-    """Return a validator that also accepts names of extensions, which are looked up only for unknown names."""
-
-    def accept(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return built_in(value)
-        except ValidationError:
-            if not isinstance(value, str):
-                raise
-            try:
-                found = lookup(value)
-            except Exception as error:
-                why = {"why": f"{type(error).__name__}: {error}"}
-                kind = "plugin_broken"
-                raise PydanticCustomError(kind, "cannot be used, its package failed to load ({why})", why) from error
-            if found is None:
-                raise
+    def accept(value: Any, info: ValidationInfo) -> str:
+        if not isinstance(value, str):
+            raise PydanticKnownError("string_type")
+        if value in built_in or (info.context or {}).get("recorded"):
             return value
+        try:
+            found = lookup(value)
+        except PluginError as error:
+            raise plugin_broken(error) from error
+        if found is None:
+            names = [repr(name) for name in (*built_in, *plugins(group, built_in))]
+            raise PydanticKnownError("literal_error", {"expected": either(names)})
+        return value
 
-    return WrapValidator(accept)
-
-
-def _extension(group: str, name: str, kind: type[T]) -> T | None:
-    from importlib.metadata import entry_points
-
-    entry = next(iter(entry_points(group=group, name=name)), None)
-    if entry is None:
-        return None
-    found = entry.load()
-    if not isinstance(found, kind):
-        raise TypeError(f"{entry.value} is no {kind.__name__}")
-    return found
+    return PlainValidator(accept)

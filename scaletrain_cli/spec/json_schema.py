@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from scaletrain_cli.plugins import MODEL_FAMILIES, OPTIMIZERS, PluginError, plugins
 from scaletrain_cli.spec.backend_traits import backend_names
 from scaletrain_cli.spec.cluster import ClusterSpec
+from scaletrain_cli.spec.extensions import BUILT_IN_OPTIMIZERS, base_family
+from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.presets import presets, vision_presets
-from scaletrain_cli.spec.run import MODELS, SCHEMA, RunSpec, model_kind
+from scaletrain_cli.spec.run import FAMILIES, MODELS, SCHEMA, RunSpec, model_kind
 from scaletrain_cli.spec.section import OpenSection
+from scaletrain_cli.spec.training import OptimizerSpec
 
 # Keys that a file must have if neither a preset nor a config.json gives them; others are derived or have a default.
 _DIMENSIONS = {
@@ -29,6 +33,8 @@ def json_schema() -> dict[str, Any]:
     for name, section in _open_sections():
         _add_plugins(sections[name], section)
     sections[ClusterSpec.__name__]["properties"]["scheduler"]["enum"] = backend_names()
+    sections[OptimizerSpec.__name__]["properties"]["name"]["enum"] += plugins(OPTIMIZERS, BUILT_IN_OPTIMIZERS)
+    sections[ModelSpec.__name__]["properties"]["family"]["enum"] += plugins(MODEL_FAMILIES, FAMILIES)
     for section in (schema, *sections.values()):
         for name, field in section["properties"].items():
             field.pop("title", None)  # pydantic's title repeats the name
@@ -45,6 +51,11 @@ def json_schema() -> dict[str, Any]:
     }
 
 
+def _dimensions() -> dict[str, list[str]]:
+    added = {family: base_family(family) for family in plugins(MODEL_FAMILIES, FAMILIES)}
+    return _DIMENSIONS | {family: _DIMENSIONS[base] for family, base in added.items() if base in _DIMENSIONS}
+
+
 def _open_sections() -> Iterator[tuple[str, type[OpenSection]]]:
     for field in RunSpec.model_fields.values():
         if isinstance(field.annotation, type) and issubclass(field.annotation, OpenSection):
@@ -57,7 +68,7 @@ def _add_plugins(properties_of: dict[str, Any], section: type[OpenSection]) -> N
     for name in section.plugin_names():
         try:
             model = section.plugin_model(name)
-        except Exception:  # the package cannot be loaded; a spec that names it is rejected with the reason
+        except PluginError:  # a spec that names it is rejected with the reason
             model = None
         if model is not None:
             properties_of["properties"][name] = _with_definitions_inside(model.model_json_schema(by_alias=True))
@@ -113,7 +124,7 @@ def _loosen_model(kind: str, model: dict[str, Any]) -> None:
                 "required": [*names, "vocab_size"] if kind == "transformer" else names,
                 "properties": {"family": {"const": family}},
             }
-            for family, names in _DIMENSIONS.items()
+            for family, names in _dimensions().items()
             if model_kind({"family": family}) == kind
         ),
     ]

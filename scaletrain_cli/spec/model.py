@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
-from scaletrain_cli.spec.extensions import base_family, model_family_extension, or_extension
+from scaletrain_cli.plugins import MODEL_FAMILIES
+from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, base_family, model_family_extension, or_plugin
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Text, Whole, WholeOrZero
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
@@ -214,7 +215,11 @@ class ModelSpec(Section):
     ``preset`` only records where the dimensions came from.
     """
 
-    family: Annotated[Literal["llama", "gpt"], or_extension(model_family_extension)]
+    family: Annotated[
+        str,
+        or_plugin(MODEL_FAMILIES, BUILT_IN_FAMILIES, model_family_extension),
+        WithJsonSchema({"type": "string", "enum": [*BUILT_IN_FAMILIES]}),
+    ]
     preset: str | None = None
     hidden_size: Whole
     num_hidden_layers: Whole

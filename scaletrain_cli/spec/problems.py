@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from scaletrain_cli.errors import Problem
+from scaletrain_cli.plugins import MODEL_FAMILIES, plugins
 from scaletrain_cli.spec.run import FAMILIES, MODELS, RunSpec
 from scaletrain_cli.spec.section import Condition, OpenSection, UsedWhen
 from scaletrain_cli.spec.source import SET_OPTION, Key, Source, shown
@@ -81,6 +82,7 @@ def _remedy(condition: Condition) -> str:
 _WORDS = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
     "int_parsing_size": "must be a smaller number",
     "float_type": "must be a number",
     "float_parsing": "must be a number",
@@ -122,9 +124,10 @@ def field_problem(detail: Any, source: Source) -> Problem:
             heads = f"hidden_size = {given['hidden_size']} is not a multiple of num_attention_heads"
             return Problem(place, dotted, f"is missing, and {heads} = {given['num_attention_heads']}.", hint="Set it.")
         return Problem(place, dotted, "is missing.", hint="Add it, or start from `scaletrain init`.")
-    if dotted == "model.family":
-        hint = did_you_mean(shown(given), FAMILIES).strip() or None
-        return Problem(place, dotted, f"must be one of {comma(FAMILIES)}.", shown(given), hint)
+    if dotted == "model.family" and kind != "plugin_broken":
+        families = [*FAMILIES, *plugins(MODEL_FAMILIES, FAMILIES)]
+        hint = did_you_mean(shown(given), families).strip() or None
+        return Problem(place, dotted, f"must be one of {comma(families)}.", shown(given), hint)
     if kind == "string_pattern_mismatch":
         # Texts of our own spec that have a pattern have their own message (spec.quantities.matching), or only forbid
         # NUL. The options of a back end or a tracker of another package may have any pattern.
@@ -234,7 +237,7 @@ def _hint(kind: str, given: Any, context: dict[str, Any]) -> str | None:
         and given == int(given)
     ):
         return f"Use {int(given)}."
-    if kind in ("int_type", "float_type") and isinstance(given, str):
+    if kind in ("int_type", "int_parsing", "float_type") and isinstance(given, str):
         return "Remove quotes and units."
     if kind == "string_type" and isinstance(given, int | float):
         return f'Put it in quotes: "{shown(given)}".'

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
+from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.model import VISION, ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, VitSpec, divisors
 from scaletrain_cli.spec.quantities import (
     Matching,
@@ -40,7 +41,7 @@ EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=10
 
 # Kinds of models by the name in pydantic errors; llama and gpt are one kind.
 MODELS: dict[str, type[Section]] = {"transformer": ModelSpec, **VISION}
-FAMILIES = ["llama", "gpt", *VISION]
+FAMILIES = [*BUILT_IN_FAMILIES, *VISION]
 
 
 def model_kind(model: Any) -> str:

@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from scaletrain_cli.plugins import PluginError
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -116,14 +118,15 @@ def _checked_plugins(value: dict[str, Any], info: ValidationInfo) -> dict[str, A
     found: dict[str, Any] = {}
     errors: list[InitErrorDetails] = []
     for name, given in value.items():
+        recorded = (info.context or {}).get("recorded")
         try:
             model = section.plugin_model(name)
-        except Exception as error:
-            context = {"name": name, "why": f"{type(error).__name__}: {error}"}
-            kind = PydanticCustomError("plugin_broken", "cannot be used, its package failed to load ({why})", context)
-            errors.append(InitErrorDetails(type=kind, loc=(name,), input=name))
-            continue
-        if model is None and (info.context or {}).get("recorded") and isinstance(given, dict):
+        except PluginError as error:
+            if not recorded:
+                errors.append(InitErrorDetails(type=plugin_broken(error), loc=(name,), input=given))
+                continue
+            model = None
+        if model is None and recorded and isinstance(given, dict):
             found[name] = UnknownPlugin(**given)
         elif model is None:
             errors.append(InitErrorDetails(type="extra_forbidden", loc=(name,), input=given))
@@ -135,6 +138,11 @@ def _checked_plugins(value: dict[str, Any], info: ValidationInfo) -> dict[str, A
     if errors:
         raise ValidationError.from_exception_data(section.__name__, errors)
     return found
+
+
+def plugin_broken(error: PluginError) -> PydanticCustomError:
+    """Return the validation error for a plug-in that cannot be used."""
+    return PydanticCustomError("plugin_broken", "{why}", {"why": str(error).removesuffix(".")})
 
 
 def _nested(name: str, detail: Any) -> InitErrorDetails:

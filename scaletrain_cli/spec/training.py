@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.spec.extensions import optimizer_extension, or_extension
+from scaletrain_cli.plugins import OPTIMIZERS
+from scaletrain_cli.spec.extensions import BUILT_IN_OPTIMIZERS, optimizer_extension, or_plugin
 from scaletrain_cli.spec.quantities import AutoWhole, Count, Fraction, NonNegative, Positive, Whole, WholeOrZero
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
@@ -72,7 +73,9 @@ class OptimizerSpec(Section):
     """AdamW (arXiv:1711.05101) or another. Weight decay applies to matrices, not to norms and biases."""
 
     name: Annotated[
-        Literal["adamw", "adam", "sgd", "momentum", "adamw_8bit", "lion", "muon"], or_extension(optimizer_extension)
+        str,
+        or_plugin(OPTIMIZERS, BUILT_IN_OPTIMIZERS, optimizer_extension),
+        WithJsonSchema({"type": "string", "enum": [*BUILT_IN_OPTIMIZERS]}),
     ] = "adamw"
     lr: Positive = 3.0e-4
     betas: Annotated[tuple[Fraction, Fraction], used_when(where_not("training.optimizer.name", "sgd", "momentum"))] = (

@@ -8,19 +8,20 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from scaletrain_cli.plugins import TRACKERS, plugins
+from scaletrain_cli.text import listed
 from scaletrain_cli.tracking.base import Tracker, TrackerOptions
 
-GROUP = "scaletrain.trackers"
 BUILT_IN = ("jsonl", "mlflow", "tensorboard", "wandb")
 
 
 def tracker_names() -> list[str]:
     """Return all known names, the built-in ones first. Reads the metadata of the installed packages."""
-    return [*BUILT_IN, *sorted({entry.name for entry in _entry_points()} - set(BUILT_IN))]
+    return [*BUILT_IN, *plugins(TRACKERS, BUILT_IN)]
 
 
 def options_model(name: str) -> type[TrackerOptions]:
-    """Return the model of a tracker's options. Raises LookupError for an unknown name, and what its package raises."""
+    """Return the model of a tracker's options. Raises LookupError for an unknown name, and PluginError."""
     if name == "jsonl":
         from scaletrain_cli.tracking.jsonl import JsonlOptions
 
@@ -29,7 +30,7 @@ def options_model(name: str) -> type[TrackerOptions]:
 
 
 def tracker_class(name: str) -> type[Tracker[Any]]:
-    """Return the class of a tracker. Raises LookupError for an unknown name, and what its package raises."""
+    """Return the class of a tracker. Raises LookupError for an unknown name, and PluginError."""
     if name == "mlflow":
         from scaletrain_cli.tracking.mlflow import MlflowTracker
 
@@ -47,18 +48,15 @@ def tracker_class(name: str) -> type[Tracker[Any]]:
 
 @functools.cache
 def _from_package(name: str) -> type[Tracker[Any]]:
-    entry = next((entry for entry in _entry_points() if entry.name == name), None)
-    if entry is None:
+    plugin = plugins(TRACKERS).get(name)
+    if plugin is None:
         raise LookupError(f"no tracker is called {name!r}")
-    found = entry.load()
-    if not (isinstance(found, type) and issubclass(found, Tracker)):
-        raise TypeError(f"{entry.value} is not a subclass of scaletrain_cli.tracking.base.Tracker")
-    if not issubclass(getattr(found, "options_model", object), TrackerOptions):
-        raise TypeError(f"{entry.value} has no options_model that is a subclass of TrackerOptions")
+    found = plugin.load(type)
+    if not issubclass(found, Tracker):
+        raise plugin.invalid("must be a subclass of scaletrain_cli.tracking.base.Tracker")
+    model = getattr(found, "options_model", None)
+    if not (isinstance(model, type) and issubclass(model, TrackerOptions)):
+        raise plugin.invalid("has no options_model that is a subclass of TrackerOptions")
+    if missing := sorted(found.__abstractmethods__):
+        raise plugin.invalid(f"does not define {listed(missing)}")
     return found
-
-
-def _entry_points() -> Any:
-    from importlib.metadata import entry_points
-
-    return entry_points(group=GROUP)

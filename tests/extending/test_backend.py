@@ -163,8 +163,8 @@ def test_an_entry_point_that_cannot_be_loaded_is_one_clear_error(cli: Cli, tmp_p
     command = [sys.executable, "-m", "scaletrain_cli", "validate", str(SPEC), "--set", "cluster.scheduler=broken"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "the back end broken of broken cannot be loaded" in " ".join(done.stderr.split())
-    assert "Installed: local, slurm, kubernetes" in " ".join(done.stderr.split())
+    assert "the back end broken of the package broken cannot be loaded" in " ".join(done.stderr.split())
+    assert "Update or uninstall broken." in " ".join(done.stderr.split())
     command = [sys.executable, "-m", "scaletrain_cli", "doctor", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}

@@ -45,12 +45,17 @@ def test_a_drill_of_another_package_is_listed_and_passes(installed: dict[str, st
     assert (drill["kind"], drill["attempts"], drill["steps_lost"]) == ("slow-storage", 2, 0)
 
 
-def test_a_drill_that_takes_a_name_in_use_is_refused(installed: dict[str, str], tmp_path: Path) -> None:
+def test_a_drill_whose_name_is_not_that_of_its_entry_point_is_refused_and_left_out_of_the_list(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
     module = tmp_path / "site" / "storage_drills.py"
     module.write_text(module.read_text().replace('name="slow-storage"', 'name="sigkill"'))
-    refused = scaletrain(installed, "drill", "--list", "--json")
+    refused = scaletrain(installed, "drill", "slow-storage", "--json")
     assert refused.returncode == 2
-    assert json.loads(refused.stdout)["error"]["reason"]["code"] == "launch.drill-invalid"
+    assert json.loads(refused.stdout)["error"]["reason"]["code"] == "plugin.invalid"
+    listed = scaletrain(installed, "drill", "--list", "--json")
+    assert json.loads(listed.stdout)["kinds"]["sigkill"] == "a rank is killed"
+    assert "has the name sigkill, not that of its entry point" in listed.stderr
 
 
 def test_a_package_that_cannot_be_imported_stops_no_drill_of_this_one(

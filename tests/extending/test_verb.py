@@ -51,7 +51,7 @@ def test_a_verb_that_cannot_be_imported_is_one_error_and_disturbs_no_other_verb(
     next(Path(environment["PYTHONPATH"].split(os.pathsep)[0]).glob("du_verb/du.py")).write_text("import nowhere_at_all")
     broken = scaletrain(environment, "du")
     assert broken.returncode == 2
-    assert "the verb du of the package du-verb cannot be loaded: ModuleNotFoundError" in broken.stderr
+    assert "the verb du of the package du-verb cannot be loaded (du_verb.du): ModuleNotFoundError" in broken.stderr
     assert "Traceback" not in broken.stderr
     assert scaletrain(environment, "--help").returncode == 0
     assert scaletrain(environment, "list").returncode == 0

@@ -9,8 +9,9 @@ import torch
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.gpt import GPT2LMHeadModel
 from scaletrain_cli.engine.model.llama import LlamaForCausalLM
+from scaletrain_cli.plugins import load_reference
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.extensions import load_callable, model_family_extension
+from scaletrain_cli.spec.extensions import model_family_extension
 
 FAMILIES: dict[str, Callable[[ModelSpec], CausalLM]] = {"llama": LlamaForCausalLM, "gpt": GPT2LMHeadModel}
 
@@ -29,4 +30,5 @@ def _from_extension(name: str) -> Callable[[ModelSpec], CausalLM]:
     found = model_family_extension(name)
     if found is None:
         raise LookupError(f"no model family is called {name!r}")
-    return load_callable(found.build)
+    build: Callable[[ModelSpec], CausalLM] = load_reference(found.build)
+    return build

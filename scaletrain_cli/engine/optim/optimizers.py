@@ -19,8 +19,9 @@ from scaletrain_cli.engine.parallel.tensor import VocabularyParallelEmbedding
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plugins import load_reference
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.extensions import load_callable, optimizer_extension
+from scaletrain_cli.spec.extensions import optimizer_extension
 from scaletrain_cli.spec.training import OptimizerSpec
 
 Groups = list[dict[str, Any]]
@@ -65,7 +66,7 @@ def build_optimizer(
         # default, as fast as DeepSpeedCPUAdam, and without a compilation.
         return build(groups, settings, device.type == "cuda" or layout.offload != "none")
     if (found := optimizer_extension(settings.name)) is not None:
-        return load_callable(found.build)(groups, settings)  # type: ignore[no-any-return]
+        return load_reference(found.build)(groups, settings)  # type: ignore[no-any-return]
     raise UsageError(
         f"training.optimizer.name = {settings.name}: not available in this engine, because it needs whole matrices."
     )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+import dataclasses
 
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
-from scaletrain_cli.spec.backend_traits import DEFAULT, BackendTraits, backend_names, backend_traits, installed_backends
-from scaletrain_cli.text import listed
+from scaletrain_cli.plugins import PluginError, load_reference
+from scaletrain_cli.spec.backend_traits import (
+    DEFAULT,
+    BackendTraits,
+    added_backends,
+    backend_traits,
+    installed_backends,
+)
 
 
 def backend_for(name: str) -> Backend:
@@ -18,7 +24,7 @@ def backend_for(name: str) -> Backend:
     try:
         traits = backend_traits(name)
     except UsageError as error:
-        raise SchedulerError(f"cluster.scheduler = {name}: {error.message}") from error
+        raise SchedulerError(f"cluster.scheduler = {name}: {error.message}", remedy=error.remedy) from error
     return _implementation(traits)
 
 
@@ -39,14 +45,16 @@ def usual_backend() -> Backend:
 
 
 def _implementation(traits: BackendTraits) -> Backend:
-    module, _, attribute = traits.implementation.partition(":")
+    plugin = added_backends().get(traits.name)
+    if plugin is None:
+        built_in: Backend = load_reference(traits.implementation)()
+        return built_in
+    plugin = dataclasses.replace(plugin, reference=traits.implementation)
     try:
-        backend = getattr(import_module(module), attribute)()
-    except Exception as error:  # code of another package may raise any exception
-        raise SchedulerError(
-            f"the back end {traits.name} cannot be loaded ({traits.implementation}): {type(error).__name__}: {error}. "
-            f"Installed: {listed(backend_names())}."
-        ) from error
-    if not isinstance(backend, Backend):
-        raise SchedulerError(f"the back end {traits.name}: {traits.implementation} is not a Backend.")
-    return backend
+        found = plugin.load(type)
+        if not issubclass(found, Backend):
+            raise plugin.invalid("must be a subclass of Backend")
+        with plugin.errors():
+            return found()
+    except PluginError as error:
+        raise SchedulerError(error.message, remedy=error.remedy) from error

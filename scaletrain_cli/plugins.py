@@ -1,0 +1,118 @@
+"""Plug-ins: objects that installed packages register as entry points of the groups ``scaletrain.*``.
+
+Every group is read here, so that a plug-in that cannot be used has the same error in each of them. Its package is
+imported by Plugin.load() alone: where a spec, a command line or `scaletrain doctor` names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+
+BACKENDS = "scaletrain.backends"
+TRACKERS = "scaletrain.trackers"
+OPTIMIZERS = "scaletrain.optimizers"
+MODEL_FAMILIES = "scaletrain.model_families"
+VERBS = "scaletrain.verbs"
+DRILLS = "scaletrain.drills"
+# Each group with what it registers.
+GROUPS: Mapping[str, str] = {
+    BACKENDS: "back end",
+    TRACKERS: "tracker",
+    OPTIMIZERS: "optimizer",
+    MODEL_FAMILIES: "model family",
+    VERBS: "verb",
+    DRILLS: "drill",
+}
+T = TypeVar("T")
+
+
+class PluginError(UsageError):
+    """A plug-in cannot be used. The message names it and its package."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plug-in as its package declares it. ``reference`` is ``module:attribute``; ``packages`` are more than one where
+    several register the same name.
+    """
+
+    group: str
+    name: str
+    reference: str
+    packages: tuple[str, ...]
+
+    def load(self, kind: type[T]) -> T:
+        """Import the package and return the object. Raises PluginError if that fails, or if it is no ``kind``."""
+        if len(self.packages) > 1:
+            raise PluginError(
+                Reason("plugin.twice", {"kind": GROUPS[self.group], "name": self.name, "packages": list(self.packages)})
+            )
+        with self.errors():
+            found = load_reference(self.reference)
+        if not isinstance(found, kind):
+            raise self.invalid(f"must be a {kind.__name__}, not a {type(found).__name__}")
+        return found
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Return a context that turns what code of the package raises into a PluginError."""
+        try:
+            yield
+        except PluginError:
+            raise
+        except (Exception, SystemExit) as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise PluginError(Reason("plugin.not-loaded", {**self._params, "said": said})) from error
+
+    def invalid(self, fault: str) -> PluginError:
+        """Return the error for an object that is not as the interface requires: ``must be ...``."""
+        return PluginError(Reason("plugin.invalid", {**self._params, "fault": fault}))
+
+    @property
+    def _params(self) -> dict[str, Any]:
+        package = self.packages[0]
+        return {"kind": GROUPS[self.group], "name": self.name, "package": package, "reference": self.reference}
+
+
+def plugins(group: str, built_in: Iterable[str] = ()) -> dict[str, Plugin]:
+    """Return the plug-ins of a group by name, sorted; a built-in name cannot be taken. Imports none of them."""
+    return {name: found for name, found in _all_plugins()[group].items() if name not in built_in}
+
+
+def load_reference(reference: str) -> Any:
+    """Import what ``module:attribute`` refers to; ``module`` alone is the module. Raises what its code raises.
+
+    What the code prints goes to stderr: stdout is for the answer of a command.
+    """
+    module, _, attribute = reference.partition(":")
+    with contextlib.redirect_stdout(sys.stderr):
+        found = importlib.import_module(module)
+        for name in filter(None, attribute.split(".")):
+            found = getattr(found, name)
+    return found
+
+
+@cache
+def _all_plugins() -> dict[str, dict[str, Plugin]]:
+    """Return the plug-ins of every group, from one scan of the installed packages."""
+    from importlib.metadata import entry_points
+
+    installed = entry_points()
+    found: dict[str, dict[str, Plugin]] = {}
+    for group in GROUPS:
+        found[group] = {}
+        for entry in sorted(installed.select(group=group), key=lambda entry: entry.name):
+            package = (entry.dist.name if entry.dist is not None else None) or "an installed package"
+            before = found[group].get(entry.name)
+            packages = (package,) if before is None else (*before.packages, package)
+            found[group][entry.name] = Plugin(group, entry.name, entry.value.partition("[")[0].strip(), packages)
+    return found

@@ -1,0 +1,172 @@
+"""Packages whose plug-ins cannot be used: each is one error where it is named, and disturbs nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+SPEC = str(PROJECT / "recipes" / "llama-10m-cpu.yaml")
+
+
+def back_end(name: str, section: str) -> str:
+    """Return the source of a back end with these traits, whose class lacks three of the abstract methods."""
+    return f"""
+from pydantic import BaseModel
+from scaletrain_cli.launch.backends.base import Backend
+from scaletrain_cli.spec.backend_traits import BackendTraits
+from scaletrain_cli.spec.section import BackendSection
+class Plain(BaseModel): pass
+class NoDefault(BackendSection):
+    host: str
+class Unfinished(Backend):
+    name = {name!r}
+    def render(self, run, record): return ""
+X = BackendTraits({name!r}, "a queue", f"{{__name__}}:Unfinished", section={section})
+"""
+
+
+# Entry point, its group, the source of its module, and what the error says. Every module is called like its entry.
+BROKEN = {
+    "exits": ("backends", "raise SystemExit(0)", "SystemExit: 0"),
+    "text": ("backends", "X = 'text'", "must be a BackendTraits, not a str"),
+    "dict_section": ("backends", back_end("dict_section", "dict"), "section that is not a subclass of BackendSection"),
+    "plain_section": ("backends", back_end("plain_section", "Plain"), "section that is not a subclass of Backend"),
+    "no_default": ("backends", back_end("no_default", "NoDefault"), "has a section whose key host has no default"),
+    "other_name": ("backends", back_end("x", "BackendSection"), "has the name x, not that of its entry point"),
+    "tracker_of_nothing": ("trackers", "X = 3", "must be a type, not a int"),
+    "tracker_exits": ("trackers", "import sys; sys.exit('no licence')", "SystemExit: no licence"),
+    "tracker_unfinished": (
+        "trackers",
+        "from scaletrain_cli.tracking.base import Tracker, TrackerOptions\n"
+        "class X(Tracker):\n    options_model = TrackerOptions\n    def start(self, run): pass\n",
+        "does not define finish, log",
+    ),
+    "optimizer_prints": ("optimizers", "print('noise')\nraise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+    "optimizer_negative": (
+        "optimizers",
+        "from scaletrain_cli.spec.extensions import OptimizerExtension\nX = OptimizerExtension(-4, 'a:b')",
+        "has moment_bytes = -4",
+    ),
+    "family_missing": ("model_families", "import no_such_module_at_all", "ModuleNotFoundError"),
+    "family_of_images": (
+        "model_families",
+        "from scaletrain_cli.spec.extensions import ModelFamilyExtension\nX = ModelFamilyExtension('resnet', 'a:b')",
+        "has the base resnet, which must be llama or gpt",
+    ),
+    "verb_syntax": ("verbs", "def x(:", "SyntaxError"),
+    "verb_without_codes": ("verbs", "def command(): pass", "must have a function command and EXIT_CODES"),
+    "drill_ending": (
+        "drills",
+        "from scaletrain_cli.launch.drill import DrillKind\n"
+        "X = DrillKind('drill_ending', 'a rank ends', 'sigkill rank={rank}', 'exploded')",
+        "has the ending exploded, which must be restarted, ",
+    ),
+    "drill_fault": (
+        "drills",
+        "from scaletrain_cli.launch.drill import DrillKind\n"
+        "X = DrillKind('drill_fault', 'a rank ends', 'sigkill rank={lank}', 'restarted')",
+        "KeyError: 'lank'",
+    ),
+}
+NAMED = {
+    "backends": ("validate", SPEC, "--set", "cluster.scheduler={name}"),
+    "trackers": ("validate", SPEC, "--set", "tracking=[{name}]"),
+    "optimizers": ("validate", SPEC, "--set", "training.optimizer.name={name}"),
+    "model_families": ("validate", SPEC, "--set", "model.family={name}"),
+    "verbs": ("{name}",),
+    "drills": ("drill", "{name}"),
+}
+
+
+def add_package(site: Path, package: str, name: str, group: str, source: str) -> None:
+    module = package.replace("-", "_")
+    attribute = "" if group == "verbs" else ":X"
+    site.mkdir(exist_ok=True)
+    (site / f"{module}.py").write_text(source)
+    metadata = site / f"{module}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[scaletrain.{group}]\n{name} = {module}{attribute}\n")
+
+
+def scaletrain(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = f"{site}{os.pathsep}{PROJECT}"
+    environment = {**os.environ, "PYTHONPATH": path, "SCALETRAIN_RUNS": str(site.parent / "runs")}
+    command = [sys.executable, "-m", "scaletrain_cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All packages of BROKEN, installed beside each other."""
+    folder = tmp_path_factory.mktemp("broken") / "site"
+    for name, (group, source, _) in BROKEN.items():
+        add_package(folder, name, name, group, source)
+    return folder
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_naming_it_is_one_error_with_its_package_and_the_cause(site: Path, name: str) -> None:
+    group, _, said = BROKEN[name]
+    done = scaletrain(site, *(word.format(name=name) for word in NAMED[group]), "--json")
+    error = json.loads(done.stdout)["error"]
+    text = " ".join(done.stderr.split())
+    assert (done.returncode, error["code"] in ("spec", "usage")) == (2, True), text
+    assert f"{name} of the package {name} cannot be " in text
+    assert said in text
+    assert f"Update or uninstall {name}." in text
+
+
+@pytest.mark.parametrize("arguments", [("validate", SPEC), ("schema",), ("list",), ("drill", "--list")])
+def test_other_commands_are_not_disturbed(site: Path, arguments: tuple[str, ...]) -> None:
+    done = scaletrain(site, *arguments, *(() if arguments == ("schema",) else ("--json",)))
+    assert done.returncode == 0, done.stderr
+    json.loads(done.stdout)
+    assert scaletrain(site, "--help").returncode == 0
+
+
+def test_doctor_reports_each_with_the_cause(site: Path) -> None:
+    done = scaletrain(site, "doctor", "--json")
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    for name, (_, _, said) in BROKEN.items():
+        assert (name, found[name]["state"]) == (name, "warn")
+        assert said in found[name]["advice"]
+
+
+def test_a_name_that_two_packages_register_is_refused(tmp_path: Path) -> None:
+    source = "from scaletrain_cli.spec.extensions import OptimizerExtension\nX = OptimizerExtension(4, 'a:b')"
+    for package in ("one-lamb", "two-lamb"):
+        add_package(tmp_path / "site", package, "lamb", "optimizers", source)
+    done = scaletrain(tmp_path / "site", *(word.format(name="lamb") for word in NAMED["optimizers"]))
+    assert done.returncode == 2
+    assert "registered by several packages: one-lamb, two-lamb. Uninstall all but one." in " ".join(done.stderr.split())
+
+
+def test_the_name_of_a_built_in_one_cannot_be_taken_and_doctor_says_so(tmp_path: Path) -> None:
+    for group, name in (("backends", "slurm"), ("trackers", "wandb"), ("verbs", "list"), ("drills", "sigkill")):
+        add_package(tmp_path / "site", f"my-{name}", name, group, "raise RuntimeError('imported')")
+    assert scaletrain(tmp_path / "site", "list").returncode == 0
+    done = scaletrain(tmp_path / "site", "doctor", "--json")
+    taken = [check for check in json.loads(done.stdout)["checks"] if "of the package my-" in check["found"]]
+    assert {check["name"] for check in taken} == {"slurm", "wandb", "list", "sigkill"}
+    assert all("rename the entry point" in check["advice"] for check in taken)
+
+
+def test_the_schema_has_the_optimizers_and_families_of_other_packages(tmp_path: Path) -> None:
+    imported = "from scaletrain_cli.spec.extensions import ModelFamilyExtension, OptimizerExtension\n"
+    optimizer, family = "X = OptimizerExtension(4, 'a:b')", "X = ModelFamilyExtension('gpt', 'a:b')"
+    add_package(tmp_path / "site", "lamb", "lamb", "optimizers", imported + optimizer)
+    add_package(tmp_path / "site", "mine", "mine", "model_families", imported + family)
+    schema = json.loads(scaletrain(tmp_path / "site", "schema").stdout)["$defs"]
+    assert schema["OptimizerSpec"]["properties"]["name"]["enum"][-1] == "lamb"
+    assert schema["ModelSpec"]["properties"]["family"]["enum"] == ["llama", "gpt", "mine"]
+    needed = {one["properties"]["family"]["const"]: one["required"] for one in schema["ModelSpec"]["anyOf"][2:]}
+    assert needed["mine"] == needed["gpt"]
+    wrong = scaletrain(tmp_path / "site", "validate", SPEC, "--set", "training.optimizer.name=lamp").stderr
+    assert "'muon' or 'lamb'. Did you mean lamb?" in " ".join(wrong.split())
