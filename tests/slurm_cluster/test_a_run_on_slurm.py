@@ -230,5 +230,5 @@ def test_what_the_cluster_cannot_give_is_refused_before_anything_is_queued(login
     sets = (*ON_SLURM, "cluster.slurm.partition=nowhere")
     refused = login.scaletrain("submit", str(RECIPE), "--yes", sets=sets, check=False)
     assert refused.returncode == 4
-    assert "nowhere" in refused.stderr or "partition" in refused.stderr
+    assert "nowhere" in refused.stderr
     assert not list((tmp_path / HOSTILE).glob("*/run.json"))

@@ -144,7 +144,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, tmp_pa
     write_config(tmp_path, {"model_type": family, **sizes})
     ours = load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
-    assert ours.norm_eps == getattr(theirs, "rms_norm_eps", None) or theirs.layer_norm_epsilon
+    assert ours.norm_eps == (theirs.layer_norm_epsilon if family == "gpt2" else theirs.rms_norm_eps)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.initializer_range == theirs.initializer_range
     if family == "gpt2":
