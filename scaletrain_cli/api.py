@@ -51,6 +51,7 @@ from scaletrain_cli.launch.submit import (
     submit_run,
 )
 from scaletrain_cli.plan import RunPlan, make_plan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import committed_folders
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.paths import find_run as find_directory
@@ -207,14 +208,14 @@ class Cancellation:
 class PreparedSubmission:
     """A spec that was planned and checked on this machine; nothing has been written or queued.
 
-    ``notes`` are warnings; ``earlier`` is the submission of the same run where it was submitted before.
+    ``warnings`` are those of the checks; ``earlier`` is the submission of the same run where it was submitted before.
     """
 
     spec: RunSpec
     plan: RunPlan
     backend: Backend
     snapshot: Snapshot | None  # of the user's code
-    notes: tuple[str, ...]
+    warnings: tuple[Reason, ...]
     earlier: Submission | None
     run_id: str | None
     trust_owner: bool
@@ -233,9 +234,10 @@ class PreparedSubmission:
         require_writable(runs_root(), "no run can be submitted")
         found = self.backend.preflight(self.spec, self.plan)
         shared = shared_root_notes(runs_root(), prepares=self.spec.code.engine is None)
-        notes = (*self.notes, *found.notes, *shared, *disk_space_notes(self.spec, self.plan, runs_root()))
+        space = disk_space_notes(self.spec, self.plan, runs_root())
+        warnings = (*self.warnings, *found.warnings, *shared, *space)
         code = None if self.snapshot is None else self.snapshot.record
-        return SubmissionSummary(self.spec, self.plan, found.start, notes=notes, code=code)
+        return SubmissionSummary(self.spec, self.plan, found.start, warnings=warnings, code=code)
 
     def submit(self, on_created: Callable[[Run], None] = lambda run: None) -> Submitted:
         """Make the run directory and hand the job over, once: a run with this id and spec is returned as it is.
@@ -272,7 +274,7 @@ class PreparedResume:
         """The back end of the job."""
         return backend_for(self.record.spec.cluster.scheduler)
 
-    def require_possible(self) -> tuple[str, ...]:
+    def require_possible(self) -> tuple[Reason, ...]:
         """Return warnings. Raises UsageError where the run is active or finished, or nothing valid is left of it."""
         run = self.run.directory
         refuse(run, self.report, from_scratch=self.from_scratch, resize=self.resize)
@@ -296,10 +298,12 @@ class PreparedResume:
         run, record, report = self.run.directory, self.record, self.report
         spec, plan = record.spec, record.plan
         found = self.backend.preflight(spec, plan, run, record.code)
-        room = disk_space_notes(spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec))))
+        space = disk_space_notes(
+            spec, plan, run.path.parent, there=len(committed_folders(checkpoint_folder(run, spec)))
+        )
         # If the checkpoints are not visible here, estimate progress from the steps that the ranks printed.
         step = report.checkpoint.step if report.checkpoint is not None else int(report.job.progress.get("step", 0))
-        return SubmissionSummary(spec, plan, found.start, step, (*found.notes, *room), record.code)
+        return SubmissionSummary(spec, plan, found.start, step, (*found.warnings, *space), record.code)
 
     def submit(self) -> Submitted:
         """Hand the job over."""
@@ -369,8 +373,8 @@ def prepare_submission(
     if run_id is not None and os.path.lexists(runs_root() / run_id):
         require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
     earlier = None if run_id is None or dry_run else _submitted_before(run_id)
-    notes = require_external(spec, snapshot) if earlier is None else ()
-    return PreparedSubmission(spec, plan, backend, snapshot, notes, earlier, run_id, trust_owner)
+    warnings = require_external(spec, snapshot) if earlier is None else ()
+    return PreparedSubmission(spec, plan, backend, snapshot, warnings, earlier, run_id, trust_owner)
 
 
 def submit(spec: RunSpec, *, run_id: str | None = None, trust_owner: bool = False) -> Submitted:

@@ -37,6 +37,11 @@ def sentence(reason: Reason | str) -> str:
     return text if text.endswith((".", "!", "?", ":")) else f"{text}."
 
 
+def sentences(reason: Reason) -> str:
+    """Return the text and the remedies of a reason, each with a full stop at its end."""
+    return " ".join(map(sentence, (reason, *reason.remedies)))
+
+
 def _remedy(reason: Reason) -> str | None:
     return " ".join(map(sentence, reason.remedies)) or None
 

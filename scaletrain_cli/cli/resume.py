@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, RunName, TrustOwner, Yes
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, sentences
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def command(
             typer.echo(document(job.text), nl=False)
         return
     summary = prepared.check()
-    for note in (*not_checked, *summary.notes):
-        warn(note)
+    for warning in (*not_checked, *summary.warnings):
+        warn(sentences(warning))
     if not as_json:  # a change that is not part of the job text is in the table above
         show_before_resuming(summary, changed or None if resize is not None and resize.changes else changed)
     confirm("Resume?", yes)

@@ -14,15 +14,15 @@ from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.api import PreparedSubmission, Submitted
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scaletrain_cli.errors import InfeasibleError, SpecError
+from scaletrain_cli.errors import InfeasibleError, SpecError, sentences
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.sweep import Point
     from scaletrain_cli.plan import RunPlan
+    from scaletrain_cli.reasons import Reason
     from scaletrain_cli.spec import RunSpec
 
 
@@ -142,8 +142,8 @@ def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bo
     from scaletrain_cli.ui.console import document, warn
     from scaletrain_cli.ui.json import print_json
 
-    for note in prepared.notes:
-        warn(note)
+    for warning in prepared.warnings:
+        warn(sentences(warning))
     job = prepared.render()
     text = in_format(prepared.backend, job.text, output) if output else job.text
     if as_json:
@@ -195,6 +195,7 @@ def submit_points(
 ) -> None:
     """Submit the runs of a sweep and print their run ids to stdout, one per line."""
     from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.backends.base import notes_json
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import disk_space_notes
@@ -213,12 +214,12 @@ def submit_points(
     scheduler = backend_for(section.scheduler)
     cap = scheduler.max_concurrent(section, max_concurrent, len(planned))
     snapshots = take_snapshots(planned)
-    not_checked: dict[str, None] = {}
+    not_checked: dict[Reason, None] = {}
     for point in planned:
         not_checked |= dict.fromkeys(require_external(point.spec, snapshots[point.spec.code]))
     if dry_run:
-        for note in not_checked:
-            warn(note)
+        for warning in not_checked:
+            warn(sentences(warning))
         from scaletrain_cli.ui.console import document
 
         texts = []
@@ -243,10 +244,12 @@ def submit_points(
     for point in planned:
         asked.setdefault(point.spec.cluster.model_dump_json(), point)
     outlooks = [scheduler.preflight(point.spec, point.plan) for point in asked.values()]
-    notes = not_checked | dict.fromkeys(note for outlook in outlooks for note in outlook.notes)
     largest = max(planned, key=lambda point: point.plan.durability.checkpoint_bytes)
-    for note in [*notes, *disk_space_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))]:
-        warn(note)
+    space = disk_space_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))
+    of_scheduler = [warning for outlook in outlooks for warning in outlook.warnings]
+    warnings = list(dict.fromkeys([*not_checked, *of_scheduler, *space]))
+    for warning in warnings:
+        warn(sentences(warning))
     if not as_json:
         from scaletrain_cli.ui.submission import show_points
 
@@ -263,7 +266,7 @@ def submit_points(
             for one, point in zip(done, planned, strict=True)
         ]
         head = _SWEEP_SCHEMA | {"sweep": sweep, "scheduler": section.scheduler, "max_concurrent": cap}
-        print_json(head | {"start": dataclasses.asdict(outlooks[0].start), "notes": [*notes], "runs": rows})
+        print_json(head | {"start": outlooks[0].start.to_json()} | notes_json(warnings) | {"runs": rows})
         return
     new = sum(one.created for one in done)
     before = f"; {len(done) - new} were already submitted" if new < len(done) else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, sentences
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def command(
     for note in backend.preflight(run_spec, plan).notes:
         warn(note)
     require_writable(runs_root(), "no run can be started")
-    for note in shared_root_notes(runs_root(), prepares=run_spec.code.engine is None):
-        warn(note)
+    for warning in shared_root_notes(runs_root(), prepares=run_spec.code.engine is None):
+        warn(sentences(warning))
     show_plan_summary(run_spec, plan)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
     say(f"run directory {made.run.path}; Ctrl-C saves a checkpoint and stops the run")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath
-from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.errors import ExitCode, UsageError, sentences
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -13,8 +13,8 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
 
     Files and names that are missing on this machine are warnings here and errors in submit.
 
-    With --json: {"valid", "problems", "spec", "missing", "not_checked"}; the spec includes every default and derived
-    dimension.
+    With --json: {"valid", "problems", "spec", "missing", "not_checked", "not_checked_reasons"}; the spec includes every
+    default and derived dimension.
     """
     from scaletrain_cli.launch.resource_checks.checks import check_external
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -39,7 +39,11 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        details = {"missing": [problem.to_json() for problem in found.problems], "not_checked": list(found.notes)}
+        details = {
+            "missing": [problem.to_json() for problem in found.problems],
+            "not_checked": [sentences(warning) for warning in found.warnings],
+            "not_checked_reasons": [warning.to_document() for warning in found.warnings],
+        }
         print_json({"valid": True, "problems": [], "spec": run.model_dump(mode="json", by_alias=True)} | details)
         return
     from scaletrain_cli.ui.console import warn
@@ -48,5 +52,5 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     show_summary(run, STDIN if str(spec) == "-" else str(spec))
     for problem in found.problems:
         warn(f"submit would reject this: {problem}")
-    for note in found.notes:
-        warn(note)
+    for warning in found.warnings:
+        warn(sentences(warning))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import Problem, SchedulerError
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
@@ -19,15 +20,12 @@ _LOCAL = frozenset("ext2 ext3 ext4 xfs btrfs zfs tmpfs ramfs overlay f2fs jfs re
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
-def unshared_notes(folder: Path, nodes: int, mounts: str | None = None) -> list[str]:
+def unshared_notes(folder: Path, nodes: int, mounts: str | None = None) -> list[Reason]:
     """Return a warning if the file system of the folder is local to this machine, by its type."""
     kind = file_system(folder, _mounts() if mounts is None else mounts)
     if nodes < 2 or kind not in _LOCAL:
         return []
-    return [
-        f"the runs root {folder} is on {kind}, which the nodes see only if this machine exports it. "
-        "Put it on a file system that they share ($SCALETRAIN_RUNS), or ask the nodes with --probe."
-    ]
+    return [Reason("launch.runs-root-local", {"folder": str(folder), "file_system": kind})]
 
 
 def file_system(folder: Path, mounts: str) -> str:
@@ -43,7 +41,7 @@ def file_system(folder: Path, mounts: str) -> str:
     return found
 
 
-def disk_space_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there: int = 0) -> list[str]:
+def disk_space_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, there: int = 0) -> list[Reason]:
     """Return a warning if the checkpoints to keep do not fit. Raises SchedulerError if not even one fits.
 
     ``runs``: the number of runs like this one; ``there``: the number of its checkpoints that already exist.
@@ -57,18 +55,13 @@ def disk_space_notes(spec: RunSpec, plan: RunPlan, folder: Path, runs: int = 1, 
     free = _free_bytes(folder)
     if free is None or free >= one * kept:
         return []
-    has, each = f"{folder} has room for {free / 1e9:.1f} GB", f" of each of {runs} runs" if runs > 1 else ""
+    params = {"folder": str(folder), "free": free, "runs": runs}
+    which = "" if runs == 1 else "-of-runs"
     if free < one:
-        message = f"{has}, and one checkpoint{each} takes {one / 1e9:.1f} GB."
-        hint = "Make room, or set checkpoint.dir to another file system."
-        raise SchedulerError(
-            "The run could not save anything. Nothing was queued.",
-            (Problem(spec.where("checkpoint.dir"), "checkpoint.dir", message, str(spec.checkpoint.dir), hint),),
-        )
-    return [
-        f"{has}, and {kept}{' more' if there else ''} checkpoints{each} (checkpoint.keep, and the one in the making) "
-        f"take {one * kept / 1e9:.1f} GB."
-    ]
+        key, why = "checkpoint.dir", Reason(f"launch.disk-too-small{which}", params | {"needed": one})
+        problem = Problem.because(spec.where(key), key, why, spec.checkpoint.dir)
+        raise SchedulerError(Reason("launch.nothing-can-be-saved"), (problem,))
+    return [Reason(f"launch.disk-space-low{which}", params | {"checkpoints": kept, "needed": one * kept})]
 
 
 def _free_bytes(folder: Path) -> int | None:

@@ -14,6 +14,7 @@ _MORE_MEMORY = (
     "Request more (Slurm: cluster.slurm.memory_per_node; Kubernetes: cluster.kubernetes.memory_per_node). "
     "`scaletrain plan` shows how much of it checkpoints and offloading use",
 )
+_FREE_SPACE = ("Free some space, or set checkpoint.dir to another file system",)
 _LOST_NODE = ("scaletrain nodes list shows which nodes are excluded, and why", "Ask the administrator about that node")
 
 TEXTS: dict[str, Text] = {
@@ -299,6 +300,31 @@ TEXTS: dict[str, Text] = {
     ),
     # ---- excluded nodes --------------------------------------------------------------------------------------------
     "nodes-not-excluded": Text("the job needs {needed} of {usable:of usable node}, or names these nodes itself"),
+    # ---- before a submission ---------------------------------------------------------------------------------------
+    "start-unknown": Text("{scheduler} does not estimate when a job starts"),
+    "runs-root-local": Text(
+        "the runs root {folder} is on {file_system}, which other nodes see only if this machine exports it",
+        ("Put it on a file system that all nodes share ($SCALETRAIN_RUNS), or test the nodes with --probe",),
+    ),
+    "runs-root-unprotected": Text(
+        "every user of this machine can rename and replace the runs in {folder}",
+        ("Run `chmod o-w,+t {folder}`",),
+    ),
+    "no-new-datasets": Text("only data that are already prepared can be used: {cause}"),
+    "nothing-can-be-saved": Text("the run could not save a checkpoint; nothing was submitted"),
+    "disk-too-small": Text("{folder} has {free:bytes} free, and one checkpoint takes {needed:bytes}", _FREE_SPACE),
+    "disk-too-small-of-runs": Text(
+        "{folder} has {free:bytes} free, and one checkpoint of each of {runs} runs takes {needed:bytes}",
+        _FREE_SPACE,
+    ),
+    "disk-space-low": Text(
+        "{folder} has {free:bytes} free, and the next {checkpoints:of checkpoint} (checkpoint.keep, and the one being "
+        "written) take {needed:bytes}"
+    ),
+    "disk-space-low-of-runs": Text(
+        "{folder} has {free:bytes} free, and the next {checkpoints:of checkpoint} of each of {runs} runs "
+        "(checkpoint.keep, and the one being written) take {needed:bytes}"
+    ),
     # ---- drills ----------------------------------------------------------------------------------------------------
     "drill-not-finished": Text("the run did not finish; its state is {state}: {why}"),
     "drill-attempts": Text("it took {attempts:of attempt} instead of {expected} ({ends:list})"),

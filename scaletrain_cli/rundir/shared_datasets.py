@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.safe_files import (
     locked,
     make_folder,
@@ -59,20 +60,18 @@ def require_room_for_datasets(root: Path) -> None:
             raise UsageError(f"data cannot be prepared: {unwritable(path)}")
 
 
-def shared_root_notes(root: Path, *, prepares: bool) -> list[str]:
-    """Return notes for a submitter about a root that others write to; ``prepares``: the run may prepare data."""
+def shared_root_notes(root: Path, *, prepares: bool) -> list[Reason]:
+    """Return warnings for a submitter about a root that others write to; ``prepares``: the run may prepare data."""
     notes = []
     with contextlib.suppress(OSError):
         mode = root.stat().st_mode
         if mode & 0o002 and not mode & 0o1000:
-            notes.append(
-                f"every user of this machine can rename and replace the runs in {root}. Run `chmod o-w,+t {root}`."
-            )
+            notes.append(Reason("launch.runs-root-unprotected", {"folder": str(root)}))
     try:
         if prepares:
             require_room_for_datasets(root)
     except UsageError as error:
-        notes.append(f"only data that are already prepared can be used; new {error.message}")
+        notes.append(Reason("launch.no-new-datasets", {"cause": error.reason or recorded(error.message)}))
     return notes
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
 from scaletrain_cli.plan.result import Cost
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.ui.submission import (
     cost_text,
@@ -29,7 +30,7 @@ def prospect(*overrides: str, cost: Cost | None = None, start: Start | None = No
     spec = make_spec(*overrides)
     plan = make_plan(spec)
     plan = dataclasses.replace(plan, cost=cost if cost is not None else plan.cost)
-    return SubmissionSummary(spec, plan, start if start is not None else Start(None, "nobody knows"), step)
+    return SubmissionSummary(spec, plan, start if start is not None else Start(None, recorded("no estimate")), step)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def prospect(*overrides: str, cost: Cost | None = None, start: Start | None = No
     ],
 )
 def test_a_start_is_a_time_and_how_long_that_is(at: float | None, words: str) -> None:
-    assert start_text(Start(at, ""), NOW) == words
+    assert start_text(Start(at, recorded("")), NOW) == words
 
 
 def test_a_size_counts_nodes_and_devices() -> None:
@@ -64,7 +65,7 @@ def test_a_cost_is_of_what_is_left_and_by_the_hour() -> None:
 
 def test_a_resume_shows_job_cost_start_and_what_changed(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("cluster.slurm.partition=gpu", "cluster.slurm.qos=high", "cluster.slurm.time=24h")
-    one = prospect(*SLURM, "training.global_batch_size=32", *asked, start=Start(None, "sbatch gave no time"))
+    one = prospect(*SLURM, "training.global_batch_size=32", *asked, start=Start(None, recorded("sbatch gave no time")))
     show_before_resuming(one, ["-#SBATCH --nodes=2", "+#SBATCH --nodes=4"])
     shown = [" ".join(row.split()) for row in capsys.readouterr().err.splitlines()]
     assert shown[0] == "Job 4 nodes × 8 GPUs = 32 on Slurm, partition gpu, QOS high, requeued after 24 h"
@@ -88,7 +89,7 @@ def test_the_code_that_goes_along_is_shown_by_its_hash_and_commit(capsys: pytest
 def test_of_a_sweep_an_hour_costs_what_may_run_at_once() -> None:
     cost = Cost(3.0, "list price", 100.0, None, 1200.0)
     points = [(one.spec, one.plan) for one in [prospect(cost=cost)] * 3]
-    rows = {label: str(content) for label, content in sweep_rows(points, Start(None, "nobody knows"), 2)}
+    rows = {label: str(content) for label, content in sweep_rows(points, Start(None, recorded("no estimate")), 2)}
     assert rows["Jobs"] == "3 runs, 2 at a time, 1 node with 2 CPU processes each on this machine"
     assert rows["Cost"] == "$3,600 expected in total, $12.00 per hour"
     assert rows["Start"] == "unknown: nobody knows (first runs; the others start as these end)"

@@ -29,6 +29,7 @@ import pytest
 
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.bad_nodes import BadNode, read_bad_nodes, remember_bad_nodes
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -129,7 +130,7 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "1")
     monkeypatch.setattr(
-        LocalBackend, "preflight", lambda *_: PreflightResult(Start(time.time(), "this machine has no queue"))
+        LocalBackend, "preflight", lambda *_: PreflightResult(Start(time.time(), Reason("local.no-queue")))
     )
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("SCALETRAIN_RUNS", str(folder / "of-root"))

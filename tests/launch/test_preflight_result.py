@@ -1,4 +1,4 @@
-"""What a job means before it is queued: its price by the hour, and that of the steps that are left."""
+"""The summary of a job before it is submitted: cost per hour, cost of the remaining steps, and warnings."""
 
 from __future__ import annotations
 
@@ -8,23 +8,34 @@ import pytest
 
 from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
 from scaletrain_cli.plan.result import Cost
+from scaletrain_cli.reasons import Reason, recorded
 from tests.launch.conftest import make_plan, make_spec
 
 SPEC = make_spec()  # 20 steps on 2 ranks
 PRICED = dataclasses.replace(make_plan(SPEC), cost=Cost(3.0, "a list", 100.0, None, 120.0))
-START = Start(None, "nobody knows")
+START = Start(None, recorded("no estimate"))
 
 
 @pytest.mark.parametrize(("step", "left", "usd"), [(0, 20, 120.0), (15, 5, 30.0), (20, 0, 0.0), (99, 0, 0.0)])
-def test_only_the_steps_that_are_left_are_paid_for(step: int, left: int, usd: float) -> None:
-    prospect = SubmissionSummary(SPEC, PRICED, START, step)
-    assert (prospect.steps_left, prospect.expected_usd, prospect.usd_per_hour) == (left, usd, 6.0)
+def test_the_expected_cost_is_that_of_the_remaining_steps(step: int, left: int, usd: float) -> None:
+    summary = SubmissionSummary(SPEC, PRICED, START, step)
+    assert (summary.steps_left, summary.expected_usd, summary.usd_per_hour) == (left, usd, 6.0)
 
 
-def test_without_a_price_nothing_is_said_of_the_cost() -> None:
-    prospect = SubmissionSummary(SPEC, make_plan(SPEC), START)
-    assert prospect.to_json() == {
-        "start": {"at": None, "why": "nobody knows", "reason": None},
+def test_the_cost_is_null_without_a_price() -> None:
+    summary = SubmissionSummary(SPEC, make_plan(SPEC), START)
+    assert summary.to_json() == {
+        "start": {"at": None, "why": "no estimate", "reason": START.reason.to_document()},
         "cost": {"expected_usd": None, "usd_per_hour": None, "steps": 20},
         "notes": [],
+        "note_reasons": [],
     }
+
+
+def test_a_note_is_text_with_its_code_and_parameters_beside_it() -> None:
+    low = Reason("launch.runs-root-local", {"folder": "/home/a", "file_system": "ext4"})
+    found = SubmissionSummary(SPEC, PRICED, START, warnings=(low,)).to_json()
+    (note,) = found["notes"]
+    assert note.startswith("the runs root /home/a is on ext4, which other nodes see only if")
+    assert note.endswith("or test the nodes with --probe.")
+    assert found["note_reasons"] == [{"code": "launch.runs-root-local", "params": low.params}]

@@ -118,20 +118,25 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "data.tokenizer.path",
         ("data.tokenizer={kind: file, path: other.jsonl}",),
         "data.tokenizer.path",
-        "is no tokenizer.json",
+        "is not a tokenizer.json",
     ),
     ("model.weights", ("model.weights=nowhere",), "model.weights", "does not exist"),
     ("model.weights", ("model.weights=.",), "model.weights", "holds neither model.safetensors nor"),
     ("model.weights", ("model.weights=weights",), "model.weights", "holds 36 bytes, and its header says 40"),
     ("model.weights", ("model.weights=other",), "model.weights", "has rope_theta = 500000.0, and the spec has 10000.0"),
-    ("code.engine", ("code.engine=t.py",), "code.engine", "write t."),
+    ("code.engine", ("code.engine=t.py",), "code.engine", "Set code.engine to t."),
     ("code.engine", ("code.engine=no_such.module",), "code.engine", "it is not installed"),
-    ("code.engine", ("code={path: tree, engine: trian}",), "code.engine", "what is kept of tree holds no such module"),
+    ("code.engine", ("code={path: tree, engine: trian}",), "code.engine", "the snapshot of tree holds no such module"),
     ("code.engine", ("code={path: tree, engine: trian}", ON_SLURM), "code.engine", "holds no such module"),
     ("code.import_root", ("code={path: tree, engine: train, import_root: lib}",), "code.import_root", "no such folder"),
-    ("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "checkpoint.dir", "is no folder"),
+    ("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "checkpoint.dir", "is not a folder"),
     ("secret_env.*", ("secret_env=[NOT_SET_ANYWHERE]",), "secret_env", "is not set here"),
-    ("tracking.wandb.project", ("tracking.wandb.mode=online",), "tracking.wandb.mode", "no key of Weights & Biases"),
+    (
+        "tracking.wandb.project",
+        ("tracking.wandb.mode=online",),
+        "tracking.wandb.mode",
+        "no API key for Weights & Biases",
+    ),
     (
         "tracking.wandb.project",
         ("tracking.wandb.mode=online", ON_SLURM),
@@ -265,7 +270,7 @@ def test_each_row_names_code_that_is_there_and_a_test_that_holds_it() -> None:
 
 
 @pytest.mark.parametrize(("row", "sets", "key", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
-def test_what_the_spec_names_and_is_not_there_is_refused_before_anything_is_made(
+def test_a_missing_resource_is_refused_before_anything_is_created(
     row: str, sets: tuple[str, ...], key: str, said: str
 ) -> None:
     refused = submit(*sets)
@@ -276,7 +281,7 @@ def test_what_the_spec_names_and_is_not_there_is_refused_before_anything_is_made
     assert not runs_root().exists()
 
 
-def test_every_verb_that_starts_a_run_asks_and_validate_warns(things: Path) -> None:
+def test_every_verb_that_starts_a_run_checks_and_validate_warns(things: Path) -> None:
     text = SMALL.read_text().replace("source: python-stdlib", "source: nowhere")
     Path("run.yaml").write_text(text)
     for verb, options in (("submit", ("--yes",)), ("submit", ("--sweep", "training.seed=1,2")), ("train", ())):
@@ -291,12 +296,12 @@ def test_every_verb_that_starts_a_run_asks_and_validate_warns(things: Path) -> N
     assert (missing["key"], missing["where"]) == ("data.source", "run.yaml:15")
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     sets = ("data.source=nowhere", "model.weights=nowhere", "secret_env=[NOT_SET_ANYWHERE]")
     assert submit(*sets).err.count("--set") == 3
 
 
-def test_a_resume_looks_again_and_needs_no_first_weights_once_there_is_a_checkpoint(
+def test_a_resume_checks_again_but_not_the_initial_weights_once_there_is_a_checkpoint(
     make_run: Callable[..., MadeRun], things: Path
 ) -> None:
     Path("corpus.txt").write_text("some text\n")
@@ -312,7 +317,7 @@ def test_a_resume_looks_again_and_needs_no_first_weights_once_there_is_a_checkpo
     assert "model.weights" not in scaletrain("resume", "r1", "--dry-run").err
 
 
-def test_what_only_the_nodes_see_is_said_to_be_not_checked() -> None:
+def test_a_warning_names_what_only_the_nodes_see() -> None:
     pods = ("cluster.scheduler=kubernetes", "cluster.kubernetes={image: a@sha256:%s, runs: {claim: c}}" % ("0" * 64))
     for sets in (
         (*pods, "data.source=/data/*.jsonl", "model.weights=/data/w"),
@@ -422,22 +427,22 @@ def test_a_key_of_weights_and_biases_is_found_where_wandb_looks(things: Path, mo
     assert has_login(load_spec(SMALL, [*in_pods, pods]), home, things)
 
 
-def test_a_tokenizer_is_judged_by_its_end_of_text_and_its_ids(tmp_path: Path) -> None:
+def test_a_tokenizer_needs_an_end_of_text_token_and_ids_within_the_vocabulary(tmp_path: Path) -> None:
     spec, path = load_spec(SMALL), tmp_path / "tokenizer.json"
 
-    def judged(vocabulary: object, added: list[dict[str, object]]) -> str:
+    def problem(vocabulary: object, added: list[dict[str, object]]) -> str:
         path.write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
-        return tokenizer_problem(path, spec)
+        return str(tokenizer_problem(path, spec) or "")
 
     end = {"content": "</s>", "id": 2}
-    assert judged({"a": 0, "b": 1}, [end]) == ""
-    assert judged([["a", 0.0], ["b", 0.0]], [end]) == ""  # as Unigram has it
-    assert "no end-of-text token" in judged({"a": 0}, [])
-    assert "has token ids up to 4096, and model.vocab_size is 4096" in judged({"a": 4096}, [end])
-    assert "is no tokenizer.json" in judged({"a": "b"}, [{}])
+    assert problem({"a": 0, "b": 1}, [end]) == ""
+    assert problem([["a", 0.0], ["b", 0.0]], [end]) == ""  # as Unigram has it
+    assert "no end-of-text token" in problem({"a": 0}, [])
+    assert "has token ids up to 4096, and model.vocab_size is 4096" in problem({"a": 4096}, [end])
+    assert "is not a tokenizer.json" in problem({"a": "b"}, [{}])
 
 
-def test_files_that_no_run_would_read_are_told(things: Path) -> None:
+def test_files_that_are_not_read_are_a_warning(things: Path) -> None:
     (things / "corpus").mkdir()
     for name in ("a.txt", "b.jsonl.zst", "c.jsonl.zst", "README.md"):
         (things / "corpus" / name).write_text("text " * 100)
@@ -446,7 +451,7 @@ def test_files_that_no_run_would_read_are_told(things: Path) -> None:
     assert "these files are not read: 2 .zst" in " ".join(told.err.split())
 
 
-def test_a_look_writes_nothing(things: Path) -> None:
+def test_checks_write_nothing(things: Path) -> None:
     before = sorted(things.parent.rglob("*"))
     assert check_external(load_spec(SMALL, ["data.source=prepared", "model.weights=weights"])).problems
     assert sorted(things.parent.rglob("*")) == before

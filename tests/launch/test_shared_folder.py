@@ -11,6 +11,7 @@ import pytest
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.shared_folder import disk_space_notes, file_system, unshared_notes
+from scaletrain_cli.reasons import Reason
 from tests.launch.conftest import make_plan, make_spec
 
 MOUNTS = """/dev/vda / ext4 rw 0 0
@@ -40,28 +41,29 @@ def test_the_innermost_mount_holds_a_folder(folder: str, kind: str) -> None:
     assert file_system(Path(folder), MOUNTS) == kind
 
 
-def test_a_runs_root_of_this_machine_alone_is_told_where_there_are_other_nodes() -> None:
+def test_a_local_runs_root_is_a_warning_for_a_job_of_several_nodes() -> None:
     (note,) = unshared_notes(Path("/home/ada/runs"), 2, MOUNTS)
-    assert "/home/ada/runs is on ext4" in note
-    assert "$SCALETRAIN_RUNS" in note
+    assert note == Reason("launch.runs-root-local", {"folder": "/home/ada/runs", "file_system": "ext4"})
+    assert "$SCALETRAIN_RUNS" in note.remedies[0]
     assert unshared_notes(Path("/home/ada/runs"), 1, MOUNTS) == []
     assert unshared_notes(Path("/data/runs"), 2, MOUNTS) == []
 
 
-def test_room_for_one_checkpoint_is_needed_and_for_those_kept_is_told(
+def test_space_for_one_checkpoint_is_required_and_too_little_for_all_kept_ones_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1000, f_frsize=10**6))
     spec, plan = make_spec("checkpoint.keep=3"), make_plan(make_spec())
 
-    def notes(checkpoint_bytes: int) -> list[str]:
+    def warnings(checkpoint_bytes: int, runs: int = 1) -> list[Reason]:
         durability = dataclasses.replace(plan.durability, checkpoint_bytes=checkpoint_bytes)
         return disk_space_notes(
-            spec, dataclasses.replace(plan, durability=durability), tmp_path / "not" / "there" / "yet"
+            spec, dataclasses.replace(plan, durability=durability), tmp_path / "not" / "there" / "yet", runs
         )
 
-    assert notes(250 * 10**6) == []
-    assert "has room for 1.0 GB, and 4 checkpoints" in notes(300 * 10**6)[0]
-    with pytest.raises(SchedulerError, match=r"one checkpoint takes 1\.5 GB") as caught:
-        notes(1500 * 10**6)
+    assert warnings(250 * 10**6) == []
+    assert "has 1.00 GB free, and the next 4 checkpoints" in str(warnings(300 * 10**6)[0])
+    assert "the next 4 checkpoints of each of 2 runs" in str(warnings(150 * 10**6, runs=2)[0])
+    with pytest.raises(SchedulerError, match=r"one checkpoint takes 1\.50 GB") as caught:
+        warnings(1500 * 10**6)
     assert caught.value.problems[0].key == "checkpoint.dir"

@@ -21,6 +21,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import code_hash
 from scaletrain_cli.launch.submit import create_run, make_record, new_run_id, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
@@ -40,7 +41,7 @@ class CountingScheduler(Backend):
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
     ) -> PreflightResult:
-        return PreflightResult(Start(None, "nobody knows"))
+        return PreflightResult(Start(None, recorded("no estimate")))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return ""

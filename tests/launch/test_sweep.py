@@ -21,6 +21,7 @@ from scaletrain_cli.launch.backends.slurm.script import job_script
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.launch.sweep import Point, point_ids, submit_sweep
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
@@ -47,7 +48,7 @@ class Queue(Backend):
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
     ) -> PreflightResult:
-        return PreflightResult(Start(None, "nobody knows"))
+        return PreflightResult(Start(None, recorded("no estimate")))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.errors import Problem, UsageError, sentences
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.plan.result import RunPlan
@@ -31,38 +30,50 @@ if TYPE_CHECKING:
 class Start:
     """The estimated start of a job: ``at`` in seconds since the epoch, None if unknown.
 
-    ``why`` names the source of the estimate, or why there is none.
+    ``reason`` names the source of the estimate, or why there is none.
     """
 
     at: float | None
-    why: str
-    reason: Reason | None = None
+    reason: Reason
 
-    @classmethod
-    def because(cls, at: float | None, reason: Reason) -> Start:
-        """Return the start with the text of ``reason``."""
-        return cls(at, str(reason), reason)
+    @property
+    def why(self) -> str:
+        """The text of ``reason``."""
+        return str(self.reason)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the stable JSON object."""
+        return {"at": self.at, "why": self.why, "reason": self.reason.to_document()}
 
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """The result for a job that can run: its start, and warnings."""
+    """The result for a job that can run: its start, and warnings, each as a Reason."""
 
     start: Start
-    notes: tuple[str, ...] = ()
-    reasons: tuple[Reason, ...] = ()  # the notes that have a code
+    warnings: tuple[Reason, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The texts of ``warnings``, with their remedies."""
+        return tuple(map(sentences, self.warnings))
 
 
 @dataclass(frozen=True)
 class SubmissionSummary:
-    """A job that is about to be submitted. ``step`` is the last step done; 0 for a new run."""
+    """A job that is about to be submitted. ``step``: the last step done, 0 for a new run; ``warnings``: as Reasons."""
 
     spec: RunSpec
     plan: RunPlan
     start: Start
     step: int = 0
-    notes: tuple[str, ...] = ()
+    warnings: tuple[Reason, ...] = ()
     code: CodeRecord | None = None  # the user's code, if the spec names any
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The texts of ``warnings``, with their remedies."""
+        return tuple(map(sentences, self.warnings))
 
     @property
     def steps_left(self) -> int:
@@ -83,7 +94,15 @@ class SubmissionSummary:
     def to_json(self) -> dict[str, Any]:
         """Return the part of the JSON object that submit and resume share."""
         cost = {"expected_usd": self.expected_usd, "usd_per_hour": self.usd_per_hour, "steps": self.steps_left}
-        return {"start": dataclasses.asdict(self.start), "cost": cost, "notes": list(self.notes)}
+        return {"start": self.start.to_json(), "cost": cost} | notes_json(self.warnings)
+
+
+def notes_json(warnings: Sequence[Reason]) -> dict[str, Any]:
+    """Return the keys ``notes``, the texts of warnings, and ``note_reasons``, the code and parameters of each."""
+    return {
+        "notes": [sentences(warning) for warning in warnings],
+        "note_reasons": [warning.to_document() for warning in warnings],
+    }
 
 
 # A "suspended" job keeps its nodes but does not run; an "ending" one waits for its last processes. Both are active.
@@ -217,11 +236,11 @@ class Backend(ABC):
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
     ) -> PreflightResult:
-        """Return when the job could start, with notes. Raises SchedulerError where it could never run.
+        """Return when the job could start, with warnings. Raises SchedulerError where it could never run.
 
         ``run``: the run to resume, with the code kept of it; None for a new run. Leaves no job or file behind.
         """
-        return PreflightResult(Start(None, f"{self.traits.display_name} gives no estimate"))
+        return PreflightResult(Start(None, Reason("launch.start-unknown", {"scheduler": self.traits.display_name})))
 
     def probe(self, spec: RunSpec, plan: RunPlan) -> Sequence[Any]:
         """Run a short job on the nodes and return the facts of each. Raises UsageError where can_probe is False."""

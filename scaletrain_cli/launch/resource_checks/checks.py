@@ -28,6 +28,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     tokenizer_problems,
     weights_problems,
 )
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.journal import has_committed
 from scaletrain_cli.rundir.paths import RunDir
@@ -38,9 +39,7 @@ from scaletrain_cli.spec import RunSpec
 if TYPE_CHECKING:
     from scaletrain_cli.launch.code import Snapshot
 
-# The API key of Weights & Biases: the places where wandb looks for it.
-
-
+# The variables in which wandb looks for its API key.
 _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 _SERVICE = "https://api.wandb.ai"
 
@@ -104,13 +103,13 @@ def check_external(
     return CheckResults(problems, (*not_checked(view), *not_read(view)))
 
 
-def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[str, ...]:
-    """Check a new run with the snapshot of its code; return notes. Raises UsageError with all problems."""
+def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[Reason, ...]:
+    """Check a new run with the snapshot of its code; return warnings. Raises UsageError with all problems."""
     return _require(check_external(spec, code=None if snapshot is None else paths_in(snapshot.listing)))
 
 
-def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapshot | None = None) -> tuple[str, ...]:
-    """Check a run to resume, with a new snapshot or the kept code; return notes. Raises UsageError."""
+def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapshot | None = None) -> tuple[Reason, ...]:
+    """Check a run to resume, with a new snapshot or the kept code; return warnings. Raises UsageError."""
     code = None if snapshot is None else paths_in(snapshot.listing)
     if code is None and record.code is not None:
         with contextlib.suppress(OSError):  # place_code reports it on the node
@@ -126,11 +125,10 @@ def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapsho
     return _require(found)
 
 
-def _require(found: CheckResults) -> tuple[str, ...]:
+def _require(found: CheckResults) -> tuple[Reason, ...]:
     if found.problems:
-        count = "something" if len(found.problems) == 1 else f"{len(found.problems)} things"
-        raise UsageError(f"the run spec names {count} that the run could not use", found.problems)
-    return found.notes
+        raise UsageError(Reason("checks.spec-unusable", {"problems": len(found.problems)}), found.problems)
+    return found.warnings
 
 
 def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: Path | None) -> None:
@@ -149,10 +147,10 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
         problems += _installed_problems(view)
     if not problems:
         return
-    message = "this node does not have what the run spec names"
+    why = Reason("checks.node-lacks")
     if begun or backend_for(spec.cluster.scheduler).replaces_nodes:
-        raise WrongNodesError(message, tuple(problems))
-    raise UsageError(message, tuple(problems))
+        raise WrongNodesError(why, tuple(problems))
+    raise UsageError(why, tuple(problems))
 
 
 def engine_problems(view: View) -> Iterator[Problem]:
@@ -163,8 +161,8 @@ def engine_problems(view: View) -> Iterator[Problem]:
     root = "" if code.import_root == "." else code.import_root.strip("/").removeprefix("./") + "/"
     kept = view.code or ()
     if code.path is not None and root and not any(path.startswith(root) for path in kept):
-        message = f"what is kept of {code.path} has no such folder."
-        yield view.problem("code.import_root", message, code.import_root, "Name one that git does not ignore.")
+        reason = Reason("checks.no-import-root", {"path": code.path})
+        yield view.problem("code.import_root", reason, code.import_root)
         return
     if code.engine is None or _module_in(kept, root + code.engine.replace(".", "/")):
         return
@@ -179,11 +177,13 @@ def _installed_problems(view: View) -> Iterator[Problem]:
             return  # the ranks use an interpreter that is not visible here
     elif _is_installed(engine, view):
         return
-    hint = "Commit its file, or set code.path and code.import_root to where it is."
     if engine.endswith(".py"):
-        hint = f"It is the name of a module, not of a file: write {engine.removesuffix('.py').replace('/', '.')}."
-    there = f"what is kept of {code.path} holds no such module, and it" if code.path is not None else "it"
-    yield view.problem("code.engine", f"{there} is not installed.", engine, hint)
+        reason = Reason("checks.engine-is-file", {"module": engine.removesuffix(".py").replace("/", ".")})
+    elif code.path is not None:
+        reason = Reason("checks.engine-not-kept", {"path": code.path})
+    else:
+        reason = Reason("checks.engine-not-installed")
+    yield view.problem("code.engine", reason, engine)
 
 
 def _module_in(files: Collection[str], path: str) -> bool:
@@ -218,10 +218,9 @@ def checkpoint_problems(view: View) -> Iterator[Problem]:
     folder = view.folder / expand_home(given)
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():
-        yield view.problem("checkpoint.dir", f"{there} is no folder.", given, "Name a folder.")
+        yield view.problem("checkpoint.dir", Reason("checks.checkpoints-no-folder", {"folder": str(there)}), given)
     elif not os.access(there, os.W_OK | os.X_OK):
-        message = f"this user may not write {there}."
-        yield view.problem("checkpoint.dir", message, given, "Name a folder of yours, or ask for the right.")
+        yield view.problem("checkpoint.dir", Reason("checks.checkpoints-not-writable", {"folder": str(there)}), given)
 
 
 def secret_problems(view: View) -> Iterator[Problem]:
@@ -230,7 +229,7 @@ def secret_problems(view: View) -> Iterator[Problem]:
         return
     for name in view.spec.secret_env:
         if name not in view.environment and name not in view.secrets:
-            yield view.problem("secret_env", "is not set here.", name, "Export it before submitting.")
+            yield view.problem("secret_env", Reason("checks.secret-not-set"), name)
 
 
 def tracker_problems(view: View) -> Iterator[Problem]:
@@ -240,8 +239,8 @@ def tracker_problems(view: View) -> Iterator[Problem]:
         return
     for name in spec.tracking.trackers:
         if any(find_spec(module) is None for module in EXTRAS.get(name, ())):
-            hint = f"Run {install_command(name)}, or remove {name} from tracking."
-            yield view.problem(f"tracking.{name}", f"{name} is not installed here.", name, hint)
+            params = {"tracker": name, "command": install_command(name)}
+            yield view.problem(f"tracking.{name}", Reason("checks.tracker-not-installed", params), name)
 
 
 def wandb_problems(view: View) -> Iterator[Problem]:
@@ -253,9 +252,8 @@ def wandb_problems(view: View) -> Iterator[Problem]:
     if has_login(spec, view.environment, view.folder):
         return
     login = ", or run `wandb login`" if spec.cluster.traits.shared_run_directory else ""
-    where = f"{backend_for(spec.cluster.scheduler).secret_hint(_KEYS[0])}{login}"
-    hint = f"{where}; or set it to offline and send the files later with `wandb sync`."
-    yield view.problem(key, "the run has no key of Weights & Biases.", "online", hint)
+    hint = f"{backend_for(spec.cluster.scheduler).secret_hint(_KEYS[0])}{login}"
+    yield view.problem(key, Reason("checks.no-wandb-key", {"login": hint}), "online")
 
 
 def section_problems(view: View) -> Iterator[Problem]:

@@ -12,18 +12,19 @@ from pathlib import Path, PurePosixPath
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
-from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, SOURCES, NoCorpusError, find_files, kind_of, problems_of
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, NoCorpusError, find_files, kind_of, problems_of
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
 
 @dataclass(frozen=True)
 class CheckResults:
-    """The results. ``problems`` keep the run from starting; ``notes`` name what could not be checked here."""
+    """The results. ``problems`` keep the run from starting; ``warnings`` name what could not be checked here."""
 
     problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
+    warnings: tuple[Reason, ...]
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class View:
     on_node: bool = False
     secrets: Collection[str] = ()
 
-    def problem(self, key: str, message: str, given: object, hint: str) -> Problem:
-        return Problem(self.spec.where(key), key, message, str(given), hint)
+    def problem(self, key: str, reason: Reason, given: object) -> Problem:
+        """Return the problem of a key of the spec, with the line of the key."""
+        return Problem.because(self.spec.where(key), key, reason, given)
 
     def unseen(self, path: str) -> str:
         """Return where the ranks look for ``path`` if that is not visible from here; empty if it is."""
@@ -85,40 +87,40 @@ def source_problems(view: View) -> Iterator[Problem]:
         return
     prepared = view.folder / expand_home(source)
     if (prepared / "dataset.json").is_file():
-        if why := _prepared_problem(prepared, view.spec):
-            yield view.problem("data.source", why, source, "Prepare it again with `scaletrain data prepare`.")
+        if reason := _prepared_problem(prepared, view.spec):
+            yield view.problem("data.source", reason, source)
         return
     try:
         found = find_files(source, view.folder)
     except NoCorpusError as error:
-        yield view.problem("data.source", f"{error.why}.", source, SOURCES)
+        yield view.problem("data.source", Reason("checks.no-source", {"why": error.why}), source)
         return
     for why in problems_of(found.files):
-        yield view.problem("data.source", f"{why}.", source, "Repair the file, or leave it out of the source.")
-    if why := _too_little_text(found.files, view.spec):
-        yield view.problem("data.source", why, source, "Give more text, or a shorter model.seq_len.")
+        yield view.problem("data.source", Reason("checks.source-file", {"why": why}), source)
+    if reason := _too_little_text(found.files, view.spec):
+        yield view.problem("data.source", reason, source)
     here = view.spec.cluster.traits.runs_here
     if here and any(kind_of(path) == "parquet" for path in found.files) and find_spec("pyarrow") is None:
-        yield view.problem("data.source", "reading parquet needs pyarrow.", source, "Run pip install pyarrow.")
+        yield view.problem("data.source", Reason("checks.no-pyarrow"), source)
 
 
-def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> str:
-    """Return a problem if the text is too short for one sequence; empty otherwise.
+def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> Reason | None:
+    """Return a problem if the text is too short for one sequence.
 
     A token of a trained tokenizer has at least one byte, and each document adds one token.
     """
-    if any(path.suffix in (".parquet", ".gz") for path in files) or not isinstance(spec.model, ModelSpec):
-        return ""
+    if any(path.suffix in (".parquet", ".gz") for path in files) or spec.unit != "tokens":
+        return None
     try:
         size = sum(path.stat().st_size for path in files)
     except OSError:
-        return ""
+        return None
     if size == 0:
-        return "holds no text."
-    length = spec.model.seq_len
+        return Reason("checks.no-text")
+    length = spec.transformer.seq_len
     if spec.data.tokenizer.kind == "file" or size + len(files) > length:
-        return ""
-    return f"holds {size} bytes, too few for one sequence of {length} tokens."
+        return None
+    return Reason("checks.too-little-text", {"bytes": size, "seq_len": length})
 
 
 def tokenizer_problems(view: View) -> Iterator[Problem]:
@@ -126,13 +128,12 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
     path = view.spec.data.tokenizer.path
     if view.spec.code.engine is not None or path is None or view.unseen(path):
         return
-    why = tokenizer_problem(view.folder / expand_home(path), view.spec)
-    if why:
-        yield view.problem("data.tokenizer.path", f"{why}.", path, "Give a Hugging Face tokenizer.json.")
+    if reason := tokenizer_problem(view.folder / expand_home(path), view.spec):
+        yield view.problem("data.tokenizer.path", reason, path)
 
 
-def tokenizer_problem(path: Path, spec: RunSpec) -> str:
-    """Return the problem of a tokenizer.json; empty for a valid one."""
+def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
+    """Return the problem of a tokenizer.json; None for a valid one."""
     from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
     try:
@@ -144,14 +145,15 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> str:
         ids = dict(pairs) | {str(token["content"]): int(token["id"]) for token in added}
         largest = max(ids.values())
     except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
+        return Reason("checks.tokenizer-unreadable", {"said": error.strerror or str(error)})
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return "is no tokenizer.json of Hugging Face tokenizers"
+        return Reason("checks.tokenizer-invalid")
     if not any(name in ids for name in ENDS_OF_TEXT):
-        return f"has no end-of-text token; one of {', '.join(ENDS_OF_TEXT)} is needed"
-    if isinstance(spec.model, ModelSpec) and largest >= spec.model.vocab_size:
-        return f"has token ids up to {largest}, and model.vocab_size is {spec.model.vocab_size}"
-    return ""
+        return Reason("checks.tokenizer-no-end", {"tokens": list(ENDS_OF_TEXT)})
+    if spec.unit == "tokens" and largest >= spec.transformer.vocab_size:
+        params = {"largest": largest, "vocab_size": spec.transformer.vocab_size}
+        return Reason("checks.tokenizer-vocabulary", params)
+    return None
 
 
 def weights_problems(view: View) -> Iterator[Problem]:
@@ -160,44 +162,41 @@ def weights_problems(view: View) -> Iterator[Problem]:
     if view.spec.code.engine is not None or given is None or view.begun or view.unseen(given):
         return
     folder = view.folder / expand_home(given)
-    if why := _weights_problem(folder):
-        hint = "Give a folder with Hugging Face *.safetensors."
-        yield view.problem("model.weights", f"{why}.", given, hint)
+    if reason := _weights_problem(folder):
+        yield view.problem("model.weights", reason, given)
         return
     try:
         differing = list(config_mismatches(folder, view.spec.transformer))
     except UsageError as error:
-        yield view.problem("model.weights", error.message, given, "Give other weights.")
+        why = error.message.rstrip(".")
+        yield view.problem("model.weights", Reason("checks.weights-config-unusable", {"why": why}), given)
         return
     for problem in differing:
-        message = f"its config.json has {problem.subject}, and {problem.message}"
-        yield view.problem("model.weights", message, given, str(problem.hint))
+        params = {"setting": problem.subject, "difference": problem.message.rstrip("."), "remedy": str(problem.hint)}
+        yield view.problem("model.weights", Reason("checks.weights-config-differs", params), given)
 
 
-def _weights_problem(folder: Path) -> str:
+def _weights_problem(folder: Path) -> Reason | None:
     if not folder.is_dir():
-        return "is no folder" if folder.exists() else "does not exist"
+        return Reason("checks.weights-no-folder" if folder.exists() else "checks.weights-missing")
     try:
         files = sorted(folder.glob("*.safetensors"))
         index = folder / "model.safetensors.index.json"
         if not index.exists() and not (folder / "model.safetensors").exists():
-            return "holds neither model.safetensors nor model.safetensors.index.json"
+            return Reason("checks.weights-no-files")
         if index.is_file():
             named = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
             if missing := sorted(name for name in named if not (folder / name).is_file()):
-                return f"lacks {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}, which its index names"
-        for path in files:
-            if why := _safetensors_problem(path):
-                return f"{path.name}: {why}"
+                return Reason("checks.weights-incomplete", {"files": missing})
+        return next((problem for path in files if (problem := _safetensors_problem(path))), None)
     except OSError as error:
-        return f"cannot be read: {error}"
+        return Reason("checks.weights-unreadable", {"said": str(error)})
     except (ValueError, KeyError, TypeError, AttributeError):
-        return "has an index that cannot be read"
-    return ""
+        return Reason("checks.weights-index")
 
 
-def _safetensors_problem(path: Path) -> str:
-    """Return the problem of a safetensors file; empty for a valid one.
+def _safetensors_problem(path: Path) -> Reason | None:
+    """Return the problem of a safetensors file; None for a valid one.
 
     The header gives the file's length (github.com/huggingface/safetensors, section Format).
     """
@@ -205,37 +204,43 @@ def _safetensors_problem(path: Path) -> str:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, 100_000_000):
-            return "is no safetensors file, or was cut off"
+            return Reason("checks.weights-file", {"file": path.name})
         try:
             header = json.loads(file.read(length))
             ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            return "is no safetensors file"
+            return Reason("checks.weights-file", {"file": path.name})
     expected = 8 + length + max(ends, default=0)
-    return "" if size == expected else f"holds {size} bytes, and its header says {expected}"
+    if size == expected:
+        return None
+    return Reason("checks.weights-file-size", {"file": path.name, "bytes": size, "expected": expected})
 
 
-def _prepared_problem(folder: Path, spec: RunSpec) -> str:
+def _prepared_problem(folder: Path, spec: RunSpec) -> Reason | None:
     try:
         info = json.loads((folder / "dataset.json").read_bytes())
         width = {"uint16": 2, "uint32": 4}[info["dtype"]]
         for split in ("train", "validation"):
-            found, said = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
-            if found != said:
-                return f"{split}.bin holds {found} tokens, and dataset.json says {said}."
+            found, expected = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
+            if found != expected:
+                params = {"file": f"{split}.bin", "tokens": found, "expected": expected}
+                return Reason("checks.dataset-size", params)
         vocab_size, tokens = int(info["vocab_size"]), int(info["train_tokens"])
     except OSError as error:
-        return f"is no complete prepared dataset: {error.filename}: {error.strerror or error}."
+        return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
     except (ValueError, KeyError, TypeError):
-        return "has a dataset.json that cannot be read."
-    if isinstance(spec.model, ModelSpec) and vocab_size > spec.model.vocab_size:
-        return f"has {vocab_size} token ids, and model.vocab_size is {spec.model.vocab_size}."
-    if isinstance(spec.model, ModelSpec) and tokens <= spec.model.seq_len:
-        return f"holds {tokens} tokens to train on, fewer than one sequence of {spec.model.seq_len}."
-    return ""
+        return Reason("checks.dataset-unreadable")
+    if spec.unit != "tokens":
+        return None
+    model = spec.transformer
+    if vocab_size > model.vocab_size:
+        return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": model.vocab_size})
+    if tokens <= model.seq_len:
+        return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": model.seq_len})
+    return None
 
 
-def not_checked(view: View) -> Iterator[str]:
+def not_checked(view: View) -> Iterator[Reason]:
     """Yield a note for each location that is not visible here, with the keys that refer to it."""
     spec = view.spec
     own = spec.code.engine is not None
@@ -250,10 +255,10 @@ def not_checked(view: View) -> Iterator[str]:
         if path is not None and (place := view.unseen(parent_of_glob(path))):
             places.setdefault(place, []).append(f"{key} = {path}")
     for place, named in places.items():
-        yield f"not checked here: {', '.join(named)}; looked for {place}. Each node checks it before it starts a rank."
+        yield Reason("checks.not-checked", {"keys": named, "place": place})
 
 
-def not_read(view: View) -> Iterator[str]:
+def not_read(view: View) -> Iterator[Reason]:
     """Yield a note on files of the data folder that the engine does not read."""
     source = view.spec.data.source
     if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
@@ -263,5 +268,5 @@ def not_read(view: View) -> Iterator[str]:
     with contextlib.suppress(UsageError):
         left_out = find_files(source, view.folder).not_read
         if left_out:
-            kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(left_out.items()))
-            yield f"data.source = {source}: these files are not read: {kinds}"
+            kinds = [f"{count} {suffix}" for suffix, count in sorted(left_out.items())]
+            yield Reason("checks.files-not-read", {"source": source, "kinds": kinds})

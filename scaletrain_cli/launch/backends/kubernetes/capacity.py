@@ -70,7 +70,7 @@ def problem(spec: RunSpec, key: str, why: Reason, given: str | None = None) -> P
 
 def unknown_start(why: Reason) -> Start:
     """Return a start without a time, and why the time is unknown."""
-    return Start(None, str(why), why)
+    return Start(None, why)
 
 
 def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
@@ -185,8 +185,7 @@ def _start(queue: Object, given: str, *, busy: bool) -> Start:
         return unknown_start(reason("start-quota-used", queue=given, waiting=waiting))
     if waiting:
         return unknown_start(reason("start-behind-others", queue=given, waiting=waiting))
-    free = reason("start-quota-free", queue=given)
-    return Start(time.time(), str(free), free)
+    return Start(time.time(), reason("start-quota-free", queue=given))
 
 
 def _needed(spec: RunSpec, pod: Object) -> dict[str, Fraction]:

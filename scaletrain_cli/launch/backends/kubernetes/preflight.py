@@ -239,10 +239,10 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
         params = {"where": cluster.where, "version": version, "count": len(problems)}
         raise SchedulerError(reason("preflight-problems", **params), problems)
     reasons = (*rendered.notes, *(finding for finding in found if isinstance(finding, Reason)))
-    notes = {str(note): note for note in reasons}
+    warnings = {str(reason): reason for reason in reasons}
     starts = [finding for finding in found if isinstance(finding, Start)]
     unknown = [start for start in starts if start.at is None]  # one unknown makes the start unknown
-    return PreflightResult((unknown or starts or [_unplanned(spec)])[0], tuple(notes), tuple(notes.values()))
+    return PreflightResult((unknown or starts or [_unplanned(spec)])[0], tuple(warnings.values()))
 
 
 def pod_spec(objects: Iterable[Object]) -> Object:

@@ -81,7 +81,7 @@ class LocalBackend(Backend):
                 f"{', '.join(missing)} not installed here: a run on this machine needs the extra train.",
                 install_command("train"),
             )
-        return PreflightResult(Start.because(time.time(), Reason("local.no-queue")))
+        return PreflightResult(Start(time.time(), Reason("local.no-queue")))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
         return shlex.join(supervisor_command(run, self.engine)) + "\n"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError, sentence
+from scaletrain_cli.errors import Problem, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import PreflightResult, Start
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.script import cores_per_node, sbatch_options
@@ -53,9 +53,9 @@ def check_job(site: Site, spec: RunSpec, exclude: str | None) -> PreflightResult
     lines = [line.removeprefix("sbatch: ") for line in answer.stderr.splitlines() if line.strip()]
     start, messages = read_estimate(lines, site.now, hidden_reservations=site.hides_reservations)
     if spec.cluster.slurm.extra.get("hold") is True:
-        start = Start.because(None, Reason("slurm.start-on-hold"))
-    reasons = (*verdict.notes, *map(recorded, (*unshared_notes(runs_root(), spec.cluster.nodes), *messages)))
-    return PreflightResult(start, tuple(map(sentence, reasons)), reasons)
+        start = Start(None, Reason("slurm.start-on-hold"))
+    shared = unshared_notes(runs_root(), spec.cluster.nodes)
+    return PreflightResult(start, (*verdict.notes, *shared, *map(recorded, messages)))
 
 
 # "sbatch: Job 12 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main"
@@ -79,8 +79,8 @@ def read_estimate(lines: Sequence[str], now: float, *, hidden_reservations: bool
             source = Reason("slurm.estimate-on", {"nodes": match["nodes"], "partition": match["partition"]})
         if hidden_reservations:
             source = Reason("slurm.estimate-with-hidden", {"estimate": source})
-        start = Start.because(at, Reason("slurm.estimate-may-slip", {"estimate": source}) if at > now + 60 else source)
-    return start or Start.because(None, Reason("slurm.no-estimate")), rest
+        start = Start(at, Reason("slurm.estimate-may-slip", {"estimate": source}) if at > now + 60 else source)
+    return start or Start(None, Reason("slurm.no-estimate")), rest
 
 
 # Messages of sbatch about the value of one key (schedmd/slurm, slurm_errno.c).

@@ -1,0 +1,74 @@
+"""The texts of the checks of files, code and credentials that a run spec refers to (docs/checks.md)."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+_SOURCES = ("Set it to python-stdlib, a prepared dataset, or a path or glob of text files",)
+_PREPARE = ("Prepare it again with `scaletrain data prepare`",)
+_MORE_TEXT = ("Add text, or use a shorter model.seq_len",)
+_TOKENIZER = ("Set it to the tokenizer.json of a Hugging Face tokenizer",)
+_WEIGHTS = ("Set it to a folder with Hugging Face *.safetensors files",)
+_MODULE = ("Commit its file, or set code.path and code.import_root to where it is",)
+
+TEXTS: dict[str, Text] = {
+    "spec-unusable": Text("the run spec refers to {problems:of resource} that the run could not use"),
+    "node-lacks": Text("this node lacks what the run spec refers to"),
+    # ---- notes: what is not checked ------------------------------------------------------------------------------
+    "not-checked": Text(
+        "not checked here: {keys:list}; looked for {place}. Each node checks it before it starts a rank"
+    ),
+    "files-not-read": Text("data.source = {source}: these files are not read: {kinds:list}"),
+    # ---- data.source -----------------------------------------------------------------------------------------------
+    "no-source": Text("{why}", _SOURCES),
+    "source-file": Text("{why}", ("Repair the file, or leave it out of the source",)),
+    "no-text": Text("holds no text", _MORE_TEXT),
+    "too-little-text": Text("holds {bytes} bytes, too few for one sequence of {seq_len} tokens", _MORE_TEXT),
+    "no-pyarrow": Text("reading parquet files requires pyarrow", ("Run pip install pyarrow",)),
+    "dataset-incomplete": Text("is not a complete prepared dataset: {said}", _PREPARE),
+    "dataset-unreadable": Text("its dataset.json cannot be read", _PREPARE),
+    "dataset-size": Text("{file} holds {tokens} tokens, and dataset.json says {expected}", _PREPARE),
+    "dataset-vocabulary": Text("has {tokens} token ids, and model.vocab_size is {vocab_size}", _PREPARE),
+    "dataset-too-short": Text(
+        "holds {tokens} tokens to train on, fewer than one sequence of {seq_len}",
+        _PREPARE,
+    ),
+    # ---- data.tokenizer.path ---------------------------------------------------------------------------------------
+    "tokenizer-unreadable": Text("cannot be read: {said}", _TOKENIZER),
+    "tokenizer-invalid": Text("is not a tokenizer.json of Hugging Face tokenizers", _TOKENIZER),
+    "tokenizer-no-end": Text("has no end-of-text token; one of {tokens:list} is required", _TOKENIZER),
+    "tokenizer-vocabulary": Text("has token ids up to {largest}, and model.vocab_size is {vocab_size}", _TOKENIZER),
+    # ---- model.weights ---------------------------------------------------------------------------------------------
+    "weights-missing": Text("does not exist", _WEIGHTS),
+    "weights-no-folder": Text("is not a folder", _WEIGHTS),
+    "weights-no-files": Text("holds neither model.safetensors nor model.safetensors.index.json", _WEIGHTS),
+    "weights-incomplete": Text("lacks {files:list}, which its index names", _WEIGHTS),
+    "weights-unreadable": Text("cannot be read: {said}", _WEIGHTS),
+    "weights-index": Text("its index cannot be read", _WEIGHTS),
+    "weights-file": Text("{file} is not a safetensors file, or is truncated", _WEIGHTS),
+    "weights-file-size": Text("{file} holds {bytes} bytes, and its header says {expected}", _WEIGHTS),
+    "weights-config-unusable": Text("{why}", ("Use other weights",)),
+    "weights-config-differs": Text("its config.json has {setting}, and {difference}", ("{remedy}",)),
+    # ---- code ------------------------------------------------------------------------------------------------------
+    "no-import-root": Text("the snapshot of {path} has no such folder", ("Name one that git does not ignore",)),
+    "engine-not-installed": Text("it is not installed", _MODULE),
+    "engine-not-kept": Text("the snapshot of {path} holds no such module, and it is not installed", _MODULE),
+    "engine-is-file": Text(
+        "it is the name of a file, and a module is required",
+        ("Set code.engine to {module}",),
+    ),
+    # ---- checkpoint.dir, secrets, trackers -------------------------------------------------------------------------
+    "checkpoints-no-folder": Text("{folder} is not a folder", ("Name a folder",)),
+    "checkpoints-not-writable": Text(
+        "this user may not write to {folder}",
+        ("Name a folder that you can write to, or request the permission",),
+    ),
+    "secret-not-set": Text("is not set here", ("Export it before submitting",)),
+    "tracker-not-installed": Text(
+        "{tracker} is not installed here", ("Run {command}, or remove {tracker} from tracking",)
+    ),
+    "no-wandb-key": Text(
+        "the run has no API key for Weights & Biases",
+        ("{login}; or set it to offline and upload the files later with `wandb sync`",),
+    ),
+}
