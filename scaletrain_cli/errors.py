@@ -142,6 +142,12 @@ class ScaletrainError(Exception):
         self.remedy = remedy or (_remedy(self.reason) if self.reason is not None else None)
         self.file = file
 
+    def explain(self, reason: Reason) -> None:
+        """Replace the message by the text of ``reason``, which contains it, and add the remedies of ``reason``."""
+        self.reason, self.message = reason, one_stop(sentence(reason))
+        self.args = (self.message,)
+        self.remedy = " ".join(filter(None, (self.remedy, _remedy(reason)))) or None
+
     def __str__(self) -> str:
         head = f"{self.message} {self.remedy}" if self.remedy else self.message
         return "\n".join([head, *(f"  {problem}" for problem in self.problems)])

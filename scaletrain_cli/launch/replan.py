@@ -14,7 +14,7 @@ from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.submit import plan_for_engine
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
 from scaletrain_cli.spec import RunSpec, changed_keys, override_spec
@@ -110,10 +110,12 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
 
 
 def _for_a_resume(problem: Problem) -> Problem:
-    """Return the planner's problem, with another hint where a resumed run cannot follow the planner's."""
+    """Return the planner's problem, with another remedy where a resumed run cannot follow the planner's."""
     if problem.key != "training.global_batch_size":
         return problem
-    return dataclasses.replace(problem, hint="It stays as it is: give so many nodes that it divides.")
+    cause = problem.reason or recorded(problem.message.rstrip("."))
+    why = Reason("launch.resume-fixed-batch", {"problem": cause})
+    return Problem.because(problem.where, problem.key, why, problem.given)
 
 
 def _pins_in_the_way(spec: RunSpec) -> Iterator[Problem]:
@@ -121,10 +123,9 @@ def _pins_in_the_way(spec: RunSpec) -> Iterator[Problem]:
     pins = {key: value for key in _PINS if (value := _value(spec, key)) != "auto"}
     alone = [key for key in pins if _can_be_planned(spec, [key])]
     together = list(pins) if not alone and len(pins) > 1 and _can_be_planned(spec, list(pins)) else []
+    code = "launch.resume-pinned-together" if together else "launch.resume-pinned"
     for key in alone or together:
-        others = " with the other pins here" if together else ""
-        hint = f"Add --set {key}=auto{others}."
-        yield Problem(spec.where(key), key, "is pinned; left to the planner, the run can be laid out.", pins[key], hint)
+        yield Problem.because(spec.where(key), key, Reason(code, {"key": key, "keys": together}), pins[key])
 
 
 def _can_be_planned(spec: RunSpec, released: Sequence[str]) -> bool:

@@ -16,6 +16,7 @@ from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.status import RunStatus, exit_code_of, is_over, run_statuses
 from scaletrain_cli.launch.submit import CreatedRun, Submission, create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record, require_cancellable
 from scaletrain_cli.rundir.sweeps import Sweep, SweepPlace, read_sweep_place, write_sweep_place
@@ -82,20 +83,21 @@ def submit_sweep(
             done.append((made, submit_run(made.run, made.record, scheduler)))
         except ScaletrainError as error:
             silent = isinstance(error, SchedulerSilentError)
-            left = _take_back([made for made, _ in done], scheduler)
+            left = _cancel_submitted([made for made, _ in done], scheduler)
             if made is not None and made.created and not silent:
                 shutil.rmtree(made.run.path)
-            text = f"{point.run_id} ({', '.join(point.overrides)}) could not be submitted, so none is: {error.message}"
-            if silent:
-                text += f" Whether its job was taken is not known: look at {point.run_id} with scaletrain status."
+            cause = error.reason or recorded(error.message.rstrip("."))
+            params = {"run": point.run_id, "overrides": list(point.overrides), "cause": cause}
+            why = Reason("launch.sweep-unanswered" if silent else "launch.sweep-not-submitted", params)
+            error.explain(why)
             if left:
-                text += f" These could not be taken back: {', '.join(left)}. Use scaletrain cancel."
-            raise type(error)(text, error.problems) from error
+                error.explain(Reason("launch.sweep-partly-submitted", {"why": why, "runs": left}))
+            raise
     return [SubmittedPoint(made.run, submission, made.created) for made, submission in done]
 
 
-def _take_back(made: Sequence[CreatedRun], scheduler: Backend) -> list[str]:
-    """Cancel the points just submitted, the last first, so that none starts; return the ids that could not be."""
+def _cancel_submitted(made: Sequence[CreatedRun], scheduler: Backend) -> list[str]:
+    """Cancel the points just submitted, the last first, so that none starts; return the ids that are not cancelled."""
     left = []
     for one in reversed([one for one in made if one.created]):
         try:

@@ -294,12 +294,30 @@ TEXTS: dict[str, Text] = {
     "resume-no-code": Text("{run} has no code of yours to take again", ("Name it: --set code.path=FOLDER",)),
     "resume-keeps-code": Text("was {before}, and a run keeps its code", ("Leave it as it is",)),
     "resume-keeps-checkpoints": Text("the checkpoints of the run are in {before}", ("Leave it as it is",)),
+    "resume-fixed-batch": Text(
+        "{problem}; a resumed run keeps its global batch size", ("Use a number of nodes that divides it",)
+    ),
+    "resume-pinned": Text("is pinned; with auto the planner finds a layout", ("Add --set {key}=auto",)),
+    "resume-pinned-together": Text(
+        "is pinned; with auto for each of {keys:list} the planner finds a layout", ("Add --set {key}=auto",)
+    ),
     "resume-fixed-key": Text(
         "was {before}, and what is trained cannot change",
         ("A resumed run may change {allowed}; submit a new run for anything else",),
     ),
     # ---- excluded nodes --------------------------------------------------------------------------------------------
     "nodes-not-excluded": Text("the job needs {needed} of {usable:of usable node}, or names these nodes itself"),
+    # ---- sweeps ----------------------------------------------------------------------------------------------------
+    "sweep-not-submitted": Text("{run} ({overrides:list}) could not be submitted, so none is submitted: {cause}"),
+    "sweep-unanswered": Text(
+        "{run} ({overrides:list}) could not be submitted, so none is submitted: {cause}; whether {run} has "
+        "a job is not known",
+        ("Check it with `scaletrain status {run}`",),
+    ),
+    "sweep-partly-submitted": Text(
+        "{why}; these runs could not be cancelled again: {runs:list}",
+        ("Cancel each with `scaletrain cancel`",),
+    ),
     # ---- before a submission ---------------------------------------------------------------------------------------
     "start-unknown": Text("{scheduler} does not estimate when a job starts"),
     "runs-root-local": Text(

@@ -121,17 +121,17 @@ def test_every_forbidden_key_is_named_at_once() -> None:
         *("training.micro_batch_size=2", "env.EXTRA='1'", "cluster.grace_seconds=90"),
     ],
 )
-def test_how_it_is_trained_can_be_changed(override: str) -> None:
+def test_what_does_not_change_the_result_can_be_changed(override: str) -> None:
     assert len(replan(ended_run().run, [override]).changes) == 1
 
 
-def test_an_override_that_is_no_value_names_the_option() -> None:
+def test_an_invalid_override_names_the_option() -> None:
     with pytest.raises(UsageError) as caught:
         replan(ended_run().run, ["cluster.nodes=many"])
     assert str(caught.value.problems[0]).startswith("--set cluster.nodes = many: ")
 
 
-def test_a_pinned_degree_that_cannot_hold_is_named_with_its_way_out() -> None:
+def test_a_pinned_degree_that_has_no_layout_is_named_with_its_remedy() -> None:
     made = ended_run("layout.data_parallel=2", "layout.tensor_parallel=1")
     with pytest.raises(InfeasibleError) as caught:
         replan(made.run, ["cluster.gpus_per_node=4"])
@@ -146,8 +146,11 @@ def test_a_batch_that_does_not_divide_is_infeasible() -> None:
     made = ended_run("layout.tensor_parallel=1", "layout.pipeline_parallel=1")
     with pytest.raises(InfeasibleError, match=r"no layout of .* divides") as caught:
         replan(made.run, ["cluster.gpus_per_node=3"])
-    advice = "must be a multiple of 3 data-parallel ranks. It stays as it is: give so many nodes that it divides."
-    assert str(caught.value.problems[0]).endswith(advice), "and not another batch, which a resume refuses"
+    (problem, *_) = caught.value.problems
+    assert problem.reason is not None
+    assert problem.reason.code == "launch.resume-fixed-batch"
+    assert "must be a multiple of 3 data-parallel ranks; a resumed run keeps" in problem.message
+    assert problem.hint == "Use a number of nodes that divides it.", "and not another batch, which a resume refuses"
 
 
 def test_a_refusal_leaves_the_run_as_it_was() -> None:
@@ -173,7 +176,7 @@ def test_a_scheduler_that_gives_no_answer_may_have_the_job_so_the_revision_stand
     assert (read_record(made.run).revision, read_record(made.run).spec.world_size) == (2, 4)
 
 
-def test_of_two_who_resize_a_run_only_one_wins() -> None:
+def test_only_one_of_two_concurrent_resizes_succeeds() -> None:
     made, cluster, gate = ended_run(), Cluster(), threading.Barrier(2)
     resizes = [replan(made.run, [f"cluster.gpus_per_node={size}"]) for size in (1, 4)]
 
@@ -191,7 +194,7 @@ def test_of_two_who_resize_a_run_only_one_wins() -> None:
     assert read_record(made.run).spec.world_size == (1, 4)[won.index(True)]
 
 
-def test_quantised_states_are_not_cut_anew() -> None:
+def test_quantized_states_are_not_sharded_again() -> None:
     made, cluster = ended_run("training.optimizer.name=adamw_8bit"), Cluster()
     with pytest.raises(UsageError, match="quantized in blocks") as caught:
         resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=1"]), scheduler=cluster)
@@ -201,7 +204,7 @@ def test_quantised_states_are_not_cut_anew() -> None:
     assert cluster.submitted == 1
 
 
-def test_the_old_job_is_asked_for_where_it_is_and_the_new_one_goes_where_the_override_says(
+def test_a_resize_to_another_scheduler_checks_the_old_job_on_the_old_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = ended_run()

@@ -21,7 +21,7 @@ from scaletrain_cli.launch.backends.slurm.script import job_script
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.launch.sweep import Point, point_ids, submit_sweep
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import recorded
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
@@ -95,10 +95,12 @@ def test_a_cap_makes_lanes() -> None:
     assert list(queue.jobs) == [one.run.run_id for one in done]
 
 
-def test_of_a_sweep_that_is_refused_half_way_nothing_is_left_and_it_can_be_submitted_again() -> None:
+def test_a_sweep_that_is_refused_halfway_leaves_nothing_and_can_be_submitted_again() -> None:
     queue = Queue(room=2)
-    with pytest.raises(SchedulerError, match=r"s-seed-3 \(training\.seed=3\) could not be submitted, so none is: "):
+    with pytest.raises(SchedulerError, match=r"s-seed-3 \(training\.seed=3\) could not be submitted") as caught:
         submit_sweep("s", points(1, 2, 3, 4), queue, cap=4)
+    why = {"run": "s-seed-3", "overrides": ["training.seed=3"], "cause": recorded("the queue is full")}
+    assert caught.value.reason == Reason("launch.sweep-not-submitted", why)
     assert queue.jobs == {}
     assert queue.cancelled == ["s-seed-2", "s-seed-1"]  # the last first: none may start because of it
     assert list(runs_root().iterdir()) == []
@@ -106,21 +108,21 @@ def test_of_a_sweep_that_is_refused_half_way_nothing_is_left_and_it_can_be_submi
     assert all(one.created for one in submit_sweep("s", points(1, 2, 3, 4), queue, cap=4))
 
 
-def test_a_scheduler_that_falls_silent_leaves_the_run_that_it_may_have() -> None:
+def test_a_run_without_an_answer_is_kept_because_its_job_may_exist() -> None:
     queue = Queue(room=1, refusal=SchedulerSilentError("no answer."))
-    with pytest.raises(SchedulerSilentError, match="look at s-seed-2"):
+    with pytest.raises(SchedulerSilentError, match="Check it with `scaletrain status s-seed-2`"):
         submit_sweep("s", points(1, 2), queue, cap=2)
     assert [run.run_id for run in list_runs()] == ["s-seed-2"]
 
 
-def test_a_job_that_cannot_be_taken_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_cancelled_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(room=1)
 
     def refuse(run: RunDir, record: RunRecord) -> None:
         raise SchedulerError("no.")
 
     monkeypatch.setattr(queue, "cancel", refuse)
-    with pytest.raises(SchedulerError, match="could not be taken back: s-seed-1"):
+    with pytest.raises(SchedulerError, match="could not be cancelled again: s-seed-1"):
         submit_sweep("s", points(1, 2), queue, cap=2)
 
 
@@ -132,7 +134,7 @@ def test_the_same_sweep_under_the_same_id_is_submitted_once() -> None:
     assert len(queue.jobs) == 2
 
 
-def test_what_was_there_before_is_not_taken_back() -> None:
+def test_a_run_of_an_earlier_submission_is_not_cancelled() -> None:
     queue = Queue()
     submit_sweep("s", points(1), queue, cap=1)
     queue.room = 1

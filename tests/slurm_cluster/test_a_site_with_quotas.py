@@ -213,7 +213,7 @@ def test_the_cap_of_a_sweep_is_kept_through_a_requeue_and_a_refused_sweep_leaves
     refused = scaletrain(cluster, "submit", SMALL, "--yes", "--run-id", "t", *cap, sets=held)
     cluster.run("sacctmgr", "-i", "modify", "user", "root", "where", "account=lab", "set", "MaxSubmitJobs=-1")
     assert refused.returncode == 4
-    assert "t-seed-3 (training.seed=3) could not be submitted, so none is" in refused.stderr
+    assert "t-seed-3 (training.seed=3) could not be submitted, so none is submitted" in refused.stderr
     assert sorted(path.name for path in runs.iterdir()) == ["s-seed-1", "s-seed-2", "s-seed-3"]
     assert cluster.run("squeue", "--noheader").stdout == ""
 
