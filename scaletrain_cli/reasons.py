@@ -39,6 +39,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
+_TEXTS = "scaletrain_cli.reason_texts"
 _DEEPEST = 20  # causes of causes; a record that a fault or another user wrote may nest without end
 # Raised by a template whose parameters are absent or of another type, as in a record of another version.
 _UNFIT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -126,7 +127,11 @@ _TABLES: dict[str, Mapping[str, Text]] = {"recorded": {"text": Text("{text}")}}
 
 
 def register_texts(table: str, texts: Mapping[str, Text]) -> None:
-    """Add the texts of a package outside this project: the codes ``<table>.<key>``."""
+    """Add the texts of another package, for the codes ``<table>.<key>``. Raises ValueError for a table of this one."""
+    from importlib.util import find_spec
+
+    if table == "recorded" or find_spec(f"{_TEXTS}.{table}") is not None:
+        raise ValueError(f"the table {table!r} of reasons belongs to ScaleTrain; use the name of your package")
     _TABLES[table] = texts
 
 
@@ -159,7 +164,7 @@ def _table(name: str) -> Mapping[str, Text]:
         if not name.isidentifier() or name.startswith("_"):  # the code is that of a record, and may be any text
             return {}
         try:
-            module = importlib.import_module(f"scaletrain_cli.reason_texts.{name}")
+            module = importlib.import_module(f"{_TEXTS}.{name}")
         except ModuleNotFoundError:
             return {}
         _TABLES[name] = module.TEXTS

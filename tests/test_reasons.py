@@ -59,6 +59,12 @@ def test_codes_are_words_with_hyphens_and_templates_parse(table: str) -> None:
         assert not entry.text.endswith("."), f"{key}: without a full stop"
 
 
+def test_texts_of_another_package_replace_none_of_this_one() -> None:
+    for table in ("launch", "recorded"):
+        with pytest.raises(ValueError, match="belongs to ScaleTrain"):
+            register_texts(table, {})
+
+
 def test_a_damaged_record_of_a_reason_can_be_shown() -> None:
     endless: dict[str, Any] = {"code": "launch.out-of-time", "params": {}}
     for _ in range(400):

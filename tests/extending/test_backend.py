@@ -62,6 +62,7 @@ def test_the_doctor_and_the_view_of_the_cluster_show_it(cli: ToyCli) -> None:
 def test_a_run_is_submitted_once_runs_to_its_end_and_is_shown_by_every_verb(cli: ToyCli) -> None:
     assert "toy_queue.slot" in cli("submit", *cli.spec, "--dry-run")
     submitted = cli.json("submit", *cli.spec, "--run-id", "first", "--yes")
+    assert submitted["start"]["reason"] == {"code": "toy.slot-free", "params": {}}
     again = cli.json("submit", *cli.spec, "--run-id", "first", "--yes")
     assert (submitted["scheduler"], submitted["job_id"], again["job_id"]) == ("toy", "1", "1")
     ended = cli.json("status", "first", "--wait", "120s")
@@ -87,8 +88,13 @@ def test_a_run_waits_for_a_slot_and_a_cancelled_one_is_saved_and_resumed(cli: To
     cli("submit", *slow, "--run-id", "slow", "--yes")
     wait_for_event(cli, "slow", "started")
     cli("submit", *cli.spec, "--run-id", "behind", "--yes")
-    assert cli.json("status", "behind")["state"] == "queued"
-    assert "waits for a slot" in json.dumps(cli.json("explain", "behind"))
+    queued = cli.json("status", "behind")
+    assert (queued["state"], queued["why"], queued["code"]) == ("queued", "the job waits for a slot", "toy.waiting")
+    (finding,) = cli.json("explain", "behind")["findings"]
+    assert (finding["code"], finding["params"]) == ("toy.queue-full", {"job": queued["job_id"], "slots": 1})
+    assert finding["headline"] == f"job {queued['job_id']} waits: all slots are in use (1)"
+    assert "cluster.toy.slots" in finding["actions"][0]
+    assert [evidence["code"] for evidence in finding["evidence"]] == ["toy.queue"]
     assert "--force has no effect on the toy queue" in cli("cancel", "slow", "--force", "--yes", code=2)
     assert cli.json("cancel", "behind", "--yes")["cancelled"]
     assert cli.json("status", "behind", "--wait", "120s", code=1)["state"] == "cancelled"

@@ -113,7 +113,7 @@ JobCause = Literal["cancelled", "preempted", "time-limit", "host-oom", "node"]
 
 @dataclass(frozen=True)
 class Job:
-    """A run's job as its scheduler reports it; ``detail`` is the scheduler's own text for the state.
+    """A run's job as its scheduler reports it; ``detail`` is the text for the state. See ``because``.
 
     ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not visible here.
     ``cause`` is set for an ended job if the scheduler names one; ``unsettled``: the submission was not answered, and
