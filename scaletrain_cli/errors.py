@@ -39,7 +39,7 @@ def sentence(reason: Reason | str) -> str:
 
 def sentences(reason: Reason) -> str:
     """Return the text and the remedies of a reason, each with a full stop at its end."""
-    return " ".join(map(sentence, (reason, *reason.remedies)))
+    return " ".join([sentence(reason), *map(sentence, reason.remedies)])
 
 
 def _remedy(reason: Reason) -> str | None:
