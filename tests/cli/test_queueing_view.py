@@ -92,4 +92,4 @@ def test_of_a_sweep_an_hour_costs_what_may_run_at_once() -> None:
     rows = {label: str(content) for label, content in sweep_rows(points, Start(None, recorded("no estimate")), 2)}
     assert rows["Jobs"] == "3 runs, 2 at a time, 1 node with 2 CPU processes each on this machine"
     assert rows["Cost"] == "$3,600 expected in total, $12.00 per hour"
-    assert rows["Start"] == "unknown: nobody knows (first runs; the others start as these end)"
+    assert rows["Start"] == "unknown: no estimate (first runs; the others start as these end)"

@@ -170,3 +170,24 @@ def test_the_schema_has_the_optimizers_and_families_of_other_packages(tmp_path: 
     assert needed["mine"] == needed["gpt"]
     wrong = scaletrain(tmp_path / "site", "validate", SPEC, "--set", "training.optimizer.name=lamp").stderr
     assert "'muon' or 'lamb'. Did you mean lamb?" in " ".join(wrong.split())
+
+
+def test_a_back_end_that_fails_on_this_machine_is_not_the_usual_one(tmp_path: Path) -> None:
+    source = f"""
+{back_end("odd", "BackendSection")}
+Unfinished.__abstractmethods__ = frozenset()
+Unfinished.has_this_machine = lambda self: raise_exit()
+def raise_exit(): raise SystemExit("no licence")
+"""
+    add_package(tmp_path / "site", "odd", "odd", "backends", source)
+    program = (
+        "from scaletrain_cli.launch.backends import registry\n"
+        "odd = registry.backend_for('odd')\n"
+        "registry.all_backends = lambda: [odd]\n"
+        "print(registry.usual_backend().name)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{PROJECT}"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "local\n"
+    assert "odd of the package odd" in done.stderr
+    assert "SystemExit: no licence" in done.stderr

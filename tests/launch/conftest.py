@@ -18,6 +18,7 @@ from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, read_node_records
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.plan import result
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -75,7 +76,7 @@ def make_plan(spec: RunSpec) -> result.RunPlan:
         time=result.Time(**{field.name: 1.0 for field in fields(result.Time) if field.default is MISSING}),
         network=result.Network(result.PerStepBytes(0, 0, 0, 0, 0)),
         durability=result.Durability(1, 1.0, 1, 1.0, 1.0, True),
-        cost=result.Cost(None, "none", None, None, None),
+        cost=result.Cost(None, recorded("none"), None, None, None),
     )
 
 

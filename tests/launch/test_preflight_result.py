@@ -12,7 +12,7 @@ from scaletrain_cli.reasons import Reason, recorded
 from tests.launch.conftest import make_plan, make_spec
 
 SPEC = make_spec()  # 20 steps on 2 ranks
-PRICED = dataclasses.replace(make_plan(SPEC), cost=Cost(3.0, "a list", 100.0, None, 120.0))
+PRICED = dataclasses.replace(make_plan(SPEC), cost=Cost(3.0, recorded("a list"), 100.0, None, 120.0))
 START = Start(None, recorded("no estimate"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
@@ -14,6 +15,8 @@ from scaletrain_cli.spec.backend_traits import (
     backend_traits,
     installed_backends,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def backend_for(name: str) -> Backend:
@@ -41,7 +44,19 @@ def all_backends() -> list[Backend]:
 
 def usual_backend() -> Backend:
     """Return the back end of the cluster that this machine belongs to, else the one that runs jobs on this machine."""
-    return next((backend for backend in all_backends() if backend.has_this_machine()), backend_for(DEFAULT))
+    return next(filter(_has_this_machine, all_backends()), backend_for(DEFAULT))
+
+
+def _has_this_machine(backend: Backend) -> bool:
+    plugin = added_backends().get(backend.name)
+    if plugin is None:
+        return backend.has_this_machine()
+    try:
+        with plugin.errors():
+            return backend.has_this_machine()
+    except PluginError as error:
+        logger.warning("%s", error)
+        return False
 
 
 def _implementation(traits: BackendTraits) -> Backend:
