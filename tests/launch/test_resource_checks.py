@@ -54,7 +54,7 @@ HELD_BY = {
     "cluster.slurm.container.python": "tests/launch/backends/slurm/test_script.py",
     **{
         f"cluster.slurm.{key}": "tests/launch/backends/slurm/test_preflight.py::"
-        "test_what_can_never_run_is_named_with_what_there_is"
+        "test_a_request_that_can_never_run_is_reported_with_what_the_cluster_has"
         for key in ("partition", "account", "qos", "reservation", "exclude", "nodelist", "gres_type", "memory_per_node")
     },
     **{

@@ -107,7 +107,7 @@ def curves(run_dir: str) -> dict[tuple[int, str], float]:
     return {(line["step"], name): line[name] for line in lines for name in names if name in line}
 
 
-def test_a_preempted_run_goes_on_elsewhere_and_equals_the_local_run(login: Login) -> None:
+def test_a_preempted_run_continues_on_other_nodes_and_equals_the_local_run(login: Login) -> None:
     """Preempted by a job of higher priority that keeps the nodes; no step lost, not a bit different."""
     short = (*TINY, "training.steps=60", "evaluation.every=20", "checkpoint.every=25")
     # Slow until it is preempted, so that there is time for it.
@@ -129,7 +129,7 @@ def test_a_preempted_run_goes_on_elsewhere_and_equals_the_local_run(login: Login
 
 
 @pytest.mark.long
-def test_whatever_slurm_does_to_a_run_costs_no_step_that_was_saved(login: Login) -> None:
+def test_no_interruption_by_slurm_loses_a_saved_step(login: Login) -> None:
     """Preempted without a grace time, ended by scancel, robbed of a node, out of time, cancelled as it should be."""
     cluster = login.cluster
     run_id = login.submit(*ON_SLURM, *TINY, "cluster.slurm.partition=spot0")
@@ -184,7 +184,7 @@ def test_a_rank_killed_on_one_node_ends_the_other_and_the_run_restarts(login: Lo
 
 
 @pytest.mark.long
-def test_a_node_that_hangs_is_named_and_the_run_goes_on_without_it(login: Login) -> None:
+def test_a_hung_node_is_named_and_the_run_continues_without_it(login: Login) -> None:
     run_id = login.submit(*ON_SLURM, *TINY, "guard.hang=5s")
     before = login.wait_for_steps(run_id, 1, more=8)
     bad = before["nodes"][1]
@@ -201,7 +201,7 @@ def test_a_node_that_hangs_is_named_and_the_run_goes_on_without_it(login: Login)
     login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
 
 
-def test_a_probe_tells_what_the_nodes_have_and_leaves_only_the_run(login: Login, tmp_path: Path) -> None:
+def test_a_probe_reports_the_nodes_and_leaves_only_the_run(login: Login, tmp_path: Path) -> None:
     sets = (*ON_SLURM, *TINY, "cluster.slurm.nodelist=n[1-2]", "cluster.slurm.extra={exclusive: true}")
     done = login.scaletrain("submit", str(RECIPE), "--yes", "--probe", sets=sets)
     run_id = done.stdout.strip()
@@ -226,7 +226,9 @@ def test_a_probe_finds_a_node_that_does_not_share_the_runs_root(login: Login, tm
     assert login.cluster.run("squeue", "--noheader", "--states=PD,R", "--partition=spot").stdout == ""
 
 
-def test_what_the_cluster_cannot_give_is_refused_before_anything_is_queued(login: Login, tmp_path: Path) -> None:
+def test_a_request_that_the_cluster_cannot_satisfy_is_refused_and_nothing_is_queued(
+    login: Login, tmp_path: Path
+) -> None:
     sets = (*ON_SLURM, "cluster.slurm.partition=nowhere")
     refused = login.scaletrain("submit", str(RECIPE), "--yes", sets=sets, check=False)
     assert refused.returncode == 4

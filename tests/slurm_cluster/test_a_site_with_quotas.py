@@ -53,14 +53,14 @@ def submit(cluster: DevCluster, spec: Path, *sets: str) -> Any:
     return scaletrain(cluster, "submit", spec, "--yes", sets=sets)
 
 
-def test_what_this_slurm_prints_is_what_the_parsers_read(cluster: DevCluster) -> None:
+def test_the_parsers_read_the_output_of_this_slurm(cluster: DevCluster) -> None:
     found = nodes(cluster.run("sinfo", "--noheader", "--Node", "--all", f"--Format={NODES}").stdout)
     assert [(node.name, node.gpus, node.cpus) for node in found] == [(f"n{n}", {"h100": 8}, 16) for n in (1, 2, 3)]
     names = [one.name for one in partitions(cluster.run("scontrol", "-o", "show", "partition").stdout)]
     assert names == ["main", "spot", "spot0", "high"]
 
 
-def test_every_reason_why_a_job_can_never_run_is_told_at_once_and_nothing_is_queued(
+def test_all_reasons_why_a_job_can_never_run_are_reported_at_once_and_nothing_is_queued(
     cluster: DevCluster, runs: Path
 ) -> None:
     refused = submit(
@@ -79,7 +79,7 @@ def test_every_reason_why_a_job_can_never_run_is_told_at_once_and_nothing_is_que
     assert cluster.run("squeue", "--noheader").stdout == ""
 
 
-def test_a_quota_that_is_used_up_is_a_note_and_one_that_is_too_small_a_refusal(cluster: DevCluster) -> None:
+def test_a_quota_in_use_is_a_note_and_one_that_is_too_small_a_refusal(cluster: DevCluster) -> None:
     holder = cluster.submit("sleep 300", "-A", "lab", "-N1", "--gpus-per-node=h100:8", "-o/dev/null")
     cluster.wait_for_state(holder, "RUNNING")
     waits = submit(cluster, SMALL, *ON_GPUS, "cluster.nodes=2")
@@ -99,7 +99,7 @@ def test_a_quota_that_is_used_up_is_a_note_and_one_that_is_too_small_a_refusal(c
     assert (mine[run_id]["state"], mine[run_id]["gpus"], mine[run_id]["ahead"]) == ("queued", 16, 0)
 
 
-def test_the_question_has_slurms_own_estimate_of_the_start(cluster: DevCluster) -> None:
+def test_the_confirmation_shows_slurms_estimate_of_the_start(cluster: DevCluster) -> None:
     free = submit(cluster, SMALL, *ON_GPUS, "cluster.nodes=1")
     cluster.run("scancel", "-u", "root")
     assert "Start      now: Slurm's estimate (sbatch --test-only) on n" in free.stderr
@@ -113,7 +113,7 @@ def test_the_question_has_slurms_own_estimate_of_the_start(cluster: DevCluster) 
     assert "warning: Job" not in waits.stderr
 
 
-def test_a_resume_that_the_quota_can_no_longer_hold_is_refused_and_leaves_nothing(
+def test_a_resume_beyond_a_quota_that_has_shrunk_is_refused_and_changes_nothing(
     cluster: DevCluster, runs: Path
 ) -> None:
     held = (*ON_GPUS, "cluster.nodes=2", "cluster.slurm.extra={hold: true}")
@@ -134,7 +134,7 @@ def test_a_resume_that_the_quota_can_no_longer_hold_is_refused_and_leaves_nothin
     assert "+#SBATCH --nodes=1" in fewer.stderr
 
 
-def test_flags_of_a_qos_count_as_they_do_for_slurm(cluster: DevCluster) -> None:
+def test_flags_of_a_qos_have_the_same_effect_as_in_slurm(cluster: DevCluster) -> None:
     """What Slurm holds for ever is refused; what a job may do because of a flag is taken, and Slurm runs it."""
     for words in (
         "add qos partcap MaxTRESPerJob=gres/gpu=8",
@@ -177,7 +177,7 @@ def test_flags_of_a_qos_count_as_they_do_for_slurm(cluster: DevCluster) -> None:
         cluster.run("scontrol", "update", "partitionname=main", "qos=", "maxtime=UNLIMITED", "maxnodes=UNLIMITED")
 
 
-def test_maintenance_that_is_in_the_way_is_told_with_its_times(cluster: DevCluster) -> None:
+def test_maintenance_before_the_end_of_a_job_is_reported_with_its_times(cluster: DevCluster) -> None:
     words = "starttime=now+900 duration=60 flags=maint,ignore_jobs nodes=ALL users=root reservationname=work"
     cluster.run("scontrol", "create", "reservation", *words.split())
     told = submit(cluster, SMALL, *ON_GPUS, "cluster.nodes=1")
@@ -188,7 +188,7 @@ def test_maintenance_that_is_in_the_way_is_told_with_its_times(cluster: DevClust
     assert "cluster.slurm.time is at most 1" in told.stderr
 
 
-def test_the_script_says_which_rule_of_the_site_preempts(cluster: DevCluster) -> None:
+def test_the_script_records_the_preemption_rule_of_the_site(cluster: DevCluster) -> None:
     shown = scaletrain(cluster, "submit", SMALL, "--dry-run", sets=(*ON_GPUS, "cluster.slurm.partition=spot"))
     assert (
         "# Preemption: by PriorityTier of partitions. Jobs of spot are preempted by main, high: PreemptMode=REQUEUE"
@@ -196,7 +196,7 @@ def test_the_script_says_which_rule_of_the_site_preempts(cluster: DevCluster) ->
     )
 
 
-def test_the_cap_of_a_sweep_is_kept_through_a_requeue_and_a_refused_sweep_leaves_nothing(
+def test_jobs_of_a_sweep_depend_on_each_other_and_a_refused_sweep_leaves_nothing(
     cluster: DevCluster, runs: Path
 ) -> None:
     """Held, so that no engine starts: what matters is who waits for whom."""
@@ -218,7 +218,7 @@ def test_the_cap_of_a_sweep_is_kept_through_a_requeue_and_a_refused_sweep_leaves
     assert cluster.run("squeue", "--noheader").stdout == ""
 
 
-def test_a_lane_waits_for_a_job_that_is_requeued(cluster: DevCluster) -> None:
+def test_a_job_that_depends_on_a_requeued_job_waits_for_its_end(cluster: DevCluster) -> None:
     first = cluster.submit("sleep 300", "--requeue", "-N1", "-o/dev/null")
     second = cluster.submit("true", f"--dependency=afterany:{first}", "-N1", "-o/dev/null")
     cluster.wait_for_state(first, "RUNNING")
@@ -229,7 +229,7 @@ def test_a_lane_waits_for_a_job_that_is_requeued(cluster: DevCluster) -> None:
     cluster.wait_for_state(second, "COMPLETED")
 
 
-def test_what_a_job_finds_in_its_environment_is_what_is_allowed(cluster: DevCluster, tmp_path: Path) -> None:
+def test_a_job_gets_only_allowed_environment_variables(cluster: DevCluster, tmp_path: Path) -> None:
     """The rendered script by hand, with everything of this shell: the agent's place is taken by env."""
     shown = scaletrain(cluster, "submit", SMALL, "--dry-run", sets=(*ON_CPUS, "env={NOTE: of the spec}")).stdout
     lines = shown[: shown.index("# The node agents forward signals")].splitlines()

@@ -90,7 +90,7 @@ def test_nodes_reach_each_other_by_hostname(cluster: DevCluster, tmp_path: Path)
     [("spot", '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'), ("spot0", 'exit "$code"')],
     ids=["grace", "no-grace"],
 )
-def test_high_preempts_spot_and_the_job_comes_back(
+def test_high_preempts_spot_and_the_job_is_requeued(
     cluster: DevCluster, tmp_path: Path, partition: str, last_line: str
 ) -> None:
     (tmp_path / "task.py").write_text(TASK)
@@ -110,7 +110,7 @@ def test_high_preempts_spot_and_the_job_comes_back(
     assert lines.count("restarted") == 3
 
 
-def test_a_lost_node_comes_back(cluster: DevCluster) -> None:
+def test_a_node_that_was_powered_off_can_be_started_again(cluster: DevCluster) -> None:
     job = cluster.submit("srun sleep 300", "-N2", "-wn2,n3", "--no-requeue", "-o/dev/null")
     cluster.wait_for_state(job, "RUNNING")
 
@@ -123,7 +123,7 @@ def test_a_lost_node_comes_back(cluster: DevCluster) -> None:
     assert cluster.run("srun", "-wn3", "hostname").stdout == "n3\n"
 
 
-def test_stop_leaves_nothing_and_spares_other_clusters(cluster: DevCluster, tmp_path: Path) -> None:
+def test_stop_leaves_nothing_behind_and_no_other_cluster_is_affected(cluster: DevCluster, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with DevCluster.running(nodes=2, gpus=4) as other:
         # A process that hides: its own session, and an empty environment.
@@ -164,7 +164,7 @@ def test_the_example_of_partitions_is_valid() -> None:
     assert "PreemptExemptTime       = 00:10:00" in preemption
 
 
-def test_a_daemon_that_dies_is_named_at_once_with_its_log(cluster: DevCluster, tmp_path: Path) -> None:
+def test_a_daemon_that_dies_is_reported_at_once_with_its_log(cluster: DevCluster, tmp_path: Path) -> None:
     broken = DevCluster(Path(f"{cluster.directory}-broken"), cluster.port + 10000)
     try:
         done = broken.control("start", f"--port={broken.port}", "--conf=Nonsense=1", check=False)
@@ -187,7 +187,7 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
     assert "apt-get install -y --no-install-recommends iproute2 munge slurm-client" in done.stderr
 
 
-def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_without_a_cluster_is_not_touched(tmp_path: Path) -> None:
     folder = Path(f"/tmp/scaletrain-not-slurm-{os.getpid()}")
     folder.mkdir()
     (folder / "thesis.tex").touch()

@@ -37,14 +37,14 @@ def cause_of(job: str) -> str:
     return why_it_waits(job, "a-1").cause
 
 
-def test_a_job_that_is_held_names_the_command_that_lets_it_go(cluster: DevCluster) -> None:
+def test_a_held_job_is_explained_with_the_command_that_releases_it(cluster: DevCluster) -> None:
     job = sleeping(cluster, "--hold")
     finding = why_it_waits(job, "a-1")
     assert (finding.cause, finding.needs_action) == ("held", True)
     assert f"scontrol release {job}" in finding.actions
 
 
-def test_a_job_that_waits_for_nodes_says_who_is_ahead_and_what_is_free(cluster: DevCluster) -> None:
+def test_a_job_that_waits_for_nodes_is_explained_with_the_jobs_ahead_and_the_usable_nodes(cluster: DevCluster) -> None:
     running = sleeping(cluster, "--nodes=2", "--exclusive", "--time=10")
     wait_until(lambda: "R" in cluster.run("squeue", "-h", "-j", running, "-o", "%t").stdout, "it runs")
     waiting = sleeping(cluster, "--nodes=2", "--time=10")
@@ -57,7 +57,7 @@ def test_a_job_that_waits_for_nodes_says_who_is_ahead_and_what_is_free(cluster: 
     wait_until(lambda: "start expected" in str(why_it_waits(waiting, "a-1").evidence), "a start is expected")
 
 
-def test_what_no_patience_helps_is_told_from_what_will_come(cluster: DevCluster) -> None:
+def test_a_job_that_can_never_start_needs_action(cluster: DevCluster) -> None:
     failed = str(cluster.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=false").stdout).strip()
     never = sleeping(cluster, f"--dependency=afterok:{failed}")
     too_large = sleeping(cluster, "--nodes=9")
@@ -66,7 +66,7 @@ def test_what_no_patience_helps_is_told_from_what_will_come(cluster: DevCluster)
     assert cause_of(too_large) == "never"
 
 
-def test_a_job_that_is_over_is_told_by_the_controller_and_by_its_log(cluster: DevCluster, tmp_path: Path) -> None:
+def test_the_end_of_a_job_is_shown_from_the_controller_and_from_its_log(cluster: DevCluster, tmp_path: Path) -> None:
     log = tmp_path / "slurm.log"
     command = ("sbatch", "--parsable", f"--output={log}", "--wrap=echo 'python: error: no such file' >&2; exit 7")
     job = str(cluster.run(*command).stdout).strip()
@@ -76,7 +76,7 @@ def test_a_job_that_is_over_is_told_by_the_controller_and_by_its_log(cluster: De
     assert told["slurm.log"] == "python: error: no such file"
 
 
-def test_of_a_job_that_slurm_has_forgotten_that_is_said(cluster: DevCluster, tmp_path: Path) -> None:
+def test_a_job_that_slurm_no_longer_lists_is_reported_as_such(cluster: DevCluster, tmp_path: Path) -> None:
     assert [evidence.text for evidence in how_it_ended("999999", tmp_path / "none")] == [
         "Slurm no longer lists job 999999, and its accounting has no record of it"
     ]

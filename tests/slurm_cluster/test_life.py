@@ -31,7 +31,7 @@ def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def test_a_controller_that_restarts_costs_nothing_and_the_end_is_told(site: Site) -> None:
+def test_a_restart_of_the_controller_does_not_interrupt_a_run_and_its_end_is_reported(site: Site) -> None:
     run_id = site.submit({"steps": 60, "checkpoint_every": 5, "stay": {"1:*": 20}})
     site.trains(run_id)
     site.controller_down(run_id)
@@ -61,7 +61,7 @@ def test_a_rank_killed_while_the_controller_is_down_ends_the_other_node_and_the_
     site.nothing_is_lost(run_id)
 
 
-def test_a_controller_that_is_down_at_submission_is_said_so_and_nothing_is_left(site: Site) -> None:
+def test_a_submission_while_the_controller_is_down_is_refused_and_leaves_nothing(site: Site) -> None:
     conf = Path(site.cluster.environment["SLURM_CONF"])
     hasty = conf.with_name("hasty.conf")
     hasty.write_text(f"{conf.read_text()}\nMessageTimeout=5\n")  # how long the commands try; no daemon reads this
@@ -78,7 +78,7 @@ def test_a_controller_that_is_down_at_submission_is_said_so_and_nothing_is_left(
     assert "refused" not in site.cluster.run("squeue", "-h", "--me", "-o", "%j").stdout
 
 
-def test_a_run_that_is_cancelled_during_a_save_commits_it_and_leaves_nothing(site: Site) -> None:
+def test_a_run_that_is_cancelled_during_a_save_commits_the_checkpoint_and_leaves_nothing(site: Site) -> None:
     run_id = site.submit({**FOREVER, "save_seconds": 2})
     site.trains(run_id)
     site.scaletrain("cancel", run_id, "--yes")
@@ -86,7 +86,7 @@ def test_a_run_that_is_cancelled_during_a_save_commits_it_and_leaves_nothing(sit
     assert site.ends(run_id) == [(75, "cancelled")]
 
 
-def test_a_run_that_is_preempted_by_its_partition_goes_on_on_other_nodes_with_no_step_lost(site: Site) -> None:
+def test_a_run_preempted_by_another_partition_continues_on_other_nodes_without_losing_a_step(site: Site) -> None:
     run_id = site.submit(FOREVER, "cluster.slurm.partition=spot")
     before = site.trains(run_id)
     held = ("-N", "2", "-w", ",".join(before["nodes"]), "--exclusive", "-o/dev/null")
@@ -100,7 +100,7 @@ def test_a_run_that_is_preempted_by_its_partition_goes_on_on_other_nodes_with_no
     assert site.ends(run_id) == [(75, "preempted"), (75, "cancelled")]
 
 
-def test_a_run_whose_time_is_up_saves_in_time_and_goes_on_in_the_same_job(site: Site) -> None:
+def test_a_run_at_its_time_limit_saves_in_time_and_continues_in_the_same_job(site: Site) -> None:
     run_id = site.submit(FOREVER, "cluster.slurm.time=30m")
     before = site.trains(run_id)
     # Slurm looks at limits every half minute, and the ranks are warned a minute ahead: at its next look, that is.

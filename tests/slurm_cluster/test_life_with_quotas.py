@@ -34,7 +34,7 @@ def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(site: Site) -> None:
+def test_a_run_preempted_by_a_higher_qos_continues_without_losing_a_step(site: Site) -> None:
     run_id = site.submit(FOREVER, "cluster.slurm.qos=scavenger")
     before = site.trains(run_id)
     script = (site.runs / run_id / "job.sh").read_text()
@@ -48,7 +48,7 @@ def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(site: Site
     assert site.ends(run_id) == [(75, "preempted"), (75, "cancelled")]
 
 
-def test_a_quota_that_is_too_small_is_a_refusal_and_nothing_is_left(site: Site) -> None:
+def test_a_job_beyond_its_quota_is_refused_and_leaves_nothing(site: Site) -> None:
     refused = site.try_to_submit(FOREVER, CAPPED, "cluster.nodes=4", run_id="refused")
     assert refused.returncode == 4, refused.stderr
     assert "4 CPUs over all nodes: QOS capped may use 2 CPUs at the same time" in refused.stderr
@@ -57,7 +57,7 @@ def test_a_quota_that_is_too_small_is_a_refusal_and_nothing_is_left(site: Site) 
     assert not site.processes("refused")
 
 
-def test_a_quota_that_is_busy_is_a_note_and_the_run_trains_once_it_is_free(site: Site) -> None:
+def test_a_quota_in_use_is_a_note_and_the_run_starts_once_it_is_free(site: Site) -> None:
     holder = site.cluster.submit("sleep 300", "-A", "lab", "-q", "capped", "-N", "1", "-o/dev/null")
     site.cluster.wait_for_state(holder, "RUNNING")
     waits = site.try_to_submit({"steps": 20, "checkpoint_every": 5}, CAPPED)

@@ -29,7 +29,7 @@ def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def test_a_node_whose_network_is_cut_cannot_touch_the_checkpoints_of_the_next_attempt(site: Site) -> None:
+def test_a_node_without_network_cannot_write_to_the_checkpoints_of_the_next_attempt(site: Site) -> None:
     run_id = site.submit(FOREVER)
     before = site.trains(run_id)
     cut = before["nodes"][-1]
@@ -46,7 +46,7 @@ def test_a_node_whose_network_is_cut_cannot_touch_the_checkpoints_of_the_next_at
     assert not lost & set(site.processes(run_id))
 
 
-def test_a_node_that_is_powered_off_is_left_out_and_the_run_goes_on(site: Site) -> None:
+def test_a_node_that_is_powered_off_is_excluded_and_the_run_continues(site: Site) -> None:
     run_id = site.submit(FOREVER)
     off = site.trains(run_id)["nodes"][-1]
     site.cluster.node_down(off)

@@ -33,7 +33,7 @@ def login(cluster: DevCluster, tmp_path: Path) -> Login:
 
 
 @pytest.mark.drill
-def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(login: Login) -> None:
+def test_a_run_preempted_by_a_higher_qos_continues_without_losing_a_step(login: Login) -> None:
     run_id = login.submit(*BY_QOS)
     before = login.wait_for_steps(run_id, 1)
     script = (Path(before["run_dir"]) / "job.sh").read_text()
@@ -48,7 +48,7 @@ def test_a_run_that_a_higher_qos_preempts_goes_on_without_a_lost_step(login: Log
     assert ends(cancelled["run_dir"]) == [(75, "preempted"), (75, "cancelled")]
 
 
-def test_a_grace_time_that_the_qos_does_not_give_is_told(login: Login) -> None:
+def test_a_grace_period_longer_than_that_of_the_qos_is_reported(login: Login) -> None:
     sets = (*BY_QOS, "cluster.grace_seconds=300", "cluster.slurm.time=1h", "cluster.slurm.extra={hold: true}")
     told = login.scaletrain("submit", str(RECIPE), "--yes", sets=sets)
     login.cluster.run("scancel", "-u", "root")

@@ -26,7 +26,7 @@ def accounting() -> Iterator[DevCluster]:
         yield cluster
 
 
-def test_the_quotas_load_and_are_what_the_file_says(accounting: DevCluster) -> None:
+def test_the_example_of_qos_and_quotas_loads_as_written(accounting: DevCluster) -> None:
     for _ in range(2):  # whoever has changed a number runs it again
         accounting.run("bash", str(SLURM / "qos.example.sh"))
     listed = accounting.run("sacctmgr", "-nP", "show", "qos", "format=name,priority,gracetime,preempt,flags").stdout
@@ -57,7 +57,9 @@ def say(tool: Path, words: str) -> None:
     tool.chmod(0o755)
 
 
-def test_the_prolog_drains_a_node_that_is_sick_and_its_job_goes_elsewhere(prolog: tuple[DevCluster, Path]) -> None:
+def test_the_prolog_drains_a_node_with_a_failed_gpu_and_the_job_runs_on_another_node(
+    prolog: tuple[DevCluster, Path],
+) -> None:
     cluster, tool = prolog
     well = cluster.submit("true", "-w", "n2")
     cluster.wait_for_state(well, "COMPLETED")
@@ -82,5 +84,5 @@ def done(cluster: DevCluster, job: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["qos.example.sh", "prolog_health_check.sh"])
-def test_the_scripts_are_bash(name: str) -> None:
+def test_the_scripts_are_valid_bash(name: str) -> None:
     subprocess.run(["bash", "-n", str(SLURM / name)], check=True)

@@ -82,7 +82,7 @@ def explained(site: Site, run_id: str) -> str:
     return text
 
 
-def test_a_run_outlives_suspension_silence_and_lost_answers_and_cancel_saves_it(site: Site, front: Front) -> None:
+def test_a_run_continues_after_suspension_and_lost_answers_and_cancel_saves_its_state(site: Site, front: Front) -> None:
     (front.folder / "sbatch.loses").touch()
     run_id = site.submit(FOREVER)  # the job was taken, its id never printed
     (front.folder / "sbatch.loses").unlink()
@@ -121,7 +121,7 @@ def test_a_run_outlives_suspension_silence_and_lost_answers_and_cancel_saves_it(
     site.nothing_is_lost(run_id)
 
 
-def test_a_requeue_by_slurm_is_followed_by_itself_and_a_scancel_is_a_cancellation(site: Site) -> None:
+def test_a_requeue_by_slurm_continues_in_the_same_job_and_scancel_cancels_the_run(site: Site) -> None:
     run_id = site.submit(FOREVER)
     job_id = site.trains(run_id)["job_id"]
     site.cluster.run("scontrol", "requeue", job_id)
@@ -143,7 +143,9 @@ def test_a_requeue_by_slurm_is_followed_by_itself_and_a_scancel_is_a_cancellatio
     site.nothing_is_left(starting)
 
 
-def test_a_full_runs_root_ends_the_run_as_that_and_space_lets_it_go_on(shared: DevCluster, small_disk: Path) -> None:
+def test_a_full_runs_root_ends_the_run_with_disk_full_and_resume_continues_it(
+    shared: DevCluster, small_disk: Path
+) -> None:
     with Site.visiting(shared, small_disk / "runs") as site:
         run_id = site.submit(FOREVER)
         job_id = site.trains(run_id)["job_id"]

@@ -117,7 +117,7 @@ class Job:
 
     ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not visible here.
     ``cause`` is set for an ended job if the scheduler names one; ``unsettled``: the submission was not answered, and
-    the scheduler may still accept it; ``forgotten``: it ended, and the scheduler no longer knows how.
+    the scheduler may still accept it; ``forgotten``: it ended, and the scheduler no longer has a record of it.
     """
 
     id: str

@@ -22,10 +22,10 @@ from scaletrain_cli.launch.backends.slurm.queue import cancel_jobs, job_of_run, 
 from scaletrain_cli.launch.backends.slurm.script import job_script
 from scaletrain_cli.launch.backends.slurm.site import (
     Site,
-    ask_site,
     exclude_option,
     exclusion_for,
     preemption_rule,
+    query_site,
     record_exclusion,
 )
 from scaletrain_cli.launch.finding import Evidence, Finding
@@ -100,7 +100,7 @@ class SlurmBackend(Backend):
     def _site(self, spec: RunSpec) -> Site:
         key = f"{spec.cluster.model_dump_json()} {sorted(spec.secret_env)}"
         if key not in self._sites:
-            self._sites[key] = ask_site(spec.cluster, spec.secret_env)
+            self._sites[key] = query_site(spec.cluster, spec.secret_env)
         return self._sites[key]
 
     def _preemption(self, spec: RunSpec) -> str:

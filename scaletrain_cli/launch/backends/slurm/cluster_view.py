@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow, QuotaRow
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.queue import job_state
-from scaletrain_cli.launch.backends.slurm.site import Site, ask_site
+from scaletrain_cli.launch.backends.slurm.site import Site, query_site
 from scaletrain_cli.launch.backends.slurm.tables import AT_LEAST, Limit, Node, gpus, moment, resource_in_words
 from scaletrain_cli.spec import ClusterSpec
 
@@ -22,7 +22,7 @@ def slurm_view(cluster: ClusterSpec) -> ClusterView:
     """Return the view, with the quotas of the account and QOS of ``cluster.slurm``. Raises SchedulerError."""
     states = "--states=PENDING,RUNNING,SUSPENDED,CONFIGURING,COMPLETING"
     text = call_slurm(["squeue", "--noheader", "--all", states, f"--format={QUEUE}"]).stdout
-    return make_view(ask_site(cluster), text)
+    return make_view(query_site(cluster), text)
 
 
 def make_view(site: Site, queue: str) -> ClusterView:

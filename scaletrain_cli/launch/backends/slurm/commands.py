@@ -79,7 +79,7 @@ def commands_check() -> Check:
     """Return the check of `scaletrain doctor` that Slurm's commands are installed and the controller answers."""
     path = shutil.which("sbatch")
     if path is None:
-        return Check("slurm", "none", "no sbatch", "scheduler: slurm needs it; scheduler: local works without")
+        return Check("slurm", "none", "no sbatch", "required for cluster.scheduler: slurm")
     missing = [other for other in ("srun", "squeue", "scontrol", "sacct") if shutil.which(other) is None]
     if missing:
         return Check("slurm", "warn", path, f"{', '.join(missing)} not found; check PATH")

@@ -106,7 +106,7 @@ def how_it_ended(job_id: str, log: Path) -> Iterator[Evidence]:
 
 
 def job_fields(job_id: str) -> dict[str, str]:
-    """Return the fields of ``scontrol show job``; empty if Slurm no longer knows the job."""
+    """Return the fields of ``scontrol show job``; empty if Slurm no longer lists the job."""
     return parse_fields(call_slurm(["scontrol", "-o", "show", "job", job_id], accept=("Invalid job id",)).stdout)
 
 

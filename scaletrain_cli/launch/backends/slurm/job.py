@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if not is_full(error):
             raise
-        logger.error("%s; no attempt follows, since none could record anything", error)
+        logger.error("%s; no attempt follows, because none could write to the run directory", error)
         if options.word == "end":
             print("stop")
         return ExitCode.DO_NOT_REQUEUE
@@ -83,7 +83,7 @@ def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int
     job_id = environment["SLURM_JOB_ID"]
     given, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
     if given is not None and int(given) != planned:
-        # Requeued manually after a resize. Another job has the run, so nothing is written here.
+        # Requeued manually after a resize. The run belongs to another job, so nothing is written here.
         logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, given, planned)
         return ExitCode.USAGE
     conclude_abandoned(run, record)  # of this job, which was killed before it could record the end
@@ -111,7 +111,7 @@ def end(
     """
     if number < max(run.attempts(), default=number):
         print("stop")
-        logger.warning("attempt %s was followed by another one already; the run has not ended", number)
+        logger.warning("attempt %s was replaced by a later one; the run has not ended", number)
         return ExitCode.CRASHED
     job_id, attempt = environment["SLURM_JOB_ID"], read_attempt(run, number)
     decision = conclude_attempt(

@@ -1,7 +1,7 @@
 """Checks before a submission: problems that keep the job from ever running, notes on waits, the estimated start.
 
-All problems are reported at once, each with the given value, the allowed values and a remedy. Slurm itself accepts many
-of these jobs and leaves them pending indefinitely.
+All problems are reported at once, each with the given value, the allowed values and a remedy. Slurm accepts many of
+these jobs and leaves them pending indefinitely.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class _SiteCheck:
     def verdict(self) -> PreflightVerdict:
         partitions = self.site.partitions_of(self.spec.cluster)
         notes: list[Reason] = []
-        named = [*self._no_partition(partitions), *self._who()]
+        named = [*self._partition_names(partitions), *self._account_and_qos()]
         problems = [] if self.site.may_rewrite_jobs else named
         if self.site.may_rewrite_jobs:  # then only sbatch --test-only can check the names
             notes += [
@@ -199,14 +199,14 @@ class _SiteCheck:
         problems += self._quotas(notes)
         problems += self._reservation(notes)
         notes += preemption_notes(self.site, self.spec.cluster)
-        if self.site.qos_says("NoReserve") and self.spec.cluster.nodes > 1:
+        if self.site.qos_has("NoReserve") and self.spec.cluster.nodes > 1:
             notes.append(Reason("slurm.note-no-reserve", {"qos": self.site.qos, "nodes": self.spec.cluster.nodes}))
         return PreflightVerdict(tuple(dict.fromkeys(problems)), tuple(dict.fromkeys(notes)))
 
     def _problem(self, key: str, code: str, given: object, **params: object) -> Problem:
         return Problem.because(self.spec.where(key), key, Reason(f"slurm.{code}", params), given)
 
-    def _no_partition(self, found: list[Partition]) -> Iterator[Problem]:
+    def _partition_names(self, found: list[Partition]) -> Iterator[Problem]:
         wanted = self.spec.cluster.slurm.partition
         names = [partition.name for partition in self.site.partitions]
         if wanted is None and not found and names:
@@ -218,7 +218,7 @@ class _SiteCheck:
                     code = "unknown-partition" if near is None else "misspelled-partition"
                     yield self._problem("cluster.slurm.partition", code, name, partitions=names, near=near)
 
-    def _who(self) -> Iterator[Problem]:
+    def _account_and_qos(self) -> Iterator[Problem]:
         site, slurm = self.site, self.spec.cluster.slurm
         accounts = sorted({one.account for one in site.associations})
         if site.enforces("associations") and accounts and slurm.account and slurm.account not in accounts:
@@ -335,7 +335,7 @@ class _SiteCheck:
     def _reservation(self, notes: list[Reason]) -> Iterator[Problem]:
         """Check the requested reservation. Where Slurm hides reservations, sbatch --test-only checks it."""
         wanted, site = self.spec.cluster.slurm.reservation, self.site
-        if site.qos_says("RequiresReservation") and wanted is None:
+        if site.qos_has("RequiresReservation") and wanted is None:
             if site.may_rewrite_jobs:
                 notes.append(Reason("slurm.note-qos-needs-reservation", {"qos": site.qos}))
                 return

@@ -1,6 +1,6 @@
-"""A Slurm site as data: its partitions and nodes, the limits of this user, its preemption rules, its bad nodes.
+"""A Slurm site: its partitions and nodes, the limits of this user, its preemption rules, the nodes to exclude.
 
-Sites may hide any of this from users: a value that is not known is empty, or None.
+Sites may hide any of this from users: an unknown value is empty, or None.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 class Site:
     """The current state of the site. ``account`` and ``qos``: those that the job would get; "" for none.
 
-    ``reservations`` is None where Slurm does not answer.
+    ``reservations`` is None if Slurm did not answer.
     """
 
     user: str
@@ -82,21 +82,21 @@ class Site:
         private = self.config.get("PrivateData", "").lower().split(",")
         return bool({"reservations", "all"} & set(private)) and self.user != "root"
 
-    def qos_says(self, flag: str) -> bool:
+    def qos_has(self, flag: str) -> bool:
         """Return whether the job's own QOS has this flag, such as ``NoReserve``; the partition's QOS is ignored."""
         return any(rule.name == self.qos and flag.lower() in rule.flags for rule in self.qos_rules)
 
     def qos_may_lift(self, flag: str) -> bool:
         """Return whether the job's QOS may lift a partition's limit: it has the flag, or is hidden from the user."""
         hidden = bool(self.qos) and self.has_accounting and all(rule.name != self.qos for rule in self.qos_rules)
-        return hidden or self.qos_says(flag)
+        return hidden or self.qos_has(flag)
 
     def partitions_of(self, cluster: ClusterSpec) -> list[Partition]:
         """Return the existing partitions that the job may run in."""
         return _chosen(self.partitions, cluster)
 
 
-def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
+def query_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     """Return the site as slurmctld, and slurmdbd if there is one, report it. Raises SchedulerError without an answer.
 
     ``without``: names of variables that are removed from the environment of Slurm's commands.
@@ -104,8 +104,8 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
     user, slurm = user_name(), cluster.slurm
     config = settings(call_slurm(["scontrol", "show", "config"], without=without).stdout)
 
-    def ask(command: Sequence[str]) -> str | None:
-        """Return the output, or None if the command fails: a site may hide or disable it."""
+    def query(command: Sequence[str]) -> str | None:
+        """Return the output, or None if the command fails: a site may disable it."""
         try:
             return call_slurm(command, without=without).stdout
         except SchedulerError:
@@ -113,7 +113,7 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
 
     def output_of(*command: str) -> str:
         """Return the output, or an empty text if the command fails."""
-        return ask(command) or ""
+        return query(command) or ""
 
     associations: tuple[Association, ...] = ()
     rules: tuple[QosRule, ...] = ()
@@ -130,7 +130,7 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
         binding = binding_qos(rules, [partition.qos for partition in _chosen(there, cluster)], qos)
         factor = limit_factor(rules, binding)
         limits = limits_of(managed, user=user, uid=os.getuid(), account=account, qos=binding, factor=factor)
-    reserved = ask(["scontrol", "-o", "show", "reservation"])
+    reserved = query(["scontrol", "-o", "show", "reservation"])
     return Site(
         user=user,
         now=time.time(),
@@ -149,8 +149,8 @@ def ask_site(cluster: ClusterSpec, without: Sequence[str] = ()) -> Site:
 def binding_qos(rules: Sequence[QosRule], partitions: Sequence[str], own: str) -> list[str]:
     """Return the QOS whose limits apply, by precedence: the partition's first, unless the job's has OverPartQOS.
 
-    ``partitions``: the QOS of each partition that the job may run in, "" for none. With several different ones only the
-    job's own QOS is returned, since the partition is not known.
+    ``partitions``: the QOS of each partition that the job may run in, "" for none. If they differ, only the job's own
+    QOS is returned, since the partition is not known.
     """
     chosen = set(partitions)
     if len(chosen) != 1 or chosen == {""}:

@@ -1,6 +1,6 @@
 """Parsers of the output of Slurm's commands: partitions, nodes, reservations, settings, QOS, limits. Pure functions.
 
-They parse the text formats of Slurm 22.05 and later: scontrol of 22.05 has no JSON.
+The text formats are those of Slurm 22.05 and later: scontrol of 22.05 has no JSON.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def nodes(text: str) -> tuple[Node, ...]:
         name, state, gres, used, partition, cpus, memory = (field.strip() for field in fields[:7])
         before = found[name].partitions if name in found else frozenset()
         found[name] = Node(
-            name, state, gpus(gres), gpus(used), before | {partition}, _whole(cpus) or 0, _whole(memory) or 0
+            name, state, gpus(gres), gpus(used), before | {partition}, _integer(cpus) or 0, _integer(memory) or 0
         )
     return tuple(found.values())
 
@@ -139,7 +139,7 @@ def reservations(text: str) -> tuple[Reservation, ...]:
             record["ReservationName"],
             moment(record.get("StartTime", "")) or 0.0,
             moment(record.get("EndTime", "")) or float("inf"),
-            frozenset(node_names(_given(record.get("Nodes", "")) or "")),
+            frozenset(node_names(_value(record.get("Nodes", "")) or "")),
             "MAINT" in record.get("Flags", ""),
         )
         for record in records(text)
@@ -205,28 +205,28 @@ def _partition(record: Mapping[str, str]) -> Partition:
         state=record.get("State", "UP"),
         max_seconds=limit_seconds(record.get("MaxTime", "")),
         default_seconds=limit_seconds(record.get("DefaultTime", "")),
-        min_nodes=_whole(record.get("MinNodes", "")) or 0,
-        max_nodes=_whole(record.get("MaxNodes", "")),
+        min_nodes=_integer(record.get("MinNodes", "")) or 0,
+        max_nodes=_integer(record.get("MaxNodes", "")),
         allowed_accounts=_names(record.get("AllowAccounts", "ALL")),
         denied_accounts=_names(record.get("DenyAccounts", "")) or frozenset(),
         allowed_qos=_names(record.get("AllowQos", "ALL")),
         denied_qos=_names(record.get("DenyQos", "")) or frozenset(),
         preempt_mode=mode,
-        grace_seconds=float(_whole(record.get("GraceTime", "")) or 0),
-        tier=_whole(record.get("PriorityTier", "")) or 0,
-        qos=_given(record.get("QoS", "")) or "",
+        grace_seconds=float(_integer(record.get("GraceTime", "")) or 0),
+        tier=_integer(record.get("PriorityTier", "")) or 0,
+        qos=_value(record.get("QoS", "")) or "",
     )
 
 
 def _names(text: str) -> frozenset[str] | None:
-    return None if text == "ALL" else frozenset(name for name in text.split(",") if _given(name))
+    return None if text == "ALL" else frozenset(name for name in text.split(",") if _value(name))
 
 
-def _given(text: str) -> str | None:
+def _value(text: str) -> str | None:
     return text if text.strip() not in ("", "(null)", "N/A", "NONE") else None
 
 
-def _whole(text: str) -> int | None:
+def _integer(text: str) -> int | None:
     return int(text) if text.strip().isdigit() else None
 
 
@@ -288,7 +288,7 @@ def limits_of(
         said = {(limit.kind, limit.resource) for limit in found}
         found += [limit for limit in limits if (limit.kind, limit.resource) not in said]
     # An association's per-user limit applies where no QOS has a limit per user or per account on that resource.
-    said = {(_SET_ASIDE.get(limit.kind, limit.kind), limit.resource) for limit in found}
+    said = {(_OVERRIDDEN.get(limit.kind, limit.kind), limit.resource) for limit in found}
     for limit in _of_associations(text, user, account):
         if (limit.kind, limit.resource) not in said:
             scaled = limit.kind in ("GrpTRES", "MaxTRESPJ")
@@ -363,7 +363,7 @@ _GROUP = {"GrpTRES": "", "GrpTRESMins": "", "GrpJobs": "jobs", "GrpSubmitJobs": 
 _PER_JOB = {"MaxTRESPJ": "", PER_NODE: "", "MaxWallPJ": "seconds"}
 _OWN = {"MaxJobs": "jobs", "MaxSubmitJobs": "jobs"}
 _SHARES = {f"{kind}P{of}": resource for of in "UA" for kind, resource in (("MaxTRES", ""), *_OWN.items())}
-_SET_ASIDE = {f"{kind}P{of}": kind for of in "UA" for kind in _OWN}
+_OVERRIDDEN = {f"{kind}P{of}": kind for of in "UA" for kind in _OWN}
 
 
 def _limits(owner: str, record: Mapping[str, str], fields: Mapping[str, str]) -> Iterator[Limit]:

@@ -79,7 +79,7 @@ def wait_for_end(made: MadeRun) -> None:
     wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the supervisor has ended")
 
 
-def test_a_preempted_run_goes_on_by_itself_from_its_checkpoint_until_it_is_done(submit: Submit) -> None:
+def test_a_preempted_run_continues_from_its_checkpoint_until_it_is_done(submit: Submit) -> None:
     made = submit(steps=9, stay={"1:0": 3, "2:0": 6})
     for attempt in (1, 2):
         os.kill(agent_pid(made, attempt), signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_a_preempted_run_goes_on_by_itself_from_its_checkpoint_until_it_is_done(
     assert len(made.events("finished")) == 1
 
 
-def test_usr1_to_the_supervisor_preempts_and_the_run_goes_on(submit: Submit) -> None:
+def test_usr1_to_the_supervisor_preempts_and_the_run_continues(submit: Submit) -> None:
     made = submit(stay={"1:0": 1})
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGUSR1)
@@ -119,7 +119,7 @@ def test_a_run_that_makes_no_progress_stops_with_93(submit: Submit) -> None:
     assert made.events("stopped")[0]["exit_code"] == 93
 
 
-def test_a_verdict_of_93_stops_at_once(submit: Submit) -> None:
+def test_exit_code_93_stops_the_run_at_once(submit: Submit) -> None:
     made = submit(die={"*:*": 93}, reason="nan")
     wait_for_end(made)
     assert [(attempt.exit_code, attempt.reason) for attempt in attempts(made)] == [(93, "nan")]
@@ -138,7 +138,7 @@ def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(
     assert not is_running(child)
 
 
-def test_the_run_survives_the_terminal_that_submitted_it(make_run: Callable[..., MadeRun]) -> None:
+def test_the_run_survives_the_end_of_the_terminal_session(make_run: Callable[..., MadeRun]) -> None:
     made = make_run(*ONE_RANK, stay={"1:0": 1})
     program = (
         "import sys\n"
@@ -178,7 +178,7 @@ def test_the_run_survives_the_terminal_that_submitted_it(make_run: Callable[...,
     assert [attempt.reason for attempt in attempts(made)] == ["done"]
 
 
-def test_a_machine_that_goes_down_lets_the_run_save_and_starts_no_further_attempt(submit: Submit) -> None:
+def test_sigterm_to_the_supervisor_saves_and_starts_no_further_attempt(submit: Submit) -> None:
     made = submit(steps=10_000, step_seconds=0.02)
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGTERM)
@@ -200,7 +200,7 @@ def test_cancelling_saves_the_state_and_ends_the_run(submit: Submit) -> None:
     assert len(made.events("cancelled")) == 1
 
 
-def test_a_stop_file_written_by_hand_cancels_too(submit: Submit) -> None:
+def test_a_stop_file_cancels_the_run(submit: Submit) -> None:
     made = submit(steps=10_000, step_seconds=0.02)
     agent_pid(made, 1)
     (made.run.path / "stop").touch()
@@ -210,7 +210,7 @@ def test_a_stop_file_written_by_hand_cancels_too(submit: Submit) -> None:
     assert attempt.last_checkpoint_step
 
 
-def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_goes_on(submit: Submit) -> None:
+def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_continues(submit: Submit) -> None:
     made = submit(stay={"1:0": 1}, save_seconds=2)
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGKILL)
@@ -280,7 +280,7 @@ def test_the_rendered_command_is_the_one_that_is_run(make_run: Callable[..., Mad
     assert Path(shown.splitlines()[0]) == Path(sys.executable)
 
 
-def test_a_node_that_cannot_start_its_ranks_says_why(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_cannot_start_its_ranks_reports_the_reason(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost secrets file is a verdict, not a lost node: no retry, and the reason stands in the attempt."""
     monkeypatch.setenv("TOKEN", "hidden")
     made = submit("secret_env=[TOKEN]", stay={"1:0": 1})
@@ -302,7 +302,7 @@ def block_checkpoints(made: MadeRun) -> Path:
     return folder
 
 
-def test_a_supervisor_that_cannot_begin_an_attempt_makes_submit_fail_with_its_reason(
+def test_a_submission_fails_with_the_reason_why_the_supervisor_cannot_begin(
     make_run: Callable[..., MadeRun],
 ) -> None:
     made = make_run()
@@ -312,7 +312,7 @@ def test_a_supervisor_that_cannot_begin_an_attempt_makes_submit_fail_with_its_re
     assert read_submission(made.run) is None
 
 
-def test_a_resume_that_cannot_begin_says_so_and_status_tells_no_other_story(submit: Submit) -> None:
+def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(submit: Submit) -> None:
     made = submit("restarts.crash=0", die={"1:0": 93})
     wait_for_end(made)
     folder = block_checkpoints(made)

@@ -44,7 +44,7 @@ def test_each_reason_has_its_cause(word: str, cause: str) -> None:
     assert queue_reason(word).cause == cause
 
 
-def test_what_never_passes_says_so_and_says_what_to_do() -> None:
+def test_reasons_that_never_pass_need_action_and_have_remedies() -> None:
     for word in SEEN:
         reason = queue_reason(word)
         assert reason.needs_action == (reason.cause in ("never", "held") or word == "DependencyNeverSatisfied")
@@ -52,12 +52,12 @@ def test_what_never_passes_says_so_and_says_what_to_do() -> None:
         assert text.remedies or reason.cause in ("priority", "begin-time", "dependency", "resources")
 
 
-def test_a_word_that_is_not_known_is_repeated() -> None:
+def test_an_unknown_reason_of_slurm_is_reported_as_it_is() -> None:
     assert queue_reason("BurstBufferStageIn").cause == "unknown"
     assert queue_reason("(BurstBufferStageIn)").code == "slurm.wait-unknown"
 
 
-def test_fields_hold_blanks_equals_signs_and_nothing() -> None:
+def test_fields_may_contain_blanks_and_equals_signs_or_be_empty() -> None:
     told = parse_fields(
         "JobId=7 JobName=a-1 Reason=Nodes required for job are DOWN Dependency=(null) TRES=cpu=2,node=1 Licenses= "
         "Comment=x\n"

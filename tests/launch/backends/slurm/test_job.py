@@ -43,7 +43,7 @@ def test_an_attempt_begins_with_its_number_address_and_port(made: MadeRun, capfd
     assert (attempt.scheduler, attempt.job_id, attempt.nodes) == ("slurm", "42", ())
 
 
-def test_a_job_that_slurm_ends_is_not_requeued_and_goes_on_when_slurm_requeues_it(
+def test_a_job_that_slurm_ends_is_not_requeued_by_the_script_and_continues_if_slurm_requeues_it(
     made: MadeRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(made, "begin")
@@ -57,7 +57,7 @@ def test_a_job_that_slurm_ends_is_not_requeued_and_goes_on_when_slurm_requeues_i
     assert capfd.readouterr().out.startswith("2 localhost ")
 
 
-def test_a_refused_requeue_is_an_event_and_the_attempts_last_word(
+def test_a_requeue_that_slurm_refuses_is_recorded_as_the_end_of_the_run(
     made: MadeRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(made, "begin")
@@ -72,7 +72,7 @@ def test_a_refused_requeue_is_an_event_and_the_attempts_last_word(
     assert "`scaletrain resume`" in made.events("stopped")[-1]["why"]
 
 
-def test_an_attempt_whose_script_vanished_is_closed_and_counts(
+def test_an_attempt_whose_script_was_killed_is_ended_and_counts_against_the_budget(
     made: MadeRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(made, "begin")
@@ -84,7 +84,7 @@ def test_an_attempt_whose_script_vanished_is_closed_and_counts(
     assert made.events("stopped")[-1]["exit_code"] == 1
 
 
-def test_a_run_that_is_done_or_cancelled_does_not_begin_again(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_or_cancelled_run_begins_no_attempt(made: MadeRun, capfd: pytest.CaptureFixture[str]) -> None:
     begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="42", nodes=())
     close(made, 0, "done")
     assert say(made, "begin") == 0
@@ -96,14 +96,14 @@ def test_a_run_that_is_done_or_cancelled_does_not_begin_again(made: MadeRun, cap
     assert len(made.events("cancelled")) == 1
 
 
-def test_another_job_of_the_run_has_budgets_of_its_own(made: MadeRun) -> None:
+def test_each_job_of_a_run_has_its_own_restart_budgets(made: MadeRun) -> None:
     for _ in range(3):
         begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="41", nodes=())
         close(made, 1, "node")
     assert begin(made.run, made.record, JOB) == 0
 
 
-def test_a_job_of_before_a_resize_that_is_requeued_by_hand_touches_nothing(
+def test_a_job_from_before_a_resize_that_is_requeued_changes_nothing(
     made: MadeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")

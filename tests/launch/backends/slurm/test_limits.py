@@ -13,19 +13,19 @@ def limits(account: str = "lab", qos: str = "normal", partition_qos: str = "") -
     return {(limit.owner, limit.kind): limit for limit in found}
 
 
-def test_the_accounts_share_of_gpus_stands_beside_what_is_used() -> None:
+def test_a_limit_of_an_account_is_read_with_its_usage() -> None:
     limit = limits()["account lab", "GrpTRES"]
     assert (limit.resource, limit.allowed, limit.used, limit.in_words) == ("gres/gpu", 16.0, 8.0, "GPUs")
     own = limits()["user root in account lab", "MaxJobs"]
     assert (own.resource, own.allowed, own.used) == ("jobs", 5.0, 1.0)
 
 
-def test_limits_of_the_accounts_above_count_too() -> None:
+def test_limits_of_parent_accounts_apply() -> None:
     assert ("account lab", "GrpTRES") in limits(account="other")
     assert ("account lab", "GrpTRES") not in limits(account="root")
 
 
-def test_a_qos_sets_aside_what_the_account_says_of_the_same() -> None:
+def test_a_limit_of_a_qos_overrides_that_of_the_account() -> None:
     found = limits(qos="capped")
     assert ("account lab", "GrpTRES") not in found
     assert (found["QOS capped", "GrpTRES"].allowed, found["QOS capped", "GrpTRES"].used) == (16.0, 8.0)
@@ -35,12 +35,12 @@ def test_a_qos_sets_aside_what_the_account_says_of_the_same() -> None:
     assert found["each user in QOS capped", "MaxJobsPU"].used == 1.0
 
 
-def test_what_a_qos_says_of_a_users_jobs_sets_aside_what_the_association_says_of_them() -> None:
+def test_a_limit_of_a_qos_per_user_overrides_that_of_the_association() -> None:
     assert ("user root in account lab", "MaxJobs") in limits()
     assert ("user root in account lab", "MaxJobs") not in limits(qos="capped")  # it has MaxJobsPU
 
 
-def test_a_qos_may_multiply_what_associations_allow_and_nothing_of_its_own() -> None:
+def test_the_limit_factor_of_a_qos_multiplies_limits_of_associations_only() -> None:
     found = limits_of(ASSOCIATIONS, user="root", uid=0, account="lab", qos=["normal"], factor=2.0)
     by_kind = {(limit.owner, limit.kind): limit.allowed for limit in found}
     assert (by_kind["account lab", "GrpTRES"], by_kind["user root in account lab", "MaxJobs"]) == (32.0, 5.0)
@@ -48,7 +48,7 @@ def test_a_qos_may_multiply_what_associations_allow_and_nothing_of_its_own() -> 
     assert next(limit.allowed for limit in own if limit.owner == "QOS capped") == 16.0
 
 
-def test_a_job_that_no_quota_could_ever_hold_is_told_from_one_that_waits() -> None:
+def test_a_job_beyond_a_quota_is_distinguished_from_one_that_waits_for_it() -> None:
     found = tuple(limits().values())
     assert fit(found, {"gres/gpu": 8.0}, None).busy == ()
     waits = fit(found, {"gres/gpu": 16.0}, None)
@@ -56,13 +56,13 @@ def test_a_job_that_no_quota_could_ever_hold_is_told_from_one_that_waits() -> No
     assert [limit.owner for limit in fit(found, {"gres/gpu": 24.0}, None).never] == ["account lab"]
 
 
-def test_a_time_beyond_that_of_the_qos_never_fits() -> None:
+def test_a_time_limit_beyond_that_of_the_qos_never_fits() -> None:
     found = tuple(limits(qos="capped").values())
     assert [limit.kind for limit in fit(found, {}, 3 * 3600.0).never] == ["MaxWallPJ"]
     assert fit(found, {}, 3600.0).never == ()
 
 
-def test_a_budget_of_gpu_minutes_that_is_used_up_is_told() -> None:
+def test_a_budget_of_gpu_minutes_that_is_used_up_is_reported() -> None:
     used_up = Limit("account lab", "GrpTRESMins", "gres/gpu", 100.0, 100.0)
     left = Limit("account lab", "GrpTRESMins", "gres/gpu", 100.0, 99.0)
     assert fit([used_up, left], {"gres/gpu": 512.0}, None).busy == (used_up,)
@@ -72,7 +72,7 @@ def test_a_slurm_without_accounting_has_no_limits() -> None:
     assert limits_of("Current Association Manager state\n", user="a", uid=1, account="", qos=[""]) == ()
 
 
-def test_the_qos_of_a_partition_binds_every_job_in_it() -> None:
+def test_the_qos_of_a_partition_applies_to_every_job_in_it() -> None:
     found = limits(partition_qos="capped")
     assert ("account lab", "GrpTRES") not in found
     assert found["QOS capped", "GrpTRES"].allowed == 16.0

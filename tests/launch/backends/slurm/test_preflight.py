@@ -95,7 +95,7 @@ def test_a_job_that_fits_has_no_problem_and_no_note() -> None:
         (["cluster.slurm.reservation=week-7"], {}, "cluster.slurm.reservation", "this cluster has no reservations now"),
     ],
 )
-def test_what_can_never_run_is_named_with_what_there_is(
+def test_a_request_that_can_never_run_is_reported_with_what_the_cluster_has(
     overrides: list[str], sizes: dict[str, int], key: str, said: str
 ) -> None:
     (problem,) = verdict(*overrides, **sizes).problems
@@ -116,7 +116,9 @@ def test_what_can_never_run_is_named_with_what_there_is(
         ({"state": "DRAIN"}, [], "main: the partition is DRAIN and accepts no jobs"),
     ],
 )
-def test_what_a_partition_does_not_admit_is_refused(changes: dict[str, Any], overrides: list[str], said: str) -> None:
+def test_a_job_that_its_partition_does_not_accept_is_refused(
+    changes: dict[str, Any], overrides: list[str], said: str
+) -> None:
     (problem,) = verdict(*overrides, site=dataclasses.replace(SITE, partitions=partition(**changes))).problems
     assert said in str(problem)
 
@@ -135,7 +137,7 @@ def with_qos(*flags: str, **changes: Any) -> Site:
         ("PartitionMinNodes", {"min_nodes": 3}, []),
     ],
 )
-def test_a_qos_that_lifts_a_limit_of_partitions_lifts_that_one_alone(
+def test_a_qos_flag_lifts_only_its_own_limit_of_partitions(
     flag: str, changes: dict[str, Any], overrides: list[str]
 ) -> None:
     assert verdict(*overrides, site=with_qos(flag, **changes)).problems == ()
@@ -148,18 +150,18 @@ def test_a_qos_that_the_site_hides_may_lift_every_limit_of_partitions() -> None:
     assert verdict(site=hidden).problems == ()
 
 
-def test_a_qos_for_reservations_alone_needs_one() -> None:
+def test_a_qos_that_requires_a_reservation_needs_one() -> None:
     (problem,) = verdict(site=with_qos("RequiresReservation")).problems
     assert "QOS normal accepts only jobs in a reservation" in str(problem)
 
 
-def test_a_qos_that_sets_no_nodes_aside_is_told_of_a_gang() -> None:
+def test_a_gang_in_a_qos_that_reserves_no_nodes_gets_a_note() -> None:
     (note,) = verdict(site=with_qos("NoReserve")).notes
     assert "reserves no nodes for a pending job (NoReserve)" in str(note)
     assert verdict(site=with_qos("NoReserve"), nodes=1).notes == ()
 
 
-def test_the_qos_of_a_partition_counts_first_unless_that_of_the_job_is_above_it() -> None:
+def test_the_qos_of_a_partition_has_precedence_unless_the_jobs_has_overpartqos() -> None:
     rules = read_qos_rules("normal||cluster|00:00:00|DenyOnLimit,OverPartQOS|\nslow||cluster|00:00:00||2.000000\n")
     assert binding_qos(rules, ["part"], "slow") == ["part", "slow"]
     assert binding_qos(rules, ["part"], "normal") == ["normal", "part"]
@@ -170,7 +172,7 @@ def test_the_qos_of_a_partition_counts_first_unless_that_of_the_job_is_above_it(
     assert limit_factor(idle, ["idle"]) == 1.0
 
 
-def test_a_reservation_that_slurm_does_not_show_is_not_known_rather_than_not_there() -> None:
+def test_a_reservation_that_slurm_hides_is_reported_as_unknown_and_not_as_missing() -> None:
     wanted = "cluster.slurm.reservation=week-7"
     told = verdict(wanted, site=dataclasses.replace(SITE, reservations=None))
     assert (told.problems, "whether reservation week-7 exists" in str(told.notes[0])) == ((), True)
@@ -181,19 +183,19 @@ def test_a_reservation_that_slurm_does_not_show_is_not_known_rather_than_not_the
     assert len(verdict(wanted).problems) == 1  # root is shown all of them
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     site = dataclasses.replace(SITE, partitions=partition(max_seconds=HOUR, max_nodes=1))
     found = verdict("cluster.slurm.time=24h", "cluster.slurm.qos=urgent", "cluster.slurm.gres_type=a100", site=site)
     assert [problem.key.rpartition(".")[2] for problem in found.problems] == ["qos", "time", "nodes", "gres_type"]
 
 
-def test_of_a_list_of_partitions_one_that_can_is_enough() -> None:
+def test_one_suitable_partition_of_a_list_is_enough() -> None:
     site = dataclasses.replace(SITE, partitions=partition(max_nodes=1))
     assert verdict("cluster.slurm.partition=main,high", site=site).problems == ()
     assert len(verdict("cluster.slurm.partition=main", site=site).problems) == 1
 
 
-def test_nodes_that_are_out_of_order_only_make_the_job_wait() -> None:
+def test_unusable_nodes_only_make_the_job_wait() -> None:
     found = verdict(nodes=3)
     assert found.problems == ()
     assert list(map(str, found.notes)) == [
@@ -206,7 +208,7 @@ def test_a_partition_that_is_down_only_makes_the_job_wait() -> None:
     assert (found.problems, "until it is UP again" in str(found.notes[0])) == ((), True)
 
 
-def test_a_quota_that_can_never_fit_is_told_from_one_that_is_used_up() -> None:
+def test_a_quota_that_is_too_small_is_a_problem_and_one_in_use_a_note() -> None:
     limits = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
     site = dataclasses.replace(SITE, limits=limits)
     (problem,) = verdict(site=site, nodes=3).problems
@@ -218,7 +220,7 @@ def test_a_quota_that_can_never_fit_is_told_from_one_that_is_used_up() -> None:
     assert verdict(site=site, nodes=1) == PreflightVerdict((), ())
 
 
-def test_a_job_that_asks_for_less_than_a_qos_takes_or_more_on_a_node_never_runs() -> None:
+def test_a_job_below_the_minimum_of_a_qos_or_above_its_limit_per_node_never_runs() -> None:
     few = dataclasses.replace(SITE, limits=(Limit("QOS big", "MinTRESPJ", "gres/gpu", 32, None),))
     (problem,) = verdict(site=few).problems
     assert "16 GPUs over all nodes: a job of QOS big must request at least 32 GPUs (MinTRESPJ). Request more" in str(
@@ -230,20 +232,20 @@ def test_a_job_that_asks_for_less_than_a_qos_takes_or_more_on_a_node_never_runs(
     assert verdict(site=enough) == PreflightVerdict((), ())
 
 
-def test_limits_that_the_site_does_not_enforce_are_no_limits() -> None:
+def test_limits_that_the_site_does_not_enforce_are_ignored() -> None:
     site = dataclasses.replace(SITE, limits=(Limit("account lab", "GrpTRES", "gres/gpu", 1, 0),))
     assert len(verdict(site=site).problems) == 1
     for config in ({}, SITE.config | {"AccountingStorageEnforce": "associations"}):  # type: ignore[operator]
         assert verdict(site=dataclasses.replace(site, config=config)).problems == ()
 
 
-def test_the_time_that_a_qos_allows_is_a_limit_of_the_time() -> None:
+def test_the_wall_time_limit_of_a_qos_applies_to_the_time_limit() -> None:
     site = dataclasses.replace(SITE, limits=(Limit("QOS capped", "MaxWallPJ", "seconds", 2 * HOUR, None),))
     (problem,) = verdict("cluster.slurm.time=3h", site=site).problems
     assert "cluster.slurm.time = 3h: QOS capped allows jobs of at most 2h (MaxWallPJ)" in str(problem)
 
 
-def test_maintenance_before_the_jobs_end_is_told_with_its_times() -> None:
+def test_maintenance_before_the_jobs_end_is_a_note_with_its_times() -> None:
     soon = Reservation("maint1", NOW + 2 * HOUR, NOW + 4 * HOUR, frozenset({"n1", "n2", "n3"}), is_maintenance=True)
     site = dataclasses.replace(SITE, reservations=(soon,))
     (note,) = verdict("cluster.slurm.time=3h", site=site).notes
@@ -255,13 +257,13 @@ def test_maintenance_before_the_jobs_end_is_told_with_its_times() -> None:
     assert verdict("cluster.slurm.time=3h", site=dataclasses.replace(site, reservations=(elsewhere,))).notes == ()
 
 
-def test_a_site_that_tells_nothing_is_not_held_against_the_job() -> None:
+def test_a_site_that_hides_everything_causes_no_problem() -> None:
     silent = Site("ada", NOW, {}, (), (), (), (), (), "", "", ())
     assert verdict(site=silent) == PreflightVerdict((), ())
     assert preemption_rule(silent, ask().cluster) == ""
 
 
-def test_where_a_plugin_may_rename_what_jobs_ask_for_names_are_a_word_alone() -> None:
+def test_with_a_job_submit_plugin_unknown_names_are_only_notes() -> None:
     site = dataclasses.replace(SITE, config={**SITE.config, "JobSubmitPlugins": "lua"})
     told = verdict("cluster.slurm.partition=regular", site=site)
     assert told.problems == ()
@@ -269,7 +271,7 @@ def test_where_a_plugin_may_rename_what_jobs_ask_for_names_are_a_word_alone() ->
     assert verdict("cluster.slurm.partition=regular").problems
 
 
-def test_the_rule_of_preemption_is_told_for_each_kind_of_site() -> None:
+def test_the_preemption_rule_is_described_for_each_kind_of_site() -> None:
     def rule(*overrides: str, **config: str) -> str:
         site = dataclasses.replace(SITE, config={**SITE.config, **config})
         return preemption_rule(site, ask(*overrides).cluster)
@@ -282,7 +284,7 @@ def test_the_rule_of_preemption_is_told_for_each_kind_of_site() -> None:
     assert rule(PreemptType="preempt/qos") == "Preemption: by QOS. No QOS preempts normal."
 
 
-def test_the_rule_of_preemption_by_qos_names_who_preempts() -> None:
+def test_the_rule_of_preemption_by_qos_names_the_preempting_qos() -> None:
     prod = QosRule("prod", frozenset({"scavenger"}), "cluster", 0)
     config = {**SITE.config, "PreemptType": "preempt/qos"}
     site = dataclasses.replace(SITE, config=config, qos="scavenger", qos_rules=(*SITE.qos_rules, prod))
@@ -290,7 +292,7 @@ def test_the_rule_of_preemption_by_qos_names_who_preempts() -> None:
     assert "Jobs of scavenger are preempted by prod: PreemptMode=REQUEUE. SIGTERM to the node agents, Grace" in told
 
 
-def test_a_grace_period_that_the_site_does_not_give_is_told() -> None:
+def test_a_grace_period_longer_than_that_of_the_site_is_a_note() -> None:
     (note,) = verdict("cluster.slurm.partition=spot", "cluster.grace_seconds=120").notes
     assert "cluster.grace_seconds = 120, but partition spot gives a preempted job 30 s (GraceTime)" in str(note)
     (note,) = verdict("cluster.slurm.partition=spot0", "cluster.grace_seconds=120").notes

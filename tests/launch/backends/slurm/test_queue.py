@@ -152,16 +152,14 @@ def made(make: Callable[[str], MadeRun]) -> MadeRun:
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 
 
-def test_a_job_that_was_taken_although_sbatch_had_no_answer_is_found_by_its_comment(
-    controller: Controller, made: MadeRun
-) -> None:
+def test_a_job_whose_sbatch_got_no_answer_is_found_by_its_comment(controller: Controller, made: MadeRun) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
     submission = submit_run(made.run, made.record, SLURM)
     assert (submission.job_id, list(controller.jobs)) == ("100", ["100"])
     assert open_request(made.run) is None
 
 
-def test_a_lost_answer_is_no_refusal_and_a_second_submit_makes_no_second_job(
+def test_a_lost_answer_is_no_refusal_and_a_second_submit_creates_no_second_job(
     controller: Controller, made: MadeRun
 ) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
@@ -177,7 +175,7 @@ def test_a_lost_answer_is_no_refusal_and_a_second_submit_makes_no_second_job(
     assert len(controller.jobs) == len(controller.called("sbatch")) == 1
 
 
-def test_a_job_that_has_run_and_ended_though_sbatch_had_no_answer_is_not_sent_again(
+def test_a_job_that_ran_although_sbatch_got_no_answer_is_not_submitted_again(
     controller: Controller, made: MadeRun
 ) -> None:
     controller.fails("sbatch", TIMED_OUT, works=True)
@@ -206,7 +204,7 @@ def asked(made: MadeRun, when: float) -> dict[str, object]:
     return {"state": "asked", "scheduler": "slurm", "asked": when, "first_attempt": 1, "revision": 0, "before": None}
 
 
-def test_a_job_that_slurm_never_took_may_still_come_for_some_minutes_and_then_no_longer(
+def test_a_job_of_an_unanswered_sbatch_may_appear_for_five_minutes_and_no_longer(
     controller: Controller, made: MadeRun
 ) -> None:
     write_document(made.run.path / "submission.json", asked(made, time.time()))
@@ -223,7 +221,7 @@ def test_a_job_that_slurm_never_took_may_still_come_for_some_minutes_and_then_no
     assert submit_run(made.run, made.record, SLURM).job_id == "100"
 
 
-def test_a_refusal_leaves_no_request_and_the_submission_before_it(controller: Controller, made: MadeRun) -> None:
+def test_a_refusal_leaves_no_request_and_keeps_the_earlier_submission(controller: Controller, made: MadeRun) -> None:
     controller.fails("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification")
     with pytest.raises(SchedulerError, match="Invalid qos"):
         submit_run(made.run, made.record, SLURM)
@@ -238,7 +236,7 @@ def test_a_refusal_leaves_no_request_and_the_submission_before_it(controller: Co
     ("command", "user"),
     [("squeue", "root"), ("scancel", "root"), ("scancel", "someone-else")],
 )
-def test_a_cancel_that_fails_stops_nothing(controller: Controller, made: MadeRun, command: str, user: str) -> None:
+def test_a_cancel_that_fails_changes_nothing(controller: Controller, made: MadeRun, command: str, user: str) -> None:
     submit_run(made.run, made.record, SLURM)
     controller.becomes("RUNNING", user)
     controller.fails(command, f"{command}: error: Access/permission denied")
@@ -248,7 +246,7 @@ def test_a_cancel_that_fails_stops_nothing(controller: Controller, made: MadeRun
     assert not made.events("cancelled")
 
 
-def test_a_suspended_job_is_resumed_before_it_is_told_to_save(controller: Controller, made: MadeRun) -> None:
+def test_a_suspended_job_is_resumed_before_its_ranks_are_signaled(controller: Controller, made: MadeRun) -> None:
     submit_run(made.run, made.record, SLURM)
     controller.becomes("SUSPENDED")
     SLURM.cancel(made.run, made.record)
@@ -259,9 +257,7 @@ def test_a_suspended_job_is_resumed_before_it_is_told_to_save(controller: Contro
     assert made.run.is_cancelled
 
 
-def test_a_suspended_job_that_may_not_be_resumed_is_left_as_it_is_with_what_a_kill_would_lose(
-    controller: Controller, made: MadeRun
-) -> None:
+def test_a_suspended_job_that_the_user_may_not_resume_is_not_changed(controller: Controller, made: MadeRun) -> None:
     submit_run(made.run, made.record, SLURM)
     controller.becomes("SUSPENDED")
     controller.fails("scontrol", "Access/permission denied")
@@ -271,7 +267,7 @@ def test_a_suspended_job_that_may_not_be_resumed_is_left_as_it_is_with_what_a_ki
     assert not controller.called("scancel")
 
 
-def test_a_list_of_runs_is_one_question_to_slurm_however_many_there_are(
+def test_the_status_of_many_runs_needs_one_request_to_slurm(
     controller: Controller, make: Callable[[str], MadeRun]
 ) -> None:
     runs = [make(f"life-{index}") for index in range(4)]
@@ -295,7 +291,7 @@ def test_a_list_of_runs_is_one_question_to_slurm_however_many_there_are(
 
 
 @pytest.mark.parametrize(("accounting", "calls"), [("accounting_storage/slurmdbd", 11), ("(null)", 7)])
-def test_a_submission_calls_slurm_eleven_times_and_seven_where_it_has_no_accounting(
+def test_a_submission_calls_slurm_eleven_times_and_seven_times_without_accounting(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accounting: str, calls: int
 ) -> None:
     config = (ANSWERS / "config.txt").read_text().replace("accounting_storage/slurmdbd", accounting)
@@ -317,7 +313,7 @@ def test_a_submission_calls_slurm_eleven_times_and_seven_where_it_has_no_account
         ("licenses=matlab:1", "allocation failure: Invalid license specification", "licenses"),
     ],
 )
-def test_what_sbatch_refuses_stands_at_its_line_of_the_spec(
+def test_a_value_that_sbatch_refuses_is_reported_at_its_line_of_the_spec(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, said: str, key: str
 ) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
@@ -330,7 +326,7 @@ def test_what_sbatch_refuses_stands_at_its_line_of_the_spec(
     assert said.rpartition(": ")[2] in problem.message
 
 
-def test_an_sbatch_that_cannot_be_asked_is_no_problem_of_a_key(
+def test_a_missing_sbatch_is_not_reported_as_a_problem_of_a_key(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
@@ -339,7 +335,9 @@ def test_an_sbatch_that_cannot_be_asked_is_no_problem_of_a_key(
     assert with_key(spec, missing) is missing
 
 
-def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller: Controller, made: MadeRun) -> None:
+def test_a_job_that_slurm_no_longer_lists_has_the_state_of_the_accounting(
+    controller: Controller, made: MadeRun
+) -> None:
     submit_run(made.run, made.record, SLURM)
     begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="100", nodes=("n1",))
     controller.forgets()
@@ -351,13 +349,13 @@ def test_a_job_that_slurm_has_forgotten_ended_as_the_accounting_says(controller:
     assert "its job was cancelled" in found.why
 
 
-def test_a_job_that_is_forgotten_while_it_is_looked_at_is_not_said_to_wait(controller: Controller) -> None:
+def test_a_job_that_slurm_no_longer_lists_is_not_reported_as_pending(controller: Controller) -> None:
     finding = why_it_waits("100", "life")
     assert (finding.cause, finding.needs_action) == ("not-known", False)
     assert "no longer lists job 100" in finding.headline
 
 
-def test_a_completing_job_is_ending_and_its_log_is_named_only_where_there_is_one(
+def test_a_completing_job_is_ending_and_its_log_is_named_only_if_it_exists(
     controller: Controller, made: MadeRun
 ) -> None:
     submit_run(made.run, made.record, SLURM)
@@ -369,7 +367,7 @@ def test_a_completing_job_is_ending_and_its_log_is_named_only_where_there_is_one
     assert "see slurm-100.log" in run_status(made.run).why
 
 
-def test_what_was_asked_is_recorded_before_sbatch_is_called(controller: Controller, made: MadeRun) -> None:
+def test_the_request_is_recorded_before_sbatch_is_called(controller: Controller, made: MadeRun) -> None:
     sbatch = controller.folder / "bin" / "sbatch"
     sbatch.write_text(f"#!/bin/sh\ncp submission.json {controller.folder}/then\necho 7\n")
     submit_run(made.run, made.record, SLURM)
@@ -386,5 +384,5 @@ def test_what_was_asked_is_recorded_before_sbatch_is_called(controller: Controll
         ("gpu-[001,100]-ib", ("gpu-001-ib", "gpu-100-ib")),
     ],
 )
-def test_a_hostlist_is_read_as_slurm_does(hostlist: str, names: tuple[str, ...]) -> None:
+def test_a_hostlist_is_expanded_as_by_slurm(hostlist: str, names: tuple[str, ...]) -> None:
     assert node_names(hostlist) == names

@@ -141,7 +141,7 @@ def test_the_script_of_a_cpu_run_is_as_accepted(golden: Callable[[str, str], Non
 @example(
     {"A": "", "B": "'\"\\\n$(touch canary)`touch canary`", "C": "-n"}, "- '\n$(touch canary)\\", '-"`touch canary`'
 )
-def test_bash_hands_every_value_on_unchanged_and_runs_nothing_else(
+def test_bash_passes_every_value_on_unchanged_and_runs_nothing_else(
     env: dict[str, str], run_folder: str, python_folder: str
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -170,9 +170,7 @@ def test_bash_hands_every_value_on_unchanged_and_runs_nothing_else(
 
 
 @pytest.mark.parametrize("more", [(), ("secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]",)], ids=["no secrets", "secrets"])
-def test_of_the_jobs_own_environment_only_what_is_allowed_reaches_the_ranks(
-    tmp_path: Path, more: tuple[str, ...]
-) -> None:
+def test_only_allowed_variables_of_the_jobs_environment_reach_the_ranks(tmp_path: Path, more: tuple[str, ...]) -> None:
     recorded, python = Recorded(tmp_path), tmp_path / "opt" / "python"
     recorded.program(python)
     script = tmp_path / "job.sh"
@@ -187,7 +185,7 @@ def test_of_the_jobs_own_environment_only_what_is_allowed_reaches_the_ranks(
     assert SECRET not in "".join(environment.values())
 
 
-def test_modules_and_an_activation_come_before_anything_of_ours(tmp_path: Path) -> None:
+def test_modules_and_the_activation_script_run_before_the_attempt_begins(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path)
     recorded.program(tmp_path / "it's venv" / "python3")
     activate = tmp_path / "it's venv" / "activate"
@@ -225,9 +223,7 @@ def test_a_module_that_cannot_be_loaded_ends_the_job_before_an_attempt(tmp_path:
         ("apptainer", "cpu", ["apptainer", "exec", *BINDS]),
     ],
 )
-def test_the_agent_runs_in_the_image_where_one_is_given(
-    tmp_path: Path, runtime: str, gpu: str, wanted: list[str]
-) -> None:
+def test_the_agent_runs_in_the_container_image(tmp_path: Path, runtime: str, gpu: str, wanted: list[str]) -> None:
     recorded, root, image = Recorded(tmp_path), tmp_path / "the 'runs'", "docker://nvcr.io#nvidia/it's:24"
     recorded.program(tmp_path / "python")
     spec = make_spec(f"cluster.gpu={gpu}")
@@ -254,7 +250,7 @@ def test_the_agent_runs_in_the_image_where_one_is_given(
     texts.filter(lambda text: "\n" not in text),
 )
 @example("apptainer", "it's $(touch canary)", "a 'b' `touch canary`", "$HOME \\")
-def test_an_image_its_mounts_and_an_activation_of_any_name_reach_srun_unchanged(
+def test_image_mounts_and_activation_script_of_any_name_reach_srun_unchanged(
     runtime: str, image: str, mount: str, activate: str
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -282,7 +278,7 @@ def test_an_image_its_mounts_and_an_activation_of_any_name_reach_srun_unchanged(
             assert step[step.index("apptainer") :][5:7] == [f"/{mount}", image]
 
 
-def test_a_runs_root_that_a_list_of_mounts_cannot_name_is_refused() -> None:
+def test_a_runs_root_with_a_comma_cannot_be_mounted_and_is_refused() -> None:
     spec = make_spec("cluster.slurm.container={image: a.sqsh}")
     with pytest.raises(SchedulerError, match="SCALETRAIN_RUNS"):
         job_script(spec, "r", Path("/data/a,b/r"))
@@ -296,7 +292,7 @@ def test_waiting_for_switches_without_switches_is_an_error() -> None:
 @given(
     texts.filter(str.strip), st.lists(texts | st.from_regex(r"\A[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,20}\Z"), max_size=9)
 )
-def test_options_are_one_word_whatever_the_spec_says(name: str, values: list[str]) -> None:
+def test_options_are_one_word_for_any_valid_spec(name: str, values: list[str]) -> None:
     keys = ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist", "gres_type")
     try:
         slurm = SlurmSpec(

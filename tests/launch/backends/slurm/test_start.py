@@ -8,7 +8,7 @@ from scaletrain_cli.launch.backends.slurm.preflight import read_estimate
 from scaletrain_cli.launch.backends.slurm.tables import moment
 
 
-def test_the_estimate_is_read_with_its_nodes_and_the_rest_is_told() -> None:
+def test_the_estimate_is_read_with_its_nodes_and_other_lines_are_kept() -> None:
     estimate = "Job 7 to start at 2026-11-22T00:30:00 using 16 processors on nodes n[1-2] in partition main"
     start, rest = read_estimate(["lua: be nice", estimate], 0.0)
     assert start.at == moment("2026-11-22T00:30:00")
@@ -25,17 +25,17 @@ def test_the_estimate_is_read_with_its_nodes_and_the_rest_is_told() -> None:
         "Job 7 to start at 2026-11-22T00:30:00 a usable amount of time from now",
     ],
 )
-def test_other_forms_of_it_are_read_as_far_as_they_go(line: str) -> None:
+def test_other_forms_of_the_estimate_are_read_for_their_time(line: str) -> None:
     assert read_estimate([line], 0.0)[0].at == moment("2026-11-22T00:30:00")
 
 
-def test_no_estimate_is_no_time() -> None:
+def test_without_an_estimate_the_start_is_unknown() -> None:
     start, rest = read_estimate(["Job 7 to start at Unknown on nodes n1"], 0.0)
     assert (start.at, start.why) == (None, "sbatch --test-only gave no start time")
     assert len(rest) == 1
 
 
-def test_reservations_that_are_hidden_are_said_to_be_counted() -> None:
+def test_the_estimate_states_that_it_includes_hidden_reservations() -> None:
     estimate = "Job 7 to start at 2026-11-22T00:30:00 using 16 processors on nodes n1 in partition main"
     assert (
         "includes reservations that are hidden from you"

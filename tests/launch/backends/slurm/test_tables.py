@@ -44,7 +44,7 @@ def test_a_partition_with_every_limit_is_read() -> None:
     assert (found.allowed_qos, found.default_seconds, found.state) == (frozenset({"high", "normal"}), None, "DRAIN")
 
 
-def test_a_line_per_node_and_partition_becomes_one_per_node() -> None:
+def test_lines_per_node_and_partition_become_one_node() -> None:
     n1, n2, n3 = nodes(answer("nodes"))
     assert (n1.name, n1.state, n1.gpus, n1.gpus_used) == ("n1", "mix", {"h100": 8}, {"h100": 8})
     assert n1.partitions == {"main", "spot", "spot0", "high"}
@@ -68,7 +68,7 @@ def test_settings_are_read_by_name() -> None:
     assert (found["PreemptType"], found["KillWait"]) == ("preempt/partition_prio", "5 sec")
 
 
-def test_a_value_may_hold_blanks_and_equals_signs() -> None:
+def test_a_value_may_contain_blanks_and_equals_signs() -> None:
     (node,) = records("NodeName=n1 OS=Linux 6.1 #1 SMP @0  State=IDLE CfgTRES=cpu=4,gres/gpu=8 Reason=bad disk [root]")
     assert node == {
         "NodeName": "n1",
@@ -100,5 +100,5 @@ def test_gpus_are_counted_by_type(gres: str, counts: dict[str, int]) -> None:
     ("text", "seconds"),
     [("1-02:03:04", 93784.0), ("02:00:00", 7200.0), ("30:00", 1800.0), ("UNLIMITED", None), ("NONE", None), ("", None)],
 )
-def test_limits_of_time_are_seconds(text: str, seconds: float | None) -> None:
+def test_time_limits_are_read_in_seconds(text: str, seconds: float | None) -> None:
     assert limit_seconds(text) == seconds
