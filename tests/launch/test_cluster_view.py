@@ -115,7 +115,7 @@ def test_a_cluster_of_the_users_is_shown_by_its_name(tmp_path: Path, monkeypatch
     file.write_text("clusters:\n  here: {scheduler: local}\n  typo: {scheduler: locale}\n")
     monkeypatch.setenv("SCALETRAIN_CLUSTERS", str(file))
     assert scaletrain("status", "--cluster", "here", "--json").data["scheduler"] == "local"
-    assert "cluster here is one of local" in scaletrain("status", "--cluster", "here", "--scheduler", "slurm").err
+    assert "cluster here uses local" in scaletrain("status", "--cluster", "here", "--scheduler", "slurm").err
     refused = scaletrain("status", "--cluster", "typo")
     assert (refused.code, "clusters.yaml:3 cluster.scheduler = locale" in refused.err) == (2, True)
     assert scaletrain("status", "--cluster", "there").code == 2
