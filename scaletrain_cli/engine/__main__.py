@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import sys
-import traceback
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.agent_watch import AgentWatch
-from scaletrain_cli.worker.failures import Failure, failure_of, write_failure
+from scaletrain_cli.worker.failures import report_exception
 from scaletrain_cli.worker.heartbeat import IMPORT_SECONDS, Heartbeat, show_stacks_when_asked
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
@@ -54,12 +53,9 @@ def _exit_code(
         logger.info("%s", error)
         return int(error.exit_code)
     except Exception as error:
-        traceback.print_exc()
-        failure = failure_of(error, rank)
         if (evidence := getattr(error, "evidence", None)) is not None:
             _record_corrupt_data(run, attempt, rank, evidence)
-        _write_failure(run, attempt, failure)
-        return failure.exit_code
+        return report_exception(run, attempt, rank, error)
 
 
 def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat, watch: AgentWatch) -> ExitCode:
@@ -92,11 +88,6 @@ def _record_corrupt_data(run: RunDir, attempt: int, rank: int, evidence: dict[st
         known = {(e.get("attempt"), e.get("file")) for e in read_events(run) if e["event"] == event}
         if (attempt, evidence["file"]) not in known:
             record_event(run, event, attempt=attempt, rank=rank, **evidence)
-
-
-def _write_failure(run: RunDir, attempt: int, failure: Failure) -> None:
-    with contextlib.suppress(OSError):  # a full disk must not change the exit code
-        write_failure(run, attempt, f"rank-{failure.rank:05d}", failure)
 
 
 if __name__ == "__main__":

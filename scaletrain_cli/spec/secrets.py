@@ -1,7 +1,7 @@
 """Detect secrets in plain text in a spec, by the name of their key or by their form.
 
-The content of a spec is written to run.json, job scripts and trackers. Nothing here returns or prints a value that
-looks like a secret, except to remove it from a text.
+The content of a spec is written to run.json, job scripts and trackers. Nothing here prints a value that looks like a
+secret; a problem names its key and its form.
 """
 
 from __future__ import annotations
@@ -10,40 +10,18 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from scaletrain_cli.errors import Place, Problem
+from scaletrain_cli.secret_text import HIDDEN, SECRET_FORM, SECRET_FORMS, SECRET_NAME, hide_values
 from scaletrain_cli.spec.source import Key, Source
 
-HIDDEN = "(not shown)"
 _SECRET_KEYS = ("secret_env", "cluster.kubernetes.secrets")
 # Sections whose keys are names chosen by the user; elsewhere a key has a known meaning (tokenizer, pad_token, secret).
 _FREE_NAMES = ("env", "labels", "annotations", "extra", "node_selector", "config", "args")
-_BEFORE = r"(?<![A-Za-z0-9])"
-_FORMS = {
-    "a Hugging Face token": rf"{_BEFORE}hf_[A-Za-z0-9]{{16,}}",
-    "an API key (sk-...)": rf"{_BEFORE}sk-(?=[\w-]*\d)[A-Za-z0-9_-]{{16,}}",
-    "a GitHub token": rf"{_BEFORE}(gh[pousr]_[A-Za-z0-9]{{20,}}|github_pat_[A-Za-z0-9_]{{20,}})",
-    "a GitLab token": rf"{_BEFORE}glpat-[A-Za-z0-9_-]{{16,}}",
-    "a Slack token": rf"{_BEFORE}xox[a-z]-[A-Za-z0-9-]{{10,}}",
-    "an AWS access key": rf"{_BEFORE}(AKIA|ASIA)[0-9A-Z]{{16}}(?![0-9A-Z])",
-    "a Google API key": rf"{_BEFORE}AIza[0-9A-Za-z_-]{{30,}}",
-    "a Weights & Biases API key": rf"{_BEFORE}wandb_v\d+_[A-Za-z0-9_]{{16,}}",
-    "a JSON Web Token": rf"{_BEFORE}eyJ[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{8,}}\.[A-Za-z0-9_-]{{4,}}",
-    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
-    "an authorization header": r"(?i:\bbearer\s+[A-Za-z0-9._~+/-]{16,})",
-    "a password beside its name": (
-        rf"(?i:{_BEFORE}(password|passwd|(api|access|secret|private)[_-]?key|auth[_-]?token)\s*[=:]\s*[^\s,;'\"/]{{6,}})"
-    ),
-    "a password in a URL": r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@$]{1,}@",
-}
-_FORM = re.compile("|".join(f"(?P<f{index}>{pattern})" for index, pattern in enumerate(_FORMS.values())))
 _HEX_KEY = re.compile(r"[0-9a-f]{40}")  # of Weights & Biases; a commit hash has the same form
-_NAME = re.compile(
-    r"(^|[_.\-/])(token|secrets?|password|passwd|passphrase|credentials?|(api|access|secret|private|auth)[_-]?key)$"
-)
 _PASSWORD = re.compile(r"pass(word|wd|phrase)$")
 _PLAIN = re.compile(
     r"(?i)|true|false|yes|no|on|off|none|null|auto|\d{1,6}|[~./][^\s]*|file://\S+|<[^\s<>]{1,30}>|\[[a-z]{1,10}\]"
@@ -51,7 +29,6 @@ _PLAIN = re.compile(
 _RANDOM = re.compile(r"[A-Za-z0-9+_/-]{32,}={0,2}")
 _LONGEST_WORD = 12  # between - _ + and /: names of models and runs have shorter parts, possibly with a number
 _LARGEST_NUMBER = 10.0**40
-_SHORTEST_VALUE = 4  # of a variable: removing a shorter one would only make a text unreadable
 _BITS_PER_CHARACTER = 4.2
 _CHANGES_PER_CHARACTER = 0.45  # between capitals, small letters and digits: about 0.6 in random text, 0.2 in names
 
@@ -93,32 +70,16 @@ def _names_of_secrets(raw: Mapping[str, Any]) -> set[object]:
 
 
 def _problem(secret: ClearSecret, found: tuple[ClearSecret, ...], source: Source) -> Problem:
-    dotted = without(".".join(map(str, secret.key)), found)
+    dotted = _hidden(".".join(map(str, secret.key)), found)
     name = str(secret.key[-1]) if secret.key[0] == "env" else "NAME"
     message = f"{secret.why}, but specs are stored and sent as plain text."
-    hint = f"Remove it here, write secret_env: [{without(name, found)}], and export the value before you submit."
+    hint = f"Remove it here, write secret_env: [{_hidden(name, found)}], and export the value before you submit."
     return Problem(source.place(secret.key), dotted, message, HIDDEN, hint)
 
 
-def without(text: str, found: tuple[ClearSecret, ...]) -> str:
-    """Return the text with each of the values removed from it."""
-    for secret in sorted(found, key=lambda each: -len(each.value)):
-        for value in {secret.value, repr(secret.value)[1:-1], " ".join(secret.value.split())}:
-            text = text.replace(value, HIDDEN) if value else text
-    return _FORM.sub(HIDDEN, text)
-
-
-def without_values(text: str, environment: Mapping[str, str], names: Collection[str]) -> str:
-    """Return the text without the values of secret variables, and without what looks like a secret.
-
-    Secret are the variables ``names``, and all that are called like a secret.
-    """
-    found = [
-        ClearSecret(("env", name), "", value)
-        for name, value in environment.items()
-        if len(value) >= _SHORTEST_VALUE and (name in names or _NAME.search(name.lower()))
-    ]
-    return without(text, tuple(found))
+def _hidden(text: str, found: tuple[ClearSecret, ...]) -> str:
+    """Return the text without the values of the secrets and without anything that has the form of a secret."""
+    return hide_values(text, (secret.value for secret in found))
 
 
 def _without_secrets(problems: list[Problem], found: tuple[ClearSecret, ...]) -> list[Problem]:
@@ -126,15 +87,15 @@ def _without_secrets(problems: list[Problem], found: tuple[ClearSecret, ...]) ->
     cleaned = []
     for problem in problems:
         where = problem.where
-        if without(where, found) != where:
-            where = Place(without(problem.file or where, found), problem.line)
+        if _hidden(where, found) != where:
+            where = Place(_hidden(problem.file or where, found), problem.line)
         # Values are shown shortened, so the beginning of a secret could remain.
         around = any(problem.key and ".".join(map(str, each.key)).startswith(problem.key) for each in found)
         named = _why_name("?", tuple(problem.key.split("."))) is not None
         if problem.given is not None and (around or named):
             problem = replace(problem, given=HIDDEN)
         texts = {name: getattr(problem, name) for name in ("key", "message", "given", "hint")}
-        shown: dict[str, Any] = {name: text and without(text, found) for name, text in texts.items()}
+        shown: dict[str, Any] = {name: text and _hidden(text, found) for name, text in texts.items()}
         reason = problem.reason if shown == texts else None  # its parameters are parts of the message
         cleaned.append(replace(problem, where=where, reason=reason, **shown))
     return cleaned
@@ -161,16 +122,16 @@ def _why_name(text: str, key: Key) -> str | None:
     if len(key) < 2 or not any(str(part) in _FREE_NAMES for part in key[:-1]):
         return None
     name = next(str(part) for part in reversed(key) if isinstance(part, str))
-    matched = _NAME.search(name.lower())
+    matched = SECRET_NAME.search(name.lower())
     if matched is None or (_PLAIN.fullmatch(text) and not (text and _PASSWORD.search(name.lower()) and text.isdigit())):
         return None
     return f"looks like a secret: its name ends in {name[matched.start(2) :]}"
 
 
 def _why_form(text: str, key: Key) -> str | None:
-    if (found := _FORM.search(text)) is not None:
+    if (found := SECRET_FORM.search(text)) is not None:
         assert found.lastgroup is not None
-        kind = next(name for index, name in enumerate(_FORMS) if found[f"f{index}"] is not None)
+        kind = next(name for index, name in enumerate(SECRET_FORMS) if found[f"f{index}"] is not None)
         return f"looks like {kind}"
     if "wandb" in ".".join(map(str, key)).lower() and _HEX_KEY.fullmatch(text):
         return "looks like a Weights & Biases API key"

@@ -1,15 +1,21 @@
 """The failure of a rank or a node: its exit reason, and its record in attempts/NNNN/failures/<name>.json.
 
-Reasons are ``oom``, ``host-oom``, ``hardware``, ``communication``, ``disk-full``, ``nan``, ``spike``, ``data``,
-``unreadable``, ``wrong-nodes``, ``hang``, ``usage`` and ``crash``; the restart decision depends on them.
+Exit reasons are ``oom``, ``host-oom``, ``hardware``, ``communication``, ``disk-full``, ``nan``, ``spike``, ``data``,
+``unreadable``, ``wrong-nodes``, ``hang``, ``usage`` and ``crash``; the restart decision depends on them. An exception
+states its exit reason in the attribute ``failure_reason`` of its class; that of an error of Python, torch or the system
+is derived from its type and message.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
+import os
 import re
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +26,8 @@ from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import make_folder
+from scaletrain_cli.secret_text import hide_values, hide_values_in, secret_values
+from scaletrain_cli.worker.run_environment import read_resolved_run
 
 # Messages of NVIDIA's driver, CUDA, NCCL, gloo, torch and the C library, in an error or at the end of a log.
 # Causes precede consequences: a failed device also breaks the connections of its rank.
@@ -50,27 +58,6 @@ _TORCH_TYPES = {
     "OutOfMemoryError": "oom",
     "MemoryError": "host-oom",
     **dict.fromkeys(("DistBackendError", "DistNetworkError", "DistStoreError"), "communication"),
-}
-# The exit reason of each Reason code of an exception; all other codes mean a crash.
-EXIT_REASON_OF_CODE: Mapping[str, str] = {
-    "engine.gradient-not-finite": "nan",
-    "engine.gradient-not-finite-again": "nan",
-    "engine.loss-scale-at-floor": "nan",
-    "engine.loss-spike": "spike",
-    "engine.world-size-differs": "wrong-nodes",
-    "engine.gpu-missing": "wrong-nodes",
-    "engine.preflight-failed": "wrong-nodes",
-    "engine.checkpoint-unreadable-here": "wrong-nodes",
-    "engine.disk-too-small": "disk-full",
-    "engine.too-few-inodes": "disk-full",
-    "engine.disk-full": "disk-full",
-    "engine.checkpoints-unreadable": "unreadable",
-    "engine.checkpoint-folder-unreadable": "unreadable",
-    "engine.data-corrupt": "data",
-    "engine.out-of-memory": "oom",
-    "engine.host-out-of-memory": "host-oom",
-    "engine.connection-lost": "communication",
-    "engine.device-failed": "hardware",
 }
 # Reason codes for errors of Python, torch or the system, by exit reason.
 _CODE_OF_FOREIGN = {
@@ -108,10 +95,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, rank: int | None) -> Failure:
-    """Return the failure for an exception: exit reason, exit code, message with notes, and reason code.
-
-    An exception states its exit reason in an attribute ``failure_reason``, or by the code of an attribute ``reason``.
-    """
+    """Return the failure for an exception: exit reason, exit code, message with notes, and reason code."""
     reason = failure_reason_of(error)
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])[:_MESSAGE_CHARACTERS]
     stated = getattr(error, "reason", None)
@@ -134,8 +118,6 @@ def failure_reason_of(error: BaseException) -> str:
     """Return the exit reason of an exception: the stated one, else that of its causes, else ``crash``."""
     if isinstance(stated := getattr(error, "failure_reason", None), str):
         return stated
-    if isinstance(because := getattr(error, "reason", None), Reason) and because.code in EXIT_REASON_OF_CODE:
-        return EXIT_REASON_OF_CODE[because.code]
     found = [reason for link in _chain(error) if (reason := _reason_of_link(link)) is not None]
     # The oldest exception in the chain is the cause; a broken connection is only a consequence.
     causes = [reason for reason in found if reason != "communication"]
@@ -157,11 +139,33 @@ def reason_in(text: str) -> str | None:
     return next((reason for reason, sign in _SIGNS if sign.search(text)), None)
 
 
+def report_exception(run: RunDir, attempt: int, rank: int, error: Exception) -> int:
+    """Print the traceback of an exception that ends a rank, record the failure, and return the rank's exit code."""
+    text = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):
+        print(hide_values(text, _secrets_of(run)), end="", file=sys.stderr, flush=True)
+    failure = failure_of(error, rank)
+    with contextlib.suppress(OSError):  # a full disk must not change the exit code
+        write_failure(run, attempt, f"rank-{rank:05d}", failure)
+    return failure.exit_code
+
+
 def write_failure(run: RunDir, attempt: int, name: str, failure: Failure) -> None:
-    """Write the record that the exit classification of the attempt reads. Raises OSError."""
+    """Write the record that the exit classification of the attempt reads, with secrets hidden. Raises OSError.
+
+    Errors of libraries quote addresses and keys that they were given, and every reader of the run can read the record.
+    """
     folder = run.attempt(attempt) / "failures"
     make_folder(folder)
-    write_document(folder / f"{name}.json", dataclasses.asdict(failure))
+    write_document(folder / f"{name}.json", hide_values_in(dataclasses.asdict(failure), _secrets_of(run)))
+
+
+def _secrets_of(run: RunDir) -> list[str]:
+    """Return the values of the secret variables of this process: those in ``secret_env``, and those named like one."""
+    names: list[str] = []
+    with contextlib.suppress(ScaletrainError, OSError, KeyError):
+        names = read_resolved_run(run).spec.get("secret_env", [])
+    return secret_values(os.environ, names)
 
 
 def read_failures(run: RunDir, attempt: int) -> list[Failure]:

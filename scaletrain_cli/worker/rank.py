@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ from scaletrain_cli.errors import PreemptedError
 from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.checkpoints import Checkpoints
-from scaletrain_cli.worker.failures import failure_of, write_failure
+from scaletrain_cli.worker.failures import report_exception
 from scaletrain_cli.worker.heartbeat import Heartbeat, show_stacks_when_asked
 from scaletrain_cli.worker.run_environment import ResolvedRun, RunEnvironment, read_resolved_run
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
@@ -72,21 +71,16 @@ class Rank:
     def run(self, train: Callable[[], int]) -> NoReturn:
         """Call ``train``, which returns an exit code, and end the process with that code.
 
-        An exception is printed, recorded as the failure of this rank and turned into an exit code. The process ends
-        without interpreter shutdown: a process group whose peer has died may abort in its destructor.
+        An exception is printed, recorded as the failure of this rank and turned into an exit code; values of secret
+        variables are hidden in both texts. The process ends without interpreter shutdown: a process group whose peer
+        has died may abort in its destructor.
         """
         try:
             code = int(train())
         except PreemptedError as error:
             code = int(error.exit_code)
         except Exception as error:
-            traceback.print_exc()
-            failure = failure_of(error, self.environment.rank)
-            with contextlib.suppress(OSError):  # a full disk must not change the exit code
-                write_failure(
-                    self.environment.run, self.environment.attempt, f"rank-{self.environment.rank:05d}", failure
-                )
-            code = failure.exit_code
+            code = report_exception(self.environment.run, self.environment.attempt, self.environment.rank, error)
         self._watch.leave()
         with contextlib.suppress(OSError):
             sys.stdout.flush()

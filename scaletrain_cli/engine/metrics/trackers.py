@@ -11,7 +11,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.spec.secrets import without_values
+from scaletrain_cli.secret_text import hide_values, secret_values
 from scaletrain_cli.tracking.base import TrackedRun, Tracker
 from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
 
@@ -31,8 +31,8 @@ def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
 
     def report(event: str, tracker: str, reason: Reason) -> None:
         if "message" in reason.params:  # words of a library, which may quote the address and the key that it was given
-            said = without_values(str(reason.params["message"]), os.environ, record.spec.secret_env)
-            reason = Reason(reason.code, {**reason.params, "message": said})
+            secrets = secret_values(os.environ, record.spec.secret_env)
+            reason = Reason(reason.code, {**reason.params, "message": hide_values(reason.params["message"], secrets)})
         logger.warning("%s: %s", event, reason)
         record_event(run, event, tracker=tracker, code=reason.code, params=dict(reason.params), message=str(reason))
 
