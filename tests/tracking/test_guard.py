@@ -225,8 +225,10 @@ def test_a_queue_that_is_full_turns_the_tracker_off(
     one.trackers.finish("failed")
 
 
-def test_a_report_that_fails_is_no_error_either(tmp_path: Path) -> None:
+def test_a_tracker_whose_report_fails_is_off_without_an_error_in_training(tmp_path: Path) -> None:
     one = Attempt(tmp_path, missing, [])
     one.reports = None  # type: ignore[assignment]
     one.train(1, 3)
     one.trackers.finish("finished")
+    assert one.one._off.is_set()
+    assert not one.one._thread.is_alive()

@@ -195,7 +195,7 @@ def test_a_grandchild_that_left_the_session_is_killed_at_the_end(make_run: MakeR
     assert not is_running(int(child[1]))
 
 
-def test_the_agent_preempts_its_ranks_when_the_parent_it_was_told_of_dies(
+def test_the_agent_preempts_its_ranks_when_its_parent_process_dies(
     make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
 ) -> None:
     made = make_run(steps=10_000)
@@ -210,7 +210,11 @@ def test_the_agent_preempts_its_ranks_when_the_parent_it_was_told_of_dies(
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as parent:
         wait_until(lambda: "up" in made.log(1, 0) and "up" in made.log(1, 1), "ranks are up")
         parent.kill()
-    wait_until(lambda: read_node_records(made.run, 1)[0].exit_code == 75, "the ranks saved their state")
+    wait_until(lambda: read_node_records(made.run, 1)[0].ended is not None, "the agent has ended")
+    (record,) = read_node_records(made.run, 1)
+    assert record.exit_code == 75
+    assert [rank.exit_code for rank in record.ranks] == [75, 75]
+    assert not any(is_running(rank.pid) for rank in record.ranks)
 
 
 def test_a_node_with_too_few_gpus_is_refused_with_exit_5_and_says_so(

@@ -95,9 +95,18 @@ def test_a_collective_outwaits_every_silence_in_training() -> None:
 
 
 def test_a_pipe_that_no_agent_reads_never_blocks_a_rank(line: Line) -> None:
+    began = time.monotonic()
     for step in range(10_000):
         line.heart.beat(step, "step")
+    assert time.monotonic() - began < 30.0
+    kept = [json.loads(beat)["step"] for beat in line.file]
+    assert kept == list(range(len(kept)))  # the pipe was full then; later beats are lost
+    assert 0 < len(kept) < 10_000
+
+
+def test_without_an_agent_a_heartbeat_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     Heartbeat(None).beat(1, "step")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_child_processes_of_a_rank_do_not_inherit_its_descriptors() -> None:
