@@ -23,9 +23,9 @@ from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
-from scaletrain_cli.engine.metrics.metrics import DeferredMetrics
 from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
+from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics
 from scaletrain_cli.engine.numa import pin_to_numa_node
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh

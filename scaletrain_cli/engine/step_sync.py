@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
-from scaletrain_cli.engine.metrics.metrics import StepMeasures
+from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.process_group import SLOTS, RankConsensus, Ranks, StepDecision, from_slots, in_slots
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.heartbeat import Heartbeat

@@ -16,14 +16,14 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.data.batches import BatchReader, Prefetcher
 from scaletrain_cli.engine.data.dataset import DatasetInfo
-from scaletrain_cli.engine.events import log_event, report_event
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
-from scaletrain_cli.engine.metrics.metrics import DeferredMetrics, MetricsLog, StepMeasures
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
+from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
+from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMeasures
 from scaletrain_cli.engine.model.attention import attention_kernel_of
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import routing_measures

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scaletrain_cli.engine.events import log_event
+from scaletrain_cli.engine.metrics.reporting import log_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import WrongNodesError
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator

@@ -11,10 +11,10 @@ from typing import Any
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.data.batches import SkipRange, batch_number, merged_skip_ranges
-from scaletrain_cli.engine.events import log_event, report_event
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
-from scaletrain_cli.engine.metrics.metrics import MetricsLog, StepMeasures
+from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
+from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scaletrain_cli.engine.metrics.metrics import Clock, clock_of
+from scaletrain_cli.engine.metrics.step_measures import Clock, clock_of
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.rundir.journal import record_event

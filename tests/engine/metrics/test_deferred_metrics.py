@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from scaletrain_cli.engine.metrics.metrics import DeferredMetrics, StepMeasures
+from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMeasures
 
 
 def late(lag: int = 0) -> DeferredMetrics:

@@ -1,0 +1,156 @@
+"""The reports of rank 0 while it trains: events, and the metrics of each step; in files, in its log and to trackers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.journal import append_lines, read_metrics, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.secret_text import hide_values, secret_values
+from scaletrain_cli.tracking.base import TrackedRun, Tracker
+from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
+from scaletrain_cli.tracking.jsonl import JsonlWriter
+from scaletrain_cli.worker.progress import progress_line
+
+logger = logging.getLogger(__name__)
+
+
+def report_event(run: RunDir, rank: int, name: str, **details: Any) -> None:
+    """Record an event in events.jsonl and log it, on rank 0; do nothing on other ranks."""
+    if rank == 0:
+        record_event(run, name, **details)
+        log_event(name, **details)
+
+
+def log_event(name: str, **details: Any) -> None:
+    """Write an event to the log."""
+    logger.info("%s: %s", name, "  ".join(f"{key} {value}" for key, value in details.items()))
+
+
+class MetricsLog:
+    """Writes metrics on rank 0; on other ranks every method does nothing."""
+
+    def __init__(self, run: RunDir, record: RunRecord, rank: int, attempt: int, device: torch.device) -> None:
+        self._run, self._record, self._attempt, self._device = run, record, attempt, device
+        self._active = rank == 0
+        self._writer = JsonlWriter(run.metrics, append_lines)
+        self._trackers = start_trackers(run, record, attempt) if self._active else Trackers()
+        self.finished = False  # set by the loop after the last step
+        # MFU is model FLOPs per second over peak FLOPs per second; the plan has it for its own speed.
+        plan = record.plan.time
+        known = record.spec.cluster.gpu != "cpu" and plan.tokens_per_second > 0
+        self._mfu_per_token_per_second = plan.mfu / plan.tokens_per_second if known else None
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._writer.close()
+        except OSError:
+            if error is None:
+                raise
+        self._trackers.finish("failed" if error is not None else "finished" if self.finished else "preempted")
+
+    def log(self, step: int, *, tokens: int, step_seconds: float, **measured: float) -> None:
+        """Record optimizer step ``step`` (1-based), which trained on ``tokens`` tokens over all ranks."""
+        if not self._active:
+            return
+        tokens_per_second = tokens / step_seconds
+        factor = self._mfu_per_token_per_second
+        line: dict[str, Any] = {
+            "step": step,
+            **measured,
+            "tokens_per_second": round(tokens_per_second, 1),
+            "step_seconds": round(step_seconds, 5),
+            "memory_bytes": peak_memory_bytes(self._device),
+            "mfu": None if factor is None else round(factor * tokens_per_second, 4),
+            "attempt": self._attempt,
+            "time": round(time.time(), 3),
+        }
+        self._append(line)
+        total = self._record.spec.total_steps
+        logger.info(_log_line(line, total))
+        print(progress_line(step, total, measured["loss"], line["tokens_per_second"]), flush=True)
+
+    def flush(self) -> None:
+        """Wait until every line is in the file. Raises OSError."""
+        self._writer.flush()
+
+    def log_validation(self, step: int, sequences: int, **losses: float) -> None:
+        """Record losses after ``step`` steps, over ``sequences`` sequences, as a line of its own."""
+        if not self._active:
+            return
+        measured = {**losses, "validation_sequences": sequences}
+        self._append({"step": step, **measured, "attempt": self._attempt, "time": round(time.time(), 3)})
+        shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items())
+        logger.info("step %d/%d  %s", step, self._record.spec.total_steps, shown)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._writer.put(line)
+        self._trackers.log(line)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most bytes allocated on the GPU since the first update, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _log_line(line: dict[str, Any], total_steps: int) -> str:
+    parts = [f"step {line['step']}/{total_steps}", f"loss {line['loss']:.4f}"]
+    skipped = "skipped, the gradient overflowed"
+    parts += [f"grad norm {line['grad_norm']:.3f}" if "grad_norm" in line else skipped]
+    parts += [f"lr {line['learning_rate']:.2e}"]
+    parts += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{line['step_seconds']:.2f} s/step"]
+    parts.append(f"{line['memory_bytes'] / 1e9:.2f} GB")
+    if line["mfu"] is not None:
+        parts.append(f"MFU {100 * line['mfu']:.1f} %")
+    return "  ".join(parts)
+
+
+def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
+    """Start the trackers that the run spec names. Does not wait for them, and raises nothing that they raise."""
+    tracked = TrackedRun(
+        run_id=run.run_id,
+        tracking_id=record.wandb_run_id,
+        folder=run.path,
+        config=record.spec.model_dump(mode="json", by_alias=True),
+        attempt=attempt,
+    )
+    files = RunFiles(metrics=partial(read_metrics, run), events=run.events, artifacts=[run.record])
+
+    def report(event: str, tracker: str, reason: Reason) -> None:
+        if "message" in reason.params:  # errors of libraries quote addresses and keys
+            secrets = secret_values(os.environ, record.spec.secret_env)
+            reason = Reason(reason.code, {**reason.params, "message": hide_values(reason.params["message"], secrets)})
+        logger.warning("%s: %s", event, reason)
+        record_event(run, event, tracker=tracker, code=reason.code, params=dict(reason.params), message=str(reason))
+
+    return Trackers(
+        [
+            GuardedTracker(name, partial(_new_tracker, name, options), tracked, files, report)
+            for name, options in record.spec.tracking.trackers.items()
+            if name != "jsonl"  # metrics.jsonl is always written, and not by a tracker
+        ]
+    )
+
+
+def _new_tracker(name: str, options: Any) -> Tracker[Any]:
+    """Return a new tracker. Raises LookupError if the package that brings it is not installed on this node."""
+    from scaletrain_cli.tracking.registry import tracker_class
+
+    return tracker_class(name)(options)

@@ -1,0 +1,122 @@
+"""The measures of each step, fetched without waiting for it: one step late on a GPU, at once on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StepMeasures(NamedTuple):
+    """Seconds and values of optimizer step ``step``."""
+
+    step: int
+    seconds: float
+    values: dict[str, float]
+
+
+class DeferredMetrics:
+    """A queue between the GPU, which computes the values, and the host, which logs them.
+
+    ``begin`` and ``end`` enclose a step and only enqueue work. ``due`` returns the steps that are old enough. Which
+    ones depends on the step alone, so that all ranks decide by the same values at the same step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lag = 1 if device.type == "cuda" else 0
+        self._clock = clock_of(device)
+        self._waiting: deque[tuple[int, Callable[[], StepMeasures]]] = deque()
+
+    def begin(self) -> None:
+        """Start the clock of a step."""
+        self._clock.start()
+
+    def end(self, step: int, values: Mapping[str, Tensor | float]) -> None:
+        """Queue the values of a step, scalars, whose work is enqueued or done."""
+        known = {name: float(value) for name, value in values.items() if not isinstance(value, Tensor)}
+        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+        seconds, fetch = self._clock.stop(), self._fetch(list(tensors.values()))
+
+        def measures() -> StepMeasures:
+            fetched = dict(zip(tensors, fetch(), strict=True))
+            return StepMeasures(step, seconds(), {name: (known | fetched)[name] for name in values})
+
+        self._waiting.append((step, measures))
+
+    def due(self, step: int) -> list[StepMeasures]:
+        """Return the measures to check after step ``step``, oldest first: on a GPU all but the newest."""
+        return self._until(step - self._lag)
+
+    def rest(self) -> list[StepMeasures]:
+        """Wait for all remaining measures and return them."""
+        return self._until(self._waiting[-1][0]) if self._waiting else []
+
+    def _until(self, last: int) -> list[StepMeasures]:
+        found = []
+        while self._waiting and self._waiting[0][0] <= last:
+            found.append(self._waiting.popleft()[1]())
+        return found
+
+    def _fetch(self, tensors: list[Tensor]) -> Callable[[], list[float]]:
+        """Return a function that waits for the values. The copy to pinned memory follows the step on its stream."""
+        if self._device.type != "cuda" or not tensors:
+            values = [float(tensor) for tensor in tensors]
+            return lambda: values
+        stacked = torch.stack([tensor.to(self._device, torch.float64) for tensor in tensors])
+        host = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True).copy_(stacked, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def wait() -> list[float]:
+            copied.synchronize()
+            return host.tolist()
+
+        return wait
+
+
+class HostClock:
+    """Measures host time."""
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> Callable[[], float]:
+        seconds = time.perf_counter() - self._began
+        return lambda: seconds
+
+
+class GpuClock:
+    """Measures time on the GPU's stream, which runs behind the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+
+    def start(self) -> None:
+        self._began = self._moment()
+
+    def stop(self) -> Callable[[], float]:
+        began, ended = self._began, self._moment()
+
+        def seconds() -> float:
+            ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1e3
+
+        return seconds
+
+    def _moment(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+Clock = HostClock | GpuClock
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock for work on the device; on a GPU the host only enqueues it."""
+    return GpuClock(device) if device.type == "cuda" else HostClock()
