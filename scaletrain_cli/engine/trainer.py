@@ -1,4 +1,4 @@
-"""The training loop: agree with all ranks at a step boundary, act on what was agreed, train a step."""
+"""The training loop: at each step boundary agree with all ranks what to do, do it, and train the next step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -72,7 +71,6 @@ class LoopState:
     last_step: int  # the step after which training ends; early stopping lowers it
     evaluation_due: bool  # the validation loss after ``step`` is still to be measured
     validation_losses: list[float]  # of the whole run, in order, in nats
-    unjudged: list[StepMeasures] = field(default_factory=list)  # agreed between the ranks, not yet seen by the guard
 
     @property
     def at_last_step(self) -> bool:
@@ -83,14 +81,6 @@ class LoopState:
     def is_complete(self) -> bool:
         """True if nothing is left to train or to evaluate."""
         return self.at_last_step and not self.evaluation_due
-
-
-class NextAction(Enum):
-    """The action after a step boundary."""
-
-    TRAIN = "train a step"
-    REPEAT = "repeat the boundary: the run was rolled back, or an evaluation was interrupted"
-    STOP = "leave the loop"
 
 
 @dataclass
@@ -134,36 +124,61 @@ class Trainer:
                 self.run, self.record.plan, self.attempt, self.ranks.rank, self.plan_check.composed.engine
             ),
         ):
-            while (action := self.at_step_boundary(state)) is not NextAction.STOP:
-                if action is NextAction.TRAIN:
-                    self.train_step(state)
-            self.finish(state)
+            self._train_until_end(state)
+            self._finish(state)
         if self.ranks.rank == 0 and (goodput := run_goodput(self.run)) is not None:
             log_event("goodput", **goodput.to_json())
         return ExitCode.DONE if state.is_complete else ExitCode.PREEMPTED
 
-    def at_step_boundary(self, state: LoopState) -> NextAction:
-        """Agree with all ranks on what to do after ``state.step`` steps, then judge, save and evaluate as needed."""
-        decision, state.unjudged = self.step_sync.agree(state.step, self.deferred_metrics.due(state.step))
-        if decision is StepDecision.PREEMPT:
-            return NextAction.STOP
-        saving = decision is StepDecision.SAVE or state.at_last_step
-        if saving or state.evaluation_due:
-            state.unjudged += self._remaining_measures()
-        if self._judge_rolled_back(state):
-            return NextAction.REPEAT
-        if saving:
-            self.metrics.flush()  # an attempt that resumes here does not log these steps again
-            self._save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
-        if state.evaluation_due:
-            if not self._evaluate(state):
-                return NextAction.REPEAT
-            if self._should_stop_early(state):
-                state.last_step = state.step
-                self._report("stopped-early", step=state.step, validation_losses=state.validation_losses[-5:])
-        return NextAction.STOP if state.at_last_step else NextAction.TRAIN
+    def _train_until_end(self, state: LoopState) -> None:
+        """Train until the last step, or until a rank receives a preemption signal. All ranks decide alike."""
+        while True:
+            decision, measures = self.step_sync.agree(state.step, self.deferred_metrics.due(state.step))
+            save_due = decision is StepDecision.SAVE or state.at_last_step
+            if save_due or state.evaluation_due or decision is StepDecision.PREEMPT:
+                measures += self._remaining_measures()
+            rolled_back = self._check(state, measures)
+            if decision is StepDecision.PREEMPT:
+                return
+            if rolled_back:
+                continue
+            if save_due:
+                self.metrics.flush()  # an attempt that resumes here does not log these steps again
+                self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
+            if state.evaluation_due and not self._evaluate(state):
+                continue  # preempted
+            if state.at_last_step:
+                return
+            self._train_step(state)
 
-    def train_step(self, state: LoopState) -> None:
+    def _check(self, state: LoopState, measures: list[StepMeasures]) -> bool:
+        """Pass measures to the guard; return True, with ``state`` moved back, if it rolled the run back."""
+        for measured in measures:
+            self.step_sync.schedule.step_took(measured.seconds)
+        step = self.guard.check(measures, state.step, self.metrics)
+        if step == state.step:
+            return False
+        self.step_sync.schedule.begin_at(step)
+        self.deferred_metrics.rest()  # discards the measures of undone steps
+        state.step, state.last_step, state.evaluation_due = step, self.record.spec.total_steps, False
+        every = self.record.spec.evaluation.every
+        del state.validation_losses[step // every if every else 0 :]
+        return True
+
+    def _evaluate(self, state: LoopState) -> bool:
+        """Evaluate after ``state.step`` steps, and stop early if due; return False if a preemption signal arrived."""
+        with self.ledger.during("evaluation"):
+            loss = self.evaluate(state.step, self.metrics)
+        if loss is None:
+            return False
+        state.validation_losses.append(loss)
+        state.evaluation_due = False
+        if self._should_stop_early(state):
+            state.last_step = state.step
+            self._report("stopped-early", step=state.step, validation_losses=state.validation_losses[-5:])
+        return True
+
+    def _train_step(self, state: LoopState) -> None:
         """Train one optimizer step and advance ``state`` to it."""
         state.step += 1
         state.evaluation_due = self._evaluation_follows(state.step)
@@ -173,10 +188,8 @@ class Trainer:
         self.checkpointer.allocate()
         self.garbage_collection.after_step(state.step)
 
-    def finish(self, state: LoopState) -> None:
-        """Judge the remaining measures, save if there is time, and report how the attempt ended."""
-        state.unjudged += self._remaining_measures()
-        self._judge_rolled_back(state)
+    def _finish(self, state: LoopState) -> None:
+        """Save if there is time, and report how the attempt ended."""
         self.metrics.flush()
         self.metrics.finished = state.is_complete
         unsaved = self._save_before_exit(state.step)
@@ -247,9 +260,12 @@ class Trainer:
 
     def save(self, step: int, *, wait: bool) -> None:
         """Start a checkpoint of the state after ``step`` steps; with ``wait``, return when it is committed."""
-        self.heartbeat.beat(step, "save")
-        data = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
-        self.checkpointer.save(step, {"step": step, **data, "guard": self.guard.state_dict()}, wait=wait)
+        self.step_sync.save_begins(step)
+        with self.ledger.during("save"):
+            self.heartbeat.beat(step, "save")
+            data = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
+            self.checkpointer.save(step, {"step": step, **data, "guard": self.guard.state_dict()}, wait=wait)
+        self.ledger.write()
 
     @torch.no_grad()
     def evaluate(self, step: int, metrics: MetricsLog) -> float | None:
@@ -284,16 +300,6 @@ class Trainer:
             total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
         return (total / rounds).item()
 
-    def _evaluate(self, state: LoopState) -> bool:
-        """Evaluate after ``state.step`` steps; return False if a preemption signal interrupted it."""
-        with self.ledger.during("evaluation"):
-            loss = self.evaluate(state.step, self.metrics)
-        if loss is None:
-            return False
-        state.validation_losses.append(loss)
-        state.evaluation_due = False
-        return True
-
     def _evaluation_follows(self, step: int) -> bool:
         every = self.record.spec.evaluation.every
         return every > 0 and step > 0 and (step % every == 0 or step == self.record.spec.total_steps)
@@ -306,34 +312,13 @@ class Trainer:
         agreed = self.step_sync.consensus.on_values
         return [measured._replace(values=agreed(measured.values)) for measured in self.deferred_metrics.rest()]
 
-    def _judge_rolled_back(self, state: LoopState) -> bool:
-        """Pass ``state.unjudged`` to the guard; return True, with ``state`` moved back, if it rolled the run back."""
-        for measured in state.unjudged:
-            self.step_sync.schedule.step_took(measured.seconds)
-        step = self.guard.judge(state.unjudged, state.step, self.metrics)
-        state.unjudged = []
-        if step == state.step:
-            return False
-        self.step_sync.schedule.begin_at(step)
-        self.deferred_metrics.rest()  # discards the measures of undone steps
-        state.step, state.last_step, state.evaluation_due = step, self.record.spec.total_steps, False
-        every = self.record.spec.evaluation.every
-        del state.validation_losses[step // every if every else 0 :]
-        return True
-
-    def _save(self, step: int, *, wait: bool) -> None:
-        self.step_sync.save_begins(step)
-        with self.ledger.during("save"):
-            self.save(step, wait=wait)
-        self.ledger.write()
-
     def _save_before_exit(self, step: int) -> dict[str, Any]:
         """Save and wait, unless the grace period is too short; return the details of a save that was left out."""
         self.heartbeat.beat(step, "save")
         grace = self.record.spec.cluster.grace_seconds
         left, needed = self.step_sync.seconds_to_save(step, grace)
         if left >= needed or self.checkpointer.committed_step == step:
-            self._save(step, wait=True)
+            self.save(step, wait=True)
             return {}
         self.checkpointer.finish()
         return {

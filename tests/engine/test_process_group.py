@@ -12,7 +12,7 @@ from tests.engine.ranks import on_ranks
 VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]
 
 
-def judged_by_all() -> tuple[dict[str, float], dict[str, float]]:
+def agreed_on() -> tuple[dict[str, float], dict[str, float]]:
     """As in a pipeline whose second stage alone has experts."""
     consensus, rank = RankConsensus(30), dist.get_rank()
     own = {"loss": 2.0 + rank, "grad_norm": 0.5} | ({"router_balance": 1.5} if rank else {})
@@ -21,8 +21,8 @@ def judged_by_all() -> tuple[dict[str, float], dict[str, float]]:
     return from_slots(own, values), consensus.on_values(own)
 
 
-def test_a_rank_with_more_measures_than_rank_zero_judges_the_same_loss() -> None:
-    for first, second in on_ranks(2, judged_by_all):
+def test_a_rank_with_more_measures_than_rank_zero_gets_its_loss() -> None:
+    for first, second in on_ranks(2, agreed_on):
         assert first == second
         assert (first["loss"], first["grad_norm"]) == (2.0, 0.5)
 

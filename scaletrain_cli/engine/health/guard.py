@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 # Loss and gradient-norm spikes.
 
 
-Judgement = Literal["fine", "suspicious", "spike"]
+StepStatus = Literal["fine", "suspicious", "spike"]
 
 _WINDOW_STEPS = 64
-_FEWEST_LOSSES = 8  # too few to judge a falling loss
+_FEWEST_LOSSES = 8  # a falling loss has no useful median before
 _FEWEST_NORMS = 32  # gradient norms of a new model change by orders of magnitude at first
 # A late loss varies by a few percent, so a spike from 2.2 to 5 stays below three times the median but far beyond the
 # spread. Hence the limit of seven standard deviations, and at least 1.25 times the median, which the hardest batches
@@ -89,9 +89,9 @@ class SpikeGuard:
         """Healthy steps after which earlier weights are known to be clean: a spike begins before it shows."""
         return max(_HEALTHY_STEPS, self._patience)
 
-    def observe(self, step: int, loss: float, grad_norm: float | None) -> Judgement:
-        """Judge a step by the ones before it. Both values are finite; ``grad_norm`` may be None."""
-        if not (self._loss_stands_out(loss) or (grad_norm is not None and self._norm_stands_out(grad_norm))):
+    def observe(self, step: int, loss: float, grad_norm: float | None) -> StepStatus:
+        """Return the status of a step, compared with those before it. Both values are finite, if not None."""
+        if not (self._is_loss_outlier(loss) or (grad_norm is not None and self._is_norm_outlier(grad_norm))):
             self._losses.append(loss)
             if grad_norm is not None:
                 self._norms.append(grad_norm)
@@ -99,22 +99,22 @@ class SpikeGuard:
             return "fine"
         self._outliers.append(Outlier(step, loss, grad_norm))
         self._healthy = 0
-        found: Judgement = "spike" if len(self._outliers) == self._patience else "suspicious"
+        found: StepStatus = "spike" if len(self._outliers) == self._patience else "suspicious"
         if len(self._outliers) == max(_NEW_LEVEL_STEPS, self._patience + 1):
             self._accept_new_level()
         return found
 
-    def _loss_stands_out(self, loss: float) -> bool:
+    def _is_loss_outlier(self, loss: float) -> bool:
         median = self.median_loss
         if median is None:
             return False
         if len(self._losses) < _FEWEST_LOSSES_FOR_SPREAD:
             return loss > self._factor * median
-        lenient = max(1.0, self._factor / _USUAL_FACTOR)  # a larger factor asks for a wider spread, too
+        lenient = max(1.0, self._factor / _USUAL_FACTOR)  # a larger factor widens the spread, too
         spread = lenient * max((_LOSS_RATIO - 1) * median, _LOSS_DEVIATIONS * _deviation(self._losses, median))
         return loss > min(median + spread, self._factor * median)
 
-    def _norm_stands_out(self, norm: float) -> bool:
+    def _is_norm_outlier(self, norm: float) -> bool:
         median = self.median_norm
         if median is None:
             return False
@@ -232,17 +232,17 @@ class FlatLoss:
     """
 
     def __init__(self, warmup_steps: int) -> None:
-        self._asked_at = max(_FLAT_AFTER_STEPS, warmup_steps + _RECENT_LOSSES)
+        self._checked_at = max(_FLAT_AFTER_STEPS, warmup_steps + _RECENT_LOSSES)
         self._first: list[float] = []
 
     def observe(self, step: int, loss: float, recent: Sequence[float]) -> dict[str, Any] | None:
         """Return the details when it is first detected, else None; ``recent``: the latest losses without outliers."""
         if len(self._first) < _FIRST_LOSSES:
             self._first.append(loss)
-        if step != self._asked_at or len(recent) < _RECENT_LOSSES:
+        if step != self._checked_at or len(recent) < _RECENT_LOSSES:
             return None
         first, now = statistics.median(self._first), statistics.median(recent)
-        noise = 1.4826 * statistics.median(abs(other - now) for other in recent)
+        noise = _deviation(recent, now)
         fall = first - now
         if fall > noise or fall > _FLAT_SHARE * first:
             return None
@@ -273,8 +273,12 @@ class Guard:
         self._scale, self._dead = LossScaleCollapse(), DeadGradients(patience)
         self._flat = FlatLoss(fresh_warmup_steps) if fresh_warmup_steps is not None else None
 
-    def observe(self, step: int, measured: Mapping[str, float]) -> tuple[Judgement, list[GuardFinding]]:
-        """Judge one step by its finite measures: loss; grad_norm unless skipped; loss_scale and skipped with fp16."""
+    def observe(self, step: int, measured: Mapping[str, float]) -> tuple[StepStatus, list[GuardFinding]]:
+        """Return the status of a step, and new findings.
+
+        ``measured``: finite values of ``loss``, of ``grad_norm`` unless fp16 skipped the step, and with fp16 of
+        ``loss_scale`` and ``skipped``.
+        """
         loss, norm, found = measured["loss"], measured.get("grad_norm"), list[GuardFinding]()
         if "loss_scale" in measured:
             collapse = self._scale.observe(measured["loss_scale"], skipped=bool(measured["skipped"]))
@@ -284,11 +288,11 @@ class Guard:
             died = self._dead.observe(norm, dead=dead)
             found += [GuardFinding("dead-gradients", died)] if died else []
             norm = None if dead else norm
-        judgement = self._spikes.observe(step, loss, norm)
+        status = self._spikes.observe(step, loss, norm)
         if self._flat is not None:
             flat = self._flat.observe(step, loss, self._spikes.recent_losses)
             found += [GuardFinding("flat-loss", flat)] if flat else []
-        return judgement, found
+        return status, found
 
     def clean_step(self, step: int) -> int | None:
         """Return the step up to which checkpoints are clean after step ``step``; None if unknown."""

@@ -67,8 +67,8 @@ class GuardActions:
         """Return the batch that a step (1-based) trains on."""
         return batch_number(step, self.skipped)
 
-    def judge(self, measures: list[StepMeasures], trained: int, metrics: MetricsLog) -> int:
-        """Judge the measures of steps and log them, after ``trained`` steps; return the step of the run. Collective.
+    def check(self, measures: list[StepMeasures], trained: int, metrics: MetricsLog) -> int:
+        """Check the measures of steps and log them, after ``trained`` steps; return the step of the run. Collective.
 
         That is ``trained``, or the step of the checkpoint that the run was rolled back to. Raises
         NonFiniteGradientError and SpikeError.
@@ -85,12 +85,12 @@ class GuardActions:
                 return self._after_non_finite(step, trained, loss, norm, metrics)
             if step == 1:
                 self._report_first_loss(loss)
-            judgement, findings = self.guard.observe(step, measured)
+            status, findings = self.guard.observe(step, measured)
             for finding in findings:
                 self._record(finding.event, step=step, **finding.evidence)
             if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
                 metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
-            if judgement == "spike" and (back := self._after_spike(step, trained, metrics)) is not None:
+            if status == "spike" and (back := self._after_spike(step, trained, metrics)) is not None:
                 return back
             if (clean := self.guard.clean_step(step)) is not None:
                 self.checkpointer.mark_clean_up_to(clean)

@@ -56,7 +56,7 @@ def test_gradients_that_come_back_to_life_are_no_spike() -> None:
     assert train(watch, 122, [2.0] * 3) == ["fine"] * 3
 
 
-def test_fp16_steps_are_judged_with_their_scale() -> None:
+def test_the_guard_sees_the_loss_scale_of_fp16_steps() -> None:
     watch = guard()
     for step in range(1, 21):
         measured = {"loss": 2.0, "grad_norm": 0.5, "loss_scale": 1024.0, "skipped": 0.0}

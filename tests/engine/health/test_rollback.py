@@ -1,4 +1,4 @@
-"""What follows from a judgement, with a real run directory and stand-ins for the rest."""
+"""Actions of the guard, with a real run directory and stand-ins for the rest."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def make(tmp_path: Path) -> Make:
 def test_a_nan_after_the_last_rollback_ends_the_run_as_a_nan(make: Make) -> None:
     back = Rollback(30, 20, (21, 30))
     for nan, error in ((math.nan, NonFiniteGradientError), (50.0, SpikeError)):
-        judge = make("guard.nan=rollback", "guard.spike.retries=1", rollbacks=[back])
+        actions = make("guard.nan=rollback", "guard.spike.retries=1", rollbacks=[back])
         with pytest.raises(error, match=r"after 1 rollback to step 20") as caught:
-            judged(judge, measures(21, *[2.0] * 13, nan, nan, nan), 36)
+            check(actions, measures(21, *[2.0] * 13, nan, nan, nan), 36)
         assert failure_reason_of(caught.value) == ("nan" if math.isnan(nan) else "spike")
 
 
@@ -121,94 +121,94 @@ def measures(first: int, *losses: float, norm: float = 0.5) -> list[StepMeasures
     return [StepMeasures(first + i, 0.1, {"loss": loss, "grad_norm": norm}) for i, loss in enumerate(losses)]
 
 
-def judged(judge: GuardActions, found: list[StepMeasures], trained: int) -> int:
+def check(actions: GuardActions, found: list[StepMeasures], trained: int) -> int:
     logged: Any = Logged()
-    return judge.judge(found, trained, logged)
+    return actions.check(found, trained, logged)
 
 
-def names(judge: GuardActions) -> list[str]:
-    return [event["event"] for event in read_events(judge.run)]
+def names(actions: GuardActions) -> list[str]:
+    return [event["event"] for event in read_events(actions.run)]
 
 
 def test_a_spike_rolls_back_to_the_latest_clean_checkpoint_and_skips_its_batches(make: Make) -> None:
-    judge = make()
-    assert judged(judge, measures(21, *[2.0] * 13, 50.0, 50.0, 50.0), 36) == 20
-    (back,) = read_rollbacks(judge.run)
+    actions = make()
+    assert check(actions, measures(21, *[2.0] * 13, 50.0, 50.0, 50.0), 36) == 20
+    (back,) = read_rollbacks(actions.run)
     assert back == Rollback(from_step=36, to_step=20, skip=(31, 36))
-    assert judge.skipped == ((31, 36),)
-    assert [judge.batch_number(step) for step in (30, 31)] == [30, 37]
-    assert judge.checkpointer.done[-3:] == ["finish", "retire 20", "restore 20"]  # type: ignore[attr-defined]
-    (event,) = read_events(judge.run)
+    assert actions.skipped == ((31, 36),)
+    assert [actions.batch_number(step) for step in (30, 31)] == [30, 37]
+    assert actions.checkpointer.done[-3:] == ["finish", "retire 20", "restore 20"]  # type: ignore[attr-defined]
+    (event,) = read_events(actions.run)
     assert (event["retry"], event["losses"], event["median_loss"]) == (1, [50.0] * 3, 2.0)
 
 
-def test_a_step_trained_before_the_judgement_is_in_the_skip_range(make: Make) -> None:
-    judge = make()
-    assert judged(judge, measures(31, 50.0, 50.0, 50.0), 34) == 20
-    assert judge.skipped == ((28, 34),)
+def test_a_step_trained_before_the_guard_sees_the_spike_is_in_the_skip_range(make: Make) -> None:
+    actions = make()
+    assert check(actions, measures(31, 50.0, 50.0, 50.0), 34) == 20
+    assert actions.skipped == ((28, 34),)
 
 
 def test_a_second_spike_adds_a_skip_range_in_batch_numbers(make: Make) -> None:
-    judge = make()
-    judged(judge, measures(31, 50.0, 50.0, 50.0), 33)
-    assert judge.skipped == ((28, 33),)
-    assert judged(judge, measures(21, *[2.0] * 9, 50.0, 50.0, 50.0), 32) == 20
-    assert judge.rollbacks[1].skip == (27, 38)  # steps 27 to 32, six batches further on
-    assert judge.skipped == ((27, 38),)
+    actions = make()
+    check(actions, measures(31, 50.0, 50.0, 50.0), 33)
+    assert actions.skipped == ((28, 33),)
+    assert check(actions, measures(21, *[2.0] * 9, 50.0, 50.0, 50.0), 32) == 20
+    assert actions.rollbacks[1].skip == (27, 38)  # steps 27 to 32, six batches further on
+    assert actions.skipped == ((27, 38),)
 
 
 def test_the_skip_range_never_starts_before_the_checkpoint(make: Make) -> None:
-    judge = make()
-    judged(judge, measures(21, 50.0, 50.0, 50.0), 23)
-    assert judge.skipped == ((21, 23),)
+    actions = make()
+    check(actions, measures(21, 50.0, 50.0, 50.0), 23)
+    assert actions.skipped == ((21, 23),)
 
 
 def test_after_the_allowed_number_of_rollbacks_the_run_stops_with_the_details(make: Make) -> None:
     earlier = [Rollback(36, 20, (31, 36)), Rollback(34, 20, (37, 41))]
-    judge = make("guard.spike.retries=2", rollbacks=[Rollback(9, 5, (8, 9)), *earlier])
+    actions = make("guard.spike.retries=2", rollbacks=[Rollback(9, 5, (8, 9)), *earlier])
     with pytest.raises(SpikeError, match=r"after 2 rollbacks to step 20 .*'losses': \[50.0, 50.0, 50.0\]"):
-        judged(judge, measures(31, 50.0, 50.0, 50.0), 33)
+        check(actions, measures(31, 50.0, 50.0, 50.0), 33)
     assert make("guard.spike.retries=3", rollbacks=earlier).skipped == ((31, 41),)
-    assert names(judge) == []
+    assert names(actions) == []
 
 
 def test_a_spike_without_a_clean_checkpoint_is_recorded_and_training_continues(make: Make) -> None:
-    judge = make()
-    (judge.run.checkpoints / "step-00000020" / "shard.pt").write_bytes(b"damage")
-    assert judged(judge, measures(31, 50.0, 50.0, 50.0, 50.0), 34) == 34
-    (event,) = read_events(judge.run)
+    actions = make()
+    (actions.run.checkpoints / "step-00000020" / "shard.pt").write_bytes(b"damage")
+    assert check(actions, measures(31, 50.0, 50.0, 50.0, 50.0), 34) == 34
+    (event,) = read_events(actions.run)
     assert (event["event"], event["step"]) == ("spike", 33)
     assert "no checkpoint is known to be clean" in event["then"]
-    assert "retire 20" not in judge.checkpointer.done  # type: ignore[attr-defined]
+    assert "retire 20" not in actions.checkpointer.done  # type: ignore[attr-defined]
 
 
 def test_with_the_action_warn_a_spike_is_recorded_once(make: Make) -> None:
-    judge = make("guard.spike={action: warn, patience: 1}")
-    assert judged(judge, measures(31, 50.0, 50.0, 50.0), 33) == 33
-    assert names(judge) == ["spike"]
+    actions = make("guard.spike={action: warn, patience: 1}")
+    assert check(actions, measures(31, 50.0, 50.0, 50.0), 33) == 33
+    assert names(actions) == ["spike"]
 
 
 @pytest.mark.parametrize("found", [measures(31, math.nan), measures(31, 2.0, norm=math.inf)], ids=["loss", "norm"])
 def test_a_value_that_is_not_finite_ends_the_run_or_rolls_it_back(found: list[StepMeasures], make: Make) -> None:
     with pytest.raises(NonFiniteGradientError, match=r"step 31: .* inspect batch 31"):
-        judged(make(), found, 31)
-    judge = make("guard.nan=rollback")
-    assert judged(judge, found, 32) == 20
-    assert judge.skipped == ((30, 32),)
-    assert read_events(judge.run)[0]["cause"] == "nan"
+        check(make(), found, 31)
+    actions = make("guard.nan=rollback")
+    assert check(actions, found, 32) == 20
+    assert actions.skipped == ((30, 32),)
+    assert read_events(actions.run)[0]["cause"] == "nan"
 
 
 def test_a_nan_that_cannot_be_rolled_back_ends_the_run(make: Make) -> None:
-    judge = make("guard.nan=rollback")
-    for checkpoint in list_checkpoints(judge.run.checkpoints):
+    actions = make("guard.nan=rollback")
+    for checkpoint in list_checkpoints(actions.run.checkpoints):
         checkpoint_commit.delete_checkpoint(checkpoint.path)
     with pytest.raises(NonFiniteGradientError):
-        judged(judge, measures(31, math.nan), 31)
+        check(actions, measures(31, math.nan), 31)
 
 
 def test_what_the_spec_skips_is_skipped_beside_what_was_rolled_back(make: Make) -> None:
-    judge = make("data.skip=[[4, 5], [30, 32]]", rollbacks=[Rollback(36, 20, (31, 36))])
-    assert judge.skipped == ((4, 5), (30, 36))
+    actions = make("data.skip=[[4, 5], [30, 32]]", rollbacks=[Rollback(36, 20, (31, 36))])
+    assert actions.skipped == ((4, 5), (30, 36))
 
 
 def test_a_checkpoint_that_is_marked_clean_still_verifies(make: Make) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.engine.health.guard import Judgement, SpikeGuard
+from scaletrain_cli.engine.health.guard import SpikeGuard, StepStatus
 
 Step = tuple[float, float | None]
 
 
-def judged(guard: SpikeGuard, steps: list[Step], first: int = 1) -> list[Judgement]:
+def statuses(guard: SpikeGuard, steps: list[Step], first: int = 1) -> list[StepStatus]:
     return [guard.observe(first + index, loss, norm) for index, (loss, norm) in enumerate(steps)]
 
 
@@ -25,19 +25,19 @@ def steady(count: int = 64) -> list[Step]:
 
 def guard(patience: int = 3) -> SpikeGuard:
     made = SpikeGuard(3.0, patience)
-    assert set(judged(made, steady())) == {"fine"}
+    assert set(statuses(made, steady())) == {"fine"}
     return made
 
 
 def test_a_loss_above_the_factor_is_a_spike_once_it_has_lasted_for_the_patience() -> None:
-    assert judged(guard(), [(6.4, 0.5)] * 5) == ["suspicious", "suspicious", "spike", "suspicious", "suspicious"]
+    assert statuses(guard(), [(6.4, 0.5)] * 5) == ["suspicious", "suspicious", "spike", "suspicious", "suspicious"]
     young = SpikeGuard(3.0, 3)
-    judged(young, steady(16))
-    assert judged(young, [(6.2, 0.5)] * 5) == ["fine"] * 5
+    statuses(young, steady(16))
+    assert statuses(young, [(6.2, 0.5)] * 5) == ["fine"] * 5
 
 
 def test_with_a_patience_of_one_a_spike_is_reported_at_once_and_only_once() -> None:
-    assert judged(guard(1), [(50.0, 0.5)] * 3 + [(2.0, 0.5), (50.0, 0.5)]) == [
+    assert statuses(guard(1), [(50.0, 0.5)] * 3 + [(2.0, 0.5), (50.0, 0.5)]) == [
         "spike",
         "suspicious",
         "suspicious",
@@ -48,33 +48,33 @@ def test_with_a_patience_of_one_a_spike_is_reported_at_once_and_only_once() -> N
 
 def test_what_passes_before_the_patience_ends_is_no_spike_and_leaves_the_medians_as_they_were() -> None:
     found, before = guard(), guard()
-    assert judged(found, [(90.0, 9.0), (90.0, 9.0), (2.0, 0.5)] * 20) == ["suspicious", "suspicious", "fine"] * 20
-    judged(before, [(2.0, 0.5)] * 20)
+    assert statuses(found, [(90.0, 9.0), (90.0, 9.0), (2.0, 0.5)] * 20) == ["suspicious", "suspicious", "fine"] * 20
+    statuses(before, [(2.0, 0.5)] * 20)
     assert (found.median_loss, found.median_norm) == (before.median_loss, before.median_norm)
 
 
 def test_a_gradient_norm_stands_out_only_by_both_ratio_and_spread() -> None:
-    assert judged(guard(1), [(2.0, 5.3)]) == ["spike"]
-    assert judged(guard(1), [(2.0, 5.0)]) == ["fine"], "far beyond the spread, and less than ten times the median"
+    assert statuses(guard(1), [(2.0, 5.3)]) == ["spike"]
+    assert statuses(guard(1), [(2.0, 5.0)]) == ["fine"], "far beyond the spread, and less than ten times the median"
     wild = SpikeGuard(3.0, 1)
-    judged(wild, [(2.0, norm) for norm in (0.05, 1.0, 8.0) * 16])
-    assert judged(wild, [(2.0, 10.5)]) == ["fine"], "ten times the median, and within the spread"
+    statuses(wild, [(2.0, norm) for norm in (0.05, 1.0, 8.0) * 16])
+    assert statuses(wild, [(2.0, 10.5)]) == ["fine"], "ten times the median, and within the spread"
 
 
-def test_losses_are_judged_from_the_ninth_step_and_norms_from_the_thirty_third() -> None:
+def test_losses_are_compared_from_the_ninth_step_and_norms_from_the_thirty_third() -> None:
     fresh = SpikeGuard(3.0, 1)
-    assert judged(fresh, [(8.0, 1.0), (40.0, 99.0)] * 4) == ["fine"] * 8
-    assert judged(fresh, [(80.0, 1.0)]) == ["spike"]
-    assert judged(fresh, [(8.0, 1.0)] * 23 + [(8.0, 500.0)]) == ["fine"] * 24
-    assert judged(fresh, [(8.0, 500.0)]) == ["spike"]
+    assert statuses(fresh, [(8.0, 1.0), (40.0, 99.0)] * 4) == ["fine"] * 8
+    assert statuses(fresh, [(80.0, 1.0)]) == ["spike"]
+    assert statuses(fresh, [(8.0, 1.0)] * 23 + [(8.0, 500.0)]) == ["fine"] * 24
+    assert statuses(fresh, [(8.0, 500.0)]) == ["spike"]
 
 
-def test_a_skipped_step_is_judged_by_its_loss_alone() -> None:
-    assert judged(guard(1), [(2.0, None), (50.0, None)]) == ["fine", "spike"]
+def test_of_a_skipped_step_only_the_loss_is_compared() -> None:
+    assert statuses(guard(1), [(2.0, None), (50.0, None)]) == ["fine", "spike"]
 
 
 def test_a_lasting_level_becomes_normal_and_is_not_reported_again() -> None:
-    found = judged(guard(), [(20.0, 0.5)] * 100)
+    found = statuses(guard(), [(20.0, 0.5)] * 100)
     assert found[:3] == ["suspicious", "suspicious", "spike"]
     assert set(found[3:32]) == {"suspicious"}
     assert set(found[32:]) == {"fine"}
@@ -82,8 +82,8 @@ def test_a_lasting_level_becomes_normal_and_is_not_reported_again() -> None:
 
 def test_a_spike_above_a_new_level_is_reported() -> None:
     found = guard()
-    judged(found, [(20.0, 0.5)] * 60)
-    assert judged(found, [(61.0, 0.5)] * 3) == ["suspicious", "suspicious", "spike"]
+    statuses(found, [(20.0, 0.5)] * 60)
+    assert statuses(found, [(61.0, 0.5)] * 3) == ["suspicious", "suspicious", "spike"]
 
 
 def ordinary(seed: int, steps: int) -> Iterator[Step]:
@@ -105,27 +105,27 @@ def test_a_late_spike_below_the_factor_is_found_by_the_spread() -> None:
     late = [(2.2 + chance.gauss(0, 0.03), 0.5) for _ in range(200)]
     for spike in (2.9, 3.5, 5.0):
         found = SpikeGuard(3.0, 3)
-        assert set(judged(found, late)) == {"fine"}
-        assert judged(found, [(spike, 0.5)] * 3) == ["suspicious", "suspicious", "spike"]
-        below_the_ratio = judged(found, [(2.6, 0.5)] * 3)
+        assert set(statuses(found, late)) == {"fine"}
+        assert statuses(found, [(spike, 0.5)] * 3) == ["suspicious", "suspicious", "spike"]
+        below_the_ratio = statuses(found, [(2.6, 0.5)] * 3)
         assert below_the_ratio == ["fine"] * 3, "far beyond the spread, and less than 1.25 times the median"
     noisy = SpikeGuard(3.0, 3)
-    judged(noisy, [(2.2 + chance.gauss(0, 0.4), 0.5) for _ in range(200)])
-    assert judged(noisy, [(4.5, 0.5)] * 3) == ["fine"] * 3, "twice the median, and within the spread"
+    statuses(noisy, [(2.2 + chance.gauss(0, 0.4), 0.5) for _ in range(200)])
+    assert statuses(noisy, [(4.5, 0.5)] * 3) == ["fine"] * 3, "twice the median, and within the spread"
 
 
 def test_a_large_factor_makes_the_spread_lenient_too() -> None:
     late = [(2.2 + 0.01 * (step % 3), 0.5) for step in range(64)]
     lenient = SpikeGuard(12.0, 1)
-    judged(lenient, late)
-    assert judged(lenient, [(4.0, 0.5)]) == ["fine"], "four times a quarter above the median is allowed"
-    assert judged(lenient, [(4.6, 0.5)]) == ["spike"]
+    statuses(lenient, late)
+    assert statuses(lenient, [(4.0, 0.5)]) == ["fine"], "four times a quarter above the median is allowed"
+    assert statuses(lenient, [(4.6, 0.5)]) == ["spike"]
 
 
 def test_a_small_factor_is_still_kept_to() -> None:
     strict = SpikeGuard(1.1, 1)
-    judged(strict, [(2.2 + 0.01 * (step % 3), 0.5) for step in range(64)])
-    assert judged(strict, [(2.45, 0.5)]) == ["spike"]
+    statuses(strict, [(2.2 + 0.01 * (step % 3), 0.5) for step in range(64)])
+    assert statuses(strict, [(2.45, 0.5)]) == ["spike"]
 
 
 SHAPES = ("plain", "heavy tails", "hard batches", "a step up", "warm restarts", "a plateau in the warm-up")
@@ -158,10 +158,10 @@ def test_no_healthy_loss_is_a_spike_and_a_late_spike_upon_it_is_one(shape: str) 
     for seed in range(12):
         losses = made_up_losses(shape, seed, 1000)
         found = SpikeGuard(3.0, 3)
-        assert "spike" not in judged(found, [(loss, None) for loss in losses]), seed
+        assert "spike" not in statuses(found, [(loss, None) for loss in losses]), seed
         assert found.median_loss is not None
         spike = [(found.median_loss * rise, None) for rise in (2.2, 2.4, 2.3)]
-        assert judged(found, spike)[-1] == "spike", seed
+        assert statuses(found, spike)[-1] == "spike", seed
 
 
 def test_no_loss_of_real_small_runs_is_a_spike() -> None:
@@ -170,15 +170,15 @@ def test_no_loss_of_real_small_runs_is_a_spike() -> None:
         found = SpikeGuard(3.0, 3)
         steps = list(zip(run["losses"], run["grad_norms"], strict=True))
         assert len(steps) > 1000
-        assert "spike" not in judged(found, steps), name
+        assert "spike" not in statuses(found, steps), name
 
 
 @pytest.mark.parametrize("cut", [3, 40, 66, 67, 90])
-def test_state_restored_from_json_leads_to_the_same_judgements(cut: int) -> None:
+def test_state_restored_from_json_leads_to_the_same_statuses(cut: int) -> None:
     steps = [*steady(), *[(50.0, 9.0)] * 8, *steady(30), *[(2.0, 90.0)] * 6]
     whole, first, second = SpikeGuard(3.0, 5), SpikeGuard(3.0, 5), SpikeGuard(3.0, 5)
-    expected = judged(whole, steps)
-    begun = judged(first, steps[:cut])
+    expected = statuses(whole, steps)
+    begun = statuses(first, steps[:cut])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert begun + judged(second, steps[cut:], first=cut + 1) == expected
+    assert begun + statuses(second, steps[cut:], first=cut + 1) == expected
     assert second.state_dict() == whole.state_dict()

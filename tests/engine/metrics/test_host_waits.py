@@ -1,4 +1,4 @@
-"""Within a step the host waits for the device only to judge the gradient, after all micro-batches are enqueued."""
+"""Within a step the host waits for the device only to check the gradient, after all micro-batches are enqueued."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def waits() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{precision} ZeRO-{stage}" for precision, stage in CASES])
-def test_the_host_waits_to_judge_the_gradient_and_for_nothing_else(index: int, waits: list[list[str]]) -> None:
+def test_the_host_waits_only_for_the_check_of_the_gradient(index: int, waits: list[list[str]]) -> None:
     found, stage = waits[index], CASES[index][1]
     assert 1 <= len(found) <= MOST_LOOKS, found
     home = "scaletrain_cli/engine/step.py" if stage == 0 else "/deepspeed/runtime/"
