@@ -20,6 +20,7 @@ from scaletrain_cli.log_setup import take_over_library_logger
 from scaletrain_cli.plan import zero_buffers
 from scaletrain_cli.plan.memory.states import NVME_OPTIMIZER_BUFFERS
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import locked, make_folder
 from scaletrain_cli.spec import RunSpec
 
@@ -32,10 +33,7 @@ def load_async_io() -> None:
 
     builder = AsyncIOBuilder()
     if not builder.is_compatible():
-        raise UsageError(
-            "layout.offload_device = nvme: DeepSpeed's async_io operator needs libaio with its headers and a C++ "
-            "compiler on every node (Debian: apt-get install libaio-dev g++). Or offload to cpu."
-        )
+        raise UsageError(Reason("engine.async-io-unavailable"))
     load_operator(builder)
 
 

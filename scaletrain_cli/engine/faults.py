@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, list_checkpoints
 from scaletrain_cli.safe_files import open_to_change
 from scaletrain_cli.worker.checkpoint_commit import open_attempt
@@ -179,12 +180,11 @@ def _parse(text: str) -> Fault:
         step, last_step = int(first) if first else None, int(last) if last else None
         seconds, factor = float(given.pop("seconds", 0)), float(given.pop("factor", 20))
     except ValueError as error:
-        raise UsageError(f"{VARIABLE}: cannot read {text.strip()!r}: {error}") from error
+        params = {"variable": VARIABLE, "text": text.strip(), "error": str(error)}
+        raise UsageError(Reason("engine.fault-invalid", params)) from error
     if kind not in _KINDS or given:
-        raise UsageError(
-            f"{VARIABLE}: {text.strip()!r}: kinds are {', '.join(_KINDS)}; "
-            f"keys rank, step, attempt, seconds, factor, write."
-        )
+        params = {"variable": VARIABLE, "text": text.strip(), "kinds": list(_KINDS)}
+        raise UsageError(Reason("engine.fault-unknown", params))
     if kind == "spike" and last_step is None:
         last_step = step
     return Fault(kind, step=step, last=last_step, seconds=seconds, factor=factor, **whole)

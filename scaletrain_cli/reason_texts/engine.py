@@ -1,4 +1,4 @@
-"""The texts of the engine and the node agent: why a rank or a node failed."""
+"""The texts of the engine and of ``worker``: why a rank failed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,33 @@ TEXTS: dict[str, Text] = {
         "the weights are unchanged",
         ("Lower the learning rate or inspect the batch; bf16 needs no loss scale.",),
     ),
-    # Data.
+    # The text to train on.
+    "data-source-unreadable": Text("data.source = {source}: {problem}"),
+    "file-unreadable": Text("{path} cannot be read: {error}"),
+    "file-not-gzip": Text("{path} is not a complete gzip file: {error}"),
+    "file-not-utf-8": Text(
+        "{path} is not UTF-8 text: {replaced} of {characters} characters cannot be decoded",
+        ("Convert it with iconv, or leave it out of data.source.",),
+    ),
+    "line-without-text": Text('{path}:{line}: each line must be a JSON object with a string in "text"'),
+    "pyarrow-missing": Text("{path}: reading parquet needs pyarrow", ("Run pip install pyarrow.",)),
+    "parquet-unreadable": Text("{path} cannot be read as parquet: {error}"),
+    "parquet-without-text": Text("{path} has no column text; it has {columns:list}"),
+    "parquet-text-not-strings": Text("{path}: the column text holds {type} and must hold strings"),
+    "parquet-text-null": Text("{path}: row {row} of the column text is null", ("Leave that row out.",)),
+    # The tokenizer.
+    "tokenizer-unreadable": Text(
+        "data.tokenizer.path = {path}: {error}", ("Give the path of a Hugging Face tokenizer.json.",)
+    ),
+    "tokenizer-invalid": Text("data.tokenizer.path = {path}: cannot be used: {error}"),
+    "tokenizer-without-end-of-text": Text("{path} has no end-of-text token; it needs one of {tokens:list}"),
+    # The prepared dataset.
+    "dataset-unwritable": Text("{folder} cannot be prepared: {path}: {error}"),
+    "not-a-dataset": Text("{folder} is not a prepared dataset: {error}"),
+    "dataset-schema-unknown": Text(
+        "{folder} has schema {schema!r}; this version reads {expected}", ("Prepare the data again.",)
+    ),
+    "dataset-too-small": Text("{folder} holds {tokens:whole} training tokens, fewer than one sequence of {length}"),
     "data-corrupt": Text(
         "{file}: {problem}; no step was trained on it",
         (
@@ -56,7 +82,54 @@ TEXTS: dict[str, Text] = {
         "{folder} has {token_ids} token ids and model.vocab_size is {vocab_size}",
         ("Set model.vocab_size to at least {token_ids}.",),
     ),
+    # The weights in model.weights.
+    "weights-invalid": Text("model.weights: {problem}"),
+    "weights-unreadable": Text("model.weights: {path} cannot be read: {error}"),
+    "weights-missing": Text("model.weights: {folder} has no {name}"),
+    "weights-differ": Text("model.weights: {folder} does not hold this model; {shown} of {differences:of difference}:"),
+    # Libraries and devices that a setting needs.
+    "optimizer-needs-matrices": Text(
+        "training.optimizer.name = {name} is not available in this engine, because it needs whole matrices"
+    ),
+    "bitsandbytes-missing": Text(
+        "training.optimizer.name = {name} needs bitsandbytes, which cannot be imported ({error})",
+        ("Run {command}, or use adamw.",),
+    ),
+    "fp8-needs-nvidia-gpu": Text("training.precision = fp8 needs an NVIDIA GPU, not {device}", ("Use bf16.",)),
+    "fp8-needs-compute-capability": Text(
+        "training.precision = fp8 needs compute capability {needed}, and {device} has {found}", ("Use bf16.",)
+    ),
+    "torchao-missing": Text(
+        "training.precision = fp8 needs torchao, which cannot be imported ({error})", ("Run {command}.",)
+    ),
+    "liger-needs-whole-vocabulary": Text(
+        "training.cross_entropy: liger needs the whole vocabulary on each rank", ("Use chunked.",)
+    ),
+    "liger-needs-cuda": Text("training.cross_entropy: liger needs a CUDA device, not {device}", ("Use chunked.",)),
+    "liger-missing": Text(
+        "training.cross_entropy: liger cannot be imported ({error})", ("Run {command}, or use chunked.",)
+    ),
+    "async-io-unavailable": Text(
+        "layout.offload_device = nvme: DeepSpeed's async_io operator needs libaio with its headers and a C++ compiler "
+        "on every node",
+        ("Install them (Debian: apt-get install libaio-dev g++), or offload to cpu.",),
+    ),
     # Checkpoints.
+    "not-a-checkpoint": Text("{path} is not a valid checkpoint: {problem}"),
+    "not-a-shard": Text("{path} is not a shard of a checkpoint: {error}"),
+    "checkpoint-incomplete": Text("{checkpoint} has {found} of {needed} values of {key}"),
+    "later-attempt": Text("attempt {attempt} begins after attempt {later}"),
+    "attempt-superseded": Text("attempt {attempt} was superseded by a later one; its checkpoint was not committed"),
+    "random-state-unknown": Text(
+        "the random state in the checkpoint is not {schema}: another version of scaletrain wrote it, in a format that "
+        "this version does not load because it can run code",
+        (
+            "Resume with the version that wrote it, or export the weights with `scaletrain checkpoint export` and "
+            "start a run with model.weights.",
+        ),
+    ),
+    "no-averaged-weights": Text("{checkpoint} has no averaged weights: the run has training.averaging.name = none"),
+    "output-exists": Text("{path} exists and is not overwritten", ("Give another folder with --output.",)),
     "disk-too-small": Text(
         "{folder} has {free_bytes:bytes} free and checkpoints will need {checkpoints} x {checkpoint_bytes:bytes} more: "
         "checkpoint.keep = {keep}, a clean one and the next",
@@ -90,6 +163,13 @@ TEXTS: dict[str, Text] = {
         ("Resume with the same number of ranks, parallel degrees and zero_stage.",),
     ),
     # The job.
+    "no-node-agent": Text("{missing:list} not set: this program must be started by a ScaleTrain node agent"),
+    "record-unreadable": Text("{path} cannot be read"),
+    "fault-invalid": Text("{variable}: {text!r} cannot be parsed: {error}"),
+    "fault-unknown": Text(
+        "{variable}: {text!r} is unknown; kinds are {kinds:list}, and keys are rank, step, attempt, seconds, factor "
+        "and write"
+    ),
     "world-size-differs": Text("planned for {planned:of rank}, started with {found}"),
     "gpu-missing": Text("the rank needs GPU {local_rank} and torch finds {found:of GPU} on this node"),
     "preflight-failed": Text("rank {rank}: {problems}", ("`guard.preflight: never` skips this check.",)),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import (
     MANIFEST,
     Checkpoint,
@@ -77,7 +78,7 @@ def open_attempt(folder: Path, attempt: int) -> None:
     others = {int(match[1]): entry for entry in entries(folder) if (match := _ATTEMPT.fullmatch(entry.name))}
     if max(others) > attempt:
         close_attempt(folder, attempt)
-        raise SupersededAttemptError(f"attempt {attempt} begins after attempt {max(others)}")
+        raise SupersededAttemptError(Reason("engine.later-attempt", {"attempt": attempt, "later": max(others)}))
     for number in others:
         if number < attempt:
             close_attempt(folder, number)
@@ -209,9 +210,7 @@ def _fenced(attempt: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
-        raise SupersededAttemptError(
-            f"attempt {attempt} was superseded by a later one; its checkpoint was not committed."
-        ) from error
+        raise SupersededAttemptError(Reason("engine.attempt-superseded", {"attempt": attempt})) from error
 
 
 def _own_folder(folder: Path, attempt: int) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import expand_home
@@ -35,7 +36,7 @@ class RunEnvironment:
         names = ("SCALETRAIN_ATTEMPT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
         missing = [name for name in names if name not in environment]
         if missing:
-            raise UsageError(f"{', '.join(missing)} not set: this program is started by a ScaleTrain node agent.")
+            raise UsageError(Reason("engine.no-node-agent", {"missing": missing}))
         return cls(RunDir(Path(run_dir).absolute()), *(int(environment[name]) for name in names))
 
 
@@ -70,7 +71,7 @@ def read_resolved_run(run: RunDir) -> ResolvedRun:
     path = max(revisions, key=lambda path: int(path.stem), default=run.record)
     found = read_document(path)
     if found is None or not {"spec", "plan"} <= found.keys():
-        raise UsageError(f"{path} cannot be read.")
+        raise UsageError(Reason("engine.record-unreadable", {"path": str(path)}))
     place = found["spec"]["checkpoint"]["dir"]
     folder = run.checkpoints if place == "auto" else expand_home(place) / run.run_id
     return ResolvedRun(found["spec"], found["plan"], folder)

@@ -26,6 +26,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.model.safetensors import mixtral_name
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
 from scaletrain_cli.spec import RunSpec, to_hugging_face
@@ -189,13 +190,13 @@ def export(
     config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch."), **text.ids}
     found = read_checkpoint(checkpoint)
     if not isinstance(found, Checkpoint):
-        raise ScaletrainError(f"{checkpoint} is not a valid checkpoint: {found}.")
+        raise ScaletrainError(Reason("engine.not-a-checkpoint", {"path": str(checkpoint), "problem": str(found)}))
     reader = StateReader(checkpoint, _NO_RANK, (), found.files)
     kind = AVERAGE if averaged else WEIGHT
     if kind not in reader.kinds:
-        raise UsageError(f"{checkpoint.name} has no averaged weights: the run has training.averaging.name = none.")
+        raise UsageError(Reason("engine.no-averaged-weights", {"checkpoint": checkpoint.name}))
     if output.exists():
-        raise UsageError(f"{output} exists and is not overwritten. Give another folder with --output.")
+        raise UsageError(Reason("engine.output-exists", {"path": str(output)}))
     draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
     make_folder(draft, mode=0o777, exist_ok=False)
     try:

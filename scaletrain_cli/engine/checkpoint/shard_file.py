@@ -193,7 +193,7 @@ class ShardFile:
             for key, entry in index.items():
                 _check_place(key, entry, whole - 8 - size)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptShardError(f"{path} is not a shard of a checkpoint: {error}") from error
+            raise CorruptShardError(Reason("engine.not-a-shard", {"path": str(path), "error": str(error)})) from error
         self._index, self._data_start = index, 8 + size
 
     @property
@@ -268,7 +268,8 @@ class StateReader:
                 values[here : here + length] = stored[there - first : there - first + length]
                 found += length
         if found != part.numel:
-            raise ScaletrainError(f"{self._folder.name} has {found} of {part.numel} values of {key}")
+            params = {"checkpoint": self._folder.name, "found": found, "needed": part.numel, "key": key}
+            raise ScaletrainError(Reason("engine.checkpoint-incomplete", params))
         return values
 
     def opaque(self, shard: int) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from scaletrain_cli.engine.optim.deepspeed_optimizer import in_memory, master_we
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, shard_spec_of
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 
 
 class PlacedSlice(NamedTuple):
@@ -227,11 +228,7 @@ def restore_random_state(saved: Tensor, device: torch.device) -> None:
         if "cuda" in state and device.type == "cuda":
             torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
-        raise UsageError(
-            f"the checkpoint's random state is not {SCHEMA}: another version of scaletrain wrote it, in a format that "
-            "this version does not load because it can run code. Resume with the version that wrote it, or export the "
-            "weights with `scaletrain checkpoint export` and start a run with model.weights."
-        ) from error
+        raise UsageError(Reason("engine.random-state-unknown", {"schema": SCHEMA})) from error
 
 
 def _text(state: Tensor) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import (
     FEW_REPLACED,
     MOST_REPLACED,
@@ -32,6 +33,7 @@ _TEXT_DOCUMENT = 1 << 14
 _BLANK_LINE = re.compile(r"\n[ \t]*\n")
 _BROKEN = re.compile("[\ud800-\udfff]")
 _BLOCK_BYTES = 1 << 20
+_COLUMNS_SHOWN = 20
 
 
 @dataclass
@@ -46,7 +48,7 @@ def source_files(source: str) -> list[Path]:
     """Return the files of a corpus in a fixed order. Raises UsageError if there are none or one cannot be read."""
     files = find_files(source).files
     if source != PYTHON_STDLIB and (problem := unreadable_among(files)):
-        raise UsageError(f"data.source = {source}: {problem}.")
+        raise UsageError(Reason("engine.data-source-unreadable", {"source": source, "problem": problem}))
     return list(files)
 
 
@@ -92,10 +94,8 @@ def documents(source: str, tally: Tally | None = None) -> Iterator[str]:
 
 
 def _refuse_encoding(path: Path, tally: Tally) -> None:
-    raise UsageError(
-        f"{path}: is not UTF-8 text: {tally.replaced} of {tally.characters} characters cannot be decoded. "
-        "Convert it with iconv, or leave it out of data.source."
-    )
+    counts = {"replaced": tally.replaced, "characters": tally.characters}
+    raise UsageError(Reason("engine.file-not-utf-8", {"path": str(path), **counts}))
 
 
 @contextmanager
@@ -103,9 +103,10 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error) as error:
-        raise UsageError(f"{path}: is not a complete gzip file: {error}") from error
+        raise UsageError(Reason("engine.file-not-gzip", {"path": str(path), "error": str(error)})) from error
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+        params = {"path": str(path), "error": error.strerror or str(error)}
+        raise UsageError(Reason("engine.file-unreadable", params)) from error
 
 
 def _documents_of(path: Path, tally: Tally) -> Iterator[str]:
@@ -172,7 +173,7 @@ def _clean(text: str, tally: Tally) -> str:
 def _text_field(path: Path, number: int, line: str) -> str:
     text = text_of_line(line)
     if text is None:
-        raise UsageError(f'{path}:{number}: each line must be a JSON object with a string in "text"')
+        raise UsageError(Reason("engine.line-without-text", {"path": str(path), "line": number}))
     return text.encode("utf-8", "replace").decode()  # JSON can contain lone surrogates
 
 
@@ -180,24 +181,27 @@ def _parquet(path: Path, tally: Tally) -> Iterator[str]:
     try:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise UsageError(f"{path}: reading parquet needs pyarrow; pip install pyarrow.") from error
+        raise UsageError(Reason("engine.pyarrow-missing", {"path": str(path)})) from error
     try:
         file = parquet.ParquetFile(path)
         schema = file.schema_arrow
         if "text" not in schema.names:
-            raise UsageError(f"{path}: has no column text; it has {', '.join(schema.names[:20])}.")
+            raise UsageError(
+                Reason("engine.parquet-without-text", {"path": str(path), "columns": schema.names[:_COLUMNS_SHOWN]})
+            )
         kind = schema.field("text").type
         if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-            raise UsageError(f"{path}: its column text holds {kind}, and must hold strings.")
+            raise UsageError(Reason("engine.parquet-text-not-strings", {"path": str(path), "type": str(kind)}))
         row = 0
         for batch in file.iter_batches(columns=["text"]):
             values = batch.column(0).to_pylist()
             if None in values:
-                raise UsageError(f"{path}: row {row + values.index(None)} of its column text is null. Leave it out.")
+                params = {"path": str(path), "row": row + values.index(None)}
+                raise UsageError(Reason("engine.parquet-text-null", params))
             yield from values
             row += len(values)
     except (arrow.ArrowException, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as parquet: {error}") from error
+        raise UsageError(Reason("engine.parquet-unreadable", {"path": str(path), "error": str(error)})) from error
 
 
 def _content_hash(path: Path) -> str:

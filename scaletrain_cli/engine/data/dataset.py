@@ -22,6 +22,7 @@ import numpy.typing as npt
 from scaletrain_cli.engine.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.shared_datasets import building, dataset_place, owner_of_dataset
 from scaletrain_cli.safe_files import create_file, expand_home, replace_file
@@ -121,9 +122,10 @@ def open_dataset(
     try:
         info = DatasetInfo(**json.loads((folder / "dataset.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{folder} is not a prepared dataset: {error}") from error
+        raise UsageError(Reason("engine.not-a-dataset", {"folder": str(folder), "error": str(error)})) from error
     if info.schema not in (_SCHEMA, _WITHOUT_HASHES):
-        raise UsageError(f"{folder} has schema {info.schema!r}; this version reads {_SCHEMA}. Prepare the data again.")
+        params = {"folder": str(folder), "schema": info.schema, "expected": _SCHEMA}
+        raise UsageError(Reason("engine.dataset-schema-unknown", params))
     known = {"str": str, "int": int}
     wrong = [field.name for field in fields(info) if type(getattr(info, field.name)) is not known[str(field.type)]]
     if wrong or info.dtype not in _DTYPES:
@@ -139,7 +141,8 @@ def open_dataset(
             if each.ends_file is not None:
                 each.ends_file.check_share(rank, ranks)
     if not len(train):
-        raise UsageError(f"{folder} holds {info.train_tokens} training tokens, fewer than one sequence of {seq_len}.")
+        params = {"folder": str(folder), "tokens": info.train_tokens, "length": seq_len}
+        raise UsageError(Reason("engine.dataset-too-small", params))
     return info, train, validation
 
 
@@ -217,7 +220,8 @@ def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
             if staging is not None:
                 _build(data, staging)
     except PermissionError as error:
-        raise UsageError(f"{folder} cannot be prepared: {error.filename}: {error.strerror or error}.") from error
+        params = {"folder": str(folder), "path": str(error.filename), "error": error.strerror or str(error)}
+        raise UsageError(Reason("engine.dataset-unwritable", params)) from error
     return folder
 
 
@@ -230,7 +234,8 @@ def _build(data: DataSpec, folder: Path) -> None:
         except UsageError:
             raise
         except Exception as error:  # tokenizers raises nothing narrower
-            raise UsageError(f"data.tokenizer.path = {data.tokenizer.path}: cannot be used: {error}.") from error
+            params = {"path": data.tokenizer.path, "error": str(error)}
+            raise UsageError(Reason("engine.tokenizer-invalid", params)) from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
     else:
@@ -240,7 +245,8 @@ def _build(data: DataSpec, folder: Path) -> None:
     known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
     end_of_text = next((token for token in known if token is not None), None)
     if end_of_text is None:
-        raise UsageError(f"{data.tokenizer.path} has no end-of-text token; one of {', '.join(ENDS_OF_TEXT)} is needed.")
+        params = {"path": str(data.tokenizer.path), "tokens": list(ENDS_OF_TEXT)}
+        raise UsageError(Reason("engine.tokenizer-without-end-of-text", params))
     dtype = _DTYPES[vocab_size > 1 << 16]
     counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
     digest, tally = hashlib.sha256(), Tally()
@@ -305,9 +311,8 @@ def _tokenizer_file(path: str) -> bytes:
     try:
         return expand_home(path).read_bytes()
     except OSError as error:
-        raise UsageError(
-            f"data.tokenizer.path = {path}: {error.strerror or error}. Give a Hugging Face tokenizer.json."
-        ) from error
+        params = {"path": path, "error": error.strerror or str(error)}
+        raise UsageError(Reason("engine.tokenizer-unreadable", params)) from error
 
 
 def _draw(text: str) -> float:
@@ -329,7 +334,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         folder = prepare_dataset(spec.data, Path(arguments[1]))
         info, train, validation = open_dataset(folder, spec.transformer.seq_len)
     except CorruptDataError as error:  # the exit code 93 is for runs
-        raise ScaletrainError(str(error)) from error
+        raise ScaletrainError(error.reason or str(error)) from error
     if (owner := owner_of_dataset(folder)) is not None:
         print(f"{folder} was prepared by {owner}; using it as it is", file=sys.stderr)
     if info.replaced:

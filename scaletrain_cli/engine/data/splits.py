@@ -8,7 +8,7 @@ from pathlib import Path
 from scaletrain_cli.engine.data.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -26,17 +26,18 @@ def open_data(
 
     Raises UsageError on every rank if the dataset cannot be prepared or is too small to validate on.
     """
-    spec, folder, failure = record.spec, Path(), ""
+    spec, folder = record.spec, Path()
+    problem: Reason | None = None
     if ranks.rank == 0:
         try:
             folder = prepare_dataset(spec.data, run.path.parent)
             if (owner := owner_of_dataset(folder)) is not None:
                 record_event(run, "data-of-another-user", folder=str(folder), owner=owner)
         except ScaletrainError as error:
-            failure = str(error)
-    folder, failure = consensus.follow_rank_zero((folder, failure))
-    if failure:
-        raise UsageError(failure)
+            problem = error.reason or recorded(str(error))
+    folder, problem = consensus.follow_rank_zero((folder, problem))
+    if problem is not None:
+        raise UsageError(problem)
     info, train, validation = open_dataset(folder, spec.transformer.seq_len, ranks.rank, ranks.world_size)
     if info.vocab_size > spec.transformer.vocab_size:
         params = {"folder": str(folder), "token_ids": info.vocab_size, "vocab_size": spec.transformer.vocab_size}

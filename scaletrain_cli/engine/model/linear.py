@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.extras import install_command
+from scaletrain_cli.reasons import Reason
 
 
 class Product(Protocol):
@@ -42,14 +43,14 @@ _LEAST_CAPABILITY = (8, 9)  # Ada, Hopper and later have fp8 tensor cores
 _MULTIPLE = 16  # for both dimensions, required by torch._scaled_mm
 
 
-def fp8_refusal(device: torch.device) -> str | None:
+def fp8_problem(device: torch.device) -> Reason | None:
     """Return why a device cannot compute fp8 products; None if it can."""
     if device.type != "cuda":
-        return f"training.precision = fp8 needs an NVIDIA GPU, and this is a {device.type}. Use bf16."
+        return Reason("engine.fp8-needs-nvidia-gpu", {"device": device.type})
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        return f"training.precision = fp8 needs compute capability 8.9, and {name} has {capability[0]}.{capability[1]}."
+        params = {"device": torch.cuda.get_device_name(device), "found": "{}.{}".format(*capability)}
+        return Reason("engine.fp8-needs-compute-capability", {**params, "needed": "{}.{}".format(*_LEAST_CAPABILITY)})
     return None
 
 
@@ -59,15 +60,14 @@ def use_fp8_linears(model: CausalLM, device: torch.device, *, emulated: bool = F
     Call it before DeepSpeed starts; parameters stay the same objects. ``emulated``: the same numerics on any device,
     slowly. Raises UsageError if the device has no fp8 or torchao is not installed.
     """
-    if not emulated and (refusal := fp8_refusal(device)):
-        raise UsageError(refusal)
+    if not emulated and (problem := fp8_problem(device)):
+        raise UsageError(problem)
     try:
         float8 = importlib.import_module("torchao.float8")
         linear = importlib.import_module("torchao.float8.float8_linear")
     except ImportError as error:
-        raise UsageError(
-            f"training.precision = fp8 needs torchao, which cannot be imported ({error}). Run {install_command('fp8')}."
-        ) from error
+        params = {"error": str(error), "command": install_command("fp8")}
+        raise UsageError(Reason("engine.torchao-missing", params)) from error
     config = float8.Float8LinearConfig(emulate=emulated)
     like = linear.Float8Linear.from_float(nn.Linear(_MULTIPLE, _MULTIPLE, bias=False, device="meta"), config)
 

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.memory.activations import LOSS_CHUNK_TOKENS
+from scaletrain_cli.reasons import Reason
 
 NOT_COUNTED = -100  # torch's ignore_index
 
@@ -65,7 +66,7 @@ def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: fl
         head.tokens_at_once = LOSS_CHUNK_TOKENS
     if kind == "liger":
         if head.token_loss is not token_loss:
-            raise InfeasibleError("training.cross_entropy: liger needs the whole vocabulary on each rank. Use chunked.")
+            raise InfeasibleError(Reason("engine.liger-needs-whole-vocabulary"))
         head.token_loss = liger_token_loss(device)
 
 
@@ -81,13 +82,12 @@ def liger_token_loss(device: torch.device) -> TokenLoss:
     It synchronizes with the device once per call. Raises InfeasibleError without CUDA or without the library.
     """
     if device.type != "cuda":
-        raise InfeasibleError(f"training.cross_entropy: liger needs a CUDA device, not {device.type}. Use chunked.")
+        raise InfeasibleError(Reason("engine.liger-needs-cuda", {"device": device.type}))
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
     except ImportError as error:
-        raise InfeasibleError(
-            f"training.cross_entropy: liger cannot be loaded ({error}). Run {install_command('liger')}, or use chunked."
-        ) from error
+        params = {"error": str(error), "command": install_command("liger")}
+        raise InfeasibleError(Reason("engine.liger-missing", params)) from error
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
         fused = LigerFusedLinearCrossEntropyLoss(

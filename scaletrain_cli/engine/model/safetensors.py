@@ -19,10 +19,11 @@ from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
-_TOLD = 8  # a wrong number of layers would list hundreds
+_MOST_SHOWN = 8  # differences; a wrong number of layers would list hundreds
 _HEAD = "lm_head.weight"
 _ROWS = 4096  # of a matrix that need not be read whole, at a time
 # Constants in older files: causal masks and rotary frequencies.
@@ -53,16 +54,17 @@ class HuggingFaceFolder:
         try:
             differing = list(config_mismatches(folder, model.spec))
         except UsageError as error:
-            raise UsageError(f"model.weights: {error.message}") from error
+            raise UsageError(Reason("engine.weights-invalid", {"problem": error.reason or error.message})) from error
         if problems := [*differing, *self._mismatches(model)]:
-            more = f" The first {_TOLD} of {len(problems)}:" if len(problems) > _TOLD else ""
-            raise UsageError(f"model.weights: {folder} does not hold this model.{more}", tuple(problems[:_TOLD]))
+            shown = tuple(problems[:_MOST_SHOWN])
+            params = {"folder": str(folder), "differences": len(problems), "shown": len(shown)}
+            raise UsageError(Reason("engine.weights-differ", params), shown)
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of a parameter, as stored."""
         stored = self._stored(name)
         if stored is None:
-            raise UsageError(f"model.weights: {self._folder} has no {name}.")
+            raise UsageError(Reason("engine.weights-missing", {"folder": str(self._folder), "name": name}))
         values = self._slice(stored)
         if spec is None:
             return values[:]  # type: ignore[no-any-return]
@@ -89,7 +91,7 @@ class HuggingFaceFolder:
                 self._files[path] = safe_open(path, framework="pt")
             return self._files[path].get_slice(stored)
         except (OSError, SafetensorError) as error:
-            raise UsageError(f"model.weights: {path} cannot be read: {error}.") from error
+            raise UsageError(Reason("engine.weights-unreadable", {"path": str(path), "error": str(error)})) from error
 
     def _mismatches(self, model: CausalLM) -> Iterator[Problem]:
         expected, used = dict(named_matrices(model)), set()
@@ -131,5 +133,6 @@ def _index(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), single)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        read = index if index.exists() else single
-        raise UsageError(f"model.weights: {read} cannot be read: {error or type(error).__name__}.") from error
+        path = index if index.exists() else single
+        params = {"path": str(path), "error": str(error) or type(error).__name__}
+        raise UsageError(Reason("engine.weights-unreadable", params)) from error

@@ -20,6 +20,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plugins import load_reference
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 from scaletrain_cli.spec.training import OptimizerSpec
@@ -67,9 +68,7 @@ def build_optimizer(
         return build(groups, settings, device.type == "cuda" or layout.offload != "none")
     if (found := optimizer_extension(settings.name)) is not None:
         return load_reference(found.build)(groups, settings)  # type: ignore[no-any-return]
-    raise UsageError(
-        f"training.optimizer.name = {settings.name}: not available in this engine, because it needs whole matrices."
-    )
+    raise UsageError(Reason("engine.optimizer-needs-matrices", {"name": settings.name}))
 
 
 def _adamw(groups: Groups, settings: OptimizerSpec, fused: bool) -> torch.optim.Optimizer:
@@ -124,7 +123,5 @@ def _bitsandbytes(name: str) -> Any:
     try:
         return importlib.import_module("bitsandbytes.optim")
     except ImportError as error:
-        raise UsageError(
-            f"training.optimizer.name = {name} needs bitsandbytes, which cannot be imported ({error}). "
-            f"Run {install_command('optimizers')}, or use adamw."
-        ) from error
+        params = {"name": name, "error": str(error), "command": install_command("optimizers")}
+        raise UsageError(Reason("engine.bitsandbytes-missing", params)) from error

@@ -347,22 +347,26 @@ def test_stray_bytes_are_counted_and_another_encoding_is_refused(tmp_path: Path)
     assert info.replaced == 2
     late = good.encode() * 200 + good.encode("latin-1") * 40  # its beginning is well
     (tmp_path / "b.txt").write_bytes(late)
-    with pytest.raises(UsageError, match=r"b\.txt: is not UTF-8 text: \d+ of \d+ characters"):
+    with pytest.raises(UsageError, match=r"b\.txt is not UTF-8 text: \d+ of \d+ characters"):
         list(documents(str(tmp_path / "b.txt")))
 
 
 @pytest.mark.parametrize(
-    ("column", "said"),
+    ("column", "code", "params"),
     [
-        (["good", None], r"row 1 of its column text is null"),
-        ([1, 2], "its column text holds int64, and must hold strings"),
+        (["good", None], "engine.parquet-text-null", {"row": 1}),
+        ([1, 2], "engine.parquet-text-not-strings", {"type": "int64"}),
     ],
+    ids=["null", "numbers"],
 )
-def test_a_parquet_column_without_text_is_named(column: list[object], said: str, tmp_path: Path) -> None:
+def test_a_parquet_column_without_text_is_an_error_with_a_code(
+    column: list[object], code: str, params: dict[str, object], tmp_path: Path
+) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": column}), path)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=r"a\.parquet") as caught:
         list(documents(str(path)))
+    assert caught.value.reason == Reason(code, {"path": str(path), **params})
 
 
 def test_what_is_no_parquet_with_text_is_named_before_it_is_opened(tmp_path: Path) -> None:
@@ -373,13 +377,13 @@ def test_what_is_no_parquet_with_text_is_named_before_it_is_opened(tmp_path: Pat
     parquet.write_table(pyarrow.table({"text": ["a"] * 5, "context": ["b"] * 5}), path)
     assert list(documents(str(path))) == ["a"] * 5
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(UsageError, match=r"a\.parquet: cannot be read as parquet"):
+    with pytest.raises(UsageError, match=r"a\.parquet cannot be read as parquet"):
         list(documents(str(path)))
     parquet.write_table(pyarrow.table({"text": ["a" * 100] * 500}), path, use_dictionary=False, compression="NONE")
     content = bytearray(path.read_bytes())
     content[20:30] = b"\xff" * 10  # of a page header
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"a\.parquet: cannot be read"):
+    with pytest.raises(UsageError, match=r"a\.parquet cannot be read"):
         list(documents(str(path)))
 
 

@@ -128,7 +128,7 @@ def test_every_mismatch_names_file_tensor_given_and_wanted(tmp_path: Path) -> No
     file = tmp_path / "model.safetensors"
     save_file(saved, file)
     assert complaints(tmp_path, LLAMA).splitlines() == [
-        f"model.weights: {tmp_path} does not hold this model.",
+        f"model.weights: {tmp_path} does not hold this model; 4 of 4 differences:",
         f"  {file} model.embed_tokens.weight = [40, 16]: the model has [32, 16].",
         f"  {tmp_path} model.norm.weight: is in the model but in none of the files.",
         f"  {file} lm_head.weight = I8: must be one of F64, F32, F16, BF16.",
