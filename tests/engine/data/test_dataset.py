@@ -19,6 +19,7 @@ from scaletrain_cli.engine.data.chunk_hashes import CHUNK_BYTES, CheckedFile, Co
 from scaletrain_cli.engine.data.corpus import READERS, Tally, documents, source_files
 from scaletrain_cli.engine.data.dataset import dataset_folder, open_dataset, prepare_dataset
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import FORMATS, find_files, problems_of
 
