@@ -18,7 +18,7 @@ from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.failures import report_exception
-from scaletrain_cli.worker.heartbeat import IMPORT_SECONDS, Heartbeat, show_stacks_when_asked
+from scaletrain_cli.worker.heartbeat import IMPORT_SECONDS, Heartbeat, install_stack_dump
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def main() -> int:
     flag = PreemptionFlag()
     flag.install()
     die_with_agent()
-    show_stacks_when_asked(os.environ)
+    install_stack_dump(os.environ)
     heartbeat = Heartbeat.from_environment(os.environ)
     heartbeat.beat(0, "imports", IMPORT_SECONDS)
     run, attempt, rank = RunDir(Path(sys.argv[1])), int(os.environ["SCALETRAIN_ATTEMPT"]), int(os.environ["RANK"])
@@ -67,7 +67,7 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
 
     record, ranks = read_record(run), Ranks.from_environment()
     grace = record.spec.cluster.grace_seconds
-    flag.at_the_latest(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), partial(_exit_without_saving, watch))
+    flag.call_after(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), partial(_exit_without_saving, watch))
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):
         if os.environ.get(preflight.ONLY) == "preflight":
             return preflight_alone(run, record, ranks, attempt)

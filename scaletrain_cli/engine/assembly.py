@@ -30,7 +30,7 @@ from scaletrain_cli.engine.numa import pin_to_numa_node
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
-from scaletrain_cli.engine.step import stepper
+from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, PreemptedError, WrongNodesError
@@ -64,17 +64,17 @@ def assemble(
     remember_allocations(device)
 
     # The ranks find each other, then the nodes, the data and the disk are checked.
-    consensus, set_up = _connect(record, device, heartbeat)
+    consensus, long_consensus = _connect(record, device, heartbeat)
     if preflight.is_wanted(record):
         heartbeat.beat(0, "preflight")
-        preflight.check_together(run, record, ranks, attempt, set_up, device)
+        preflight.check_together(run, record, ranks, attempt, long_consensus, device)
     heartbeat.beat(0, "data", DATA_SECONDS)
-    dataset, train, validation = open_data(run, record, ranks, set_up)
-    resume_point = find_resume_point(run, checkpoints, attempt, ranks, set_up)
-    _check_disk_space(record, checkpoints, ranks, set_up)
-    rollbacks = set_up.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
+    dataset, train, validation = open_data(run, record, ranks, long_consensus)
+    resume_point = find_resume_point(run, checkpoints, attempt, ranks, long_consensus)
+    _check_disk_space(record, checkpoints, ranks, long_consensus)
+    rollbacks = long_consensus.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
     heartbeat.beat(resume_point.step, "set-up")
-    _stop_if_preempted(flag, set_up)
+    _stop_if_preempted(flag, long_consensus)
 
     # The model, its optimizer and the engine around them.
     torch.backends.cuda.matmul.allow_tf32 = spec.training.precision == "tf32"
@@ -83,11 +83,11 @@ def assemble(
     swap = swap_folder(run.run_id, attempt, int(os.environ.get("NODE_RANK", "0")), os.environ)
     resuming = resume_point.checkpoint is not None
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming)
-    drive = stepper(composed, mesh, device, spec.training)
+    stepper = build_stepper(composed, mesh, device, spec.training)
     average = _weight_average(spec, composed.engine)
-    _stop_if_preempted(flag, set_up)
+    _stop_if_preempted(flag, long_consensus)
 
-    # What watches, saves and feeds the loop.
+    # Monitoring, checkpoints and batches.
     stragglers = Stragglers(run, ranks.rank, consensus, device)
     stragglers.watch(composed.engine, layout)
     faults = Faults.from_environment(ranks.rank, attempt, checkpoints)
@@ -97,11 +97,11 @@ def assemble(
         composed,
         mesh,
         ranks,
-        set_up,
+        long_consensus,
         attempt=attempt,
         faults=faults,
         average=average,
-        replicated={} if drive.adaptive_clip is None else {"adaptive_clip": drive.adaptive_clip},
+        replicated={} if stepper.adaptive_clip is None else {"adaptive_clip": stepper.adaptive_clip},
         expected_seconds=record.plan.durability.save_seconds,
     )
     mask_starts = spec.data.loss_mask == "document_starts"
@@ -114,7 +114,7 @@ def assemble(
         resume_point=resume_point,
         device=device,
         model=composed.model,
-        stepper=drive,
+        stepper=stepper,
         average=average,
         optimizer=composed.optimizer,
         checkpointer=checkpointer,
@@ -122,7 +122,9 @@ def assemble(
         prefetcher=Prefetcher(read_train.batch, device),
         validation=BatchReader(validation, layout, mesh, spec.training.seed, mask_starts),
         faults=faults,
-        guard=GuardActions(run, record, ranks, set_up, checkpointer, _guard(spec), rollbacks, ledger, heartbeat),
+        guard=GuardActions(
+            run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat
+        ),
         deferred_metrics=DeferredMetrics(device),
         ledger=ledger,
         step_sync=StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger),
@@ -187,10 +189,10 @@ def _guard(spec: RunSpec) -> Guard:
     )
 
 
-def _stop_if_preempted(flag: PreemptionFlag, set_up: RankConsensus) -> None:
+def _stop_if_preempted(flag: PreemptionFlag, long_consensus: RankConsensus) -> None:
     """Raise PreemptedError on every rank if any rank got a preemption signal. Set-up may outlast the grace period."""
-    verdict, _, _ = set_up.reach(StepDecision.PREEMPT if flag.raised else StepDecision.CONTINUE, writing=False)
-    if verdict is StepDecision.PREEMPT:
+    decision, _, _ = long_consensus.reach(StepDecision.PREEMPT if flag.raised else StepDecision.CONTINUE, writing=False)
+    if decision is StepDecision.PREEMPT:
         raise PreemptedError(Reason("engine.preempted-in-set-up"))
 
 

@@ -39,7 +39,7 @@ def load_async_io() -> None:
 
 def load_operator(builder: Any) -> None:
     """Build a DeepSpeed operator (its ``OpBuilder``), or load an existing build; DeepSpeed then finds it loaded."""
-    with sole_builder(extensions_folder()):
+    with exclusive_build(extensions_folder()):
         builder.load()
 
 
@@ -49,7 +49,7 @@ def extensions_folder() -> Path:
 
 
 @contextmanager
-def sole_builder(folder: Path) -> Generator[None]:
+def exclusive_build(folder: Path) -> Generator[None]:
     """A context in which no other process builds in this folder; removes locks of builds that have died."""
     make_folder(folder)
     with locked(folder / ".scaletrain-builds"):
@@ -61,13 +61,13 @@ def sole_builder(folder: Path) -> Generator[None]:
 
 def _is_open(path: Path) -> bool:
     """Return True if a visible process on this node has the file open, as a running build has."""
-    wanted = path.stat()
+    lock = path.stat()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             found = descriptor.stat()
         except OSError:  # ended, or not permitted
             continue
-        if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+        if (found.st_dev, found.st_ino) == (lock.st_dev, lock.st_ino):
             return True
     return False
 
@@ -103,7 +103,7 @@ def precision_config(spec: RunSpec) -> dict[str, Any]:
     """Return the sections ``bf16`` or ``fp16`` and ``data_types``; empty for fp32 and tf32. fp8 has bf16 weights.
 
     16 bits need ZeRO-1 at least, which the planner ensures: without ZeRO, DeepSpeed accumulates and clips in 16 bits
-    (fp16/unfused_optimizer.py) or refuses.
+    (fp16/unfused_optimizer.py) or raises an error.
     """
     training = spec.training
     if training.precision in ("fp32", "tf32"):
@@ -198,7 +198,7 @@ def deepspeed_config(spec: RunSpec, layout: Layout, parameters: int, swap_folder
 
 
 class ModelParallelUnit:
-    """Tensor parallelism as DeepSpeed asks for it (its ``mpu``); sequence ranks count as replicas."""
+    """Tensor parallelism in the form that DeepSpeed requires (its ``mpu``); sequence ranks count as replicas."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._tensor, self._replicas = mesh.tensor, mesh.replicas

@@ -98,14 +98,14 @@ def _kill_node() -> None:
 
 
 _LAST_SECONDS = 60.0  # until the kernel kills this rank
-_STRIKES: dict[str, Callable[[], None]] = {
+_ACTIONS: dict[str, Callable[[], None]] = {
     "sigkill": _signal_self(signal.SIGKILL),
     "sigterm": _signal_self(signal.SIGTERM),
     "sigstop": _signal_self(signal.SIGSTOP),
     "sigkill-agent": _kill_agent,
     "node": _kill_node,
 }
-_KINDS = (*_STRIKES, *CORRUPTIONS, "exception", "nan", "spike", "slow-save", "slow-rank", "disk-full", "stale-attempt")
+_KINDS = (*_ACTIONS, *CORRUPTIONS, "exception", "nan", "spike", "slow-save", "slow-rank", "disk-full", "stale-attempt")
 
 
 class Faults:
@@ -143,8 +143,8 @@ class Faults:
             elif fault.kind == "slow-rank" and step >= (fault.step or 1):
                 time.sleep(fault.seconds)
         for fault in self._due(step):
-            if fault.kind in _STRIKES:
-                _STRIKES[fault.kind]()
+            if fault.kind in _ACTIONS:
+                _ACTIONS[fault.kind]()
             elif fault.kind == "stale-attempt" and self._folder is not None:
                 open_attempt(self._folder, self._attempt + 1)
             elif fault.kind == "exception":

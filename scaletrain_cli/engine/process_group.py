@@ -139,7 +139,7 @@ class RankConsensus:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
     def reach(
-        self, wish: StepDecision, writing: bool, values: Sequence[float] = ()
+        self, request: StepDecision, writing: bool, values: Sequence[float] = ()
     ) -> tuple[StepDecision, bool, list[float]]:
         """Return the largest request of any rank, whether any rank is writing a checkpoint, and rank 0's values.
 
@@ -149,11 +149,11 @@ class RankConsensus:
         count = len(values)
         bits = struct.unpack(f"{count}q", struct.pack(f"{count}d", *values))
         mine = bits if dist.get_rank() == 0 else (_LEAST_INTEGER,) * count
-        votes = torch.tensor([int(wish), int(writing), *mine])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
-        strongest, anyone_writing, *agreed = votes.tolist()
+        requests = torch.tensor([int(request), int(writing), *mine])
+        dist.all_reduce(requests, op=dist.ReduceOp.MAX, group=self._group)
+        largest, anyone_writing, *agreed = requests.tolist()
         return (
-            StepDecision(strongest),
+            StepDecision(largest),
             bool(anyone_writing),
             list(struct.unpack(f"{count}d", struct.pack(f"{count}q", *agreed))),
         )

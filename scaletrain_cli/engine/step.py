@@ -80,7 +80,7 @@ class Stepper(ABC):
         """Return the mean loss of micro-batches over all replicas, on every rank, without training."""
 
 
-def stepper(composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec) -> Stepper:
+def build_stepper(composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec) -> Stepper:
     """Return the stepper for the composed model."""
     if composed.stage is not None:
         return Pipelined(composed, training)
@@ -156,7 +156,7 @@ class Pipelined(Stepper):
         return loss.reshape(())  # a tensor of one element with a single replica
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, Any]]:
-        """Return tokens for the first stage and labels for the last, as DeepSpeed asks; every stage gets the rest."""
+        """Return what DeepSpeed passes on: tokens for the first stage and labels for the last; see ``expect``."""
         assert self._composed.stage is not None
         self._composed.stage.expect(batches)
         return iter([(batch.tokens, (batch.labels, _divisor(batch))) for batch in batches])

@@ -18,7 +18,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.signals import PreemptionFlag
 
-_LOOK_SECONDS = 1.0  # between two checks for a file that requests a save
+_CHECK_SECONDS = 1.0  # between two checks for a file that requests a save
 
 
 @dataclass
@@ -33,33 +33,33 @@ class StepSync:
     flag: PreemptionFlag
     heartbeat: Heartbeat
     ledger: LedgerClock
-    _looked: float = field(default=0.0, init=False)
-    _asked: bool = field(default=False, init=False)
+    _checked: float = field(default=0.0, init=False)
+    _requested: bool = field(default=False, init=False)
 
     def agree(self, step: int, measures: Sequence[StepMeasures] = ()) -> tuple[StepDecision, list[StepMeasures]]:
         """Return what all ranks do after ``step`` steps, the largest request of any rank; and rank 0's measures.
 
-        Sums over other groups of ranks may differ in their last bits, so all ranks judge the values of rank 0.
+        Sums over other groups of ranks may differ in their last bits, so all ranks use the values of rank 0.
         """
-        self.heartbeat.meet()
+        self.heartbeat.wait_for_ranks()
         values = [value for measured in measures for value in in_slots(measured.values)]
-        verdict, anyone_writing, agreed = self.consensus.reach(
+        decision, anyone_writing, agreed = self.consensus.reach(
             self._own_request(step), self.checkpointer.writing, values
         )
-        judged = [
+        agreed_measures = [
             measured._replace(values=from_slots(measured.values, agreed[place * SLOTS :]))
             for place, measured in enumerate(measures)
         ]
         with self.ledger.during("save"):
-            self.checkpointer.settle(anyone_writing)
+            self.checkpointer.advance(anyone_writing)
         for cost in self.checkpointer.take_costs():
             self.schedule.save_took(cost.blocked_seconds, cost.seconds)
-        return verdict, judged
+        return decision, agreed_measures
 
     def save_begins(self, step: int) -> None:
         """Record that a save of the state after ``step`` steps starts."""
         self.schedule.begin_at(step)
-        self._asked = False
+        self._requested = False
         if self.ranks.rank == 0:
             self._take_file()  # this save answers the request
 
@@ -82,15 +82,15 @@ class StepSync:
         if self.flag.raised:
             return StepDecision.PREEMPT
         # Only rank 0 decides, because clocks and file systems differ between ranks.
-        if self.ranks.rank == 0 and (self.schedule.is_due(step) or self._asked_by_file()):
+        if self.ranks.rank == 0 and (self.schedule.is_due(step) or self._requested_by_file()):
             return StepDecision.SAVE
         return StepDecision.CONTINUE
 
-    def _asked_by_file(self) -> bool:
-        if not self._asked and time.monotonic() - self._looked >= _LOOK_SECONDS:
-            self._looked = time.monotonic()
-            self._asked = self._take_file()
-        return self._asked
+    def _requested_by_file(self) -> bool:
+        if not self._requested and time.monotonic() - self._checked >= _CHECK_SECONDS:
+            self._checked = time.monotonic()
+            self._requested = self._take_file()
+        return self._requested
 
     def _take_file(self) -> bool:
         try:

@@ -194,7 +194,7 @@ class Trainer:
         self.metrics.finished = state.is_complete
         unsaved = self._save_before_exit(state.step)
         if state.is_complete:
-            self.checkpointer.tidy_up()
+            self.checkpointer.clean_up()
             self.step_sync.clear_save_request()
         self._report("finished" if state.is_complete else "preempted", step=state.step, **unsaved)
 
@@ -276,8 +276,8 @@ class Trainer:
         """
         layout = self.record.plan.layout
         width = layout.micro_batch_size * layout.data_parallel
-        wanted = self.record.spec.evaluation.batches * layout.global_batch_size
-        rounds = min(wanted, len(self.validation.sequences)) // width
+        sequences = self.record.spec.evaluation.batches * layout.global_batch_size
+        rounds = min(sequences, len(self.validation.sequences)) // width
         losses = {"validation_loss": self._mean_loss(step, rounds)}
         if self.average is not None and self.average.taken:  # not before the first weights were averaged
             with self.average.in_use():

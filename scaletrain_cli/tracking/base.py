@@ -67,8 +67,8 @@ class Tracker(ABC, Generic[Options]):
     def start(self, run: TrackedRun) -> Mapping[str, int] | None:
         """Create the run, or resume the one of an earlier attempt.
 
-        Return the last step of each metric that the tracker holds, or None where it cannot tell. Then what was
-        acknowledged last counts, which may be a second older when the process was killed.
+        Return the last step of each metric that the tracker holds, or None if the tracker cannot report it. Then the
+        steps in its state file count, which may be a second older when the process was killed.
         """
 
     @abstractmethod

@@ -92,9 +92,9 @@ def close_attempt(folder: Path, attempt: int) -> None:
     aside = folder / f"attempt-{attempt:04d}.{os.getpid()}{_REMOVED}"
     with contextlib.suppress(FileNotFoundError):
         _own_folder(folder, attempt).rename(aside)
-        for grave in aside.glob(f"*{_REPLACED}"):  # the attempt was killed between the two renames of a commit
+        for moved in aside.glob(f"*{_REPLACED}"):  # the attempt was killed between the two renames of a commit
             with contextlib.suppress(OSError):  # ENOTEMPTY: its replacement was committed
-                grave.rename(folder / grave.name.removesuffix(_REPLACED))
+                moved.rename(folder / moved.name.removesuffix(_REPLACED))
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -132,8 +132,8 @@ def commit_checkpoint(
         _write_manifest(staging / MANIFEST, manifest)
         _fsync_folder(staging)
         if _is_misnamed(final):
-            _move_out_of_the_way(final, attempt)
-        replaced = _bury(final, attempt, _REPLACED) if os.path.lexists(final) else None
+            _rename_misnamed(final, attempt)
+        replaced = _move_to_attempt(final, attempt, _REPLACED) if os.path.lexists(final) else None
         staging.rename(final)
     _fsync_folder(folder)
     if replaced is not None:  # last, since it takes seconds: a kill before the rename must leave one of the two
@@ -156,7 +156,7 @@ def mark_clean(checkpoint: Checkpoint, attempt: int) -> None:
 def remove_checkpoint(path: Path, attempt: int) -> None:
     """Remove a checkpoint atomically, as a running attempt. Raises SupersededAttemptError and OSError."""
     with _fenced(attempt):
-        shutil.rmtree(_bury(path, attempt), ignore_errors=True)
+        shutil.rmtree(_move_to_attempt(path, attempt), ignore_errors=True)
 
 
 def delete_checkpoint(path: Path) -> None:
@@ -171,14 +171,14 @@ def set_aside_newer(folder: Path, step: int, attempt: int) -> list[str]:
     For an attempt that resumes at ``step``: otherwise retention would keep the damaged checkpoints in place of valid
     ones. A folder that contains the checkpoint of another step is not changed.
     """
-    above = [path for path in committed_folders(folder) if int(path.name.removeprefix("step-")) > step]
-    doubtful = [path for path in above if not _is_misnamed(path)]
-    for path in doubtful:
+    later = [path for path in committed_folders(folder) if int(path.name.removeprefix("step-")) > step]
+    newer = [path for path in later if not _is_misnamed(path)]
+    for path in newer:
         aside = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         with _fenced(attempt):
-            _bury(path, attempt, _REPLACED).rename(aside)
-    return [path.name for path in doubtful]
+            _move_to_attempt(path, attempt, _REPLACED).rename(aside)
+    return [path.name for path in newer]
 
 
 def _is_misnamed(path: Path) -> bool:
@@ -186,20 +186,20 @@ def _is_misnamed(path: Path) -> bool:
     return isinstance(found, Defect) and found.kind == "misnamed"
 
 
-def _move_out_of_the_way(path: Path, attempt: int) -> None:
+def _rename_misnamed(path: Path, attempt: int) -> None:
     """Rename a folder of this name that contains the checkpoint of another step; nothing is deleted."""
     free = path.with_name(f"misnamed-{path.name}")
     number = 1
     while os.path.lexists(free):
         number += 1
         free = path.with_name(f"misnamed-{path.name}.{number}")
-    _bury(path, attempt, _REPLACED).rename(free)
+    _move_to_attempt(path, attempt, _REPLACED).rename(free)
 
 
-def _bury(path: Path, attempt: int, suffix: str = _REMOVED) -> Path:
-    grave = _own_folder(path.parent, attempt) / f"{path.name}{suffix}"
-    shutil.rmtree(grave, ignore_errors=True)
-    return path.rename(grave)
+def _move_to_attempt(path: Path, attempt: int, suffix: str = _REMOVED) -> Path:
+    moved = _own_folder(path.parent, attempt) / f"{path.name}{suffix}"
+    shutil.rmtree(moved, ignore_errors=True)
+    return path.rename(moved)
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ class Heartbeat:
             allowed_seconds = self._long() if waits else self._usual(phase)
         self._write(phase, allowed_seconds)
 
-    def meet(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Report that the rank waits for the other ranks between two steps."""
         self._write(f"{self._phase}, waiting for the other ranks", self._usual(self._phase))
 
@@ -156,7 +156,7 @@ class Heartbeat:
             os.write(self._descriptor, beat_line(Beat(self._step, phase, allowed_seconds, self._turn)))
 
 
-def show_stacks_when_asked(environment: Mapping[str, str]) -> None:
+def install_stack_dump(environment: Mapping[str, str]) -> None:
     """Install a SIGUSR2 handler in C that writes all threads' stacks for the agent, even in a hung collective."""
     descriptor = _private_descriptor(environment, STACKS_VARIABLE)
     if descriptor is None:

@@ -15,7 +15,7 @@ from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.checkpoints import Checkpoints
 from scaletrain_cli.worker.failures import report_exception
-from scaletrain_cli.worker.heartbeat import Heartbeat, show_stacks_when_asked
+from scaletrain_cli.worker.heartbeat import Heartbeat, install_stack_dump
 from scaletrain_cli.worker.run_environment import ResolvedRun, RunEnvironment, read_resolved_run
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
@@ -49,7 +49,7 @@ class Rank:
         die_with_agent()
         rank = cls(environment := RunEnvironment.read(run_dir), read_resolved_run(environment.run))
         rank.preemption.install()
-        show_stacks_when_asked(os.environ)
+        install_stack_dump(os.environ)
         rank._watch.start()
         return rank
 

@@ -39,14 +39,14 @@ class PreemptionFlag:
             signal.signal(number, self._raise)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PREEMPTION_SIGNALS)
 
-    def at_the_latest(self, seconds: float, leave: Callable[[], None]) -> None:
-        """Call ``leave`` in a thread ``seconds`` after the first signal, if the process still runs."""
+    def call_after(self, seconds: float, function: Callable[[], None]) -> None:
+        """Call ``function`` in a thread ``seconds`` after the first signal, if the process still runs."""
 
         def wait() -> None:
             self._heard.wait()
             assert self.raised_at is not None
             time.sleep(max(0.0, self.raised_at + seconds - time.monotonic()))
-            leave()
+            function()
 
         threading.Thread(target=wait, name="grace", daemon=True).start()
 

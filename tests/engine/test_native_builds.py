@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from scaletrain_cli.engine.deepspeed_engine import extensions_folder, load_operator, sole_builder
+from scaletrain_cli.engine.deepspeed_engine import exclusive_build, extensions_folder, load_operator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # torch has threads, which hold no lock
 FORK = multiprocessing.get_context("fork")
@@ -79,7 +79,7 @@ def test_after_a_killed_build_the_next_one_begins_at_once(folder: Path) -> None:
 
 
 def test_the_lock_of_a_living_builder_is_left_alone(folder: Path) -> None:
-    with process(build_without_us, folder), sole_builder(folder):
+    with process(build_without_us, folder), exclusive_build(folder):
         assert (folder / "operator" / "lock").exists()
 
 

@@ -12,7 +12,7 @@ import torch
 from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.parallel.mesh import build_mesh
-from scaletrain_cli.engine.step import Stepper, stepper
+from scaletrain_cli.engine.step import Stepper, build_stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from tests.engine.ranks import on_ranks
@@ -60,7 +60,7 @@ def _driven(overrides: list[str]) -> tuple[Composed, Stepper, list[MicroBatch]]:
         )
         for first in range(2 * mesh.data.rank, 4, 2 * mesh.data.size)
     ]
-    return composed, stepper(composed, mesh, device, spec.training), batches
+    return composed, build_stepper(composed, mesh, device, spec.training), batches
 
 
 def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, float, bool, bool]:

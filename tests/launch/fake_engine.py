@@ -19,7 +19,7 @@ from typing import Any
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.worker.agent_watch import AgentWatch
-from scaletrain_cli.worker.heartbeat import Heartbeat, show_stacks_when_asked
+from scaletrain_cli.worker.heartbeat import Heartbeat, install_stack_dump
 
 RANK = int(os.environ.get("RANK", "0"))
 ATTEMPT = int(os.environ.get("SCALETRAIN_ATTEMPT", "0"))
@@ -33,7 +33,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != int(os.environ["SCALETRAIN_AGENT_PID"]):
         return 1
-    show_stacks_when_asked(os.environ)
+    install_stack_dump(os.environ)
     time.sleep(fake.get("start_seconds", 0))
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, on_signal)

@@ -324,7 +324,7 @@ def test_setting_aside_leaves_the_sound_ones_alone(tmp_path: Path) -> None:
 
 def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_checkpoint_that_was_there(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    checkpoint_commit._bury(path, ATTEMPT, checkpoint_commit._REPLACED)
+    checkpoint_commit._move_to_attempt(path, ATTEMPT, checkpoint_commit._REPLACED)
     assert steps(tmp_path) == []
     open_attempt(tmp_path, ATTEMPT + 1)
     assert steps(tmp_path) == [1]

@@ -47,7 +47,7 @@ def test_many_signals_at_once_stop_nothing() -> None:
 
 def test_when_the_grace_period_is_over_the_rank_ends_by_itself() -> None:
     """Here the main thread is in one long call, as in a compilation."""
-    process = start("flag.at_the_latest(0.2, lambda: os._exit(75))\nos.read(os.pipe()[0], 1)")
+    process = start("flag.call_after(0.2, lambda: os._exit(75))\nos.read(os.pipe()[0], 1)")
     process.send_signal(signal.SIGUSR1)
     assert ended(process) == 75
 

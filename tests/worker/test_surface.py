@@ -39,9 +39,9 @@ Heartbeat.allow(*, hang_seconds, step_seconds, bytes_per_node, compiled)
 Heartbeat.beat(step, phase, allowed_seconds)
 Heartbeat.from_environment(environment)
 Heartbeat.longest_seconds
-Heartbeat.meet()
+Heartbeat.wait_for_ranks()
 PreemptionFlag()
-PreemptionFlag.at_the_latest(seconds, leave)
+PreemptionFlag.call_after(seconds, function)
 PreemptionFlag.install()
 PreemptionFlag.raised
 PreemptionFlag.seconds_left(grace_seconds)

@@ -109,7 +109,7 @@ class Checkpointer:
         self._faults = faults
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._in_flight: _Save | None = None
-        self._chores: list[Future[None]] = []  # marks and deletions, which run in the background
+        self._background: list[Future[None]] = []  # marks and deletions, which run in the background
         self._costs: list[SaveCost] = []
         self._allocated = False
         self._unmarked: set[int] = set()
@@ -139,9 +139,9 @@ class Checkpointer:
     @property
     def writing(self) -> bool:
         """True while this rank writes or commits. Raises the error of the writing thread at the next step boundary."""
-        for chore in [chore for chore in self._chores if chore.done()]:
-            self._chores.remove(chore)
-            chore.result()
+        for job in [job for job in self._background if job.done()]:
+            self._background.remove(job)
+            job.result()
         save = self._in_flight
         if save is None:
             return False
@@ -150,7 +150,7 @@ class Checkpointer:
             job.result()
         return not job.done()
 
-    def settle(self, anyone_writing: bool) -> None:
+    def advance(self, anyone_writing: bool) -> None:
         """Advance the save in flight once no rank writes: start its commit, or finish it after the commit."""
         save = self._in_flight
         if save is None or anyone_writing:
@@ -174,9 +174,9 @@ class Checkpointer:
         save.blocked_seconds += time.monotonic() - began
         self._conclude(save)
 
-    def tidy_up(self) -> None:
+    def clean_up(self) -> None:
         """Wait for background deletions and remove staging folders, after the last save of a finished run."""
-        self._finish_chores()
+        self._finish_background()
         if self._ranks.rank == 0:
             checkpoint_commit.close_attempt(self.folder, self._attempt)
 
@@ -189,9 +189,9 @@ class Checkpointer:
         if wait:
             self.finish()
 
-    def _finish_chores(self) -> None:
-        while self._chores:
-            self._chores.pop(0).result()
+    def _finish_background(self) -> None:
+        while self._background:
+            self._background.pop(0).result()
 
     def _begin(self, step: int, client_state: dict[str, Any]) -> None:
         started = time.monotonic()
@@ -230,7 +230,7 @@ class Checkpointer:
             slowest = max(part.seconds for part in written)
             save.blocked_seconds += time.monotonic() - began
             save.commit = self._thread.submit(self._commit, save, files, slowest)
-            self._chores.append(self._thread.submit(self._retire))
+            self._background.append(self._thread.submit(self._prune))
 
     def _commit(self, save: _Save, files: dict[str, FileDigest], write_seconds: float) -> float:
         """Commit in rank 0's thread; return the seconds of the save, without the wait for the end of a step."""
@@ -251,7 +251,7 @@ class Checkpointer:
         )
         return seconds
 
-    def _retire(self) -> None:
+    def _prune(self) -> None:
         """Delete checkpoints that retention does not keep, in rank 0's thread."""
         for checkpoint in checkpoints_to_prune(self.folder, self._spec.keep, self._spec.keep_every):
             checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
@@ -268,7 +268,7 @@ class Checkpointer:
         healthy = {saved for saved in self._unmarked if saved <= step}
         self._unmarked -= healthy
         if healthy and self._ranks.rank == 0:
-            self._chores.append(self._thread.submit(self._mark, healthy))
+            self._background.append(self._thread.submit(self._mark, healthy))
 
     def _mark(self, steps: set[int]) -> None:
         """Mark checkpoints in rank 0's thread, unless retention has deleted them."""
@@ -278,10 +278,10 @@ class Checkpointer:
 
     def newest_clean(self) -> Checkpoint | None:
         """Return the latest valid checkpoint that is marked clean; None if there is none."""
-        self._finish_chores()
+        self._finish_background()
         return newest_valid(self.folder, self._ranks, self._consensus, clean=True).checkpoint
 
-    def retire_newer(self, step: int) -> None:
+    def delete_newer(self, step: int) -> None:
         """Delete checkpoints that are newer than ``step``. Call it on rank 0 only."""
         for checkpoint in checkpoints.list_checkpoints(self.folder):
             if checkpoint.step > step:

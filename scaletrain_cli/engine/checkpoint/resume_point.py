@@ -110,10 +110,10 @@ def _read_manifest(path: Path, ranks: Ranks, consensus: RankConsensus) -> Checkp
     found = consensus.follow_rank_zero(read_checkpoint(path) if ranks.rank == 0 else None)
     assert found is not None
     if isinstance(found, Defect) and found.kind == "unreadable":
-        looks = _check_on_each_node(lambda: read_checkpoint(path), ranks, consensus)
-        blind = {node: str(answer) for node, answer in looks if _is_unreadable(answer)}
-        _raise_for_nodes(path, blind, len(looks))
-        (_, found), *_ = looks
+        results = _on_each_node(lambda: read_checkpoint(path), ranks, consensus)
+        failing = {node: str(answer) for node, answer in results if _is_unreadable(answer)}
+        _raise_for_nodes(path, failing, len(results))
+        (_, found), *_ = results
     return found
 
 
@@ -123,14 +123,14 @@ def _verify_together(checkpoint: Checkpoint, ranks: Ranks, consensus: RankConsen
     parts = consensus.gather(find_defects(checkpoint, share))
     merged = {} if parts is None else {name: defect for part in parts for name, defect in part.items()}
     defects = consensus.follow_rank_zero(dict(sorted(merged.items())))
-    doubtful = [name for name, defect in defects.items() if _is_unreadable(defect)]
-    if not doubtful or len(doubtful) < len(defects):  # corrupt, whichever nodes can read the other files
+    unreadable = [name for name, defect in defects.items() if _is_unreadable(defect)]
+    if not unreadable or len(unreadable) < len(defects):  # corrupt, whichever nodes can read the other files
         return defects
-    looks = _check_on_each_node(lambda: find_defects(checkpoint, doubtful), ranks, consensus)
-    for name in doubtful:
-        blind = {node: str(found[name]) for node, found in looks if _is_unreadable(found.get(name))}
-        _raise_for_nodes(checkpoint.path / name, blind, len(looks))
-    (_, of_rank_zero), *_ = looks
+    results = _on_each_node(lambda: find_defects(checkpoint, unreadable), ranks, consensus)
+    for name in unreadable:
+        failing = {node: str(found[name]) for node, found in results if _is_unreadable(found.get(name))}
+        _raise_for_nodes(checkpoint.path / name, failing, len(results))
+    (_, of_rank_zero), *_ = results
     return of_rank_zero
 
 
@@ -138,9 +138,9 @@ def _is_unreadable(found: object) -> bool:
     return isinstance(found, Defect) and found.kind == "unreadable"
 
 
-def _check_on_each_node(look: Callable[[], T], ranks: Ranks, consensus: RankConsensus) -> list[tuple[str, T]]:
+def _on_each_node(check: Callable[[], T], ranks: Ranks, consensus: RankConsensus) -> list[tuple[str, T]]:
     """Return what the first rank of each node finds, by node; the same on every rank. Collective."""
-    parts = consensus.gather((_own_node(), look()) if ranks.local_rank == 0 else None)
+    parts = consensus.gather((_own_node(), check()) if ranks.local_rank == 0 else None)
     return consensus.follow_rank_zero([part for part in parts or () if part is not None])
 
 
@@ -149,15 +149,15 @@ def _own_node() -> str:
     return f"node {os.environ.get('NODE_RANK', '0')} ({socket.gethostname()})"
 
 
-def _raise_for_nodes(path: Path, blind: Mapping[str, str], nodes: int) -> None:
+def _raise_for_nodes(path: Path, failing: Mapping[str, str], nodes: int) -> None:
     """Raise on every rank if only some nodes cannot read the file: the nodes are at fault, not the file."""
-    if not blind or len(blind) == nodes:
+    if not failing or len(failing) == nodes:
         return
-    if (why := blind.get(_own_node())) is not None:
+    if (why := failing.get(_own_node())) is not None:
         params = {"path": str(path), "node": _own_node(), "problem": why}
         raise WrongNodesError(Reason("engine.checkpoint-unreadable-here", params))
     raise OtherNodeUnfitError(
-        Reason("engine.checkpoint-unreadable-elsewhere", {"path": str(path), "nodes": sorted(blind)})
+        Reason("engine.checkpoint-unreadable-elsewhere", {"path": str(path), "nodes": sorted(failing)})
     )
 
 

@@ -219,7 +219,7 @@ def _slow_devices(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding
 
 
 def _slow_links(measures: Sequence[RankMeasures]) -> Iterator[PreflightFinding]:
-    """Judge each node by its best link: a healthy node looks slow beside a bad partner, but not beside all partners."""
+    """Compare the best link of each node: a healthy node is slow with a bad partner, but not with all partners."""
     best = {one.rank: max(one.links) for one in measures if one.links}
     if len(best) < _FEWEST_TO_COMPARE:
         return

@@ -38,12 +38,12 @@ class SpikeError(DoNotRequeueError):
 
 @dataclass
 class GuardActions:
-    """``rollbacks``: those of the run so far. ``set_up``: a consensus with a longer timeout than a hang."""
+    """``rollbacks``: those of the run so far. ``long_consensus``: a consensus with a longer timeout than a hang."""
 
     run: RunDir
     record: RunRecord
     ranks: Ranks
-    set_up: RankConsensus
+    long_consensus: RankConsensus
     checkpointer: Checkpointer
     guard: Guard
     rollbacks: list[Rollback]
@@ -149,11 +149,11 @@ class GuardActions:
         skip = self.batch_number(from_batch), self.batch_number(trained)
         rollback = Rollback(from_step=trained, to_step=target.step, skip=skip)
         if self.ranks.rank == 0:
-            self.checkpointer.retire_newer(target.step)
+            self.checkpointer.delete_newer(target.step)
             metrics.flush()  # the event records where these lines end in the file
             record_rollback(self.run, rollback, cause=cause, retry=retry, retries=allowed, **evidence)
             log_event("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)
-        self.set_up.barrier()
+        self.long_consensus.barrier()
         self.rollbacks.append(rollback)
         self.guard.load_state_dict(self.checkpointer.restore(target)["guard"])
         return target.step

@@ -1,6 +1,6 @@
 """Detect ranks that are slower than the others, by their own work every 20 steps; rank 0 records persistent ones.
 
-All ranks finish a step together, so a rank is judged by the time before it first waits for another rank: from the step
+All ranks finish a step together, so what counts is the time before a rank first waits for another rank: from the step
 consensus to the end of its first forward pass if that needs no other rank, otherwise to its beginning.
 """
 
@@ -54,8 +54,8 @@ class StragglerConfirmation:
     _before: int | None = None
     _reported: int | None = None
 
-    def news(self, found: Straggler | None) -> bool:
-        """Return True if this window changes what is known: a new straggler, or none any more."""
+    def changed(self, found: Straggler | None) -> bool:
+        """Return True if this window confirms another straggler than the last one reported, or that there is none."""
         rank = found.rank if found is not None else None
         confirmed, self._before = rank == self._before, rank
         if not confirmed or rank == self._reported:
@@ -117,6 +117,6 @@ class Stragglers:
     def _compare(self, step: int, step_seconds: float) -> None:
         own = median(seconds() for seconds in self._seconds) if self._seconds else 0.0
         found = slowest(self.consensus.share(own), step_seconds)
-        if self._confirmation.news(found) and self.rank == 0:
+        if self._confirmation.changed(found) and self.rank == 0:
             details = {"rank": None} if found is None else vars(found)
             record_event(self.run, "stragglers", step=step, **details)

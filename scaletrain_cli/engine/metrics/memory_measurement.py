@@ -83,7 +83,7 @@ class ModelStateBytes:
 
 
 def model_state_bytes(engine: Any) -> ModelStateBytes:
-    """Return what the rank of this DeepSpeed engine holds now; Adam's moments exist after the first step."""
+    """Return what the rank of this DeepSpeed engine holds now; Adam's hooks exist after the first step."""
     counted = _Counter(engine.device.type == "cpu")
     wrapper, parameters = engine.optimizer, list(engine.module.parameters())
     states_away, weights_away = _offloads(engine, "optimizer"), _offloads(engine, "param")
@@ -129,24 +129,24 @@ def watching_model_states(engine: Any) -> Iterator[WatchedStates]:
         held = model_state_bytes(engine)
         watched.bytes = replace(held, gradients=complete[0]) if complete else held
 
-    moments = {
+    hooks = {
         "allreduce_gradients": before_reduction,
         "_bf16_reduce_grads": before_reduction,  # of a pipeline
         "_take_model_step": before_update,
     }
-    for name, look in moments.items():
+    for name, count in hooks.items():
         if hasattr(engine, name):
-            setattr(engine, name, _counting_before(look, getattr(engine, name)))
+            setattr(engine, name, _counting_before(count, getattr(engine, name)))
     try:
         yield watched
     finally:
-        for name in moments:
+        for name in hooks:
             engine.__dict__.pop(name, None)
 
 
-def _counting_before(look: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+def _counting_before(count: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*arguments: Any, **named: Any) -> Any:
-        look()
+        count()
         return method(*arguments, **named)
 
     return wrapped

@@ -81,10 +81,10 @@ def _report(run: RunDir, plan: RunPlan, attempt: int, rank: int, engine: Any, er
     names = ("peak_allocated", "allocated") if on_gpu else ("peak_resident", "node_available")
     measured = ", ".join(f"{name.replace('_', ' ')} {held[name] / 1e9:.2f} GB" for name in names)
     in_states = "" if states is None else f", {_states(states) / 1e9:.2f} GB of it model states"
-    wanted = planned.parameters + planned.gradients + planned.optimizer_states
+    model_states = planned.parameters + planned.gradients + planned.optimizer_states
     return (
-        f"Rank {rank} was planned to need {planned.peak / 1e9:.2f} GB, {wanted / 1e9:.2f} GB of it model states, of "
-        f"{plan.memory.capacity / 1e9:.2f} GB: {measured}{in_states}. See {path.relative_to(run.path)}."
+        f"Rank {rank} was planned to need {planned.peak / 1e9:.2f} GB, {model_states / 1e9:.2f} GB of it model states, "
+        f"of {plan.memory.capacity / 1e9:.2f} GB: {measured}{in_states}. See {path.relative_to(run.path)}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Products of linear layers, in fp8 through torchao if the precision asks for it.
+"""Products of linear layers, in fp8 through torchao with ``training.precision: fp8``.
 
 Weights, activations and gradients keep their dtype; the two factors of each product are scaled to fp8 (dynamic
 tensor-wise scaling; FP8 formats for deep learning, arXiv:2209.05433). Attention and the head are not in fp8.

@@ -145,7 +145,7 @@ def mark_experts_for_deepspeed(model: nn.Module, mesh: Mesh) -> None:
     from deepspeed.utils import groups
 
     class Sign(AutoEPMoELayer):  # type: ignore[misc]
-        """An instance of DeepSpeed's MoE layer, which is all it looks for; ZeRO-3 refuses the older class MoE."""
+        """Marks the model as MoE: DeepSpeed checks only for an instance of this class; ZeRO-3 rejects the older MoE."""
 
         def __init__(self) -> None:
             nn.Module.__init__(self)

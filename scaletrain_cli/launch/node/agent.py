@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from scaletrain_cli.launch.node.options import HEARD, parse_options
+from scaletrain_cli.launch.node.options import AGENT_SIGNALS, parse_options
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ranks of this node, and return one exit code for all of them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, AGENT_SIGNALS)
     leave_current_folder()
     options = parse_options(arguments, os.environ)
     set_up_logging(f"node agent {options.node_rank} on {options.node_name}")

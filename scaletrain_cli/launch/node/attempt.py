@@ -1,6 +1,6 @@
 """One node's part of one attempt: check the node, start its ranks, watch them (watch.py), record how they ended.
 
-Expects the signals of options.HEARD to be blocked.
+Expects the signals of options.AGENT_SIGNALS to be blocked.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def run_node(options: AgentOptions) -> int:
     if found.problems:
         cause = Reason("node.unfit", {"problems": "; ".join(found.problems)})
         failure = observed_failure("wrong-nodes", cause, node.node, exit_code=ExitCode.WRONG_NODES)
-        _give_up(run, options.attempt, node, failure)
+        _record_failed_start(run, options.attempt, node, failure)
         raise WrongNodesError(failure.message)
     # A user's training program may send no heartbeat.
     local_ranks = LocalRanks(math.inf) if record.spec.code.engine else LocalRanks()
@@ -96,7 +96,7 @@ def run_node(options: AgentOptions) -> int:
             code = ExitCode.DO_NOT_REQUEUE if is_full(error) else code
             reason = "disk-full" if is_full(error) else "crash"
             cause = Reason("node.start-failed", {"error": str(error)})
-            _give_up(run, options.attempt, node, observed_failure(reason, cause, node.node, exit_code=code))
+            _record_failed_start(run, options.attempt, node, observed_failure(reason, cause, node.node, exit_code=code))
             _remove(*_own_folders(run, record, options))
             raise
         write_node_record(run, options.attempt, replace(node, ranks=tuple(local_ranks.ranks)))
@@ -137,7 +137,7 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
         raise WrongNodesError(f"the run directory {run.path} cannot be written on {node.hostname}: {error}") from error
 
 
-def _give_up(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> None:
+def _record_failed_start(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> None:
     write_failure(run, attempt, node.node, failure)
     announce_failure(run, attempt)
     write_node_record(run, attempt, replace(node, ended=time.time(), exit_code=failure.exit_code))

@@ -51,7 +51,7 @@ class NodeHealth:
     note: str = ""
 
 
-def ask_driver() -> NodeHealth | None:
+def query_driver() -> NodeHealth | None:
     """Return what the driver reports; None on a node without NVIDIA's driver library."""
     if importlib.util.find_spec("pynvml") is None:
         return NodeHealth(note=_NOT_INSTALLED)

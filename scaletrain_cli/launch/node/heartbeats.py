@@ -23,7 +23,7 @@ _LONGEST_PAUSE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class LastBeat:
-    """The last beat of a rank: received at the monotonic time ``heard``, the next due within ``allowed_seconds``.
+    """The last beat of a rank: received at the monotonic time ``received``, the next due within ``allowed_seconds``.
 
     ``turn`` counts how often the run went back to an earlier step.
     """
@@ -31,17 +31,17 @@ class LastBeat:
     step: int
     phase: str
     allowed_seconds: float
-    heard: float
+    received: float
     turn: int = 0
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the rank has been silent for longer than it announced."""
-        return now - self.heard > self.allowed_seconds
+        return now - self.received > self.allowed_seconds
 
     @property
     def progress(self) -> tuple[int, int, float]:
         """Sort key: all ranks pass the same phases, so within one step the rank with the older beat is behind."""
-        return self.turn, self.step, self.heard
+        return self.turn, self.step, self.received
 
 
 def stopped_seconds(spec: RunSpec) -> float:
@@ -95,7 +95,7 @@ class Channel:
 
     def extend(self, seconds: float) -> None:
         """Extend the deadline by ``seconds`` during which the agent or the rank was stopped."""
-        self.beat = replace(self.beat, heard=self.beat.heard + seconds)
+        self.beat = replace(self.beat, received=self.beat.received + seconds)
 
     def stacks(self) -> bytes:
         """Return the stacks that the rank has written so far; every dump is appended to those before."""

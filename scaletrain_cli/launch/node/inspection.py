@@ -18,9 +18,9 @@ from scaletrain_cli.launch.code import code_hash
 from scaletrain_cli.launch.node.gpu_health import (
     GpuHealth,
     NodeHealth,
-    ask_driver,
     gpu_notes,
     gpu_problems,
+    query_driver,
     visible_gpus,
 )
 from scaletrain_cli.rundir.documents import write_document
@@ -132,7 +132,7 @@ class NodeInspection:
 
 def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping[str, str]) -> NodeInspection:
     """Return the state of this node. Never raises: values that cannot be read are None."""
-    health = None if record.spec.cluster.gpu == "cpu" else ask_driver()
+    health = None if record.spec.cluster.gpu == "cpu" else query_driver()
     gpus = () if health is None else visible_gpus(health, environment)
     memory, shm = available_bytes(), _free(_SHM)
     ahead, code = _clock_ahead(run.path), code_hash()
@@ -198,10 +198,10 @@ def _notes(
         )
     yield from gpu_notes(gpus)
     cluster = record.spec.cluster
-    wanted = _SHM_BYTES_PER_GPU * cluster.gpus_per_node
-    if cluster.gpu != "cpu" and cluster.gpus_per_node > 1 and shm is not None and shm < wanted:
+    needed = _SHM_BYTES_PER_GPU * cluster.gpus_per_node
+    if cluster.gpu != "cpu" and cluster.gpus_per_node > 1 and shm is not None and shm < needed:
         yield (
-            f"{_SHM} has {shm / 1e6:.0f} MB free; NCCL may need {wanted / 1e6:.0f} MB, and then fails with 'No space "
+            f"{_SHM} has {shm / 1e6:.0f} MB free; NCCL may need {needed / 1e6:.0f} MB, and then fails with 'No space "
             "left on device'. Increase it (cluster.kubernetes.shm_size, docker --shm-size)"
         )
     if ahead is not None and abs(ahead) > _CLOCK_SECONDS:

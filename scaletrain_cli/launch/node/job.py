@@ -22,7 +22,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.attempts import Decision, begin_attempt
 from scaletrain_cli.launch.node.heartbeats import stopped_seconds
-from scaletrain_cli.launch.node.options import HEARD
+from scaletrain_cli.launch.node.options import AGENT_SIGNALS
 from scaletrain_cli.launch.node.processes import StoppedProcesses, adopt_orphans, kill_descendants, next_signal, reap
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE, free_port
 from scaletrain_cli.launch.restart import conclude_abandoned, conclude_attempt, conclude_run
@@ -41,7 +41,7 @@ _STOPPED = Reason("local.supervisor-stopped")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job; return the exit code of the run."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, AGENT_SIGNALS)
     parser = argparse.ArgumentParser(prog="node_job", description="Run a job of one node on this machine.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--scheduler", required=True, help="the back end that submitted it")
@@ -154,7 +154,7 @@ class OneNodeJob:
 
     def listen(self, timeout: float = 0.0) -> int | None:
         """Return the next signal to forward to the ranks; None if none arrives within ``timeout`` seconds."""
-        heard = next_signal(HEARD, timeout)
+        heard = next_signal(AGENT_SIGNALS, timeout)
         if heard is None or heard in (signal.SIGCHLD, signal.SIGHUP):
             return None
         if heard == signal.SIGUSR1:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Blocked from the first statement on and fetched one by one with next_signal. Without handlers no signal can be lost or
 # interrupt anything.
-HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 @dataclass(frozen=True)

@@ -45,14 +45,14 @@ class NodeFacts:
     folder_problem: str
 
 
-def answer_file(folder: Path, task: int) -> Path:
+def facts_file(folder: Path, task: int) -> Path:
     """Return the file to which the task of this number writes its facts."""
     return folder / f"node-{task}.json"
 
 
-def read_answer(folder: Path, task: int) -> NodeFacts | None:
+def read_facts(folder: Path, task: int) -> NodeFacts | None:
     """Return the facts of a task; None before it has written them. Raises UsageError for a damaged file."""
-    path = answer_file(folder, task)
+    path = facts_file(folder, task)
     data = read_document(path)
     return None if data is None else from_document(NodeFacts, data, path)
 
@@ -92,11 +92,11 @@ def probe_problems(spec: RunSpec, plan: RunPlan, nodes: Sequence[NodeFacts]) -> 
             gpus = f"{counted(node.gpus, 'GPU')} ({node.gpus_source})"
             what = f"{gpus}, but the plan needs {cluster.gpus_per_node} per node."
             found.append(_problem(node, what))
-        wanted = cluster.slurm.memory_per_node
-        if wanted is not None and node.memory_bytes < wanted:
+        needed = cluster.slurm.memory_per_node
+        if needed is not None and node.memory_bytes < needed:
             found.append(
                 _problem(
-                    node, f"has {bytes_text(node.memory_bytes)} of memory; memory_per_node is {bytes_text(wanted)}."
+                    node, f"has {bytes_text(node.memory_bytes)} of memory; memory_per_node is {bytes_text(needed)}."
                 )
             )
         if node.folder_problem:
@@ -146,7 +146,7 @@ def _problem_of(folder: Path, token: str) -> str:
 def main(folder: str, token: str) -> None:
     """Write the facts of this node, under the number that Slurm gave this task."""
     task = int(os.environ["SLURM_PROCID"])
-    write_document(answer_file(Path(folder), task), dataclasses.asdict(probe_node(folder, token)))
+    write_document(facts_file(Path(folder), task), dataclasses.asdict(probe_node(folder, token)))
 
 
 if __name__ == "__main__":

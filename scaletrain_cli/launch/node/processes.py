@@ -122,12 +122,12 @@ def next_signal(awaited: Collection[int], timeout_seconds: float) -> int | None:
     uninitialized memory as if it were a signal. Here the return value of the C library decides. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    wanted = ctypes.create_string_buffer(_SIGSET_BYTES)
-    libc.sigemptyset(wanted)
+    signals = ctypes.create_string_buffer(_SIGSET_BYTES)
+    libc.sigemptyset(signals)
     for signum in awaited:
-        libc.sigaddset(wanted, ctypes.c_int(int(signum)))
+        libc.sigaddset(signals, ctypes.c_int(int(signum)))
     whole, part = divmod(max(0.0, timeout_seconds), 1.0)
-    found: int = libc.sigtimedwait(wanted, None, ctypes.byref(_Timespec(int(whole), int(part * 1e9))))
+    found: int = libc.sigtimedwait(signals, None, ctypes.byref(_Timespec(int(whole), int(part * 1e9))))
     if found > 0:
         return found
     if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):

@@ -143,7 +143,7 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
 
-    def give_up(self) -> None:
+    def record_unkillable(self) -> None:
         """Record ranks that survive SIGKILL as failed, without an exit code."""
         if self.first_failure is None and self.alive:
             self.first_failure = self.alive[0].rank

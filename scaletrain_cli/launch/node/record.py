@@ -83,7 +83,7 @@ def has_failed(run: RunDir, attempt: int) -> bool:
 
 
 def announce_hang(run: RunDir, attempt: int) -> None:
-    """Have the agents of all nodes look for the hung rank. Raises OSError."""
+    """Have the agents of all nodes find the hung rank. Raises OSError."""
     touch(run.attempt(attempt) / "hung")
 
 

@@ -17,7 +17,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.node.heartbeats import LastBeat, PauseClock, hung_rank
-from scaletrain_cli.launch.node.options import HEARD, AgentOptions
+from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.launch.node.processes import STOPPED_SECONDS, StoppedProcesses, next_signal, process_state, reap
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, announce_failure, announce_hang, has_failed, is_hung
@@ -28,7 +28,7 @@ from scaletrain_cli.safe_files import make_folder, replace_file
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.worker.failures import Failure, read_failures, reason_in, write_failure
 
-STRAGGLER_SECONDS = 3.0  # for the other ranks to report failures of their own once one has failed
+OTHER_FAILURES_SECONDS = 3.0  # for the other ranks to report failures of their own once one has failed
 UNKILLABLE_SECONDS = 30.0  # after SIGKILL; then a rank hangs in the kernel (driver, dead file system)
 DUMP_SECONDS = 2.0  # time for the C signal handler to write the stacks
 _POLL_SECONDS = 1.0  # between checks of deadlines; SIGCHLD wakes the loop at once
@@ -141,7 +141,7 @@ def collect_stacks(local_ranks: LocalRanks, folder: Path) -> list[RankView]:
         stacks, beat = local_ranks.channels[rank.rank].stacks(), beats[rank.rank]
         if stacks:
             _keep(folder / f"{rank.rank:05d}.txt", stacks)
-        views.append(RankView(rank.rank, beat, now - beat.heard, bool(stacks), process_state(rank.pid)))
+        views.append(RankView(rank.rank, beat, now - beat.received, bool(stacks), process_state(rank.pid)))
     return views
 
 
@@ -171,7 +171,7 @@ def _keep(path: Path, stacks: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _tolerating_a_bad_disk(what: str) -> Iterator[None]:
+def _logging_disk_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -204,7 +204,7 @@ class Watch:
         """Run until every rank has ended and is recorded, or cannot be killed."""
         while self.local_ranks.alive:
             timeout = min(_POLL_SECONDS, max(0.0, self.deadline - time.monotonic()))
-            signum = next_signal(HEARD, timeout)
+            signum = next_signal(AGENT_SIGNALS, timeout)
             if signum is not None and signum not in (signal.SIGCHLD, signal.SIGHUP):
                 self._forward(signum)
             for pid, exit_code in reap():
@@ -216,7 +216,7 @@ class Watch:
             if time.monotonic() >= self.deadline:
                 if self.killed:
                     logger.error("%d ranks cannot be killed; this node needs attention", len(self.local_ranks.alive))
-                    self.local_ranks.give_up()
+                    self.local_ranks.record_unkillable()
                     return
                 self.local_ranks.kill()
                 self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
@@ -243,7 +243,7 @@ class Watch:
     def _end_hung_ranks(self, hung: int | None) -> None:
         """Record the rank that causes the hang, and kill all: in a hung collective no rank can save a checkpoint."""
         attempt = self.options.attempt
-        with _tolerating_a_bad_disk("the hang could not be announced"):
+        with _logging_disk_errors("the hang could not be announced"):
             announce_hang(self.run, attempt)  # first, so that other nodes collect the stacks of the same moment
         views = collect_stacks(self.local_ranks, self.run.attempt(attempt) / "stacks")
         suspect = find_suspect(views, self.cluster.nodes > 1)
@@ -255,7 +255,7 @@ class Watch:
         self.local_ranks.first_failure = suspect.rank
         self.local_ranks.kill()
         self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
-        with _tolerating_a_bad_disk("the hang could not be recorded"):
+        with _logging_disk_errors("the hang could not be recorded"):
             write_failure(self.run, attempt, self.node, failure)
             found = {"node": self.options.node_name, "rank": suspect.rank, "message": failure.message}
             record_event(self.run, "hang", attempt=attempt, **found)
@@ -272,7 +272,7 @@ class Watch:
         name = signal.Signals(signum).name
         logger.info("forwarded %s to %d ranks", name, len(self.local_ranks.alive))
         # Recorded last, and failures are tolerated: a full disk must not shorten the ranks' grace period.
-        with _tolerating_a_bad_disk("the signal could not be recorded"):
+        with _logging_disk_errors("the signal could not be recorded"):
             record_event(self.run, "signal", signal=name, attempt=self.options.attempt, node=self.options.node_name)
 
     def _note_end(self, pid: int, exit_code: int) -> None:
@@ -285,14 +285,14 @@ class Watch:
             return
         self._end_remaining(f"rank {rank.rank} ended with {rank.signal or f'exit code {exit_code}'}")
         # Otherwise the other nodes would wait in a collective until their watchdog ends them.
-        with _tolerating_a_bad_disk("the failure could not be announced to the other nodes"):
+        with _logging_disk_errors("the failure could not be announced to the other nodes"):
             announce_failure(self.run, self.options.attempt)
 
     def _diagnose(self, rank: RankRecord) -> None:
         log = self.run.attempt(self.options.attempt) / "logs" / f"{self.options.node_name}-{rank.rank:05d}.log"
         failure = self.diagnosis.failure(rank, self.node, log)
         if failure is not None:
-            with _tolerating_a_bad_disk("the cause could not be recorded"):
+            with _logging_disk_errors("the cause could not be recorded"):
                 write_failure(self.run, self.options.attempt, f"{self.node}-rank-{rank.rank:05d}", failure)
 
     def _check_disk(self, rank: RankRecord) -> None:
@@ -307,5 +307,5 @@ class Watch:
 
     def _end_remaining(self, why: str) -> None:
         self.ending = True
-        self.deadline = min(self.deadline, time.monotonic() + STRAGGLER_SECONDS)
+        self.deadline = min(self.deadline, time.monotonic() + OTHER_FAILURES_SECONDS)
         logger.warning("%s; ending the other ranks", why)

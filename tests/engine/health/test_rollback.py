@@ -53,7 +53,7 @@ class Kept:
         sound = (each for each in reversed(list_checkpoints(self.folder)) if each.clean and not verify(each))
         return next(sound, None)
 
-    def retire_newer(self, step: int) -> None:
+    def delete_newer(self, step: int) -> None:
         self.done.append(f"retire {step}")
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:

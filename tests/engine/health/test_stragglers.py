@@ -22,7 +22,7 @@ def test_a_difference_that_is_nothing_beside_the_step_is_none() -> None:
 def test_a_slow_rank_is_reported_after_two_windows_and_again_when_it_recovers() -> None:
     suspicion, slow, other = StragglerConfirmation(), Straggler(1, 0.3, 0.1), Straggler(2, 0.3, 0.1)
     windows = [slow, None, slow, slow, slow, other, other, None, None, None]
-    assert [suspicion.news(window) for window in windows] == [
+    assert [suspicion.changed(window) for window in windows] == [
         *(False, False, False, True, False),
         *(False, True, False, True, False),
     ]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.engine.step import stepper
+from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from tests.engine.ranks import on_ranks
@@ -60,7 +60,7 @@ def waits_of_a_step(precision: str, stage: int) -> list[str]:
     overrides = [f"training.precision={precision}", f"layout.zero_stage={stage}"]
     spec = parse_spec(SPEC, file="waits.yaml", base_dir=Path(), overrides=overrides)
     layout, device = make_plan(spec).layout, torch.device("cpu")
-    drive = stepper(compose(spec, layout, Mesh.alone(), device), Mesh.alone(), device, spec.training)
+    drive = build_stepper(compose(spec, layout, Mesh.alone(), device), Mesh.alone(), device, spec.training)
     tokens = torch.arange(8).view(1, 8)
     batches = [MicroBatch(tokens, tokens, torch.arange(8), torch.zeros(1, dtype=torch.int64), None)] * ACCUMULATION
     for _ in range(3):  # stage 3 learns the order of its parameters in the first ones

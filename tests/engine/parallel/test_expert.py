@@ -15,7 +15,7 @@ from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
-from scaletrain_cli.engine.step import Stepper, stepper
+from scaletrain_cli.engine.step import Stepper, build_stepper
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.engine.fresh_model import build_model
@@ -113,7 +113,7 @@ def composed(run: Run, seed: int = 0) -> tuple[Composed, Stepper, Mesh]:
     training = run.spec.training.model_copy(update={"seed": seed} if seed else {})
     spec = run.spec.model_copy(update={"training": training})
     made = compose(spec, run.layout, mesh, CPU)
-    return made, stepper(made, mesh, CPU, spec.training), mesh
+    return made, build_stepper(made, mesh, CPU, spec.training), mesh
 
 
 def train(drive: Stepper, mesh: Mesh, run: Run, steps: range) -> Trained:

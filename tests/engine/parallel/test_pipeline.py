@@ -11,7 +11,7 @@ from torch import Tensor
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.parallel.mesh import build_mesh
-from scaletrain_cli.engine.step import stepper
+from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from tests.engine.ranks import on_ranks
@@ -42,7 +42,7 @@ def _tied_weight_after_a_step(overrides: list[str]) -> tuple[Tensor, Tensor]:
     weight = composed.model.token_embedding.weight
     assert isinstance(weight, Tensor)
     begun = weight.detach().clone()
-    stepper(composed, mesh, device, spec.training).train(batches)
+    build_stepper(composed, mesh, device, spec.training).train(batches)
     return begun, weight.detach().clone()
 
 

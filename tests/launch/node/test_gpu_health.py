@@ -16,9 +16,9 @@ import pytest
 from scaletrain_cli.launch.node import gpu_health
 from scaletrain_cli.launch.node.gpu_health import (
     NodeHealth,
-    ask_driver,
     gpu_notes,
     gpu_problems,
+    query_driver,
     read_driver,
     visible_gpus,
 )
@@ -121,7 +121,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")]))
         monkeypatch.setenv("FAKE_NVML", json.dumps(state))
         monkeypatch.setattr(gpu_health.importlib.util, "find_spec", lambda name: object())
-        return ask_driver()
+        return query_driver()
 
     return report
 
@@ -149,7 +149,7 @@ def test_a_node_without_a_driver_library_reports_nothing(fake_driver: Any) -> No
 
 def test_a_node_without_nvidia_ml_py_says_so_and_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_health.importlib.util, "find_spec", lambda name: None)
-    found = ask_driver()
+    found = query_driver()
     assert found is not None
     assert "nvidia-ml-py is not installed" in found.note
     assert list(gpu_problems(found, found.gpus, 1)) == []

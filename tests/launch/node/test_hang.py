@@ -46,7 +46,7 @@ class Line:
         for step in range(first, first + count):
             self.heart.beat(step, "step")
             self.now += seconds
-            self.heart.meet()
+            self.heart.wait_for_ranks()
         self.heart.beat(first + count, "step")
         return self.allowed()
 
@@ -80,7 +80,7 @@ def test_a_save_is_no_step_and_what_follows_it_on_several_nodes_waits_for_the_sl
         line = Line(several_nodes)
         line.steps(5, 1.0)
         line.heart.beat(6, "save")
-        line.heart.meet()
+        line.heart.wait_for_ranks()
         assert line.allowed() == LONG_SECONDS
         line.now += 500.0
         line.heart.beat(7, "step")
@@ -130,10 +130,10 @@ def test_child_processes_of_a_rank_do_not_inherit_its_descriptors() -> None:
 
 
 def test_ranks_that_wait_for_one_that_may_be_slow_are_not_hung() -> None:
-    saving, waiting = LastBeat(10, "save", 1800.0, heard=0.0), LastBeat(11, "step", 30.0, heard=1.0)
+    saving, waiting = LastBeat(10, "save", 1800.0, received=0.0), LastBeat(11, "step", 30.0, received=1.0)
     assert hung_rank({0: waiting, 1: saving}, now=100.0) is None
     assert hung_rank({0: waiting, 1: saving}, now=2000.0) == 1
-    assert hung_rank({0: waiting, 1: LastBeat(10, "step", 30.0, heard=0.0)}, now=100.0) == 1
+    assert hung_rank({0: waiting, 1: LastBeat(10, "step", 30.0, received=0.0)}, now=100.0) == 1
     assert hung_rank({}, now=100.0) is None
 
 
@@ -142,7 +142,10 @@ def test_a_rank_that_was_rolled_back_first_is_ahead_of_those_that_still_are(line
     line.heart.beat(11, "step")
     turns = [json.loads(text)["turn"] for text in line.file.readlines()]
     assert turns == [0, 1]
-    rolled_back, restoring = LastBeat(11, "step", 30.0, heard=0.0, turn=1), LastBeat(20, "rollback", 1800.0, heard=0.0)
+    rolled_back, restoring = (
+        LastBeat(11, "step", 30.0, received=0.0, turn=1),
+        LastBeat(20, "rollback", 1800.0, received=0.0),
+    )
     assert hung_rank({0: rolled_back, 1: restoring}, now=100.0) is None
 
 
@@ -156,7 +159,7 @@ def test_time_in_which_the_agent_was_stopped_does_not_count_as_silence() -> None
 def view(
     rank: int, step: int, phase: str = "step", *, dumped: bool = True, state: str = "S", at: float = 0.0
 ) -> RankView:
-    return RankView(rank, LastBeat(step, phase, 30.0, heard=at), 40.0 - at, dumped, state)
+    return RankView(rank, LastBeat(step, phase, 30.0, received=at), 40.0 - at, dumped, state)
 
 
 def test_a_rank_that_does_not_respond_is_the_suspect_with_its_kernel_state() -> None:

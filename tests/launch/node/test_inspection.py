@@ -60,7 +60,7 @@ def test_what_is_left_is_the_least_of_the_machine_and_the_groups(tmp_path: Path)
 
 
 def inspected(made: MadeRun, monkeypatch: pytest.MonkeyPatch, health: NodeHealth | None = None) -> NodeInspection:
-    monkeypatch.setattr(inspection, "ask_driver", lambda: health)
+    monkeypatch.setattr(inspection, "query_driver", lambda: health)
     return inspect_node(made.run, made.record, "node-0000-here", {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 

@@ -107,7 +107,7 @@ UNKILLABLE = """
 import signal, sys
 from pathlib import Path
 from scaletrain_cli.launch.node import attempt, watch
-from scaletrain_cli.launch.node.options import HEARD
+from scaletrain_cli.launch.node.options import AGENT_SIGNALS
 from scaletrain_cli.launch.node.processes import adopt_orphans, kill_descendants
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.rundir.paths import RunDir
@@ -116,7 +116,7 @@ class Hanging(LocalRanks):
     def kill(self):
         pass  # as with a process that sleeps in the kernel
 
-signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+signal.pthread_sigmask(signal.SIG_BLOCK, AGENT_SIGNALS)
 watch.UNKILLABLE_SECONDS = 0.2
 local_ranks = Hanging()
 local_ranks.start(4, ["/bin/sleep", "600"], {}, Path(sys.argv[1]))

@@ -105,13 +105,13 @@ def held(row: tuple[Any, ...]) -> tuple[Held, Held]:
     from scaletrain_cli.engine.data.batches import MicroBatch
     from scaletrain_cli.engine.metrics.memory_measurement import watching_model_states
     from scaletrain_cli.engine.parallel.mesh import build_mesh
-    from scaletrain_cli.engine.step import stepper
+    from scaletrain_cli.engine.step import build_stepper
 
     warnings.simplefilter("ignore")
     spec, layout, cpu = Row(*row).spec, Row(*row).layout, torch.device("cpu")
     mesh = build_mesh(layout)
     composed = compose(spec, layout, mesh, cpu)
-    steps = stepper(composed, mesh, cpu, spec.training)
+    steps = build_stepper(composed, mesh, cpu, spec.training)
     length = spec.transformer.seq_len // layout.sequence_parallel
     tokens = torch.zeros(1, length, dtype=torch.int64)
     batch = MicroBatch(tokens, tokens, torch.arange(length), torch.arange(1), None)

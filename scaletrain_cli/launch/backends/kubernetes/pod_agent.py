@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from scaletrain_cli.errors import DoNotRequeueError, ExitCode, ScaletrainError, WrongNodesError
 from scaletrain_cli.full_disk import FULL_DISK_ERRORS
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.node.options import HEARD, AgentOptions
+from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import leave_current_folder
 
@@ -68,7 +68,7 @@ class PodOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this pod; return the exit code of the container."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, AGENT_SIGNALS)
     leave_current_folder()
     options = parse_options(arguments, os.environ)
     set_up_logging(f"pod {options.pod_name} on {options.node_name}")

@@ -26,7 +26,7 @@ from scaletrain_cli.launch.backends.local.backend import (
     write_supervisor,
 )
 from scaletrain_cli.launch.node.job import WAIT_SECONDS, OneNodeJob
-from scaletrain_cli.launch.node.options import HEARD
+from scaletrain_cli.launch.node.options import AGENT_SIGNALS
 from scaletrain_cli.launch.node.processes import (
     adopt_orphans,
     die_with_parent,
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Supervise a run until its end; return its exit code."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, AGENT_SIGNALS)
     parser = argparse.ArgumentParser(prog="local_supervisor", description="Run a job's attempts on this machine.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--parent-pid", type=int, help="save a checkpoint and stop the run if this parent process ends")

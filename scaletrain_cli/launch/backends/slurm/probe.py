@@ -22,7 +22,7 @@ from scaletrain_cli.launch.backends.slurm.commands import call_slurm, passed_on
 from scaletrain_cli.launch.backends.slurm.queue import job_state
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
 from scaletrain_cli.launch.backends.slurm.tables import node_names
-from scaletrain_cli.launch.node.probe import NodeFacts, answer_file, place_token, probe_problems, read_answer
+from scaletrain_cli.launch.node.probe import NodeFacts, facts_file, place_token, probe_problems, read_facts
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
@@ -63,7 +63,7 @@ def _probe(spec: RunSpec, plan: RunPlan, folder: Path) -> list[NodeFacts]:
     finally:
         # --quiet: no error if the job has already ended.
         call_slurm(["scancel", "--quiet", job.job_id], accept=("Invalid job id", "already completing"))
-    nodes = [facts for index in range(spec.cluster.nodes) if (facts := read_answer(folder, index)) is not None]
+    nodes = [facts for index in range(spec.cluster.nodes) if (facts := read_facts(folder, index)) is not None]
     problems = list(probe_problems(spec, plan, nodes))
     if silent:
         names = _names(job.job_id, spec.cluster.nodes)
@@ -106,7 +106,7 @@ def _wait(job_id: str, nodes: int, folder: Path) -> set[int]:
     deadline = time.monotonic() + _QUEUE_SECONDS
     ended: float | None = None
     while True:
-        silent = {index for index in range(nodes) if not answer_file(folder, index).exists()}
+        silent = {index for index in range(nodes) if not facts_file(folder, index).exists()}
         now = time.monotonic()
         if not silent or (ended is not None and now > ended + _LATE_SECONDS):
             return silent
