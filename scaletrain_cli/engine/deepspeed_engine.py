@@ -120,9 +120,8 @@ def precision_config(spec: RunSpec) -> dict[str, Any]:
             "min_loss_scale": scale.minimum,
         }
     else:
-        # Without check_grad_overflow a NaN gradient would reach the weights; without immediate_grad_update
-        # stage 1 keeps
-        # bf16 gradients beside the fp32 ones.
+        # Without check_grad_overflow a NaN gradient would reach the weights; without immediate_grad_update stage 1
+        # keeps bf16 gradients beside the fp32 ones.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
     return config
 

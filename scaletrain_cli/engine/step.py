@@ -61,9 +61,7 @@ class Stepper(ABC):
         return loss_scale(self._engine) if self._fp16 else 1.0
 
     def _largest_norm(self) -> float:
-        """Return the norm to clip the next update to, 0 for no limit, and pass it to DeepSpeed, which clips from stage
-        1 on.
-        """
+        """Return the largest norm of the next update, 0 for no limit; from stage 1 on DeepSpeed clips to it."""
         largest = self._by_norm if self.adaptive_clip is None else self.adaptive_clip.threshold()
         if self._engine.zero_optimization_stage() > 0:
             self._engine.optimizer.clip_grad = largest

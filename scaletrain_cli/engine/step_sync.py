@@ -69,8 +69,7 @@ class StepSync:
             self._take_file()
 
     def seconds_to_save(self, step: int, grace_seconds: float) -> tuple[float, float]:
-        """Return the seconds of the grace period that the rank with the least has left, and the expected seconds of a
-        save.
+        """Return the seconds left of the grace period, the least of all ranks, and the expected seconds of a save.
 
         If another save is in flight, its seconds are added.
         """

@@ -117,10 +117,9 @@ class Checkpointer:
         self.expected_seconds = expected_seconds
 
     def allocate(self) -> None:
-        """Allocate the host memory of a save, so that the first save takes as long as later ones. Call it after an
-        update.
+        """Allocate the host memory of a save, so that the first save takes as long as later ones.
 
-        Does nothing on later calls, and while a save is in flight.
+        Call it after an update. Does nothing on later calls, and while a save is in flight.
         """
         if not self._allocated and self._in_flight is None:
             self._allocated = True

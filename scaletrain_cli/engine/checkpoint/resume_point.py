@@ -33,8 +33,10 @@ class OtherNodeUnfitError(ScaletrainError):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state that an attempt starts from: ``step`` steps are trained; ``evaluated`` if their validation loss is
-    logged.
+    """The state that an attempt starts from.
+
+    ``step``: steps trained. ``evaluated``: the validation loss after them is logged. ``passed_over``: a line for each
+    newer checkpoint that is not valid.
     """
 
     checkpoint: Checkpoint | None

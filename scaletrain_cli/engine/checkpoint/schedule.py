@@ -46,9 +46,9 @@ _STEPS_KEPT = 64
 
 
 class CheckpointSchedule:
-    """Decides when to save. ``every``: steps, or ``auto``: the plan's interval, then the best one for the measured
-    times.
+    """Decides when to save.
 
+    ``every``: steps, or ``auto``: the plan's interval, then the best one for the measured times.
     The schedule of rank 0 decides; the step consensus passes the decision on.
     """
 

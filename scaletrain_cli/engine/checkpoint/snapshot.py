@@ -68,9 +68,7 @@ class ShardedState:
             yield master_weights(self._engine)[shard.index]
 
     def optimizer_states(self, weight: Tensor) -> dict[str, Any]:
-        """Return the optimizer's dictionary of states of a weight that ``weight`` yielded; empty before its first
-        update.
-        """
+        """Return the optimizer's states of a weight that ``weight`` yielded; empty before its first update."""
         states: dict[str, Any] = self._optimizer.state[weight]
         return states
 
@@ -148,8 +146,9 @@ def _slices_of(matrices: list[Matrix], segment: _Segment) -> Iterator[PlacedSlic
 
 
 def _owned(found: list[PlacedSlice], parameter: nn.Parameter, mesh: Mesh, *, sharded: bool) -> list[PlacedSlice]:
-    """Return what this rank saves: of equal copies on tensor ranks and pipeline ends the first; replicas share the
-    rest.
+    """Return the slices that this rank saves.
+
+    Of equal copies on tensor ranks and pipeline ends the first rank saves all; replicas save a share each.
     """
     alike = shard_spec_of(parameter) is None and mesh.tensor.rank > 0
     if alike or getattr(parameter, "ds_pipe_replicated", False):

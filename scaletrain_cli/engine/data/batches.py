@@ -134,9 +134,9 @@ class StepBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchReader:
-    """Reads the batches of one rank. Tensor and pipeline ranks of a replica get the same; sequence ranks parts of the
-    length.
+    """Reads the batches of one rank.
 
+    Tensor and pipeline ranks of a replica get the same batch, sequence ranks a part of each sequence.
     ``mask_document_starts``: the label of the first token of a document is ignored.
     """
 

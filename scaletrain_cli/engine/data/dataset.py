@@ -101,8 +101,7 @@ class TokenSequences:
         return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
 
     def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return document ends among the inputs of sequences ``first`` to ``last - 1``, relative to the start of
-        ``first``.
+        """Return document ends among the inputs of sequences ``first`` to ``last - 1``, counted from the first of them.
 
         The label of such a token is the first token of another document.
         """
@@ -157,9 +156,7 @@ def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> Tok
 
 
 def _seal(info: DatasetInfo, hashes: list[bytes]) -> str:
-    """Return the SHA-256 of the hashes and the other fields. ``hashes``: of train.bin, train.ends.bin, validation.bin
-    and validation.ends.bin.
-    """
+    """Return the SHA-256 of the other fields and of the ``hashes`` of the four data files, those of train.bin first."""
     stated = {name: value for name, value in asdict(info).items() if name != "seal"}
     digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
     for each in hashes:
@@ -180,9 +177,7 @@ def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
 
 
 def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
-    """Return the folder of the prepared dataset: the source itself if it is one, otherwise a folder below the runs
-    root.
-    """
+    """Return the folder of the prepared dataset: the source itself if it is one, else a folder below the runs root."""
     source = expand_home(data.source)
     if (source / "dataset.json").is_file():
         return source

@@ -161,8 +161,9 @@ class _Counter:
         self._seen: set[tuple[torch.device, int]] = set()
 
     def add(self, tensors: Iterable[Tensor], *, away: bool) -> int:
-        """Return the bytes on the device that were not counted before. ``away``: offloaded, which a CPU tensor does not
-        show.
+        """Return the bytes on the device that were not counted before.
+
+        ``away``: the tensors are offloaded, which cannot be read from a CPU tensor.
         """
         total = 0
         for tensor in tensors:

@@ -43,9 +43,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScalingSpec, original: int) -> Ten
 
 
 def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScalingSpec, original: int) -> Tensor:
-    """Return NTK-by-parts frequencies (arXiv:2309.00071, section 3.2): a ramp over channels between two rotation
-    counts.
-    """
+    """Return NTK-by-parts frequencies: a ramp over channels between two rotation counts (arXiv:2309.00071, 3.2)."""
 
     def channel(turns: float) -> float:
         """Return the channel that rotates this many times within the original context."""

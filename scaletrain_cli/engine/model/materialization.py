@@ -20,8 +20,7 @@ from scaletrain_cli.engine.parallel.mesh import ShardSpec, shard_spec_of
 
 
 # Small enough for one CUDA launch whose threads do not loop: the order of a loop, and so the values, would depend on
-# the
-# size of the GPU. Small enough for a CPU's cache, too.
+# the size of the GPU. Small enough for a CPU's cache, too.
 _CHUNK_NUMEL = 2**18
 
 

@@ -65,7 +65,7 @@ class Experts(nn.Module):
         return [[f"{number}.{matrix}.weight" for matrix in self.joined[parameter]] for number in self.members]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the outputs of rows [n, hidden], sorted by expert; ``counts`` [experts] counts each expert.s rows."""
+        """Return the outputs of rows [n, hidden], sorted by expert; ``counts`` [experts] counts each expert's rows."""
         ends = counts.cumsum(0).to(torch.int32)
         product = _Product.apply if rows.dtype == torch.bfloat16 else _uncompiled_product
         gate, up = product(rows, self.gate_up_proj, ends).chunk(2, dim=-1)
@@ -141,9 +141,7 @@ def balance_loss(probabilities: Tensor, total: Tensor) -> Tensor:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Return the mean squared log of the softmax's denominator, which keeps logits small (ST-MoE, arXiv:2202.08906, eq.
-    5).
-    """
+    """Return the mean squared log of the softmax's denominator, which keeps logits small (arXiv:2202.08906, eq. 5)."""
     return logits.logsumexp(dim=-1).square().mean()
 
 

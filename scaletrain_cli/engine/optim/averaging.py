@@ -64,9 +64,7 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self) -> Generator[None]:
-        """A context in which the model computes with the averages, if there are any, and must not be trained.
-        Collective.
-        """
+        """A context in which the model computes with the averages, if any, and must not be trained. Collective."""
         self._swap()
         try:
             yield

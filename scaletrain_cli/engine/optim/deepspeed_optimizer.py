@@ -19,10 +19,9 @@ from scaletrain_cli.reasons import Reason
 
 @contextmanager
 def in_memory(optimizer: Any, index: int) -> Generator[Tensor]:
-    """Yield flat part ``index`` of the fp32 weights of DeepSpeed's stage 3, with its states in memory; changes are
-    kept.
+    """Yield flat part ``index`` of the fp32 weights of DeepSpeed's stage 3, with its states in memory.
 
-    Parts below a megabyte are never swapped to NVMe.
+    Changes are kept. Parts below a megabyte are never swapped to NVMe.
     """
     swapped = optimizer._swappable_optimizer_subgroup(index)
     if swapped:

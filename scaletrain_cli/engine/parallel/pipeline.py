@@ -58,9 +58,7 @@ class PipelineStage(nn.Module):
         self.poisoned, self.loss_factor = False, 1.0
 
     def expect(self, batches: Sequence[MicroBatch]) -> None:
-        """Set the next micro-batches, which pass every stage in this order; DeepSpeed passes only some of their
-        tensors.
-        """
+        """Set the next micro-batches, in the order of every stage; DeepSpeed passes on only some of their tensors."""
         self._expected = deque(batches)
 
     def forward(self, inputs: Tensor) -> Tensor:
