@@ -20,14 +20,14 @@ pytestmark = pytest.mark.drill
 
 
 @pytest.mark.long  # test_nothing_is_lost kills a run, too; this is about the campaign that `make drills` prints
-def test_kills_at_random_moments_lose_nothing(dataset: Path, chance: random.Random) -> None:
+def test_kills_at_random_times_lose_nothing(dataset: Path, chance: random.Random) -> None:
     found = kill(dataset, 3, chance, stages=(2,))
     assert found.kills >= 3
     assert found.failed_resumes == []
     assert found.different == []
 
 
-def test_files_that_are_damaged_at_random_are_passed_over_by_name(dataset: Path, chance: random.Random) -> None:
+def test_checkpoints_damaged_at_random_are_skipped_and_reported(dataset: Path, chance: random.Random) -> None:
     found = damage_files(dataset, 30, chance)
     assert found.damages == 30
     assert found.wrong_restores == []
@@ -47,7 +47,7 @@ def test_a_save_file_made_while_the_last_save_runs_does_not_stay_behind(dataset:
 
 
 @pytest.mark.long
-def test_requests_at_random_moments_are_answered(dataset: Path, chance: random.Random) -> None:
+def test_save_requests_at_random_times_are_fulfilled(dataset: Path, chance: random.Random) -> None:
     found = request(dataset, 8, chance)
     assert found.requests == 8
     assert found.unanswered == []
@@ -55,7 +55,7 @@ def test_requests_at_random_moments_are_answered(dataset: Path, chance: random.R
 
 
 @pytest.mark.long
-def test_runs_that_go_on_at_other_sizes_train_on_the_same_samples(dataset: Path) -> None:
+def test_runs_resumed_with_other_sizes_train_on_the_same_samples(dataset: Path) -> None:
     found = reshard(dataset)
     assert found.reshards == 6
     assert found.other_values == []

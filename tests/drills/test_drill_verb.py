@@ -12,7 +12,7 @@ from tests.drills.training_runs import STEPS, spec_text
 pytestmark = [pytest.mark.drill, pytest.mark.long]
 
 
-def test_the_table_says_survived(dataset: Path, tmp_path: Path) -> None:
+def test_the_drill_verb_reports_that_the_run_recovered(dataset: Path, tmp_path: Path) -> None:
     spec = tmp_path / "drill.yaml"
     spec.write_text(spec_text(dataset))
     ended = scaletrain("drill", "sigkill", "truncate", "--spec", spec, "--steps", STEPS)

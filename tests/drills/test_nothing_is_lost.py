@@ -95,7 +95,9 @@ def test_a_kill_inside_a_save_falls_back_to_the_checkpoint_before(
 
 
 @pytest.mark.long
-def test_signals_while_ranks_start_up_are_kept(dataset: Path, undisturbed: Undisturbed, chance: random.Random) -> None:
+def test_signals_during_the_start_of_ranks_are_not_lost(
+    dataset: Path, undisturbed: Undisturbed, chance: random.Random
+) -> None:
     drill = submit_drill(dataset)
     for _ in range(3):  # the interpreter, torch and DeepSpeed load for some seconds; hit anywhere in there
         pid = drill.agent_pid()
@@ -108,7 +110,7 @@ def test_signals_while_ranks_start_up_are_kept(dataset: Path, undisturbed: Undis
 
 
 @pytest.mark.long
-def test_the_agent_killed_leaves_no_rank_and_the_run_goes_on(
+def test_a_killed_agent_leaves_no_rank_and_the_run_continues(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 16}))
@@ -122,7 +124,7 @@ def test_the_agent_killed_leaves_no_rank_and_the_run_goes_on(
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_is_passed_over(
+def test_a_damaged_checkpoint_is_skipped(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 21}))
@@ -162,7 +164,7 @@ def test_data_that_were_replaced_between_two_attempts_stop_the_run_before_a_step
     assert not [line for line in read_metrics(drill.run) if line["attempt"] == 2]
 
 
-def test_a_nan_stops_the_run_for_good_and_the_checkpoint_before_it_is_clean(
+def test_a_nan_stops_the_run_and_the_checkpoint_before_it_is_clean(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "nan rank=1 step=25")
@@ -174,7 +176,7 @@ def test_a_nan_stops_the_run_for_good_and_the_checkpoint_before_it_is_clean(
     assert [checkpoint.step for checkpoint in list_checkpoints(drill.run.checkpoints)] == [10, 20]
 
 
-def test_a_nan_does_not_take_the_save_in_flight_with_it(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_does_not_cancel_the_save_in_flight(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "nan rank=1 step=11; slow-save seconds=0.5")
     drill = submit_drill(dataset)
     drill.wait_for_end()
@@ -183,7 +185,7 @@ def test_a_nan_does_not_take_the_save_in_flight_with_it(dataset: Path, monkeypat
 
 
 @pytest.mark.long
-def test_a_signal_inside_an_evaluation_is_heard_and_the_evaluation_made_up_for(
+def test_an_evaluation_that_a_signal_interrupts_is_repeated_by_the_next_attempt(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 21}))
@@ -198,7 +200,7 @@ def test_a_signal_inside_an_evaluation_is_heard_and_the_evaluation_made_up_for(
 
 
 @pytest.mark.long
-def test_a_stopped_rank_is_found_by_its_silence_and_named_and_the_run_goes_on(
+def test_a_stopped_rank_is_found_by_its_heartbeat_and_the_run_continues(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 16}))
@@ -218,7 +220,7 @@ def test_a_stopped_rank_is_found_by_its_silence_and_named_and_the_run_goes_on(
 
 
 @pytest.mark.long
-def test_a_stopped_node_agent_is_continued_by_its_ranks_and_the_preemption_that_it_missed_loses_no_step(
+def test_a_stopped_node_agent_is_continued_by_its_ranks_and_a_preemption_meanwhile_loses_no_step(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "slow-rank attempt=1 seconds=2 step=15")
@@ -256,7 +258,7 @@ def test_starting_from_scratch_after_damage_keeps_the_new_checkpoints(
     assert len(drill.losses()) == STEPS
 
 
-def test_one_state_differs_from_another_when_one_bit_does(undisturbed: Undisturbed) -> None:
+def test_two_states_differ_if_one_bit_differs(undisturbed: Undisturbed) -> None:
     first, second = undisturbed().final_state(), undisturbed().final_state()
     assert differences(first, second) == []
     second["weight/model.norm.weight"][0] += 1e-7
@@ -264,7 +266,7 @@ def test_one_state_differs_from_another_when_one_bit_does(undisturbed: Undisturb
 
 
 @pytest.mark.long
-def test_a_slow_rank_is_named_while_the_run_goes_on(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_is_reported_while_the_run_continues(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "slow-rank rank=1 seconds=0.2")
     drill = submit_drill(dataset)
     drill.wait_for_end()

@@ -32,7 +32,7 @@ def submitted(name: str) -> Drill:
     return Drill(find_run(name), LocalBackend())
 
 
-def test_a_preempted_run_of_it_goes_on_from_its_checkpoint_with_the_code_it_was_submitted_with(
+def test_a_preempted_run_resumes_from_its_checkpoint_with_the_submitted_code(
     repository: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "scratch").mkdir()

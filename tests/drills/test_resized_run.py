@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.drill, pytest.mark.long]
 LOSS_TOLERANCE = 1e-4  # of sums in another order
 
 
-def test_a_cancelled_run_goes_on_with_one_rank_and_then_with_four(
+def test_a_cancelled_run_resumes_on_one_rank_and_then_on_four(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 11, 2: 23}))

@@ -71,7 +71,7 @@ def test_a_kill_right_after_a_rollback_does_not_bring_the_bad_data_back(
     assert_same_run(drill, undisturbed(data__skip="[[23, 28]]"))
 
 
-def test_a_spike_that_no_skipping_cures_stops_the_run_for_good_with_the_evidence(
+def test_a_spike_that_returns_after_every_rollback_stops_the_run_with_the_evidence(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "spike step=24-900 factor=20")
@@ -86,7 +86,7 @@ def test_a_spike_that_no_skipping_cures_stops_the_run_for_good_with_the_evidence
     assert list_checkpoints(drill.run.checkpoints)[0].clean
 
 
-def test_a_spike_before_any_clean_checkpoint_is_told_and_lived_with(
+def test_a_spike_before_any_clean_checkpoint_is_recorded_and_training_continues(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "spike step=14-16 factor=20")

@@ -32,7 +32,7 @@ def test_a_fresh_model_starts_near_ln_v_and_learns(undisturbed: Undisturbed) -> 
     assert drill.validation_losses()[-1] < first["loss"] - 0.3
 
 
-def test_metrics_say_what_was_measured(undisturbed: Undisturbed) -> None:
+def test_metrics_jsonl_has_the_measured_values(undisturbed: Undisturbed) -> None:
     lines = read_metrics(undisturbed().run)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert lines[4]["learning_rate"] == pytest.approx(1e-3)  # the end of the warm-up
@@ -42,7 +42,7 @@ def test_metrics_say_what_was_measured(undisturbed: Undisturbed) -> None:
     assert [line["step"] for line in lines if "validation_loss" in line] == [20, 40]
 
 
-def test_a_corpus_of_the_users_own_is_prepared_by_the_run_itself(tmp_path: Path) -> None:
+def test_a_corpus_of_the_user_is_prepared_by_the_run(tmp_path: Path) -> None:
     rows = [{"text": f"the {n} quick brown foxes jump over {n * n} lazy dogs " * 30} for n in range(120)]
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(json.dumps(row) for row in rows))
@@ -59,7 +59,7 @@ def test_a_corpus_that_is_not_there_stops_the_run_with_the_reason(tmp_path: Path
     assert "nothing.jsonl" in ended["message"]
 
 
-def test_prepared_data_that_were_edited_under_a_stopped_run_are_refused(
+def test_prepared_data_that_were_edited_between_attempts_are_rejected(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 4}))

@@ -20,14 +20,14 @@ from tests.rundir.test_checkpoints import save
 from tests.waiting import wait_until
 
 
-def test_off_by_default() -> None:
+def test_no_fault_is_injected_by_default() -> None:
     faults = Faults.from_environment(rank=0, attempt=1)
     faults.before_step(1)
     assert faults.save_delay_seconds == 0
     assert not faults.poisons_gradient(1)
 
 
-def test_only_the_named_rank_step_and_attempt_are_hit() -> None:
+def test_a_fault_applies_to_its_rank_step_and_attempt_only() -> None:
     text = "exception rank=1 step=7 attempt=2"
     for rank, attempt, step in ((0, 2, 7), (1, 1, 7), (1, 2, 6)):
         Faults(text, rank, attempt).before_step(step)
@@ -45,7 +45,7 @@ def test_a_signal_fault_sends_the_real_signal() -> None:
     assert received == [signal.SIGTERM]
 
 
-def test_a_spike_is_in_the_data_whatever_the_step_or_rank() -> None:
+def test_a_spike_fault_applies_to_batches_on_every_rank() -> None:
     faults = Faults("spike step=20-22 factor=5; spike step=22", 1, 3)
     assert [faults.loss_factor(batch) for batch in (19, 20, 21, 22, 23)] == [1, 5, 5, 100, 1]
     assert math.isnan(Faults("spike step=4 factor=nan", 0, 1).loss_factor(4))
@@ -58,7 +58,7 @@ def test_delays_of_a_save_add_up() -> None:
 @pytest.mark.parametrize(
     "text", ["explode step=1", "sigkill step=x", "sigkill when=1", "sigkill step", "spike step=3-x"]
 )
-def test_a_fault_that_cannot_be_read_is_refused(text: str) -> None:
+def test_an_invalid_fault_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="SCALETRAIN_FAULT"):
         Faults(text, 0, 1)
 
@@ -97,7 +97,7 @@ def test_a_slow_rank_waits_before_every_step_from_its_first(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("kind", "alive"), [("sigkill-agent", []), ("node", []), ("sigstop", ["T"])])
-def test_what_hits_a_node_hits_its_agent_and_every_rank(kind: str, alive: list[str]) -> None:
+def test_a_node_fault_kills_the_agent_and_every_rank(kind: str, alive: list[str]) -> None:
     """An agent of three processes: itself, a rank that strikes and one that sleeps."""
     rank = (
         "import os, sys; from scaletrain_cli.engine.faults import Faults;"

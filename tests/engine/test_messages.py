@@ -29,19 +29,19 @@ FORGED += [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_arrives_as_it_was(value: object) -> None:
+def test_a_value_is_unchanged_after_encoding_and_decoding(value: object) -> None:
     arrived = decode(encode(value))
     assert arrived == value
     assert type(arrived) is type(value)
 
 
 @pytest.mark.parametrize("value", [b"bytes", StepDecision.SAVE, object(), {"a": object()}])
-def test_what_would_arrive_changed_is_not_sent(value: object) -> None:
+def test_a_value_that_json_would_change_is_rejected(value: object) -> None:
     with pytest.raises(TypeError, match="do not send each other"):
         encode(value)
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_message_makes_no_object_but_those_that_are_sent(name: str) -> None:
+def test_a_forged_message_creates_no_object_of_another_type(name: str) -> None:
     with pytest.raises(ValueError, match="no value that ranks send"):
         decode(f'{{"{name}":["echo"]}}'.encode())

@@ -78,7 +78,7 @@ def test_after_a_killed_build_the_next_one_begins_at_once(folder: Path) -> None:
     assert not (folder / "operator" / "lock").exists()
 
 
-def test_the_lock_of_a_living_builder_is_left_alone(folder: Path) -> None:
+def test_the_lock_of_a_running_build_is_not_removed(folder: Path) -> None:
     with process(build_without_us, folder), exclusive_build(folder):
         assert (folder / "operator" / "lock").exists()
 
@@ -97,6 +97,6 @@ def build_when_free(begun: Connection, folder: Path) -> None:
     load_operator(SlowOperator(folder))
 
 
-def test_without_a_choice_torch_says_where_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_build_folder_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     assert extensions_folder().name == "torch_extensions"

@@ -49,7 +49,7 @@ def test_the_topology_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
     ],
     ids=["all cores", "some cores", "bound already", "bound elsewhere", "too few cores", "unknown", "more ranks"],
 )
-def test_a_rank_keeps_the_cores_of_its_node_that_the_scheduler_gave_it(
+def test_a_rank_is_bound_to_those_cores_of_its_node_that_the_scheduler_assigned(
     nodes: list[int | None], rank: int, allowed: frozenset[int], kept: frozenset[int]
 ) -> None:
     assert chosen_cores(TWO_NODES, nodes, rank, allowed) == kept

@@ -34,7 +34,7 @@ def agree() -> list[tuple[StepDecision, bool, list[float]]]:
     return [consensus.reach(*wishes[rank], own), consensus.reach(StepDecision.CONTINUE, False)]
 
 
-def test_the_strongest_wish_wins_and_every_rank_has_the_values_of_rank_zero_to_the_bit() -> None:
+def test_the_largest_request_wins_and_every_rank_has_the_values_of_rank_zero_to_the_bit() -> None:
     for first, second in on_ranks(3, agree):
         assert first[:2] == (StepDecision.PREEMPT, True)
         assert [value.hex() for value in first[2]] == [value.hex() for value in VALUES]

@@ -36,13 +36,13 @@ NAMES_NOTHING = {
 # The tests that hold the checks of schedulers and nodes; what check_external looks at is in CASES.
 HELD_BY = {
     "tracking.wandb.entity": "tests/tracking/test_spec.py",
-    "tracking.mlflow.uri": "tests/tracking/test_spec.py::test_a_tracker_without_its_library_is_refused",
+    "tracking.mlflow.uri": "tests/tracking/test_spec.py::test_a_tracker_without_its_library_is_rejected",
     "tracking.mlflow.experiment": "tests/tracking/test_spec.py",
     "tracking.tensorboard.dir": "tests/tracking/test_spec.py",
     "model.preset": "tests/cli/test_before_a_run.py::test_init_does_as_it_is_told_or_refuses",
     "model.hf_config": "tests/spec/test_model_sources.py",
     "code.path": "tests/launch/code/test_snapshot.py",
-    "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_compared_and_run_where_it_is",
+    "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_verified_and_run_in_place",
     "cluster.gpu": "tests/spec/test_errors.py",
     "cluster.gpu.name": "tests/spec/test_errors.py",
     "cluster.gpus_per_node": "tests/launch/node/test_inspection.py",

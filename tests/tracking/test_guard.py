@@ -142,7 +142,7 @@ class Answering(Recorder):
         return {"loss": max(steps(), default=0)}
 
 
-def test_the_answer_of_a_tracker_counts_more_than_what_was_acknowledged(tmp_path: Path) -> None:
+def test_the_steps_that_a_tracker_reports_override_its_state_file(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = []
     one = Attempt(tmp_path, lambda: Answering(TrackerOptions()), lines)
     one.train(1, 5)
@@ -202,7 +202,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Hanging]]:
     release.set()
 
 
-def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
+def test_a_tracker_that_hangs_delays_neither_a_step_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: Callable[[], Hanging]
 ) -> None:
     monkeypatch.setattr(guard, "FINISH_SECONDS", {"preempted": 0.2})

@@ -36,7 +36,7 @@ def test_lines_are_in_the_file_in_their_order_once_flushed(tmp_path: Path) -> No
     assert not [thread for thread in threading.enumerate() if thread.name == "metrics"]
 
 
-def test_a_slow_file_system_holds_up_a_flush_and_no_step(tmp_path: Path) -> None:
+def test_a_slow_file_system_delays_a_flush_and_no_step(tmp_path: Path) -> None:
     writes, begun, may_end = list[int](), threading.Event(), threading.Event()
 
     def slowly(path: Path, lines: Sequence[dict[str, Any]]) -> None:
@@ -92,7 +92,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_kill_costs_no_line_that_was_flushed_and_leaves_no_gap(tmp_path: Path) -> None:
+def test_a_kill_loses_no_flushed_line_and_leaves_no_gap(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     environment = {**os.environ, "PYTHONPATH": str(Path(str(scaletrain_cli.__file__)).parents[1])}
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment)

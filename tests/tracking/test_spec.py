@@ -34,7 +34,7 @@ def test_trackers_are_listed_or_named_and_the_record_is_read_back_the_same(form:
     assert RunSpec.model_validate(recorded) == spec
 
 
-def test_no_tracker_is_on_unless_it_is_named() -> None:
+def test_trackers_are_off_by_default() -> None:
     assert load(SPEC).tracking.trackers == {}
     assert load(SPEC + "tracking: [jsonl, {wandb: {mode: disabled}}]\n").tracking.trackers.keys() == {"jsonl"}
 
@@ -64,7 +64,7 @@ def test_the_record_of_an_earlier_version_has_no_tracker_on() -> None:
         ("tracking: {plugins: {}}\n", "tracking.plugins: unknown key"),
     ],
 )
-def test_what_is_wrong_with_a_tracker_is_said_at_its_line(text: str, expected: str) -> None:
+def test_an_error_in_a_tracker_s_options_is_reported_with_its_line(text: str, expected: str) -> None:
     assert expected in problem(SPEC + text)
 
 
@@ -102,7 +102,7 @@ def test_a_run_is_shown_where_the_package_of_its_tracker_is_not_installed() -> N
         RunSpec.model_validate(data)
 
 
-def test_a_tracker_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_without_its_library_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load(SPEC + "tracking: [mlflow, tensorboard, {wandb: {mode: offline, entity: team}}]\n", "cluster.gpu=cpu")
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "sqlalchemy" else object())
     found = [each for each in checks.check_external(spec).problems if each.key.startswith("tracking")]

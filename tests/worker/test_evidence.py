@@ -77,7 +77,7 @@ def test_the_exit_reason_of_an_error(error: BaseException, reason: str) -> None:
     assert failure_reason_of(error) == reason
 
 
-def test_an_error_of_the_package_keeps_its_code_and_a_foreign_one_gets_one_with_its_words() -> None:
+def test_an_error_of_the_package_keeps_its_code_and_another_error_gets_one_with_its_message() -> None:
     own = Reason("engine.gpu-missing", {"local_rank": 1, "found": 0})
     failure = failure_of(WrongNodesError(own), 3)
     assert (failure.why, failure.reason) == (own, "wrong-nodes")
@@ -86,7 +86,7 @@ def test_an_error_of_the_package_keeps_its_code_and_a_foreign_one_gets_one_with_
     assert str(failure_of(ValueError("x"), 3).why) == "ValueError: x"
 
 
-def test_the_cause_counts_wherever_it_is_in_the_chain() -> None:
+def test_the_cause_is_found_anywhere_in_the_chain_of_exceptions() -> None:
     writer = RuntimeError("the writer thread failed")
     writer.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     assert failure_reason_of(writer) == "disk-full"
@@ -168,19 +168,19 @@ def group(root: Path, cgroup: str, counter: str, kills: int) -> Path:
     return root
 
 
-def test_the_kernels_kills_are_read_from_either_version_of_cgroups(tmp_path: Path) -> None:
+def test_oom_kills_are_read_from_both_versions_of_cgroups(tmp_path: Path) -> None:
     two = group(tmp_path / "2", "0::/slurm/job_7\n", "sys/fs/cgroup/slurm/job_7/memory.events", 2)
     one = group(tmp_path / "1", "4:cpu,memory:/job_7\n0::/\n", "sys/fs/cgroup/memory/job_7/memory.oom_control", 3)
     inside = group(tmp_path / "c", "0::/host/path\n", "sys/fs/cgroup/memory.events", 4)
     assert [memory_kills(root) for root in (two, one, inside)] == [2, 3, 4]
 
 
-def test_without_a_memory_group_the_whole_machine_counts_and_nothing_is_no_error(tmp_path: Path) -> None:
+def test_without_a_memory_cgroup_the_oom_kills_of_the_machine_count(tmp_path: Path) -> None:
     assert memory_kills(group(tmp_path / "m", "1:cpu:/\n", "elsewhere", 9)) == 40
     assert memory_kills(tmp_path / "nothing") is None
 
 
-def test_a_rank_that_the_kernel_killed_for_memory_says_so_through_its_agent(
+def test_the_agent_reports_a_rank_that_the_kernel_killed_for_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kills = iter([5, 6, 6])
@@ -205,7 +205,7 @@ def test_an_abort_is_explained_by_the_end_of_its_log(tmp_path: Path) -> None:
     assert ExitDiagnosis().failure(aborted, "node-0000-n0", tmp_path / "none") is None
 
 
-def test_a_broken_connection_is_never_the_cause_when_another_rank_has_one_of_its_own() -> None:
+def test_a_broken_connection_is_not_the_cause_if_another_rank_has_one() -> None:
     broken = Failure(0, "communication", GLOO, 1)
     first_to_end = node(1, rank(0, 1), ended=8.0)
     for other, failures, reason in (
@@ -234,7 +234,7 @@ def test_a_named_suspect_wins_over_nodes_that_only_waited_and_ranks_that_may_hav
     assert judged(gone, waited, behind, planned=3)[1] == "node"
 
 
-def test_evidence_speaks_against_the_node_it_names_and_no_other() -> None:
+def test_evidence_counts_against_the_node_that_it_names_only() -> None:
     two = [node(1, rank(0, 1), ended=8.0), node(1, rank(1, 1), number=1)]
 
     def against(*failures: Failure, nodes: list = two, planned: int = 2) -> tuple[str, ...]:  # type: ignore[type-arg]
@@ -256,7 +256,7 @@ def test_evidence_speaks_against_the_node_it_names_and_no_other() -> None:
         assert against(Failure(1, reason, "x", 1)) == ()
 
 
-def test_an_agent_whose_record_has_no_space_is_a_full_disk_and_no_lost_node() -> None:
+def test_an_agent_whose_record_has_no_space_means_a_full_disk_and_not_a_lost_node() -> None:
     silent = [node(None), node(None, number=1)]
     full = classify_exit(silent, [], 2, cancelled=False, launcher_exit_code=93)
     assert (full.exit_code, full.reason, full.against) == (93, "disk-full", ())

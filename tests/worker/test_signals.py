@@ -36,7 +36,7 @@ def ended(process: subprocess.Popen[str]) -> int:
     return process.returncode
 
 
-def test_many_signals_at_once_stop_nothing() -> None:
+def test_many_signals_at_once_do_not_interrupt_the_handler() -> None:
     """Each interrupts the handling of the one before."""
     process = start("while not flag.raised or time.monotonic() < flag.raised_at + 1: pass\nos._exit(7)")
     for _ in range(2000):
@@ -45,14 +45,14 @@ def test_many_signals_at_once_stop_nothing() -> None:
     assert ended(process) == 7
 
 
-def test_when_the_grace_period_is_over_the_rank_ends_by_itself() -> None:
+def test_a_rank_exits_when_its_grace_period_is_over() -> None:
     """Here the main thread is in one long call, as in a compilation."""
     process = start("flag.call_after(0.2, lambda: os._exit(75))\nos.read(os.pipe()[0], 1)")
     process.send_signal(signal.SIGUSR1)
     assert ended(process) == 75
 
 
-def test_a_rank_that_was_told_counts_the_time_it_has_left() -> None:
+def test_after_a_signal_the_seconds_left_of_the_grace_period_are_counted() -> None:
     process = start(
         "while not flag.raised: time.sleep(0.01)\n"
         "left = flag.seconds_left(600)\n"
@@ -62,5 +62,5 @@ def test_a_rank_that_was_told_counts_the_time_it_has_left() -> None:
     assert ended(process) == 7
 
 
-def test_a_rank_that_was_not_told_has_all_the_time() -> None:
+def test_without_a_signal_the_seconds_left_are_infinite() -> None:
     assert PreemptionFlag().seconds_left(60) == float("inf")

@@ -130,12 +130,12 @@ def test_the_resolved_run_is_what_the_launcher_decided_last(tmp_path: Path) -> N
     assert read_resolved_run(made.run).checkpoint_folder == tmp_path / "disk" / made.run.run_id
 
 
-def test_a_count_of_tokens_gives_as_many_steps_as_the_spec_says() -> None:
+def test_training_tokens_give_the_same_number_of_steps_as_in_the_spec() -> None:
     made = made_run("training.steps=null", "training.tokens=100001")
     assert read_resolved_run(made.run).total_steps == read_record(made.run).spec.total_steps
 
 
-def test_a_program_that_no_agent_started_says_so() -> None:
+def test_a_program_that_no_agent_started_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="RANK, WORLD_SIZE"):
         worker.RunEnvironment.read("/runs/a", {"SCALETRAIN_ATTEMPT": "1"})
 

@@ -83,7 +83,7 @@ def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ..
 
 
 @pytest.mark.parametrize(("kind", "dims"), EXPORTED.items(), ids=EXPORTED.keys())
-def test_what_is_exported_loads_as_what_was_trained(kind: str, dims: dict[str, Any], tmp_path: Path) -> None:
+def test_exported_weights_equal_the_trained_ones(kind: str, dims: dict[str, Any], tmp_path: Path) -> None:
     weights = contents(dims)
     told = export(
         checkpoint_of(tmp_path / "step-00000001", weights), spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT
@@ -111,7 +111,7 @@ def test_large_exports_are_split_with_an_index(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
 
 
-def test_averaged_weights_are_exported_where_there_are_any(tmp_path: Path) -> None:
+def test_averaged_weights_are_exported_if_the_checkpoint_has_them(tmp_path: Path) -> None:
     weights = contents(LLAMA)
     both = checkpoint_of(tmp_path / "step-00000001", weights, ("weight", "average"))
     export(both, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT, averaged=True)
@@ -128,7 +128,7 @@ def test_averaged_weights_are_exported_where_there_are_any(tmp_path: Path) -> No
         )
 
 
-def test_an_export_that_fails_leaves_nothing_and_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files_and_an_existing_folder_is_not_changed(tmp_path: Path) -> None:
     weights = contents(LLAMA)
     del weights["model.norm.weight"]
     folder = checkpoint_of(tmp_path / "step-00000001", weights)
@@ -149,14 +149,16 @@ def test_an_export_that_fails_leaves_nothing_and_an_existing_folder_is_left_alon
         ({**LLAMA, "position_embedding": "alibi"}, "model.position_embedding"),
     ],
 )
-def test_a_model_that_no_architecture_computes_is_refused(dims: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_a_model_that_no_hugging_face_architecture_computes_is_rejected(
+    dims: dict[str, Any], key: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="no Hugging Face architecture") as caught:
         export(tmp_path, spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT)
     assert [problem.key for problem in caught.value.problems] == [key]
 
 
 @pytest.mark.parametrize("name", STRETCHED)
-def test_scaled_positions_survive_the_way_out_and_back(name: str, tmp_path: Path) -> None:
+def test_rope_scaling_is_unchanged_after_export_and_import(name: str, tmp_path: Path) -> None:
     model = ModelSpec.model_validate(STRETCHED_MODELS[name])
     (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(model)))
     assert list(config_mismatches(tmp_path, model)) == []
@@ -202,7 +204,7 @@ def ends_at_once(dims: dict[str, Any], end: int) -> dict[str, Tensor]:
     return weights
 
 
-def test_transformers_loads_the_folder_whole_and_generates_up_to_the_end_of_text(tmp_path: Path) -> None:
+def test_transformers_loads_an_exported_folder_and_generates_up_to_the_end_of_text(tmp_path: Path) -> None:
     spec = text_spec(tmp_path)
     prepare_dataset(spec.data, tmp_path / "runs")
     text = text_files(spec, tmp_path / "runs")
@@ -221,7 +223,7 @@ def test_transformers_loads_the_folder_whole_and_generates_up_to_the_end_of_text
     assert files >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
-def test_what_came_with_loaded_weights_is_kept(tmp_path: Path) -> None:
+def test_tokenizer_files_of_loaded_weights_are_exported(tmp_path: Path) -> None:
     spec = text_spec(tmp_path)
     prepare_dataset(spec.data, tmp_path / "runs")
     base = tmp_path / "base"
@@ -248,7 +250,7 @@ def test_what_came_with_loaded_weights_is_kept(tmp_path: Path) -> None:
     assert "chat_template.jinja" not in other.files
 
 
-def test_without_a_tokenizer_no_id_is_made_up(tmp_path: Path) -> None:
+def test_without_a_tokenizer_no_token_id_is_exported(tmp_path: Path) -> None:
     spec = text_spec(tmp_path)
     text = text_files(spec, tmp_path / "runs")
     assert not text.has_tokenizer

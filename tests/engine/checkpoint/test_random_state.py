@@ -31,7 +31,7 @@ def test_the_same_numbers_follow_after_a_restore() -> None:
     assert draws() == expected
 
 
-def test_a_pickled_state_is_refused_and_not_executed(tmp_path: Path) -> None:
+def test_a_pickled_random_state_is_rejected_and_not_executed(tmp_path: Path) -> None:
     class Payload:
         def __reduce__(self) -> tuple[Any, ...]:
             return (Path.touch, (tmp_path / "executed",))
@@ -58,7 +58,7 @@ def test_a_pickled_state_is_refused_and_not_executed(tmp_path: Path) -> None:
         ("torch", "not base64"),
     ],
 )
-def test_a_forged_state_is_refused(key: str, value: object) -> None:
+def test_a_forged_random_state_is_rejected(key: str, value: object) -> None:
     state = json.loads(random_state(CPU).numpy().tobytes()) | {key: value}
     saved = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     with pytest.raises(UsageError, match="random state is not"):
@@ -66,7 +66,7 @@ def test_a_forged_state_is_refused(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"null", b"\xff\xfe"])
-def test_what_is_no_state_is_refused(content: bytes) -> None:
+def test_content_that_is_no_random_state_is_rejected(content: bytes) -> None:
     saved = torch.tensor(list(content), dtype=torch.uint8)
     with pytest.raises(UsageError, match="random state is not"):
         restore_random_state(saved, CPU)

@@ -51,7 +51,7 @@ TIED = [
         pytest.param(TIED, id="tied and averaged", marks=pytest.mark.long),
     ],
 )
-def test_a_run_goes_from_layout_to_layout_and_loses_nothing(rows: list[Row], tmp_path: Path) -> None:
+def test_a_run_resumed_in_several_layouts_keeps_its_state(rows: list[Row], tmp_path: Path) -> None:
     dataset, steps = write_dataset(tmp_path), STEPS * len(rows)
     checkpoints, losses, norms = tmp_path / "checkpoints", [], []
     for attempt, row in enumerate(rows, start=1):

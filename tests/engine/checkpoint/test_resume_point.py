@@ -67,7 +67,7 @@ def test_a_new_run_begins_at_step_0(run: RunDir) -> None:
     assert (begin.checkpoint, begin.step, begin.evaluated, begin.lost_steps) == (None, 0, False, 0)
 
 
-def test_the_latest_valid_checkpoint_is_used_and_the_corrupt_one_named(run: RunDir) -> None:
+def test_the_latest_valid_checkpoint_is_used_and_the_corrupt_one_is_reported(run: RunDir) -> None:
     commit(run, 10)
     damage(commit(run, 20))
     for step in range(1, 24):
@@ -187,7 +187,7 @@ def job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 @pytest.mark.parametrize("file", ["manifest.json", PATTERN.format(2)])
-def test_what_no_node_can_read_is_passed_over_for_the_checkpoint_before(job: Job, file: str) -> None:
+def test_a_checkpoint_that_no_node_can_read_is_skipped_for_the_one_before(job: Job, file: str) -> None:
     job.unreadable = {node: {f"step-00000020/{file}"} for node in ("node 0", "node 1")}
     for found in job.begin():
         assert isinstance(found, ResumePoint), found
@@ -206,7 +206,7 @@ def test_a_node_that_cannot_read_what_others_can_is_rejected_and_no_other(job: J
     assert (job.run.checkpoints / "step-00000020").is_dir()
 
 
-def test_a_file_that_only_the_first_try_could_not_read_is_taken(job: Job) -> None:
+def test_a_file_that_could_not_be_read_once_is_used_after_the_second_read(job: Job) -> None:
     job.unreadable = {"node 1": {f"step-00000020/{PATTERN.format(3)}"}}
     read, calls = job._find_defects, []
 
@@ -231,7 +231,7 @@ def test_unreadable_checkpoints_suggest_no_restart_from_scratch_and_reject_no_no
     assert (job.run.checkpoints / "step-00000020").is_dir()
 
 
-def test_a_folder_in_the_place_of_a_shard_costs_that_checkpoint_alone(run: RunDir) -> None:
+def test_a_folder_in_place_of_a_shard_makes_only_that_checkpoint_invalid(run: RunDir) -> None:
     commit(run, 10)
     shard = commit(run, 20) / "shard.pt"
     shard.unlink()
@@ -240,7 +240,7 @@ def test_a_folder_in_the_place_of_a_shard_costs_that_checkpoint_alone(run: RunDi
     assert (begin.step, begin.passed_over) == (10, ["step-00000020/shard.pt: Is a directory"])
 
 
-def test_a_copy_under_another_steps_name_is_reported_and_the_newest_is_taken(run: RunDir) -> None:
+def test_a_checkpoint_copied_to_another_step_s_name_is_reported_and_not_used(run: RunDir) -> None:
     for step in (12, 18, 24):
         commit(run, step)
     shutil.copytree(run.checkpoints / "step-00000012", run.checkpoints / "step-00000030")

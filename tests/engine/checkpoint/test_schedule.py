@@ -17,7 +17,7 @@ def due(schedule: CheckpointSchedule, steps: range) -> list[int]:
     return found
 
 
-def test_steps_that_the_spec_names_are_kept_wherever_the_run_begins() -> None:
+def test_checkpoints_are_due_at_multiples_of_every_wherever_the_run_begins() -> None:
     schedule = CheckpointSchedule(10, planned_interval_steps=3, seconds_between_losses=100.0)
     schedule.begin_at(7)
     assert due(schedule, range(7, 42)) == [10, 20, 30, 40]
@@ -26,7 +26,7 @@ def test_steps_that_the_spec_names_are_kept_wherever_the_run_begins() -> None:
     assert due(schedule, range(41, 62)) == [50, 60]
 
 
-def test_by_itself_it_begins_with_the_plan() -> None:
+def test_with_auto_the_first_interval_is_that_of_the_plan() -> None:
     assert due(CheckpointSchedule("auto", 6, seconds_between_losses=1e4), range(20)) == [6, 12, 18]
 
 
@@ -41,14 +41,14 @@ def test_the_interval_follows_youngs_formula_for_measured_saves() -> None:
 
 
 @pytest.mark.parametrize(("blocked", "whole", "expected"), [(0.001, 40.0, 20), (0.0, 0.0, 1), (90.0, 90.0, 671)])
-def test_never_more_often_than_a_save_takes(blocked: float, whole: float, expected: int) -> None:
+def test_the_interval_is_at_least_the_seconds_of_a_save(blocked: float, whole: float, expected: int) -> None:
     schedule = CheckpointSchedule("auto", 6, seconds_between_losses=10_000.0)
     schedule.step_took(2.0)
     schedule.save_took(blocked, whole)
     assert schedule.interval_steps == expected
 
 
-def test_one_slow_save_does_not_stretch_the_interval() -> None:
+def test_one_slow_save_does_not_change_the_interval() -> None:
     schedule = CheckpointSchedule("auto", 6, seconds_between_losses=10_000.0)
     schedule.step_took(2.0)
     for blocked in (0.5, 0.5, 200.0):

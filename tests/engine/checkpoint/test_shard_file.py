@@ -31,7 +31,7 @@ ENTRIES = [
 ]
 
 
-def test_it_says_what_was_written(tmp_path: Path) -> None:
+def test_a_shard_file_returns_what_was_written(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", HEADER, ENTRIES)
     found = ShardFile(tmp_path / "shard")
     assert found.header == HEADER
@@ -41,25 +41,25 @@ def test_it_says_what_was_written(tmp_path: Path) -> None:
         assert torch.equal(found.read(key, len(values) // 2), values[len(values) // 2 :])
 
 
-def test_any_reader_of_safetensors_opens_it(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_a_shard_file(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", HEADER, ENTRIES)
     opened = load_file(tmp_path / "shard")
     assert all(torch.equal(opened[key], values) for key, values in ENTRIES)
 
 
-def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+def test_the_returned_digest_is_that_of_the_file(tmp_path: Path) -> None:
     digest = write_shard(tmp_path / "shard", HEADER, ENTRIES)
     content = (tmp_path / "shard").read_bytes()
     assert (digest.size, digest.sha256) == (len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_a_fault_may_strike_before_every_write(tmp_path: Path) -> None:
+def test_a_fault_can_be_injected_before_every_write(tmp_path: Path) -> None:
     strikes = []
     write_shard(tmp_path / "shard", HEADER, ENTRIES, before_write=lambda: strikes.append(1))
     assert len(strikes) == len(ENTRIES) + 2
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_shard_is_rejected(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors", metadata={"schema": "other"})
@@ -67,7 +67,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         ShardFile(tmp_path / "model.safetensors")
 
 
-def test_a_checkpoint_is_read_from_the_files_in_its_manifest_alone(tmp_path: Path) -> None:
+def test_only_files_in_the_manifest_of_a_checkpoint_are_read(tmp_path: Path) -> None:
     halves = [Slice("a.weight", (8,), None, 0, 4), Slice("a.weight", (8,), None, 4, 8)]
     for rank, piece in enumerate(halves):
         header = ShardHeader(rank, {"a.weight": piece}, {})

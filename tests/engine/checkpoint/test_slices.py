@@ -41,6 +41,6 @@ def test_slices_overlap_where_they_have_the_same_elements(data: st.DataObject) -
 
 
 @given(st.data())
-def test_a_slice_is_the_same_after_a_file_header(data: st.DataObject) -> None:
+def test_a_slice_is_unchanged_after_writing_and_reading_it(data: st.DataObject) -> None:
     piece = data.draw(slices((4, 12)))
     assert Slice.from_json("matrix", piece.to_json()) == piece

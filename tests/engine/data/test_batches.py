@@ -97,7 +97,7 @@ def test_sequence_ranks_hold_neighbouring_slices_of_the_same_sequences() -> None
     assert torch.equal(first.samples, second.samples)
 
 
-def test_what_follows_a_document_is_not_counted_and_nothing_else_is_left_out() -> None:
+def test_only_the_first_token_of_each_document_is_not_counted() -> None:
     reader = readers(1, 1, GLOBAL_BATCH, mask=True)[0]
     plain = readers(1, 1, GLOBAL_BATCH)[0].batch(2)
     batch = reader.batch(2)
@@ -136,5 +136,5 @@ def test_rounds_in_order_read_the_beginning_of_the_file_once() -> None:
     assert np.mean([weighted_loss(part, weights) for part in parts]) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_without_a_mask_each_loss_may_be_a_mean_of_its_own() -> None:
+def test_without_a_mask_there_is_no_divisor() -> None:
     assert readers(2, 1, 3)[1].batch(1).divisor is None

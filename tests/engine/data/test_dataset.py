@@ -61,7 +61,7 @@ def test_a_second_build_elsewhere_gives_the_same_tokens(texts: Path, tmp_path: P
     assert first == second
 
 
-def test_a_prepared_dataset_is_taken_as_it_is(texts: Path, tmp_path: Path) -> None:
+def test_a_prepared_dataset_is_used_without_a_copy(texts: Path, tmp_path: Path) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
     before = (folder / "train.bin").stat().st_mtime_ns
     assert prepare_dataset(spec(texts), tmp_path) == folder
@@ -76,7 +76,7 @@ def test_a_changed_file_or_tokenizer_makes_another_dataset(texts: Path, tmp_path
     assert dataset_folder(spec(texts), tmp_path) != first
 
 
-def test_a_dead_builder_leaves_nothing_that_counts(texts: Path, tmp_path: Path) -> None:
+def test_files_of_a_killed_builder_are_not_used(texts: Path, tmp_path: Path) -> None:
     folder = dataset_folder(spec(texts), tmp_path)
     half_built = folder.with_name(f".{folder.name}.0123.tmp")
     half_built.mkdir(parents=True)
@@ -112,7 +112,7 @@ def test_jsonl_holds_one_document_a_line(tmp_path: Path) -> None:
     assert list(documents(str(path))) == [f"line {n}" for n in range(5)]
 
 
-def test_a_bad_jsonl_line_is_named(tmp_path: Path) -> None:
+def test_an_invalid_jsonl_line_is_reported_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"text": "good"}\n{"body": "bad"}\n')
     with pytest.raises(UsageError, match=r"corpus\.jsonl:2"):
@@ -136,13 +136,13 @@ def test_the_standard_library_is_there_and_has_no_installed_packages() -> None:
     assert not [path for path in files if "site-packages" in path.parts]
 
 
-def test_no_validation_text_is_no_error_until_someone_evaluates(texts: Path, tmp_path: Path) -> None:
+def test_an_empty_validation_split_is_an_error_only_with_evaluation(texts: Path, tmp_path: Path) -> None:
     info, _, validation = open_dataset(prepare_dataset(spec(texts, validation_split=0.0), tmp_path), 16)
     assert info.validation_tokens == 0
     assert len(validation) == 0
 
 
-def test_a_truncated_or_missing_file_is_named(texts: Path, tmp_path: Path) -> None:
+def test_a_truncated_or_missing_file_is_reported_with_its_path(texts: Path, tmp_path: Path) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
     content = (folder / "train.bin").read_bytes()
     (folder / "train.bin").write_bytes(content[: len(content) // 2])
@@ -170,7 +170,7 @@ def with_tokenizer(texts: Path, path: Path) -> DataSpec:
     return DataSpec.model_validate({"source": str(texts), "tokenizer": {"kind": "file", "path": str(path)}})
 
 
-def test_a_tokenizer_that_cuts_and_pads_is_not_obeyed(texts: Path, tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_are_turned_off(texts: Path, tmp_path: Path) -> None:
     path = tokenizer_file(tmp_path / "tokenizer.json", texts, end="</s>")
     cut = open_dataset(prepare_dataset(with_tokenizer(texts, path), tmp_path), 16)[0]
     whole = open_dataset(prepare_dataset(spec(texts), tmp_path), 16)[0]
@@ -184,14 +184,14 @@ def test_a_changed_tokenizer_file_makes_another_dataset(texts: Path, tmp_path: P
     assert dataset_folder(with_tokenizer(texts, path), tmp_path) != before
 
 
-def test_a_tokenizer_that_cannot_end_a_document_is_refused(texts: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_of_text_token_is_rejected(texts: Path, tmp_path: Path) -> None:
     path = tokenizer_file(tmp_path / "tokenizer.json", texts, end="<|nothing|>")
     with pytest.raises(UsageError, match="no end-of-text token"):
         prepare_dataset(with_tokenizer(texts, path), tmp_path)
 
 
 @pytest.mark.parametrize("line", ['{"text": null}', '{"text": ["a"]}', "[]", "{"])
-def test_a_text_that_is_no_string_is_refused(line: str, tmp_path: Path) -> None:
+def test_a_text_field_that_is_no_string_is_rejected(line: str, tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(UsageError, match=r"corpus\.jsonl:1"):
@@ -257,7 +257,7 @@ HARM: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("harm", HARM.values(), ids=HARM.keys())
-def test_whatever_is_changed_in_a_prepared_dataset_is_found_before_it_is_used(
+def test_every_change_of_a_prepared_dataset_is_found_before_it_is_used(
     harm: Callable[[Path], object], texts: Path, tmp_path: Path
 ) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
@@ -292,7 +292,7 @@ def test_only_the_chunks_that_are_read_are_compared_and_each_once(tmp_path: Path
         CheckedFile(tmp_path / "data", content).check(CHUNK_BYTES - 1, CHUNK_BYTES + 1)
 
 
-def test_a_dataset_of_a_version_without_hashes_is_opened_and_called_unverified(texts: Path, tmp_path: Path) -> None:
+def test_a_dataset_without_hashes_is_opened_as_unverified(texts: Path, tmp_path: Path) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
     for path in folder.glob("*.blake2b"):
         path.unlink()
@@ -317,7 +317,7 @@ def test_a_long_text_becomes_documents_at_blank_lines(tmp_path: Path) -> None:
     assert len(list(documents(str(tmp_path / "code.py")))) == 1, "a file of code is one document"
 
 
-def test_a_folder_is_trained_on_without_what_describes_it(tmp_path: Path) -> None:
+def test_readme_and_license_files_of_a_folder_are_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about the corpus")
     (tmp_path / "LICENSE.txt").write_text("about the rights")
     (tmp_path / ".git").mkdir()
@@ -331,14 +331,14 @@ def test_a_folder_is_trained_on_without_what_describes_it(tmp_path: Path) -> Non
     assert list(documents(str(tmp_path / "README.md"))) == ["about the corpus"], "by its own name it is taken"
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfb\r\nc")
     assert list(documents(str(tmp_path))) == ["a", "b\nc"]
     assert list(problems_of(find_files(str(tmp_path)).files)) == []
 
 
-def test_stray_bytes_are_counted_and_another_encoding_is_refused(tmp_path: Path) -> None:
+def test_single_invalid_bytes_are_counted_and_another_encoding_is_rejected(tmp_path: Path) -> None:
     good = "Straße für Straße, größer. " * 400
     (tmp_path / "a.txt").write_bytes(good.encode() + b"\xff\xfe" + good.encode() + "\ufffd".encode())
     tally = Tally()
@@ -370,7 +370,7 @@ def test_a_parquet_column_without_text_is_an_error_with_a_code(
     assert caught.value.reason == Reason(code, {"path": str(path), **params})
 
 
-def test_what_is_no_parquet_with_text_is_named_before_it_is_opened(tmp_path: Path) -> None:
+def test_an_invalid_parquet_file_is_reported_with_its_path(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": ["a"]}), path)
     with pytest.raises(UsageError, match="has no column text"):
@@ -388,7 +388,7 @@ def test_what_is_no_parquet_with_text_is_named_before_it_is_opened(tmp_path: Pat
         list(documents(str(path)))
 
 
-def test_a_broken_tokenizer_a_dangling_link_and_a_truncated_archive_are_named(texts: Path, tmp_path: Path) -> None:
+def test_a_broken_tokenizer_a_dangling_link_and_a_truncated_archive_are_reported(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(UsageError, match=r"tokenizer\.json: cannot be used"):
         prepare_dataset(with_tokenizer(texts, tmp_path / "tokenizer.json"), tmp_path / "runs")
@@ -402,7 +402,9 @@ def test_a_broken_tokenizer_a_dangling_link_and_a_truncated_archive_are_named(te
         prepare_dataset(spec(texts), tmp_path / "runs")
 
 
-def test_the_content_of_a_corpus_decides_and_not_its_times_or_place(texts: Path, tmp_path: Path) -> None:
+def test_the_dataset_depends_on_the_content_of_the_corpus_and_not_on_times_or_paths(
+    texts: Path, tmp_path: Path
+) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
     os.utime(texts / "00.txt", (1, 1))
     assert dataset_folder(spec(texts), tmp_path) == folder
@@ -415,7 +417,7 @@ def test_the_content_of_a_corpus_decides_and_not_its_times_or_place(texts: Path,
     assert dataset_folder(spec(texts), tmp_path) != folder
 
 
-def test_content_that_is_known_is_not_read_again(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_corpus_is_not_read_again(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepare_dataset(spec(texts), tmp_path)
     assert dataset_folder(spec(texts), tmp_path) == folder  # remembers
     monkeypatch.setattr(dataset, "corpus_identity", lambda source: pytest.fail("read again"))

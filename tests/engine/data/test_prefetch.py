@@ -65,12 +65,12 @@ def test_only_the_next_batch_is_read_ahead(feeds: list[Prefetcher]) -> None:
     assert reading.threads.isdisjoint({threading.current_thread().name})
 
 
-def test_any_step_may_be_next(feeds: list[Prefetcher]) -> None:
+def test_batches_may_be_taken_in_any_order(feeds: list[Prefetcher]) -> None:
     feed = open_feed(feeds, Reading())
     assert [int(feed.take(step)[0].tokens[0, 0]) for step in (7, 8, 30, 2, 3)] == [7, 8, 30, 2, 3]
 
 
-def test_an_error_in_the_thread_is_raised_where_its_step_is_taken(feeds: list[Prefetcher]) -> None:
+def test_an_error_in_the_thread_is_raised_when_its_batch_is_taken(feeds: list[Prefetcher]) -> None:
     reading = Reading(fails_at=2)
     feed = open_feed(feeds, reading)
     feed.take(1)

@@ -18,7 +18,7 @@ def test_every_epoch_visits_every_sample_once(seed: int, samples: int) -> None:
         assert sorted(seen) == list(range(samples))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return [sample_at(epoch * 500 + i, seed=seed, samples=500) for i in range(500)]
 

@@ -58,7 +58,7 @@ def refused(user: User, root: Path) -> str:
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o027], ids=oct)
-def test_what_one_user_prepared_another_reads_and_cannot_change(root: Path, umask: int) -> None:
+def test_another_user_reads_prepared_data_and_cannot_change_them(root: Path, umask: int) -> None:
     first = prepares(User(ALICE.uid, umask), root)
     assert first.stat().st_uid == ALICE.uid
     assert prepares(BOB, root) == first
@@ -78,7 +78,7 @@ def test_what_one_user_prepared_another_reads_and_cannot_change(root: Path, umas
     assert BOB.does(change) == []
 
 
-def test_data_that_a_user_keeps_private_are_prepared_again_by_the_other(root: Path) -> None:
+def test_private_data_are_prepared_again_for_another_user(root: Path) -> None:
     private = prepares(User(ALICE.uid, 0o077), root)
     assert private.stat().st_mode & 0o077 == 0
     own = prepares(BOB, root)
@@ -104,9 +104,7 @@ def lock_of(folder: Path, user: User) -> Path:
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_somebody_planted_under_the_name_of_the_data_is_neither_used_nor_written_through(
-    root: Path, plant: str
-) -> None:
+def test_a_link_planted_in_place_of_the_data_is_neither_used_nor_followed(root: Path, plant: str) -> None:
     precious = root.parent / "home" / ".bashrc"
     precious.parent.mkdir()
     precious.write_text("precious")
@@ -131,7 +129,7 @@ def test_what_somebody_planted_under_the_name_of_the_data_is_neither_used_nor_wr
     assert [path.name for path in precious.parent.iterdir()] == [".bashrc"]
 
 
-def test_a_folder_of_data_that_cannot_be_written_says_what_to_do(root: Path) -> None:
+def test_an_unwritable_folder_of_data_is_reported_with_a_remedy(root: Path) -> None:
     (root / "datasets").mkdir(mode=0o755)
     (root / "datasets").chmod(0o2755)
     outcome = refused(BOB, root)

@@ -26,13 +26,13 @@ def in_layout(record: RunRecord, micro: int, data: int) -> RunRecord:
     return dataclasses.replace(record, plan=dataclasses.replace(record.plan, layout=layout))
 
 
-def test_enough_to_validate_on_is_left_as_it_is(run: tuple[RunDir, RunRecord]) -> None:
+def test_a_large_enough_validation_split_is_not_changed(run: tuple[RunDir, RunRecord]) -> None:
     assert sequences_held_back(*run, 1000, 4) == 0
     assert not [event for event in read_events(run[0]) if event["event"] == "validation-held-back"]
 
 
 @pytest.mark.parametrize(("train", "expected"), [(1000, 16), (100, 5), (50, 4), (8, 4), (7, -1)])
-def test_a_batch_is_held_back_or_as_much_as_a_small_corpus_bears(
+def test_one_batch_is_held_back_or_less_from_a_small_corpus(
     run: tuple[RunDir, RunRecord], train: int, expected: int
 ) -> None:
     assert sequences_held_back(*run, train, 0) == expected

@@ -13,7 +13,7 @@ class Node:
         self.itself = self
 
 
-def test_garbage_waits_for_its_step() -> None:
+def test_garbage_is_collected_after_every_50th_step_only() -> None:
     with GarbageCollection() as garbage:
         found = weakref.ref(Node())
         for _ in range(3000):  # more than enough for a collection of its own

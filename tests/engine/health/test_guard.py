@@ -47,7 +47,7 @@ def test_a_spike_is_reported_with_its_values_and_the_medians() -> None:
     }
 
 
-def test_gradients_that_come_back_to_life_are_no_spike() -> None:
+def test_gradients_that_recover_from_zero_are_no_spike() -> None:
     watch = guard(patience=1)
     train(watch, 1, [2.0] * 40)
     _, found = watch.observe(41, {"loss": 2.0, "grad_norm": 0.0})

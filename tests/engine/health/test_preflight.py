@@ -24,7 +24,7 @@ from tests.engine.ranks import on_ranks
 
 
 @given(st.integers(2, 40))
-def test_in_every_round_who_has_a_partner_is_that_ones_partner_and_no_two_meet_twice(nodes: int) -> None:
+def test_partners_are_mutual_and_no_two_nodes_are_paired_twice(nodes: int) -> None:
     rounds = list(zip(*(preflight.partners(node, nodes) for node in range(nodes)), strict=True))
     assert 1 <= len(rounds) <= 3
     met = set()

@@ -43,7 +43,7 @@ def test_equal_ranks_have_no_findings() -> None:
         ({"links": (2.0 * GB, 1.9 * GB, 2.1 * GB)}, "the network transfers 2.1 GB/s, that of the other nodes 41"),
     ],
 )
-def test_the_worse_rank_is_named_and_rejected(changed: dict[str, object], words: str) -> None:
+def test_a_worse_rank_is_reported_and_rejected(changed: dict[str, object], words: str) -> None:
     measures = gang()
     measures[4] = replace(measures[4], **changed)  # type: ignore[arg-type]
     (finding,) = compare_ranks(measures, PLANNED)

@@ -206,7 +206,7 @@ def test_a_nan_that_cannot_be_rolled_back_ends_the_run(make: Make) -> None:
         check(actions, measures(31, math.nan), 31)
 
 
-def test_what_the_spec_skips_is_skipped_beside_what_was_rolled_back(make: Make) -> None:
+def test_skip_ranges_of_the_spec_and_of_rollbacks_are_merged(make: Make) -> None:
     actions = make("data.skip=[[4, 5], [30, 32]]", rollbacks=[Rollback(36, 20, (31, 36))])
     assert actions.skipped == ((4, 5), (30, 36))
 

@@ -17,7 +17,7 @@ def test_a_collapsing_loss_scale_is_reported_once() -> None:
     assert (found["fell_from"], found["loss_scale"]) == (65536.0, 2048.0)
 
 
-def test_the_first_search_for_a_scale_is_no_collapse() -> None:
+def test_the_search_for_the_first_loss_scale_is_no_collapse() -> None:
     watch = LossScaleCollapse()
     found = [watch.observe(2.0**power, skipped=True) for power in range(32, 10, -1)]
     found += [watch.observe(2.0**10, skipped=False) for _ in range(200)]
@@ -41,7 +41,7 @@ def test_vanishing_gradients_are_reported_once_with_their_norms() -> None:
     assert [observe(0.0) for _ in range(50)] == [None] * 50
 
 
-def test_without_a_median_only_nothing_at_all_is_dead() -> None:
+def test_without_a_median_only_a_norm_of_zero_is_dead() -> None:
     assert DeadGradients.is_dead(0.0, None)
     assert not DeadGradients.is_dead(1e-12, None)
 
@@ -61,12 +61,12 @@ def test_a_model_that_learns_nothing_is_reported_once_early() -> None:
     assert flat_told(noisy(10.4, 3000, 0.05), warmup_steps=2000) == [2064]
 
 
-def test_a_loss_that_fell_at_first_may_be_flat_for_as_long_as_it_likes() -> None:
+def test_a_loss_that_fell_at_first_is_not_reported_as_flat_later() -> None:
     for noise in (0.02, 0.5):
         falling = [10.4 - 0.02 * step for step in range(150)]
         assert flat_told(falling + noisy(7.4, 3000, noise)) == []
 
 
-def test_a_slow_fall_within_much_noise_is_not_called_flat() -> None:
+def test_a_slow_fall_within_noise_is_not_reported_as_flat() -> None:
     chance = random.Random(1)
     assert flat_told([10.4 - 0.0025 * step + chance.gauss(0, 0.5) for step in range(400)]) == []

@@ -29,7 +29,7 @@ def guard(patience: int = 3) -> SpikeGuard:
     return made
 
 
-def test_a_loss_above_the_factor_is_a_spike_once_it_has_lasted_for_the_patience() -> None:
+def test_a_loss_above_the_factor_is_a_spike_after_patience_steps() -> None:
     assert statuses(guard(), [(6.4, 0.5)] * 5) == ["suspicious", "suspicious", "spike", "suspicious", "suspicious"]
     young = SpikeGuard(3.0, 3)
     statuses(young, steady(16))
@@ -46,14 +46,14 @@ def test_with_a_patience_of_one_a_spike_is_reported_at_once_and_only_once() -> N
     ]
 
 
-def test_what_passes_before_the_patience_ends_is_no_spike_and_leaves_the_medians_as_they_were() -> None:
+def test_fewer_outliers_than_the_patience_are_no_spike_and_do_not_change_the_medians() -> None:
     found, before = guard(), guard()
     assert statuses(found, [(90.0, 9.0), (90.0, 9.0), (2.0, 0.5)] * 20) == ["suspicious", "suspicious", "fine"] * 20
     statuses(before, [(2.0, 0.5)] * 20)
     assert (found.median_loss, found.median_norm) == (before.median_loss, before.median_norm)
 
 
-def test_a_gradient_norm_stands_out_only_by_both_ratio_and_spread() -> None:
+def test_a_gradient_norm_is_an_outlier_only_by_both_ratio_and_spread() -> None:
     assert statuses(guard(1), [(2.0, 5.3)]) == ["spike"]
     assert statuses(guard(1), [(2.0, 5.0)]) == ["fine"], "far beyond the spread, and less than ten times the median"
     wild = SpikeGuard(3.0, 1)
@@ -122,7 +122,7 @@ def test_a_large_factor_makes_the_spread_lenient_too() -> None:
     assert statuses(lenient, [(4.6, 0.5)]) == ["spike"]
 
 
-def test_a_small_factor_is_still_kept_to() -> None:
+def test_a_small_factor_limits_the_loss_below_the_spread() -> None:
     strict = SpikeGuard(1.1, 1)
     statuses(strict, [(2.2 + 0.01 * (step % 3), 0.5) for step in range(64)])
     assert statuses(strict, [(2.45, 0.5)]) == ["spike"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scaletrain_cli.engine.health.stragglers import Straggler, StragglerConfirmation, slowest
 
 
-def test_the_slowest_rank_is_named_beside_the_median_of_the_others() -> None:
+def test_the_slowest_rank_is_reported_with_the_median_of_the_others() -> None:
     assert slowest([0.1, 0.1, 0.3, 0.12], step_seconds=1.0) == Straggler(2, 0.3, 0.1)
     assert slowest([0.1, 0.3], step_seconds=1.0) == Straggler(1, 0.3, 0.1)
 
@@ -15,7 +15,7 @@ def test_even_ranks_and_a_single_one_have_no_straggler() -> None:
     assert slowest([5.0], step_seconds=5.0) is None
 
 
-def test_a_difference_that_is_nothing_beside_the_step_is_none() -> None:
+def test_a_difference_that_is_small_beside_the_step_is_no_straggler() -> None:
     assert slowest([0.001, 0.003], step_seconds=1.0) is None
 
 

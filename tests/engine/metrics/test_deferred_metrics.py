@@ -29,7 +29,7 @@ def test_on_a_cpu_a_step_is_due_as_soon_as_it_ended_and_its_values_are_exact() -
     assert metrics.rest() == []
 
 
-def test_with_a_lag_a_step_is_due_after_the_next_and_the_rest_when_asked_for() -> None:
+def test_with_a_lag_a_step_is_due_after_the_next_step() -> None:
     metrics, seen = late(lag=1), []
     for step in (4, 5, 6):
         run_step(metrics, step)

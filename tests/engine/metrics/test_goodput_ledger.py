@@ -32,7 +32,7 @@ def written(run: RunDir) -> Ledger:
     return found
 
 
-def test_each_second_counts_once_for_the_innermost_of_what_is_under_way(run: RunDir) -> None:
+def test_each_second_counts_once_for_the_innermost_activity(run: RunDir) -> None:
     clock = Clock()
     ledger = LedgerClock(run, 1, 0, clock)
     clock.now += 7
@@ -54,7 +54,7 @@ def test_each_second_counts_once_for_the_innermost_of_what_is_under_way(run: Run
     assert (found.steps, found.closed, found.attempt) == (1, True, 1)
 
 
-def test_what_is_under_way_is_in_the_file_before_it_ends(run: RunDir) -> None:
+def test_an_activity_is_in_the_file_before_it_ends(run: RunDir) -> None:
     clock = Clock()
     ledger = LedgerClock(run, 1, 0, clock)
     ledger.set_up_is_done()
@@ -67,7 +67,7 @@ def test_what_is_under_way_is_in_the_file_before_it_ends(run: RunDir) -> None:
     assert written(run).seconds["evaluation"] == 31
 
 
-def test_an_error_inside_leaves_the_count_right(run: RunDir) -> None:
+def test_the_ledger_is_correct_after_an_error_within_an_activity(run: RunDir) -> None:
     clock = Clock()
     ledger = LedgerClock(run, 1, 0, clock)
 

@@ -48,7 +48,7 @@ def test_a_host_out_of_memory_is_reported_with_the_plan_of_its_stage(run: RunDir
     assert f"{plan.memory.by_stage[1].peak / 1e9:.2f} GB" in note
 
 
-def test_of_all_gpus_the_first_leaves_a_snapshot(run: RunDir, plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_gpu_writes_a_snapshot(run: RunDir, plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     held = dict.fromkeys(("allocated", "reserved", "peak_allocated", "peak_reserved"), 3 * 10**9)
     monkeypatch.setattr(out_of_memory, "_gpu_bytes", lambda: held)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
@@ -60,7 +60,7 @@ def test_of_all_gpus_the_first_leaves_a_snapshot(run: RunDir, plan: RunPlan, mon
     assert pickle.loads((run.attempt(1) / "memory" / "snapshot.pickle").read_bytes()) == {"segments": []}
 
 
-def test_other_errors_leave_nothing(run: RunDir, plan: RunPlan) -> None:
+def test_other_errors_write_no_memory_report(run: RunDir, plan: RunPlan) -> None:
     with pytest.raises(ValueError, match="something else") as caught, reporting_out_of_memory(run, plan, 1, 0):
         raise ValueError("something else")
     assert not hasattr(caught.value, "__notes__")

@@ -62,7 +62,7 @@ def test_the_requested_share_is_dropped_everywhere_and_the_mean_is_kept(p: float
     assert dropped.unique().tolist() == pytest.approx([0, 1 / (1 - p)], rel=1e-3)
 
 
-def test_neighbours_places_samples_and_seeds_are_independent() -> None:
+def test_masks_of_neighboring_channels_positions_samples_and_seeds_are_independent() -> None:
     mask = kept()
     pairs = {
         "channels": (mask[..., 1:], mask[..., :-1]),
@@ -118,7 +118,7 @@ def attention(p: float, first_head: int = 0) -> AttentionWithDropout:
     return made
 
 
-def test_attention_is_the_formula_with_some_weights_gone() -> None:
+def test_attention_with_dropout_equals_the_formula_with_some_weights_zeroed() -> None:
     query, key, value = attention_inputs()
     mixed = attention(0.25)(query, key, value, SAMPLES[:2])
     rows = dropout._split(torch.tensor(5), SAMPLES[:2]).view(2, 1, 1)
@@ -163,7 +163,7 @@ def test_blocks_share_one_compiled_graph() -> None:
     assert not any(torch.equal(a, b) for a, b in pairwise(masks))
 
 
-def test_what_is_left_is_the_input_on_average() -> None:
+def test_the_mean_over_masks_is_the_input() -> None:
     module, x = Places(0.2).first, torch.randn(1, 4, 8).expand(4000, 4, 8)
     mean = module(x, torch.arange(4), torch.arange(4000)).mean(0)
     assert F.mse_loss(mean, x[0]) < 3 * (0.25 * x[0].square().mean()) / 4000

@@ -104,7 +104,7 @@ def a_layout() -> Layout:
 
 
 @pytest.mark.parametrize("family", BASES)
-def test_a_field_changes_what_is_trained_or_is_refused(family: str) -> None:
+def test_every_model_field_changes_the_model_or_is_rejected(family: str) -> None:
     assert CHANGED.keys() | ELSEWHERE.keys() == ModelSpec.model_fields.keys()
     base = ModelSpec.model_validate(BASES[family])
     before = output(base)
@@ -120,7 +120,7 @@ def test_a_field_changes_what_is_trained_or_is_refused(family: str) -> None:
     assert not in_silence, f"the engine trains the same without a word: {in_silence}"
 
 
-def test_grouped_queries_of_a_gpt_are_refused_with_the_way_out() -> None:
+def test_grouped_queries_of_a_gpt_are_rejected_with_a_remedy() -> None:
     assert refused(ModelSpec.model_validate({**GPT, "num_key_value_heads": 2})) == [
         "model.num_key_value_heads = 2: this engine's gpt has one for each attention head. Use 4, or family: llama."
     ]

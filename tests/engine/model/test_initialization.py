@@ -37,7 +37,7 @@ def test_a_shard_of_rows_draws_only_its_chunks(monkeypatch: pytest.MonkeyPatch) 
     assert drawn == [5, 6, 7, 8, 9]
 
 
-def test_seed_name_and_place_decide_the_values() -> None:
+def test_weights_depend_on_seed_name_and_position_alone() -> None:
     one = SOURCE.read("a.weight", (14, 24), None)
     other_seed = ScaledInitialization(2, 0.02, 8, (), CPU).read("a.weight", (14, 24), None)
     assert torch.equal(one, SOURCE.read("a.weight", (14, 24), None))

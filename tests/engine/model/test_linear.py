@@ -16,7 +16,7 @@ from scaletrain_cli.engine.model.linear import linear_product
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_it_is_torch_s_product(bias: bool, transposed: bool) -> None:
+def test_a_linear_product_equals_that_of_torch(bias: bool, transposed: bool) -> None:
     x, weight, constant = torch.randn(2, 3, 4), torch.randn(5, 4), torch.randn(5) if bias else None
     given = weight.t().contiguous() if transposed else weight
     found = linear_product(x, given, constant, transposed=transposed)
@@ -38,7 +38,7 @@ def test_a_transposed_layer_saves_its_parameter_and_no_view_of_it() -> None:
     assert all(tensor is layer.weight for tensor in held)
 
 
-def test_what_takes_the_place_of_f_linear_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_of_f_linear_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def another(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
         return torch.full_like(x, 7.0)
 

@@ -133,7 +133,7 @@ def test_evaluation_in_chunks_computes_no_gradient() -> None:
     torch.testing.assert_close(loss, head()(hidden, labels).detach())
 
 
-def test_liger_is_refused_where_it_cannot_run() -> None:
+def test_liger_is_rejected_on_a_cpu_and_with_a_sharded_vocabulary() -> None:
     with pytest.raises(InfeasibleError, match="needs a CUDA device, not cpu"):
         choose_cross_entropy(head(), "liger", 0.0, CPU)
     cut = head()

@@ -135,7 +135,7 @@ MPU = SimpleNamespace(
 )
 
 
-def test_a_model_sharded_at_birth_trains_as_if_it_had_been_whole() -> None:
+def test_a_model_that_zero_3_shards_module_by_module_trains_like_a_whole_one() -> None:
     reference = on_ranks(2, train_under_zero, 1, False)
     sharded = on_ranks(2, train_under_zero, 3, True)
     for whole, shards in zip(reference, sharded, strict=True):

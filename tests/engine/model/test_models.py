@@ -55,7 +55,7 @@ def test_the_plan_counts_exactly_the_parameters_that_exist(dims: dict) -> None:
 
 
 @every_model
-def test_a_fresh_model_guesses_uniformly(dims: dict) -> None:
+def test_the_loss_of_a_new_model_is_that_of_a_uniform_guess(dims: dict) -> None:
     loss = build_model(spec(dims), seed=0)(*batch())
     assert loss.item() == pytest.approx(math.log(512), rel=0.01)
 
@@ -107,7 +107,7 @@ def test_weights_do_not_go_to_the_host_with_the_activations(dims: dict, monkeypa
 
 
 @every_model
-def test_a_token_never_sees_its_successors(dims: dict) -> None:
+def test_a_token_does_not_attend_to_later_tokens(dims: dict) -> None:
     model = build_model(spec(dims), seed=0)
     tokens, _ = batch(1)
     positions, samples = torch.arange(32), torch.arange(1)

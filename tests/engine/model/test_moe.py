@@ -124,7 +124,7 @@ def losses_by_formula(made: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(balance).mean(), torch.stack(z).mean()
 
 
-def test_the_router_is_taught_by_its_own_losses_beside_the_model_s() -> None:
+def test_the_gradient_of_the_router_includes_its_own_losses() -> None:
     made, x = mixture(router_aux_loss_coef=0.3, router_z_loss_coef=0.02), batch()
     scale_router_losses(made, 0.25)
     balance, z = losses_by_formula(made, x)
@@ -136,7 +136,7 @@ def test_the_router_is_taught_by_its_own_losses_beside_the_model_s() -> None:
     torch.testing.assert_close((measured.balance_loss, measured.z_loss), (balance.detach(), z.detach()))
 
 
-def test_recomputation_does_not_teach_the_router_twice() -> None:
+def test_recomputation_adds_the_router_losses_once() -> None:
     made, x = mixture(router_aux_loss_coef=0.3), batch()
     (plain,) = torch.autograd.grad(made(x).sum(), made.gate.weight)
     (again,) = torch.autograd.grad(checkpoint(made, x, use_reentrant=False).sum(), made.gate.weight)
@@ -144,7 +144,7 @@ def test_recomputation_does_not_teach_the_router_twice() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5])
-def test_a_batch_in_parts_teaches_the_same(factor: float) -> None:
+def test_accumulated_micro_batches_give_the_gradient_of_the_batch(factor: float) -> None:
     made, x = mixture(router_aux_loss_coef=0.3, router_z_loss_coef=0.02, capacity_factor=factor), batch(4)
     (whole,) = torch.autograd.grad(made(x).square().mean(), made.gate.weight)
     scale_router_losses(made, 1 / 4)

@@ -75,7 +75,7 @@ def complaints(folder: Path, dims: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS.keys())
-def test_what_was_saved_is_what_is_loaded(dims: dict[str, Any], tmp_path: Path) -> None:
+def test_loaded_weights_equal_those_in_the_files(dims: dict[str, Any], tmp_path: Path) -> None:
     saved = contents(dims)
     save_file(saved, tmp_path / "model.safetensors")
     torch.testing.assert_close(loaded(tmp_path, dims), saved, rtol=0, atol=0)
@@ -100,7 +100,7 @@ def test_the_outermost_name_and_old_constants_do_not_matter(dims: dict[str, Any]
     torch.testing.assert_close(loaded(tmp_path, dims), saved, rtol=0, atol=0)
 
 
-def test_mixtral_calls_experts_by_other_names(tmp_path: Path) -> None:
+def test_experts_are_read_under_mixtral_s_names(tmp_path: Path) -> None:
     saved = contents(MIXTURE)
     theirs = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     renamed = {".".join(theirs.get(part, part) for part in name.split(".")): t for name, t in saved.items()}
@@ -119,7 +119,7 @@ def test_a_rank_reads_its_shard(spec: ShardSpec, tmp_path: Path) -> None:
     assert torch.equal(piece, spec.take(saved[name]))
 
 
-def test_every_mismatch_names_file_tensor_given_and_wanted(tmp_path: Path) -> None:
+def test_every_mismatch_is_reported_with_file_tensor_and_both_shapes(tmp_path: Path) -> None:
     saved = contents(LLAMA)
     del saved["model.norm.weight"]
     saved["model.embed_tokens.weight"] = torch.zeros(40, 16)
@@ -154,7 +154,7 @@ def test_a_list_of_hundreds_of_problems_is_truncated(tmp_path: Path) -> None:
     assert len(told.splitlines()) == 9
 
 
-def test_what_shapes_do_not_show_is_read_from_the_config(tmp_path: Path) -> None:
+def test_differences_that_shapes_do_not_show_are_found_in_config_json(tmp_path: Path) -> None:
     save_file(contents(LLAMA), tmp_path / "model.safetensors")
     config = {
         "model_type": "mistral",

@@ -43,7 +43,7 @@ def exponential(seen: list[Tensor], decay: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("precision", "stage"), WRAPPERS)
-def test_the_exponential_average_is_lent_and_given_back(precision: str, stage: int) -> None:
+def test_the_model_uses_the_exponential_average_within_the_context_only(precision: str, stage: int) -> None:
     both = on_ranks(2, averaged, precision, stage, {"name": "ema", "decay": 0.8})
     for told in both:
         # In 16 bits the average is of the fp32 weights, and what is seen of them and of it is rounded.
@@ -55,7 +55,7 @@ def test_the_exponential_average_is_lent_and_given_back(precision: str, stage: i
 
 
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
-def test_lending_the_averages_does_not_change_training(precision: str, stage: int) -> None:
+def test_using_the_averages_for_evaluation_does_not_change_training(precision: str, stage: int) -> None:
     plain = on_ranks(2, trained_alone, precision, stage)[0]
     assert torch.equal(on_ranks(2, averaged, precision, stage, {"name": "ema"})[0]["next"], plain)
 
@@ -115,7 +115,7 @@ def test_the_mean_of_checkpoints_takes_the_last_quarter_of_the_run() -> None:
     assert average_of([100.0, 2.0], name="checkpoints") == 2.0
 
 
-def test_every_n_th_step_counts() -> None:
+def test_the_average_includes_every_n_th_step() -> None:
     assert average_of([9.0, 1.0, 9.0, 2.0], name="ema", decay=0.5, every=2) == 1.5
 
 
@@ -134,7 +134,7 @@ def test_it_goes_on_from_a_checkpoint() -> None:
     assert lent_after(engine, second) == 2.0
 
 
-def test_the_averaged_loss_is_taken_once_there_is_an_average() -> None:
+def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
     average = WeightAverage(PlainEngine(), AveragingSpec.model_validate({"name": "ema", "every": 3}), STEPS)
     logged: list[set[str]] = []
     stand_in: Any = SimpleNamespace(

@@ -78,12 +78,12 @@ def test_the_threshold_follows_a_slow_change() -> None:
     assert observed(falling).threshold() < observed(NOISE).threshold() / 3
 
 
-def test_no_threshold_lies_above_the_largest() -> None:
+def test_no_threshold_exceeds_gradient_clipping() -> None:
     assert observed(NOISE, largest=1.1).threshold() == 1.1
     assert observed([100.0 + norm for norm in NOISE], largest=1.0).threshold() == 1.0
 
 
-def test_large_norms_at_the_beginning_do_not_freeze_it() -> None:
+def test_the_threshold_recovers_from_large_norms_at_the_beginning() -> None:
     """They are all above the largest, but they differ, and the statistics are of what they were."""
     begun = observed([10.0 + norm for norm in NOISE[:25]], largest=1.0)
     for step in range(400):
@@ -118,5 +118,5 @@ def thresholds_obeyed(precision: str, stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("fp32", 3), ("bf16", 1), ("bf16", 2)])
-def test_deepspeed_obeys_a_threshold_that_changes(precision: str, stage: int) -> None:
+def test_deepspeed_clips_to_a_threshold_that_changes(precision: str, stage: int) -> None:
     assert on_ranks(2, thresholds_obeyed, precision, stage)[0] == pytest.approx([0.5, 0.25, 0.125], rel=0.05)

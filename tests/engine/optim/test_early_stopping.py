@@ -20,7 +20,7 @@ from scaletrain_cli.spec.training import EarlyStoppingSpec
         ([2.0, math.nan, math.inf], True),
     ],
 )
-def test_two_evaluations_without_an_improvement_end_it(losses: list[float], stops: bool) -> None:
+def test_training_stops_after_two_evaluations_without_an_improvement(losses: list[float], stops: bool) -> None:
     assert should_stop(losses, EarlyStoppingSpec(patience=2)) is stops
 
 
@@ -35,5 +35,5 @@ def test_small_improvements_add_up() -> None:
     assert not should_stop([2.0, 1.95, 1.85], EarlyStoppingSpec(patience=2, min_delta=0.1))
 
 
-def test_no_patience_turns_it_off() -> None:
+def test_a_patience_of_zero_turns_early_stopping_off() -> None:
     assert not should_stop([1.0] * 50, EarlyStoppingSpec(patience=0))

@@ -96,26 +96,26 @@ def test_tensor_parallel_layers_multiply_in_fp8_too(family: str) -> None:
     assert all(model.get_submodule(path).product is not product for path, product in before.items())
 
 
-def test_a_matrix_whose_sides_are_no_multiples_of_sixteen_is_left_alone() -> None:
+def test_a_matrix_with_a_side_that_is_no_multiple_of_16_is_not_converted_to_fp8() -> None:
     model = build_model(spec("llama", intermediate_size=90), seed=0)
     emulate(model)
     kinds = {path.split(".")[-1]: type(layer).__name__ for path, layer in model.blocks.named_modules()}
     assert (kinds["q_proj"], kinds["gate_proj"]) == ("Float8Linear", "Linear")
 
 
-def test_a_cpu_is_refused() -> None:
+def test_fp8_on_a_cpu_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"needs an NVIDIA GPU.*Use bf16"):
         use_fp8_linears(build_model(spec("llama"), seed=0), CPU)
 
 
-def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_on_an_older_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(UsageError, match=r"needs compute capability 8\.9, and A100 has 8\.0"):
         use_fp8_linears(build_model(spec("llama"), seed=0), torch.device("cuda"))
 
 
-def test_without_torchao_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_torchao_is_reported_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(UsageError, match=r"needs torchao.*pip install.*\[fp8\]"):
         use_fp8_linears(build_model(spec("llama"), seed=0), CPU, emulated=True)

@@ -21,18 +21,18 @@ def settings(offload: str, device: str, replicas: int = 1) -> dict[str, Any]:
     return offload_config(spec, layout_of(spec, 3, replicas=replicas), Path("/scratch/run"))
 
 
-def test_nothing_is_offloaded_unless_asked() -> None:
+def test_nothing_is_offloaded_by_default() -> None:
     assert settings("none", "cpu") == {}
 
 
-def test_the_host_takes_states_and_weights() -> None:
+def test_optimizer_states_and_weights_are_offloaded_to_the_host() -> None:
     place = {"device": "cpu", "pin_memory": False}
     assert settings("optimizer", "cpu") == {"offload_optimizer": place}
     assert settings("optimizer+params", "cpu") == {"offload_optimizer": place, "offload_param": place}
 
 
 @pytest.mark.parametrize(("replicas", "size"), [(1, 16 * 64), (4, 4 * 64)])
-def test_nvme_gets_a_folder_and_buffers_for_the_largest_piece(replicas: int, size: int) -> None:
+def test_offload_to_nvme_has_a_folder_and_buffers_for_the_largest_shard(replicas: int, size: int) -> None:
     told = settings("optimizer+params", "nvme", replicas)
     assert {place["nvme_path"] for place in told.values()} == {"/scratch/run"}
     assert told["offload_param"]["buffer_size"] == size

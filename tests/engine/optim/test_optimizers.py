@@ -87,7 +87,7 @@ def trained(name: str, stages: list[int], width: int, offload: str = "none") -> 
         ("lion", 32, 1e-6),
     ],
 )
-def test_under_zero_it_is_the_plain_optimizer(name: str, width: int, closeness: float) -> None:
+def test_an_optimizer_under_zero_equals_the_plain_optimizer(name: str, width: int, closeness: float) -> None:
     if name in ("adamw_8bit", "lion"):
         pytest.importorskip("bitsandbytes")
     losses, final = plainly_trained(name, width)
@@ -97,21 +97,21 @@ def test_under_zero_it_is_the_plain_optimizer(name: str, width: int, closeness: 
 
 
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
-def test_offloaded_to_the_host_it_is_the_plain_optimizer(name: str) -> None:
+def test_an_optimizer_offloaded_to_the_host_equals_the_plain_optimizer(name: str) -> None:
     losses, final = plainly_trained(name, 32)
     for found, found_final in on_ranks(2, trained, name, [1, 2, 3], 32, "optimizer")[0]:
         assert found == pytest.approx(losses, abs=1e-5)
         assert (found_final - final).abs().max() < 1e-6
 
 
-def test_with_offloaded_weights_too_it_is_the_plain_optimizer() -> None:
+def test_an_optimizer_with_offloaded_weights_equals_the_plain_optimizer() -> None:
     losses, final = plainly_trained("adamw", 32)
     ((found, found_final),) = on_ranks(2, trained, "adamw", [3], 32, "optimizer+params")[0]
     assert found == pytest.approx(losses, abs=1e-5)
     assert (found_final - final).abs().max() < 1e-6
 
 
-def test_eight_bits_are_eight_bits() -> None:
+def test_states_of_an_8_bit_optimizer_have_one_byte_per_weight() -> None:
     pytest.importorskip("bitsandbytes")
     model = small_model(WIDE)
     spec = run_spec({"optimizer": {"name": "adamw_8bit"}})
@@ -122,13 +122,15 @@ def test_eight_bits_are_eight_bits() -> None:
     assert moments["state1"].dtype == moments["state2"].dtype == torch.uint8
 
 
-def test_what_cannot_be_right_is_refused() -> None:
+def test_an_optimizer_that_needs_whole_matrices_is_rejected() -> None:
     spec = run_spec({"optimizer": {"name": "muon"}})
     with pytest.raises(UsageError, match="needs whole matrices"):
         build_optimizer(spec, small_model(), layout_of(spec, 1), CPU)
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_optimizer_library_is_reported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
     spec = run_spec({"optimizer": {"name": "lion"}})
     with pytest.raises(UsageError, match=r"needs bitsandbytes.*'\.\[optimizers\]'"):
@@ -144,7 +146,7 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
 
 
-def test_a_partitioned_matrix_decays_still() -> None:
+def test_a_matrix_that_zero_3_has_partitioned_has_weight_decay() -> None:
     """ZeRO-3 leaves an empty vector in the place of a weight."""
     model = nn.Linear(3, 2)
     for parameter in model.parameters():

@@ -53,21 +53,21 @@ def warmup(optimizer: torch.optim.Optimizer) -> torch_schedules.LRScheduler:
     return torch_schedules.LinearLR(optimizer, 1 / WARMUP, 1.0, WARMUP - 1)
 
 
-def test_cosine_is_torch_s() -> None:
+def test_the_cosine_schedule_equals_that_of_torch() -> None:
     """The peak is the warm-up's last step, hence the cosine begins there."""
     after = theirs(warmup, lambda o: torch_schedules.CosineAnnealingLR(o, TOTAL - WARMUP, LEAST), milestone=WARMUP - 1)
     assert ours("cosine") == pytest.approx(after)
     assert ours("cosine")[-1] == pytest.approx(LEAST)
 
 
-def test_linear_is_torch_s() -> None:
+def test_the_linear_schedule_equals_that_of_torch() -> None:
     decay = theirs(
         warmup, lambda o: torch_schedules.LinearLR(o, 1.0, LEAST / PEAK, TOTAL - WARMUP), milestone=WARMUP - 1
     )
     assert ours("linear") == pytest.approx(decay)
 
 
-def test_step_is_torch_s() -> None:
+def test_the_step_schedule_equals_that_of_torch() -> None:
     """The peak lasts for ``step_size`` steps after the warm-up."""
     drops = theirs(warmup, lambda o: torch_schedules.StepLR(o, 20, 0.5))
     assert ours("step", step_size=20, gamma=0.5, min_lr=0.0) == pytest.approx(drops)
@@ -78,7 +78,7 @@ def test_step_does_not_fall_below_the_minimum() -> None:
 
 
 @pytest.mark.parametrize(("warmup_steps", "rise"), [(25, 0.25), (0, 0.3)])
-def test_onecycle_is_torch_s(warmup_steps: int, rise: float) -> None:
+def test_the_onecycle_schedule_equals_that_of_torch(warmup_steps: int, rise: float) -> None:
     """Its warm-up is the climb; without one it is as long as torch makes it."""
     floor = PEAK / 25 / LEAST
     cycle = theirs(
@@ -89,7 +89,7 @@ def test_onecycle_is_torch_s(warmup_steps: int, rise: float) -> None:
     assert ours("onecycle", warmup_steps=warmup_steps) == pytest.approx(cycle)
 
 
-def test_constant_is_torch_s() -> None:
+def test_the_constant_schedule_equals_that_of_torch() -> None:
     assert ours("constant") == pytest.approx(theirs(warmup))
 
 

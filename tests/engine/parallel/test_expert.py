@@ -167,7 +167,7 @@ def test_expert_and_tensor_ranks_share_every_expert_weight_once() -> None:
     assert sizes(cut_model(Mesh(expert=Axis(4, 3)))) * 4 == whole
 
 
-def test_optimizer_groups_part_experts_from_the_rest_and_keep_their_options() -> None:
+def test_optimizer_groups_separate_experts_and_keep_their_options() -> None:
     expert, dense, bias = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
     expert.allreduce, expert.group_name = False, "experts"
     assert is_sharded_over_experts(expert)

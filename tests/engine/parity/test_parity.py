@@ -85,7 +85,7 @@ def test_each_stage_saves_the_activations_that_were_planned(row: Row, undisturbe
 
 
 @pytest.mark.parametrize("row", in_bf16()[1:2], ids=lambda row: row.name)
-def test_bf16_strays_by_rounding_alone(row: Row, alone, undisturbed) -> None:
+def test_bf16_differs_by_rounding_alone(row: Row, alone, undisturbed) -> None:
     found = difference(undisturbed(row).trained, alone(row.reference))
     assert found.within(BF16), found
     assert not found.within(FP32)

@@ -100,7 +100,7 @@ def test_a_rank_that_outlives_the_grace_is_killed_and_the_agent_exits_1(
     assert (killed.exit_code, killed.signal, killed.killed_by_agent) == (-9, "SIGKILL", True)
 
 
-def test_when_one_rank_dies_the_others_get_three_seconds_and_then_end(
+def test_when_one_rank_dies_the_others_are_killed_after_three_seconds(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
     made = make_run("cluster.gpus_per_node=3", "training.global_batch_size=6", steps=10_000, die={"1:1": -9}, die_at=5)
@@ -116,7 +116,7 @@ def test_when_one_rank_dies_the_others_get_three_seconds_and_then_end(
 
 
 @pytest.mark.parametrize(("code", "expected"), [(93, 93), (7, 1)])
-def test_the_agent_passes_on_the_code_of_a_verdict_and_1_for_the_rest(
+def test_the_agent_exits_with_a_final_exit_code_of_a_rank_and_with_1_for_others(
     make_run: MakeRun, start_agent: StartAgent, code: int, expected: int
 ) -> None:
     agent = start_agent(make_run("cluster.gpus_per_node=1", die={"1:0": code}))
@@ -138,7 +138,7 @@ def test_the_agent_passes_on_the_code_of_a_verdict_and_1_for_the_rest(
         ([93, 1], 0, 93),
     ],
 )
-def test_a_node_ends_with_what_the_rank_that_failed_first_says(
+def test_the_exit_code_of_a_node_is_that_of_the_rank_that_failed_first(
     codes: list[int], first_failure: int | None, expected: int
 ) -> None:
     ranks = [RankRecord(rank, pid=1, started=0.0, ended=1.0, exit_code=code) for rank, code in enumerate(codes)]
@@ -164,7 +164,7 @@ def test_ranks_die_when_their_agent_is_killed(make_run: MakeRun, start_agent: St
     assert agent.node.ended is None
 
 
-def test_nothing_of_a_killed_rank_stays_on_the_node_s_disk(
+def test_offloaded_states_of_a_killed_rank_are_removed_from_the_node(
     make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
 ) -> None:
     agent = start_agent(make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, die={"1:0": -9}))
@@ -172,7 +172,7 @@ def test_nothing_of_a_killed_rank_stays_on_the_node_s_disk(
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_what_a_killed_agent_left_on_the_disk_is_removed_by_the_next(
+def test_files_of_a_killed_agent_are_removed_by_the_next_one(
     make_run: MakeRun, start_agent: StartAgent, tmp_path: Path
 ) -> None:
     made = make_run(env={"SCALETRAIN_SWAP": str(tmp_path / "disk")}, swap=True, stay={"1:*": 1})
@@ -217,7 +217,7 @@ def test_the_agent_preempts_its_ranks_when_its_parent_process_dies(
     assert not any(is_running(rank.pid) for rank in record.ranks)
 
 
-def test_a_node_with_too_few_gpus_is_refused_with_exit_5_and_says_so(
+def test_a_node_with_too_few_gpus_is_rejected_with_exit_code_5_and_the_reason(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
     made = make_run("cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "training.global_batch_size=8")
@@ -255,7 +255,7 @@ def test_two_agents_on_one_machine_keep_their_ranks_and_files_apart(make_run: Ma
     assert attempt_outcome(made.run, made.record.spec, 1, cancelled=False).reason == "done"
 
 
-def test_when_a_rank_dies_the_other_nodes_end_too_and_the_first_is_blamed(
+def test_when_a_rank_dies_the_other_nodes_end_too_and_its_node_is_the_cause(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
     made = make_run("cluster.scheduler=slurm", "cluster.nodes=2", steps=10_000, die={"1:0": 1}, die_at=50)
@@ -279,7 +279,7 @@ def test_the_ranks_run_where_the_run_was_submitted(
     assert (home / "here").exists()
 
 
-def test_options_win_over_the_environment_and_slurm_names_are_understood() -> None:
+def test_options_override_the_environment_and_slurm_s_variables_are_read() -> None:
     environment = {"MASTER_ADDR": "n1", "MASTER_PORT": "1234", "SLURM_NODEID": "7", "SLURMD_NODENAME": "n7"}
     found = parse_options(["/run", "--attempt", "3"], environment)
     assert (found.node_rank, found.node_name, found.master_addr, found.master_port) == (7, "n7", "n1", 1234)
@@ -289,7 +289,7 @@ def test_options_win_over_the_environment_and_slurm_names_are_understood() -> No
     assert (found.node_rank, found.node_name, found.master_port, found.parent_pid) == (1, "x", 5, None)
 
 
-def test_compiled_code_is_kept_where_no_other_user_can_put_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_compiled_code_is_private_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     own = Path(compiled_code({})["TORCHINDUCTOR_CACHE_DIR"])
     assert own.stat().st_mode & 0o077 == 0
@@ -301,7 +301,7 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_any(tmp_path: Path, m
     assert compiled_code({}, {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
 
 
-def test_a_temporary_folder_that_this_node_does_not_have_keeps_no_rank_from_starting(
+def test_ranks_start_without_the_temporary_folder_of_the_login_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", "/proc/of-the-login-node")

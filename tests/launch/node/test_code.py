@@ -54,7 +54,7 @@ def unpacked(made: MadeRun, attempt: int = 1) -> Path:
     return unpacked_folder(made.run, attempt, 0, os.environ)
 
 
-def test_ranks_run_what_was_submitted_and_not_what_the_tree_has_become(
+def test_ranks_run_the_submitted_code_and_not_later_edits(
     program: WorkingTree, start_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(program.folder / "src")  # where `python -m` would find the tree itself
@@ -68,7 +68,7 @@ def test_ranks_run_what_was_submitted_and_not_what_the_tree_has_become(
     assert not place.parent.exists()
 
 
-def test_run_json_says_which_code_it_is(program: WorkingTree) -> None:
+def test_run_json_identifies_the_code(program: WorkingTree) -> None:
     made = submit(program)
     code = read_record(made.run).code
     assert code == made.record.code
@@ -77,14 +77,14 @@ def test_run_json_says_which_code_it_is(program: WorkingTree) -> None:
     assert {path.name for path in (made.run.path / "code").iterdir()} == {f"{code.name}.tar.gz", f"{code.name}.sha256"}
 
 
-def test_the_patch_of_what_was_not_committed_is_kept_beside_it(program: WorkingTree) -> None:
+def test_the_patch_of_uncommitted_changes_is_kept(program: WorkingTree) -> None:
     program.write("src/my_model/__init__.py", "VERSION = 'in the works'\n")
     made = submit(program)
     assert made.record.code is not None
     assert b"+VERSION = 'in the works'" in code_file(made.run, made.record.code, "patch").read_bytes()
 
 
-def test_a_folder_left_by_an_agent_that_was_killed_goes_with_the_next_attempt(
+def test_the_folder_of_a_killed_agent_is_removed_by_the_next_attempt(
     program: WorkingTree, start_agent: Callable[..., Agent]
 ) -> None:
     made = submit(program)
@@ -101,7 +101,7 @@ def test_a_folder_left_by_an_agent_that_was_killed_goes_with_the_next_attempt(
 
 @pytest.mark.parametrize("suffix", ["tar.gz", "sha256"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "another tree's"])
-def test_code_that_is_not_what_was_submitted_starts_no_rank(
+def test_no_rank_starts_with_code_that_differs_from_the_submitted_one(
     program: WorkingTree, start_agent: Callable[..., Agent], suffix: str, damage: str
 ) -> None:
     made = submit(program)
@@ -123,7 +123,7 @@ def test_code_that_is_not_what_was_submitted_starts_no_rank(
     assert not unpacked(made).parent.exists()
 
 
-def test_code_in_the_image_is_compared_and_run_where_it_is(
+def test_code_in_the_image_is_verified_and_run_in_place(
     program: WorkingTree, start_agent: Callable[..., Agent], tmp_path: Path
 ) -> None:
     image = tmp_path / "image"
@@ -149,7 +149,7 @@ def test_a_run_of_the_same_name_with_other_code_is_another_run(program: WorkingT
         submit(program, run_id="mine")
 
 
-def test_a_rank_that_runs_this_engine_imports_nothing_of_a_tree_that_is_only_kept(
+def test_the_built_in_engine_imports_nothing_from_a_tree_that_is_only_recorded(
     program: WorkingTree, start_agent: Callable[..., Agent]
 ) -> None:
     program.write("json.py", "raise RuntimeError('not the one that was meant')")
@@ -174,14 +174,14 @@ def test_pods_put_the_code_of_their_config_map_into_the_run_directory(program: W
     assert place_documents(mounted, tmp_path / "volume") == (run, record)
 
 
-def test_what_a_dry_run_would_send_holds_the_same_code_as_the_run_that_follows(program: WorkingTree) -> None:
+def test_a_dry_run_renders_the_same_code_as_the_submission_that_follows(program: WorkingTree) -> None:
     made = submit(program)
     before = documents_for(made.run, made.record)
     shutil.rmtree(made.run.path / "code")
     assert documents_for(made.run, made.record) == before
 
 
-def test_a_program_that_knows_no_heartbeat_is_never_taken_for_hung() -> None:
+def test_a_program_without_heartbeat_never_counts_as_hung() -> None:
     gang = LocalRanks(math.inf)
     gang.start(0, [sys.executable, "-c", "import time; time.sleep(60)"], os.environ, Path(os.devnull))
     try:
@@ -192,7 +192,7 @@ def test_a_program_that_knows_no_heartbeat_is_never_taken_for_hung() -> None:
         gang.ended(pid, os.waitstatus_to_exitcode(status))
 
 
-def test_a_resume_goes_on_with_the_code_it_had_unless_it_is_asked_for_the_new(
+def test_a_resume_uses_the_same_code_without_the_option_new_code(
     program: WorkingTree, start_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = submit(program)
@@ -218,7 +218,7 @@ def test_code_that_has_not_changed_makes_no_revision(program: WorkingTree) -> No
     assert read_record(made.run).revision == 0
 
 
-def test_a_scheduler_that_refuses_leaves_no_new_code_behind(program: WorkingTree) -> None:
+def test_a_rejected_job_leaves_no_new_code(program: WorkingTree) -> None:
     made = submit(program)
     before = {path.name for path in (made.run.path / "code").iterdir()}
     program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
@@ -228,13 +228,13 @@ def test_a_scheduler_that_refuses_leaves_no_new_code_behind(program: WorkingTree
     assert read_record(made.run) == made.record
 
 
-def test_another_part_of_the_tree_is_taken_when_the_run_is_told_so(program: WorkingTree) -> None:
+def test_an_override_selects_another_part_of_the_tree(program: WorkingTree) -> None:
     made = submit(program)
     resize = replan(made.run, [f"code.path={program.folder / 'src'}", "code.import_root=."])
     assert resize.changes.keys() == {"code", "code.path", "code.import_root"}
 
 
-def test_a_run_keeps_its_code_and_one_without_has_none_to_renew(
+def test_a_run_keeps_its_code_and_a_run_without_code_has_none_to_renew(
     program: WorkingTree, make_run: Callable[..., MadeRun]
 ) -> None:
     with pytest.raises(UsageError, match="a run keeps its code"):
@@ -243,7 +243,7 @@ def test_a_run_keeps_its_code_and_one_without_has_none_to_renew(
         replan(make_run().run, [], new_code=True)
 
 
-def test_a_node_that_has_no_room_for_the_code_is_left_and_not_the_run(
+def test_a_node_without_space_for_the_code_is_replaced(
     program: WorkingTree, start_agent: Callable[..., Agent], tmp_path: Path
 ) -> None:
     made = submit(program)
@@ -253,7 +253,7 @@ def test_a_node_that_has_no_room_for_the_code_is_left_and_not_the_run(
     assert "cannot be unpacked" in agent.errors
 
 
-def test_code_is_unpacked_where_nobody_else_can_change_it(
+def test_code_is_unpacked_into_a_folder_that_is_private_to_the_user(
     program: WorkingTree, start_agent: Callable[..., Agent]
 ) -> None:
     made = submit(program)
@@ -263,7 +263,7 @@ def test_code_is_unpacked_where_nobody_else_can_change_it(
     assert "is not private to this user" in agent.errors
 
 
-def test_a_path_of_the_users_into_the_tree_leads_into_what_was_kept(program: WorkingTree, tmp_path: Path) -> None:
+def test_entries_of_pythonpath_in_the_tree_are_mapped_to_the_copy(program: WorkingTree, tmp_path: Path) -> None:
     made = submit(program)
     live = program.folder
     told = {"PYTHONPATH": f"{live}/src:{live}::/opt/lib:{tmp_path}/elsewhere"}
@@ -271,7 +271,7 @@ def test_a_path_of_the_users_into_the_tree_leads_into_what_was_kept(program: Wor
     assert found["PYTHONPATH"] == f"/kept/src:/kept/src:/kept:/opt/lib:{tmp_path}/elsewhere"
 
 
-def test_code_that_is_gone_from_the_run_is_not_replaced_by_what_the_tree_has_become(program: WorkingTree) -> None:
+def test_code_that_is_missing_in_the_run_is_not_replaced_by_the_present_tree(program: WorkingTree) -> None:
     made = submit(program)
     shutil.rmtree(made.run.path / "code")
     program.write("src/my_model/__init__.py", "VERSION = 'newer'\n")
@@ -279,7 +279,7 @@ def test_code_that_is_gone_from_the_run_is_not_replaced_by_what_the_tree_has_bec
         documents_for(made.run, made.record)
 
 
-def test_an_error_at_the_hand_over_that_is_nobodys_refusal_leaves_nothing_either(program: WorkingTree) -> None:
+def test_an_unexpected_error_during_submission_leaves_no_new_code(program: WorkingTree) -> None:
     class Confused(Cluster):
         def render(self, run: RunDir, record: RunRecord) -> str:
             raise UsageError("a ConfigMap has no room for it")

@@ -74,12 +74,12 @@ def test_healthy_gpus_are_no_problem() -> None:
         ({"lost": True}, "GPU 1 cannot be read: GPU is lost"),
     ],
 )
-def test_each_fault_that_keeps_ranks_off_is_named_with_its_gpu(changed: dict[str, Any], words: str) -> None:
+def test_each_fault_that_rejects_a_node_is_reported_with_its_gpu(changed: dict[str, Any], words: str) -> None:
     (problem,) = problems({}, changed)
     assert problem.startswith(words)
 
 
-def test_a_smaller_gpu_than_planned_is_named_for_what_it_is() -> None:
+def test_a_smaller_gpu_than_planned_is_reported_with_its_name() -> None:
     assert problems({}, needed=100 * GB) == ["GPU 0 is a NVIDIA H100 80GB HBM3 with 85.5 GB; the plan needs 100.0 GB"]
 
 
@@ -96,7 +96,7 @@ def test_uncorrected_errors_are_a_note() -> None:
     assert list(gpu_notes(found.gpus)) == ["GPU 1 has had 3 uncorrected ECC errors since its driver was loaded"]
 
 
-def test_a_figure_that_a_gpu_does_not_have_is_absent_and_not_zero() -> None:
+def test_a_value_that_a_gpu_does_not_report_is_none_and_not_zero() -> None:
     nothing = dict.fromkeys(("total", "used", "ecc", "rows", "pages", "processes", "name", "reasons"))
     (gpu,) = health(nothing).gpus
     assert (gpu.memory_bytes, gpu.used_bytes, gpu.uncorrected_errors) == (None, None, None)
@@ -126,7 +126,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     return report
 
 
-def test_what_the_driver_reports_comes_back_from_the_process_that_reads_it(fake_driver: Any) -> None:
+def test_values_of_the_driver_are_returned_by_the_process_that_reads_them(fake_driver: Any) -> None:
     state = {"gpus": [{"reasons": 0x40}, {"ecc": None}]}
     assert fake_driver(**state) == health(*state["gpus"])
 
@@ -147,7 +147,7 @@ def test_a_node_without_a_driver_library_reports_nothing(fake_driver: Any) -> No
     assert fake_driver(init_error=12, gpus=[]) is None
 
 
-def test_a_node_without_nvidia_ml_py_says_so_and_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_nvidia_ml_py_reports_a_note_and_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_health.importlib.util, "find_spec", lambda name: None)
     found = query_driver()
     assert found is not None

@@ -67,7 +67,7 @@ def test_the_first_steps_may_take_long_and_then_five_times_the_median(line: Line
     assert line.steps(3, 20.0, first=3) == 100.0
 
 
-def test_fast_steps_may_take_half_a_minute_unless_the_user_says_otherwise(line: Line) -> None:
+def test_fast_steps_may_take_30_seconds_unless_guard_hang_is_set(line: Line) -> None:
     assert line.steps(10, 0.1) == 30.0
     line.heart.hang_seconds = 2.5
     assert line.steps(1, 0.1, first=11) == 2.5
@@ -75,7 +75,7 @@ def test_fast_steps_may_take_half_a_minute_unless_the_user_says_otherwise(line: 
     assert line.allowed() == LONG_SECONDS  # the user's limit is for steps; a save takes what it takes
 
 
-def test_a_save_is_no_step_and_what_follows_it_on_several_nodes_waits_for_the_slowest_disk() -> None:
+def test_a_step_after_a_save_on_several_nodes_may_wait_for_the_slowest_disk() -> None:
     for several_nodes, allowed in ((False, 30.0), (True, LONG_SECONDS)):
         line = Line(several_nodes)
         line.steps(5, 1.0)
@@ -89,7 +89,7 @@ def test_a_save_is_no_step_and_what_follows_it_on_several_nodes_waits_for_the_sl
         line.close()
 
 
-def test_a_collective_outwaits_every_silence_in_training() -> None:
+def test_the_timeout_of_collectives_exceeds_every_time_limit_in_training() -> None:
     assert collective_seconds(None) > LONG_SECONDS
     assert collective_seconds(7200.0) > 7200.0
 
@@ -151,9 +151,9 @@ def test_a_rank_that_was_rolled_back_first_is_ahead_of_those_that_still_are(line
 
 def test_time_in_which_the_agent_was_stopped_does_not_count_as_silence() -> None:
     channel = Channel()
-    before = channel.beat.heard
+    before = channel.beat.received
     channel.extend(3600.0)
-    assert channel.beat.heard == before + 3600.0
+    assert channel.beat.received == before + 3600.0
 
 
 def view(
@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_respond_is_the_suspect_with_its_kernel_state() -> 
     assert (asleep.rank, asleep.why.code, asleep.sure) == (1, "node.rank-in-kernel", False)
 
 
-def test_else_the_rank_that_is_behind_is_the_suspect() -> None:
+def test_if_all_ranks_respond_the_one_behind_is_the_suspect() -> None:
     views = [view(0, 7, "step, waiting for the other ranks", at=3.0), view(1, 7, at=1.0)]
     found = find_suspect(views, several_nodes=False)
     assert found.rank == 1
@@ -187,7 +187,9 @@ def test_ranks_at_the_same_place_wait_for_another_node_if_there_is_one() -> None
     assert "no rank stands out" in str(find_suspect([view(0, 5), view(1, 5)], several_nodes=False).why)
 
 
-def test_a_stopped_rank_is_found_dumped_named_and_killed(make_run: MakeRun, start_agent: StartAgent) -> None:
+def test_a_stopped_rank_is_found_reported_with_its_stacks_and_killed(
+    make_run: MakeRun, start_agent: StartAgent
+) -> None:
     made = make_run(hang={"1:0": 5, "1:1": 4}, stopped=[1], steps=100, silence=3.0)
     agent = start_agent(made)
     assert agent.wait() == 1
@@ -205,7 +207,7 @@ def test_a_stopped_rank_is_found_dumped_named_and_killed(make_run: MakeRun, star
     assert outcome.message == failure.message  # with its node, and where the stacks are
 
 
-def test_the_node_with_a_suspect_is_blamed_before_those_that_only_waited(
+def test_the_node_with_a_suspect_is_the_cause_and_not_those_that_only_waited(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
     everywhere = {f"1:{rank}": 5 for rank in range(4)}

@@ -30,7 +30,7 @@ def files(root: Path, **texts: str) -> Path:
     return root
 
 
-def test_what_is_left_is_the_least_of_the_machine_and_the_groups(tmp_path: Path) -> None:
+def test_available_memory_is_the_minimum_over_the_machine_and_its_cgroups(tmp_path: Path) -> None:
     machine = "MemTotal: 9000000 kB\nMemAvailable:    8000000 kB\n"
     assert available_bytes(files(tmp_path / "a", proc__meminfo=machine)) == 8_192_000_000
     two = files(
@@ -70,7 +70,7 @@ def on_gpus(made: MadeRun) -> MadeRun:
     return MadeRun(made.run, dataclasses.replace(made.record, spec=spec))
 
 
-def test_a_node_as_it_should_be_has_no_problems(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healthy_node_has_no_problems(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     found = inspected(make_run(), monkeypatch)
     assert (found.problems, found.notes, found.gpus) == ((), (), ())
     assert found.cores > 0
@@ -80,7 +80,7 @@ def test_a_node_as_it_should_be_has_no_problems(make_run: MakeRun, monkeypatch: 
     assert list(make_run().run.path.glob(".clock*")) == []
 
 
-def test_broken_gpus_little_memory_and_a_small_shm_are_told_apart(
+def test_broken_gpus_little_memory_and_a_small_shm_are_reported_separately(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = on_gpus(make_run())
@@ -100,7 +100,7 @@ def test_broken_gpus_little_memory_and_a_small_shm_are_told_apart(
     assert "take 40.0 GB" in more.problems[-1]
 
 
-def test_the_agent_writes_what_it_found_and_starts_no_rank_on_a_bad_node(
+def test_the_agent_writes_its_inspection_and_starts_no_rank_on_a_bad_node(
     make_run: MakeRun, start_agent: Callable[..., Agent]
 ) -> None:
     made = make_run("cluster.gpu=h100-sxm-80gb")

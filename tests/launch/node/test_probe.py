@@ -56,7 +56,7 @@ def test_every_problem_of_every_node_is_listed() -> None:
     assert len(problems({"gpus": 0, "packages": {}}, {"gpus": 0})) == 3
 
 
-def test_a_node_looks_around_and_writes_where_runs_will_live(tmp_path: Path) -> None:
+def test_a_probe_returns_the_facts_of_its_node_and_writes_to_the_runs_root(tmp_path: Path) -> None:
     place_token(tmp_path, "t")
     facts = probe_node(str(tmp_path), "t")
     assert facts.folder_problem == ""
@@ -75,7 +75,9 @@ def test_a_probe_without_slurm_or_without_sending_anything_is_a_usage_error(opti
     assert "--probe runs a job on the nodes" in ended.err
 
 
-def test_a_probe_without_submitit_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_without_submitit_is_an_error_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.probe.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=re.escape("'.[slurm]'")):
         probe_nodes(GPU_SPEC, make_plan(GPU_SPEC))

@@ -45,7 +45,7 @@ def blocked() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("blocked")
-def test_a_pending_signal_is_returned_once_and_silence_as_none() -> None:
+def test_a_pending_signal_is_returned_once_and_none_after_the_timeout() -> None:
     assert next_signal((signal.SIGUSR1,), 0.0) is None
     signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # a thread of a library may not block it
     assert next_signal((signal.SIGUSR1, signal.SIGHUP), 5.0) == signal.SIGUSR1
@@ -54,7 +54,7 @@ def test_a_pending_signal_is_returned_once_and_silence_as_none() -> None:
     assert time.monotonic() - began >= 0.09
 
 
-def test_a_process_that_was_stopped_past_its_wait_hears_what_was_sent_and_nothing_else() -> None:
+def test_a_process_that_was_stopped_during_its_wait_receives_only_signals_that_were_sent() -> None:
     command = [sys.executable, "-c", LISTENER]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -73,7 +73,7 @@ def test_a_process_that_was_stopped_past_its_wait_hears_what_was_sent_and_nothin
     assert sorted(map(int, heard)) == [signal.SIGUSR1, signal.SIGTERM]
 
 
-def test_a_run_that_is_suspended_and_continued_goes_on(make_run: Callable[..., MadeRun]) -> None:
+def test_a_run_that_is_suspended_and_continued_finishes(make_run: Callable[..., MadeRun]) -> None:
     made = make_run(steps=9, stay={"1:*": 3})
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: "up" in made.log(1, 0) and made.run.metrics.exists(), "the ranks train")

@@ -27,7 +27,7 @@ def environment(
     return rank_environment(spec, PLACE, 2, base=base or {}, secrets={"API_KEY": "secret"}, cores=cores)
 
 
-def test_a_rank_is_told_its_place_in_the_job() -> None:
+def test_the_environment_of_a_rank_has_its_rank_and_the_rendezvous() -> None:
     told = environment(base={"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "RANK": "99"})
     expected = {
         "RANK": "6",
@@ -46,7 +46,7 @@ def test_a_rank_is_told_its_place_in_the_job() -> None:
     assert {name: told[name] for name in expected} == expected
 
 
-def test_the_allocator_of_a_gpu_may_grow_its_segments_unless_it_was_told_otherwise() -> None:
+def test_the_gpu_allocator_uses_expandable_segments_unless_the_user_sets_it() -> None:
     gpu, name, newer = "cluster.gpu=h100-sxm-80gb", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     assert environment(gpu)[name] == "expandable_segments:True"
     assert environment(gpu, env={name: "backend:native"})[name] == "backend:native"
@@ -68,7 +68,7 @@ def test_threads_follow_the_cores_that_a_rank_may_use(override: str, cores: int,
     assert environment(override, cores=cores)["OMP_NUM_THREADS"] == threads
 
 
-def test_the_users_variables_win_over_the_nodes_but_not_over_the_contract() -> None:
+def test_variables_of_the_user_override_those_of_the_node_but_not_those_of_the_contract() -> None:
     told = environment(env={"OMP_NUM_THREADS": "3", "HOME": "/mine", "RANK": "7"}, base={"HOME": "/root"})
     assert (told["OMP_NUM_THREADS"], told["HOME"], told["RANK"]) == ("3", "/mine", "6")
 
@@ -89,7 +89,7 @@ def test_a_node_needs_at_least_the_planned_gpus_and_none_for_cpu_ranks(tmp_path:
     assert problems_of_node(make_spec().cluster, {}, tmp_path) == []
 
 
-def test_a_process_is_known_by_more_than_its_pid() -> None:
+def test_a_process_is_identified_by_pid_and_start_time() -> None:
     me = own_identity()
     assert me.is_alive()
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
@@ -132,7 +132,7 @@ kill_descendants()
 """
 
 
-def test_an_agent_does_not_wait_for_ever_for_a_rank_that_hangs_in_the_kernel(tmp_path: Path) -> None:
+def test_an_agent_ends_although_a_rank_hangs_in_the_kernel(tmp_path: Path) -> None:
     command = [sys.executable, "-c", UNKILLABLE, str(tmp_path / "log")]
     result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout == "4 None 1\n", result.stderr
@@ -163,7 +163,7 @@ assert not descendants()
 """
 
 
-def test_not_even_a_daemon_outlives_its_keeper() -> None:
+def test_a_daemon_is_killed_with_the_other_descendants() -> None:
     result = subprocess.run(
         [sys.executable, "-c", KEEPER], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False
     )
