@@ -183,8 +183,8 @@ def _parse(text: str) -> Fault:
         params = {"variable": VARIABLE, "text": text.strip(), "error": str(error)}
         raise UsageError(Reason("engine.fault-invalid", params)) from error
     if kind not in _KINDS or given:
-        params = {"variable": VARIABLE, "text": text.strip(), "kinds": list(_KINDS)}
-        raise UsageError(Reason("engine.fault-unknown", params))
+        place = {"variable": VARIABLE, "text": text.strip()}
+        raise UsageError(Reason("engine.fault-unknown", {**place, "kinds": list(_KINDS)}))
     if kind == "spike" and last_step is None:
         last_step = step
     return Fault(kind, step=step, last=last_step, seconds=seconds, factor=factor, **whole)

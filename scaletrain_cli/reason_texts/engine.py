@@ -121,7 +121,7 @@ TEXTS: dict[str, Text] = {
     "later-attempt": Text("attempt {attempt} begins after attempt {later}"),
     "attempt-superseded": Text("attempt {attempt} was superseded by a later one; its checkpoint was not committed"),
     "random-state-unknown": Text(
-        "the random state in the checkpoint is not {schema}: another version of scaletrain wrote it, in a format that "
+        "the checkpoint's random state is not {schema}: another version of scaletrain wrote it, in a format that "
         "this version does not load because it can run code",
         (
             "Resume with the version that wrote it, or export the weights with `scaletrain checkpoint export` and "

@@ -109,7 +109,7 @@ class Checkpointer:
         self._faults = faults
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._in_flight: _Save | None = None
-        self._background: list[Future[None]] = []  # marks and deletions, which run in the background
+        self._background: list[Future[None]] = []  # tasks that mark and delete checkpoints
         self._costs: list[SaveCost] = []
         self._allocated = False
         self._unmarked: set[int] = set()
@@ -138,9 +138,9 @@ class Checkpointer:
     @property
     def writing(self) -> bool:
         """True while this rank writes or commits. Raises the error of the writing thread at the next step boundary."""
-        for job in [job for job in self._background if job.done()]:
-            self._background.remove(job)
-            job.result()
+        for task in [task for task in self._background if task.done()]:
+            self._background.remove(task)
+            task.result()
         save = self._in_flight
         if save is None:
             return False

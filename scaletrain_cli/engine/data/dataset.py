@@ -140,8 +140,8 @@ def open_dataset(
             if each.ends_file is not None:
                 each.ends_file.check_share(rank, ranks)
     if not len(train):
-        params = {"folder": str(folder), "tokens": info.train_tokens, "length": seq_len}
-        raise UsageError(Reason("engine.dataset-too-small", params))
+        sizes = {"tokens": info.train_tokens, "length": seq_len}
+        raise UsageError(Reason("engine.dataset-too-small", {"folder": str(folder), **sizes}))
     return info, train, validation
 
 
@@ -240,8 +240,8 @@ def _build(data: DataSpec, folder: Path) -> None:
     known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
     end_of_text = next((token for token in known if token is not None), None)
     if end_of_text is None:
-        params = {"path": str(data.tokenizer.path), "tokens": list(ENDS_OF_TEXT)}
-        raise UsageError(Reason("engine.tokenizer-without-end-of-text", params))
+        needed = {"path": str(data.tokenizer.path), "tokens": list(ENDS_OF_TEXT)}
+        raise UsageError(Reason("engine.tokenizer-without-end-of-text", needed))
     dtype = _DTYPES[vocab_size > 1 << 16]
     counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
     digest, tally = hashlib.sha256(), Tally()

@@ -398,7 +398,7 @@ def test_a_broken_tokenizer_a_dangling_link_and_a_truncated_archive_are_reported
     (texts / "a.txt").unlink()
     whole = gzip.compress(random.Random(0).randbytes(300_000).hex().encode())
     (texts / "a.txt.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UsageError, match=r"a\.txt\.gz: is not a complete gzip file"):
+    with pytest.raises(UsageError, match=r"a\.txt\.gz is not a complete gzip file"):
         prepare_dataset(spec(texts), tmp_path / "runs")
 
 
