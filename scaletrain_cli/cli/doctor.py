@@ -15,7 +15,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.base import Check
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth, ask_driver, gpu_notes, gpu_problems
+from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth, gpu_notes, gpu_problems, query_driver
 from scaletrain_cli.plugins import (
     BACKENDS,
     DRILLS,
@@ -160,7 +160,7 @@ def _shared_memory() -> Check:
 
 def _gpus() -> Iterator[Check]:
     """Yield one check per NVIDIA GPU that the driver reports, or the reason why there is none."""
-    health = ask_driver()
+    health = query_driver()
     if health is None:
         yield Check("gpu", "none", "no NVIDIA driver", "use cluster.gpu: cpu to train on CPU cores")
         return
