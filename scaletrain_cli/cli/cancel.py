@@ -63,7 +63,7 @@ def command(
     removed = api.cancel(found, force=force, trust_owner=trust_owner, seen=status).removed
     if force:
         say(f"removed {', '.join(removed)}" if removed else "none of its pods is on an unreachable node.")
-    _answer(as_json, found.run_id, status.state, cancelled=True, removed_pods=removed)
+    _answer(as_json, found.run_id, status.state, cancelled=True, removed=removed)
     say(f"{_done(status)}. `scaletrain resume {found.run_id}` continues it.")
 
 
@@ -87,12 +87,12 @@ def _done(status: RunStatus) -> str:
     return f"canceled {status.run_id}; {kept}"
 
 
-def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed_pods: Sequence[str] = ()) -> None:
+def _answer(as_json: bool, run_id: str, state: str, *, cancelled: bool, removed: Sequence[str] = ()) -> None:
     """Print the answer of --json; ``state`` is the state before canceling."""
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        print_json({"run_id": run_id, "state": state, "cancelled": cancelled, "removed_pods": list(removed_pods)})
+        print_json({"run_id": run_id, "state": state, "cancelled": cancelled, "removed": list(removed)})
 
 
 _ENDS = {"finished": "has finished", "failed": "has failed", "cancelled": "was already canceled"}

@@ -267,7 +267,7 @@ TEXTS: dict[str, Text] = {
     "flavor-taint": Text(
         "flavor {flavor}: the pods do not tolerate its taint {taint} (cluster.spot, or cluster.kubernetes.tolerations)"
     ),
-    "flavor-label": Text("flavor {flavor}: its nodes have {label}={has}, and the pods need {wanted}"),
+    "flavor-label": Text("flavor {flavor}: its nodes have {label}={has}, and the pods need {needed}"),
     "flavor-needs-topology": Text(
         "flavor {flavor}: it admits only pods that request a topology (cluster.kubernetes.topology)"
     ),
@@ -378,7 +378,7 @@ TEXTS: dict[str, Text] = {
     "pods-pending": Text("the pods are being created"),
     "pods-starting": Text("{pods:of pod} starting: pulling the image or mounting volumes"),
     "last-gang-ending": Text("{pods:of pod} of the previous gang exiting"),
-    "some-running": Text("{running} of {wanted} pods running"),
+    "some-running": Text("{running} of {expected} pods running"),
     "image-not-pulled": Text(f"pod {{pod}}: the image cannot be pulled {_CONTAINER}"),
     "image-name-invalid": Text(f"pod {{pod}}: the name of the image is not valid {_CONTAINER}"),
     "image-not-on-node": Text(f"pod {{pod}}: the image is not on the node and must not be pulled {_CONTAINER}"),
@@ -401,7 +401,7 @@ TEXTS: dict[str, Text] = {
     "pod-unschedulable": Text(_EVENT),
     # Pods that run.
     "running": Text("all {pods:of pod} running"),
-    "running-others-ended": Text("{running} of {wanted} pods running, the others have ended"),
+    "running-others-ended": Text("{running} of {expected} pods running, the others have ended"),
     "restarted": Text("restart {count}"),
     # What explain says of a wait, and what to do about it.
     "explain-unmanaged": Text("Kueue does not manage it", (_RESUBMIT,)),

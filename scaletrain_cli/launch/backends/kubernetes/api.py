@@ -1,6 +1,6 @@
-"""The API server through the official client: objects as plain dicts, and a typed error for every refusal.
+"""Requests to the API server through the official client: objects as plain dicts, and a typed error for each refusal.
 
-Requests go to paths, so no discovery is needed and nothing is converted into the client's models.
+Requests name paths, so no API discovery is needed and nothing is converted into the models of the client.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CONNECT_SECONDS = 5.0
 _MAY_BE_APPLIED = (502, 503, 504)  # statuses of a gateway or proxy in front of the server
 _BUSY, _BUSY_PAUSES_SECONDS = 429, (1.0, 2.0, 4.0)
 _READ_SECONDS = 30.0
-_LOG_SECONDS = 10.0  # until the first line: it comes from the pod's node, which may be dead
+_LOG_SECONDS = 10.0  # until the first line: it comes from the pod's node, which may be down
 _FOLLOW_SECONDS = 300.0  # of silence, after which a followed log is requested again
 _SILENCE_SECONDS = 10.0
 _PAGE = 500
@@ -65,7 +65,7 @@ class NotServedError(RefusedError):
 
 
 def refusal(where: str, method: str, kind: Kind | None, path: str, error: Any) -> RefusedError:
-    """Return the error for the answer ``error`` of the client to ``method`` on ``path``."""
+    """Return the error for ``error``, the client's ApiException of a request ``method`` to ``path``."""
     answer = _status_of(error)
     said = str(answer.get("message") or error.reason or f"HTTP {error.status}").strip()
     if error.status == 0:  # the client reports a bad certificate in this way
@@ -101,7 +101,7 @@ def _status_of(error: Any) -> Object:
 
 
 class Cluster:
-    """One API server. ``where`` names it in every error."""
+    """A connection to one API server. ``where`` names it in every error."""
 
     def __init__(self, client: Any, where: str) -> None:
         from kubernetes.dynamic import DynamicClient
@@ -115,7 +115,9 @@ class Cluster:
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """Return one object, or None if none has this name. Raises NotServedError if the cluster has no such kind."""
         try:
-            found = self._in_its_version(kind, lambda served: self._json("get", served, served.path(namespace, name)))
+            found = self._in_served_version(
+                kind, lambda served: self._json("get", served, served.path(namespace, name))
+            )
             return as_newest(kind, found)
         except NotServedError:
             raise
@@ -126,7 +128,7 @@ class Cluster:
 
     def find(self, kind: Kind, namespace: str, *, labels: str = "", fields: str = "") -> list[Object]:
         """Return all objects that match the selectors."""
-        found = self._in_its_version(kind, lambda served: self._find(served, namespace, labels, fields))
+        found = self._in_served_version(kind, lambda served: self._find(served, namespace, labels, fields))
         return [as_newest(kind, item) for item in found]
 
     def _find(self, kind: Kind, namespace: str, labels: str, fields: str) -> list[Object]:
@@ -140,13 +142,16 @@ class Cluster:
             if not more:
                 return found
 
-    def _in_its_version(self, kind: Kind, ask: Callable[[Kind], _Answer]) -> _Answer:
-        """Return the answer in the version that the cluster serves. Raises NotServedError if it serves none."""
+    def _in_served_version(self, kind: Kind, send: Callable[[Kind], _Answer]) -> _Answer:
+        """Call ``send`` with the version of the kind that the cluster serves, and return its result.
+
+        Raises NotServedError if the cluster serves none.
+        """
         older = (dataclasses.replace(kind, version=version) for version in kind.older)
         refused: NotServedError | None = None
         for served in sorted((kind, *older), key=lambda one: one != self._versions.get(kind, kind)):
             try:
-                answer = ask(served)
+                answer = send(served)
             except NotServedError as error:
                 refused = error if served is kind or refused is None else refused
                 continue
@@ -255,7 +260,7 @@ class Cluster:
             response.close()  # unread data would be read as the answer to the next request
 
     def serves(self, kind: Kind) -> bool:
-        """Return whether the cluster has this kind, in this version or an older one that is known here."""
+        """Return whether the cluster has this kind, in its version or one of its ``older`` ones."""
         return any(self._serves(dataclasses.replace(kind, version=each)) for each in (kind.version, *kind.older))
 
     def _serves(self, kind: Kind) -> bool:
@@ -267,9 +272,9 @@ class Cluster:
             raise
         return any(resource.get("name") == kind.plural for resource in found.get("resources", []))
 
-    def version(self, patience_seconds: float = _READ_SECONDS) -> str:
-        """Return the server's version, such as ``v1.36.2``: the cheapest request that shows whether it answers."""
-        answer = self._parsed(self._send("get", None, "/version", read_seconds=patience_seconds).data)
+    def version(self, timeout_seconds: float = _READ_SECONDS) -> str:
+        """Return the server's version, such as ``v1.36.2``. This is the cheapest request that the server answers."""
+        answer = self._parsed(self._send("get", None, "/version", read_seconds=timeout_seconds).data)
         return str(answer.get("gitVersion", "of unknown version"))
 
     def _json(self, method: str, kind: Kind, path: str, **options: Any) -> Object:
@@ -303,10 +308,10 @@ class Cluster:
 
         timeout = (_CONNECT_SECONDS, read_seconds)
         if self._silent_since is not None and time.monotonic() - self._silent_since < _SILENCE_SECONDS:
-            raise SchedulerError(reason("no-answer-before", where=self.where))  # or each run of a list would wait
+            raise SchedulerError(reason("no-answer-before", where=self.where))  # else each run of a list would wait
         logger.debug("%s %s %s", self.where, method, path)
         try:
-            return self._ask(method, path, serialize=False, _request_timeout=timeout, **options)
+            return self._request(method, path, serialize=False, _request_timeout=timeout, **options)
         except ApiException as error:
             if method != "get" and (error.status in _MAY_BE_APPLIED or may_be_applied(str(error.body))):
                 why = reason("server-error", where=self.where, status=error.status, said=error.reason)
@@ -320,8 +325,8 @@ class Cluster:
                 raise SchedulerError(reason("no-answer", where=self.where, said=_short(error))) from error
             raise SchedulerSilentError(reason("answer-lost", where=self.where, said=_short(error))) from error
 
-    def _ask(self, method: str, path: str, **options: Any) -> Any:
-        """Send the request, and repeat it while the server answers 429 (it has then not acted)."""
+    def _request(self, method: str, path: str, **options: Any) -> Any:
+        """Send the request, and repeat it while the server answers 429 (Too Many Requests), which changes nothing."""
         from kubernetes.client.exceptions import ApiException
 
         for pause in _BUSY_PAUSES_SECONDS:
@@ -335,7 +340,7 @@ class Cluster:
 
 
 def connect(context: str | None, namespace: str) -> Cluster:
-    """Return the API server of ``context``; without one, of the pod that this runs in, or of the current context.
+    """Return a connection to the API server of ``context``; for None, of the surrounding pod or the current context.
 
     Sends no request. Raises UsageError without the client's package, SchedulerError without usable credentials.
     """
@@ -344,7 +349,7 @@ def connect(context: str | None, namespace: str) -> Cluster:
 
 @functools.lru_cache
 def _connect(context: str | None, namespace: str, file: str | None) -> Cluster:
-    """Return a cached connection: credentials may come from a program that takes a second."""
+    """Return a cached connection: credentials may come from a program that takes a second to run."""
     try:
         from kubernetes import client, config
     except ImportError as error:
@@ -381,8 +386,8 @@ def configured_namespace(context: str | None) -> str | None:
         known, current = config.list_kube_config_contexts(os.environ.get("KUBECONFIG") or None)
     except Exception:  # connect() reports the error
         return None
-    wanted = current if context is None else next((one for one in known if one["name"] == context), None)
-    named = (wanted or {}).get("context", {}).get("namespace")
+    chosen = current if context is None else next((one for one in known if one["name"] == context), None)
+    named = (chosen or {}).get("context", {}).get("namespace")
     return str(named) if named else None
 
 
@@ -410,10 +415,10 @@ def _is_late(error: BaseException) -> bool:
     return isinstance(error, urllib3.exceptions.ReadTimeoutError)
 
 
-def _lines(pieces: Iterator[bytes]) -> Iterator[str]:
+def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
     rest = b""
-    for piece in pieces:
-        *whole, rest = (rest + piece).split(b"\n")
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
         yield from (line.decode(errors="replace") for line in whole)
     if rest:
         yield rest.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The kinds of objects that the back end uses, and their paths on the API server. Pure."""
+"""The kinds of Kubernetes objects that the back end uses, and their paths on the API server. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Kind:
     """
 
     name: str
-    group: str  # "" is the core
+    group: str  # "" for the core group
     version: str
     plural: str
     namespaced: bool = True

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.resource_checks.files import View
     from scaletrain_cli.launch.status import RunStatus
 
-_CHECK_SECONDS = 10  # of `scaletrain doctor`, which must not hang
+_CHECK_SECONDS = 10  # timeout of `scaletrain doctor`
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class KubernetesBackend(Backend):
         """
         from scaletrain_cli.launch.backends.kubernetes.preflight import check
 
-        # A name that is not in use, so that the server validates the objects as new ones.
+        # An unused name, so that the server validates the objects as new ones.
         name = f"preflight-{secrets.token_hex(4)}"
         if run is None:
             record = make_record(spec, plan, name, take_snapshot(spec))
@@ -109,7 +109,7 @@ class KubernetesBackend(Backend):
         return to_yaml(self._manifest(run, record, lambda: self._cluster(record.spec))[0].objects)
 
     def submit(self, run: RunDir, record: RunRecord) -> str:
-        """Apply the objects and return the job id. Objects that a submitter which died has created are kept."""
+        """Apply the objects and return the job id. Objects of an interrupted submission are kept."""
         cluster = self._cluster(record.spec)
         rendered, excluded = self._manifest(run, record, lambda: cluster)
         spec, workload = record.spec.cluster.kubernetes, rendered.workload
@@ -127,7 +127,7 @@ class KubernetesBackend(Backend):
         return workload.id
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
-        """Return the run's latest job."""
+        """Return the state of the run's latest job."""
         ref = job_ref_of(run, record)
         if ref is None:
             return Explanation(reason("never-submitted")).job("", "unknown")
@@ -146,8 +146,8 @@ class KubernetesBackend(Backend):
                 reason=None if ref.reason is None else reason_from(ref.reason),
             )
         try:
-            cluster, seen = self._look(ref, record)
-        except UsageError as error:  # no client installed: the run directory still has most of it
+            cluster, seen = self._observe(ref, record)
+        except UsageError as error:  # the client is not installed; the run directory has most of the status
             raise SchedulerError(error.reason or error.message) from error
         now = time.time()
         if not ref.confirmed:
@@ -210,7 +210,7 @@ class KubernetesBackend(Backend):
             touch(run.stop_file)
             record_event(run, "cancelled")
             return
-        cluster, seen = self._look(ref, record)
+        cluster, seen = self._observe(ref, record)
         wait = ref.unsettled_seconds(time.time())
         if wait and seen.workload is None and not seen.pods:
             params = {"where": cluster.where, "job": ref.job_id, "run": run.run_id, "seconds": math.ceil(wait)}
@@ -227,7 +227,7 @@ class KubernetesBackend(Backend):
             for one in targets:
                 delete_workload(cluster, kind, ref.namespace, one)
         if targets:
-            with contextlib.suppress(SchedulerError):  # fetch the output, which is deleted with the pods
+            with contextlib.suppress(SchedulerError):  # the output is deleted with the pods
                 self._logs(run, record, ref, cluster).fetch()
         elif seen.workload is None and not ref.confirmed:
             remove_leftovers(cluster, ref, record)
@@ -239,7 +239,7 @@ class KubernetesBackend(Backend):
         ref = job_ref_of(run, record)
         if ref is None:
             return []
-        cluster, seen = self._look(ref, record)
+        cluster, seen = self._observe(ref, record)
         kind = BACKENDS[parse_id(ref.job_id)[0]]
         targets = [one for one in (seen.workload, *seen.others) if one is not None and _has_ended(one)]
         for one in targets:
@@ -247,23 +247,23 @@ class KubernetesBackend(Backend):
         return [str(one["metadata"]["name"]) for one in targets]
 
     def logs(self, run: RunDir, record: RunRecord) -> PodLogs | None:
-        """Return the fetcher of the pods' output; None if the output is visible here anyway, or there is no job."""
+        """Return the fetcher of the pods' output; None if this machine sees their files, or there is no job."""
         ref = job_ref_of(run, record)
         if ref is None or shares_volume(run):
             return None  # the pods of a job that has ended may still exist
         return self._logs(run, record, ref, self.connect(ref.context, ref.namespace))
 
     def findings(self, run: RunDir, record: RunRecord) -> list[StuckJob]:
-        """Return the reasons why the job is stuck; empty if it is not."""
+        """Return why the job never ends by itself; empty if nothing keeps it from ending."""
         ref = job_ref_of(run, record)
-        return [] if ref is None else stuck_jobs(self._look(ref, record)[1], time.time())
+        return [] if ref is None else stuck_jobs(self._observe(ref, record)[1], time.time())
 
     def force(self, run: RunDir, record: RunRecord) -> list[str]:
-        """Delete pods of dead nodes; return their names. Only safe if the nodes are powered off."""
+        """Delete the pods of dead nodes; return their names. Only safe if the nodes are powered off."""
         ref = job_ref_of(run, record)
         if ref is None:
             return []
-        cluster, seen = self._look(ref, record)
+        cluster, seen = self._observe(ref, record)
         removed = force_delete(cluster, ref.namespace, seen, time.time())
         if removed:
             record_event(run, "pods-force-deleted", pods=removed)
@@ -301,8 +301,8 @@ class KubernetesBackend(Backend):
 
     def latest_job_id(self, run: RunDir, record: RunRecord, submitted: str) -> str:
         """Return the id of the submitted job, also of one whose answer was lost."""
-        place = job_ref_of(run, record)
-        return "" if place is None else place.job_id
+        ref = job_ref_of(run, record)
+        return "" if ref is None else ref.job_id
 
     def explain_stuck(self, run: RunDir, record: RunRecord, status: RunStatus) -> Iterator[Finding]:
         """Yield the conditions that keep pods from starting or ending; nothing if the server does not answer."""
@@ -354,7 +354,7 @@ class KubernetesBackend(Backend):
     def _cluster(self, spec: RunSpec) -> Cluster:
         return self.connect(spec.cluster.kubernetes.context, spec.cluster.kubernetes.namespace)
 
-    def _look(self, ref: JobRef, record: RunRecord) -> tuple[Cluster, Observation]:
+    def _observe(self, ref: JobRef, record: RunRecord) -> tuple[Cluster, Observation]:
         cluster = self.connect(ref.context, ref.namespace)
         return cluster, observe(cluster, ref.namespace, ref.job_id, record)
 

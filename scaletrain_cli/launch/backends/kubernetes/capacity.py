@@ -47,7 +47,7 @@ from scaletrain_cli.text import listed
 Found = Problem | Reason | Start  # a problem, a note, or the possible start
 _SECTION = "cluster.kubernetes"
 NAMES_SHOWN = 8
-_CORDONED = "being schedulable"  # what a cordoned node lacks for now; checked last
+_CORDONED = "being schedulable"  # what a cordoned node lacks temporarily; checked last
 # Labels of node pools that an autoscaler may extend.
 _GROWING = (
     *("cloud.google.com/gke-nodepool", "eks.amazonaws.com/nodegroup", "kubernetes.azure.com/agentpool"),
@@ -74,6 +74,7 @@ def unknown_start(why: Reason) -> Start:
 
 
 def queue_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Found]:
+    """Yield why the queue cannot admit the job, ever or now, and when the job could start."""
     kubernetes = spec.cluster.kubernetes
     if kubernetes.queue is None:
         return
@@ -153,7 +154,7 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
         others = [other for other in cluster.find(CLUSTER_QUEUE, "") if other["spec"].get("cohortName") == name]
         cohort = Cohort(others, own, bounded=own is None or not own.get("spec", {}).get("parentName"))
     needed = _needed(spec, pod) | {"pods": Fraction(spec.cluster.nodes)}
-    answer = check_quota(queue, flavors, cohort, needed, pod, _nearness(cluster, spec))
+    answer = check_quota(queue, flavors, cohort, needed, pod, _topology_request(cluster, spec))
     given = spec.cluster.kubernetes.queue
     for never in answer.never:
         yield problem(spec, "queue", reason("queue-never", queue=queue["metadata"]["name"], why=never), given)
@@ -164,7 +165,7 @@ def _quota(cluster: Cluster, spec: RunSpec, queue: Object, pod: Object) -> Itera
         yield reason("resource-without-quota", queue=given, resource=resource)
 
 
-def _nearness(cluster: Cluster, spec: RunSpec) -> TopologyRequest | None:
+def _topology_request(cluster: Cluster, spec: RunSpec) -> TopologyRequest | None:
     topology = spec.cluster.kubernetes.topology
     if topology is None:
         return None
@@ -224,19 +225,19 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
     """Yield why there are not enough nodes for the gang. Kueue's quota ignores labels and cordons."""
     if not pod:
         return
-    places, may_grow = _places(cluster, spec, pod)
+    placements, may_grow = _placements(cluster, spec, pod)
     nodes = cluster.find(NODE, "")
-    one = {name: amount / spec.cluster.nodes for name, amount in _needed(spec, pod).items()}
-    rooms = [_room(nodes, one, place) for place in places]
-    room = max(rooms, key=lambda room: (room.fits, room.cordoned), default=None)
-    if room is None or room.fits >= spec.cluster.nodes:
+    per_pod = {name: amount / spec.cluster.nodes for name, amount in _needed(spec, pod).items()}
+    candidates = [_fit(nodes, per_pod, placement) for placement in placements]
+    best = max(candidates, key=lambda best: (best.fits, best.cordoned), default=None)
+    if best is None or best.fits >= spec.cluster.nodes:
         return
-    if room.fits + room.cordoned >= spec.cluster.nodes:
-        yield reason("nodes-cordoned", nodes=room.why[_CORDONED])
+    if best.fits + best.cordoned >= spec.cluster.nodes:
+        yield reason("nodes-cordoned", nodes=best.why[_CORDONED])
         yield unknown_start(reason("start-nodes-cordoned"))
         return
-    lacks = ", ".join(f"{count} lack {lack}" for lack, count in sorted(room.why.items(), key=lambda item: -item[1]))
-    numbers = {"nodes": len(nodes), "fit": room.fits, "needed": spec.cluster.nodes, "lacks": lacks}
+    lacks = ", ".join(f"{count} lack {lack}" for lack, count in sorted(best.why.items(), key=lambda item: -item[1]))
+    numbers = {"nodes": len(nodes), "fit": best.fits, "needed": spec.cluster.nodes, "lacks": lacks}
     pools = any(label in node["metadata"].get("labels", {}) for node in nodes for label in _GROWING)
     if may_grow or pools:
         yield reason("nodes-until-pools-grow" if pools else "nodes-until-admission-check", **numbers)
@@ -247,7 +248,7 @@ def node_capacity(cluster: Cluster, spec: RunSpec, pod: Object) -> Iterator[Foun
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Placement:
     """The labels that a node must have, and the taints that the pod tolerates."""
 
     labels: Mapping[str, str]
@@ -255,7 +256,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Room:
+class _Fit:
     """The number of pods that fit now, and after nodes are uncordoned; ``why`` counts unfit nodes by cause."""
 
     fits: int
@@ -263,7 +264,7 @@ class _Room:
     why: Mapping[str, int]
 
 
-def _places(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Place], bool]:
+def _placements(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Placement], bool]:
     """Return the placement of the pods for each flavor that Kueue could choose, and whether nodes may be added.
 
     An admission check of the queue may mean that another cluster runs the job, or that nodes are added on demand.
@@ -271,7 +272,7 @@ def _places(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Place],
     selector, tolerations = pod.get("nodeSelector", {}), list(pod.get("tolerations", ()))
     kubernetes = spec.cluster.kubernetes
     if not kubernetes.kueue or kubernetes.queue is None:
-        return [_Place(selector, tolerations)], False
+        return [_Placement(selector, tolerations)], False
     local = cluster.get(LOCAL_QUEUE, kubernetes.namespace, kubernetes.queue)
     queue = cluster.get(CLUSTER_QUEUE, "", local["spec"]["clusterQueue"]) if local is not None else None
     if queue is None:
@@ -280,33 +281,35 @@ def _places(cluster: Cluster, spec: RunSpec, pod: Object) -> tuple[list[_Place],
     found = []
     for name in flavors_for(queue, flavors, _needed(spec, pod), pod):
         more = flavors[name].get("spec", {})
-        place = _Place({**more.get("nodeLabels", {}), **selector}, [*tolerations, *more.get("tolerations", ())])
-        found.append(place)
+        placement = _Placement({**more.get("nodeLabels", {}), **selector}, [*tolerations, *more.get("tolerations", ())])
+        found.append(placement)
     return found, any(key in queue["spec"] for key in ("admissionChecks", "admissionChecksStrategy"))
 
 
-def _room(nodes: Sequence[Object], one: Mapping[str, Fraction], place: _Place) -> _Room:
+def _fit(nodes: Sequence[Object], per_pod: Mapping[str, Fraction], placement: _Placement) -> _Fit:
     why: dict[str, int] = {}
     fits = cordoned = 0
     for node in nodes:
-        misfit = misfits(node, one, place.labels, place.tolerations)
+        misfit = misfits(node, per_pod, placement.labels, placement.tolerations)
         if misfit:
             why[misfit] = why.get(misfit, 0) + 1
         if not misfit:
-            fits += _pods_on(node, one)
+            fits += _pods_on(node, per_pod)
         elif misfit == _CORDONED:
-            cordoned += _pods_on(node, one)
-    return _Room(fits, cordoned, why)
+            cordoned += _pods_on(node, per_pod)
+    return _Fit(fits, cordoned, why)
 
 
-def _pods_on(node: Object, one: Mapping[str, Fraction]) -> int:
+def _pods_on(node: Object, per_pod: Mapping[str, Fraction]) -> int:
     """Return how many of these pods fit on the empty node; pods of a gang may share a node."""
     has = node.get("status", {}).get("allocatable", {})
-    return min((int(parse_quantity(has.get(name, 0)) // amount) for name, amount in one.items() if amount), default=1)
+    return min(
+        (int(parse_quantity(has.get(name, 0)) // amount) for name, amount in per_pod.items() if amount), default=1
+    )
 
 
 def requested(pod: dict[str, Any], resource: str) -> Fraction:
-    """Return the amount of a resource that a pod with this spec holds; of devices the limit is the request."""
+    """Return the amount of a resource that a pod with this spec requests; for devices the limit is the request."""
 
     def held(key: str) -> list[Fraction]:
         found = [container.get("resources", {}) for container in pod.get(key) or ()]
@@ -318,7 +321,10 @@ def requested(pod: dict[str, Any], resource: str) -> Fraction:
 
 
 def exclusion_for(run: RunDir, spec: RunSpec, reach: Callable[[], Cluster]) -> Exclusion:
-    """Return the bad nodes to exclude; none if the cluster does not answer. ``reach`` is called only if needed."""
+    """Return the bad nodes to exclude; none if the cluster does not answer.
+
+    ``reach`` returns the connection; it is called only if there are bad nodes.
+    """
     bad = read_bad_nodes(run.path.parent, time.time())
     if not bad:
         return Exclusion()

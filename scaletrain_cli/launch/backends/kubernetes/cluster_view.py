@@ -1,6 +1,6 @@
 """The view of a cluster: nodes, Kueue's quotas and a namespace's runs, in the rows common to all back ends.
 
-look() sends the requests; make_view() is pure. Resources that the user may not list are left out with a note.
+fetch_objects() sends the requests; make_view() is pure. Resources that the user may not list are left out with a note.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ from scaletrain_cli.spec.kubernetes import KubernetesSpec
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.backends.kubernetes.api import Cluster
-
-# The runs of a namespace in Kueue's order, and why each waits.
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,10 @@ def queue_rows(runs: Runs, queues: Mapping[str, str], gpu_resource: str, now: fl
     return tuple(row for _, row in sorted(found, key=lambda item: item[0]))
 
 
-def others(runs: Runs, pods: Iterable[Object], cluster_queues: Iterable[Object], gpu_resource: str) -> tuple[int, int]:
-    """Return how many jobs of others run and wait: those whose pods ask for GPUs, and those in the same queues."""
+def count_other_jobs(
+    runs: Runs, pods: Iterable[Object], cluster_queues: Iterable[Object], gpu_resource: str
+) -> tuple[int, int]:
+    """Return how many jobs of other users run and wait: those whose pods request GPUs, and those in the same queues."""
     mine = {pod["metadata"].get("uid") for pod in runs.pods}
     placed: dict[str, bool] = {}
     for pod in pods:
@@ -183,7 +183,7 @@ def _labels(item: Object) -> Mapping[str, str]:
 
 
 _PRODUCT = "nvidia.com/gpu.product"  # a label that GPU feature discovery puts on nodes
-_LIVING = "status.phase!=Succeeded,status.phase!=Failed"
+_ACTIVE = "status.phase!=Succeeded,status.phase!=Failed"
 _BYTES = ("memory", "ephemeral-storage")
 _GIB = 2**30
 # What is missing from the view without the right to list a resource.
@@ -200,8 +200,8 @@ _PARTS = {
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The answers of the API server. ``forbidden``: resources that the user may not list, here None or empty."""
+class ClusterObjects:
+    """The objects of a cluster. ``forbidden``: resources that the user may not list; their fields are None or empty."""
 
     runs: Runs
     nodes: tuple[Object, ...] | None = ()
@@ -212,7 +212,7 @@ class Seen:
 
 
 def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
-    """Return the view of the configured context and namespace. Raises SchedulerError without an answer.
+    """Return the view of the configured context and namespace. Raises SchedulerError if the server does not answer.
 
     Default namespace: that of this user's newest run that has not ended; else the kubeconfig's.
     """
@@ -223,7 +223,9 @@ def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
         used = _namespaces_of_runs(settings.context)
         chosen, *elsewhere = used or [configured_namespace(settings.context) or settings.namespace]
         settings = settings.model_copy(update={"namespace": chosen})
-    view = make_view(look(connect(settings.context, settings.namespace), settings.namespace), settings, time.time())
+    view = make_view(
+        fetch_objects(connect(settings.context, settings.namespace), settings.namespace), settings, time.time()
+    )
     if not elsewhere:
         return view
     note = f"you also have runs in {', '.join(elsewhere)}: set cluster.kubernetes.namespace in clusters.yaml"
@@ -232,20 +234,20 @@ def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
 
 def _namespaces_of_runs(context: str | None) -> list[str]:
     """Return the namespaces of this user's runs that have not ended according to their records, newest first."""
-    places = []
+    refs = []
     for run in list_runs():
         with contextlib.suppress(UsageError, OSError):  # reported when that run is shown
-            place = read_job_ref(run)
-            if place is not None and not place.ended and context in (None, place.context):
-                places.append((run.record.stat().st_mtime, place.namespace))
-    return list(dict.fromkeys(namespace for _, namespace in sorted(places, reverse=True)))
+            ref = read_job_ref(run)
+            if ref is not None and not ref.ended and context in (None, ref.context):
+                refs.append((run.record.stat().st_mtime, ref.namespace))
+    return list(dict.fromkeys(namespace for _, namespace in sorted(refs, reverse=True)))
 
 
-def look(cluster: Cluster, namespace: str) -> Seen:
-    """Return everything that the view is built from. Raises SchedulerError."""
+def fetch_objects(cluster: Cluster, namespace: str) -> ClusterObjects:
+    """Return the objects from which the view is made. Raises SchedulerError."""
     forbidden: list[str] = []
 
-    def ask(kind: Kind, where: str = namespace, **selectors: str) -> tuple[Object, ...] | None:
+    def list_allowed(kind: Kind, where: str = namespace, **selectors: str) -> tuple[Object, ...] | None:
         try:
             return tuple(_named(kind, one) for one in cluster.find(kind, where, **selectors))
         except NotServedError:
@@ -258,20 +260,22 @@ def look(cluster: Cluster, namespace: str) -> Seen:
             forbidden.append(f"{kind.plural}.{kind.group}" if kind.group else kind.plural)
             return None
 
-    workloads = {name: ask(kind, labels=MANAGED) or () for name, kind in BACKENDS.items()}
-    queued = ask(WORKLOAD)
-    nodes = ask(NODE, "")
+    workloads = {name: list_allowed(kind, labels=MANAGED) or () for name, kind in BACKENDS.items()}
+    queued = list_allowed(WORKLOAD)
+    nodes = list_allowed(NODE, "")
     runs = Runs(
         tuple((name, one) for name, found in workloads.items() for one in found),
         tuple(cluster.find(POD, namespace, labels=MANAGED)),
         queued or (),
-        ask(POD_GROUP) or () if workloads["volcano"] else (),
+        list_allowed(POD_GROUP) or () if workloads["volcano"] else (),
         nodes or (),
         queue_known=queued is not None,
         nodes_known=nodes is not None,
     )
-    pods = ask(POD, "", fields=_LIVING)
-    return Seen(runs, nodes, pods, ask(LOCAL_QUEUE) or (), ask(CLUSTER_QUEUE, "") or (), tuple(forbidden))
+    pods = list_allowed(POD, "", fields=_ACTIVE)
+    return ClusterObjects(
+        runs, nodes, pods, list_allowed(LOCAL_QUEUE) or (), list_allowed(CLUSTER_QUEUE, "") or (), tuple(forbidden)
+    )
 
 
 def _named(kind: Kind, item: Object) -> Object:
@@ -279,12 +283,12 @@ def _named(kind: Kind, item: Object) -> Object:
     return {"apiVersion": kind.api_version, "kind": kind.name, **item}
 
 
-def make_view(seen: Seen, settings: KubernetesSpec, now: float) -> ClusterView:
+def make_view(seen: ClusterObjects, settings: KubernetesSpec, now: float) -> ClusterView:
     """Return the view; ``now`` is Unix time."""
     nodes = seen.nodes or ()
     queues = {queue["metadata"]["name"]: queue["spec"]["clusterQueue"] for queue in seen.local_queues}
     reachable = [queue for queue in seen.cluster_queues if queue["metadata"]["name"] in queues.values()]
-    running, waiting = others(seen.runs, seen.pods or (), reachable, settings.gpu_resource)
+    running, waiting = count_other_jobs(seen.runs, seen.pods or (), reachable, settings.gpu_resource)
     return ClusterView(
         scheduler="kubernetes",
         cluster=f"{f'context {settings.context}' if settings.context else 'current context'}, {settings.namespace}",
@@ -308,14 +312,14 @@ def _gpu_rows(nodes: Iterable[Object], pods: Iterable[Object], resource: str) ->
             having.setdefault(node["metadata"].get("labels", {}).get(_PRODUCT, resource), []).append(node)
     found = []
     for kind, members in having.items():
-        total = in_order = taken = wholly_free = 0
+        total = healthy = taken = free_nodes = 0
         for node in members:
-            there, well = (_count(node, key, resource) for key in ("capacity", "allocatable"))
-            usable = well if _state(node) == "Ready" else 0
+            capacity, allocatable = (_count(node, key, resource) for key in ("capacity", "allocatable"))
+            usable = allocatable if _state(node) == "Ready" else 0
             held = min(usable, used[node["metadata"]["name"]])
-            total, in_order, taken = total + there, in_order + usable, taken + held
-            wholly_free += usable == there and not held
-        found.append(GpuRow(kind, total, taken, in_order - taken, total - in_order, len(members), wholly_free))
+            total, healthy, taken = total + capacity, healthy + usable, taken + held
+            free_nodes += usable == capacity and not held
+        found.append(GpuRow(kind, total, taken, healthy - taken, total - healthy, len(members), free_nodes))
     return tuple(found)
 
 
@@ -353,7 +357,7 @@ def _quotas(queue: Object, local: dict[str, str], gpu_resource: str) -> Iterator
                 yield QuotaRow(owner, limit, words, float(allowed / unit), float(held / unit))
 
 
-def _notes(seen: Seen, reachable: Iterable[Object], settings: KubernetesSpec) -> Iterator[str]:
+def _notes(seen: ClusterObjects, reachable: Iterable[Object], settings: KubernetesSpec) -> Iterator[str]:
     for right in seen.forbidden:
         where = " in all namespaces" if right == "pods" else ""
         if right in _PARTS:

@@ -46,7 +46,7 @@ _STUCK = {
     "RunContainerError": "container-not-started",
 }
 _MOST_MESSAGE_CHARACTERS = 400
-_BETTER_IN_PODS = ("kubernetes.image-event", "kubernetes.pod-unschedulable")  # the status of a pod has more
+_BETTER_IN_PODS = ("kubernetes.image-event", "kubernetes.pod-unschedulable")  # a pod's status has the details
 # Events about a child that JobSet or Trainer could not create. Both retry indefinitely.
 CHILD_REFUSED = {"JobCreationFailed": "Job", "TrainJobResourcesCreationFailed": "JobSet"}
 _OVERDUE_SECONDS = 30.0  # after the pod's deadline: a kubelet needs time to remove the container and its volumes
@@ -128,7 +128,7 @@ def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = Fals
 
     def ending(cause: Reason) -> Job:
         """Return the job in state ``ending``: it has not ended before its last pod, so two gangs never run at once."""
-        after = () if stuck else _leaving(left, seen, "pods-saving")
+        after = () if stuck else _terminating(left, seen, "pods-saving")
         return Explanation(cause, after, stuck=stuck).job(job_id, "ending", nodes)
 
     if workload is None:
@@ -145,7 +145,7 @@ def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = Fals
     if end is not None:
         code, explanation = end
         if left:
-            after = () if stuck else _leaving(left, seen, "pods-ending")
+            after = () if stuck else _terminating(left, seen, "pods-ending")
             explained = Explanation(explanation.cause, (*explanation.after, *after), stuck=stuck)
             return explained.job(job_id, "ending", nodes)
         return explanation.job(job_id, "ended", nodes, exit_code=code)
@@ -154,13 +154,13 @@ def job_of(seen: Observation, job_id: str, now: float, *, cancelled: bool = Fals
         return Job(job_id, "running" if seen.pods else "queued", text, nodes, reason=stuck[0].reason)
     if _is_suspended(workload):  # by Kueue; the pods have their grace period
         why = _why_suspended(workload, seen)
-        saving = _leaving(left, seen, "pods-suspending") if left else ()
+        saving = _terminating(left, seen, "pods-suspending") if left else ()
         return Explanation(why.cause, (*why.after, *saving)).job(job_id, "queued", nodes)
     return _of_pods(seen, job_id, nodes)
 
 
 def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] | None:
-    """Return the exit code, where it is known, and why; None for a workload that is not over."""
+    """Return the exit code, None if unknown, and why the workload ended; None for a workload that has not ended."""
     status = workload.get("status", {})
     if _is_volcano(workload):
         state = status.get("state", {})
@@ -188,16 +188,16 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] 
 
 
 def _exit_code(pods: Sequence[Object], said: str) -> int | None:
-    """Return the code that a pod ended with, else one that a condition names; None where neither is known."""
+    """Return the exit code of a pod, else the one that a condition names; None if neither is known."""
     codes = [code for pod in pods if (code := exit_code_of_pod(pod)) is not None]
     bad = [code for code in codes if code]
-    # All pods end with the decision of pod 0; one that was killed meanwhile says nothing about the run.
+    # All pods exit with the code of pod 0's decision, except those that were killed before.
     reported = [code for code in bad if code < 128] or bad
     return reported[0] if reported else exit_code_in(said)
 
 
 def exit_code_of_pod(pod: Object) -> int | None:
-    """Return the exit code of the pod's training container, None while it runs."""
+    """Return the exit code of the pod's training container; None while it runs."""
     ended = own_container(pod).get("state", {}).get("terminated")
     return int(ended["exitCode"]) if ended is not None else None
 
@@ -225,7 +225,7 @@ def _last_line(message: str) -> str:
     return lines[-1][-_MOST_MESSAGE_CHARACTERS:] if lines else ""
 
 
-def _leaving(pods: Sequence[Object], seen: Observation, doing: str) -> tuple[Reason, ...]:
+def _terminating(pods: Sequence[Object], seen: Observation, doing: str) -> tuple[Reason, ...]:
     """Return the state of the terminating pods, as far as their nodes report it."""
     if not pods:
         return (reason("no-pods-left"),)
@@ -307,29 +307,29 @@ def _why_pods_were_lost(seen: Observation) -> Reason | None:
 def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
     """Return the job of a workload that may run, from the state of its pods."""
     assert seen.workload is not None
-    wanted, restarts = size_of(seen.workload), _restarts(seen)
+    expected, restarts = size_of(seen.workload), _restarts(seen)
     current = [pod for pod in seen.pods if not pod["metadata"].get("deletionTimestamp") and not _has_ended(pod)]
     running = [pod for pod in current if pod.get("status", {}).get("phase") == "Running"]
     again = (reason("restarted", count=restarts),) if restarts else ()
-    if running and len(running) >= wanted:
+    if running and len(running) >= expected:
         silent = _silence(_silent_nodes(running, seen))
         return Explanation(reason("running", pods=len(running)), (*again, *silent)).job(job_id, "running", nodes)
     ended = [pod for pod in seen.pods if _has_ended(pod)]
-    if running and len(running) + len(ended) >= wanted:
-        cause = reason("running-others-ended", running=len(running), wanted=wanted)
+    if running and len(running) + len(ended) >= expected:
+        cause = reason("running-others-ended", running=len(running), expected=expected)
         return Explanation(cause, again).job(job_id, "running", nodes)
     leaving = [pod for pod in seen.pods if pod["metadata"].get("deletionTimestamp")]
     waits = _why_pods_wait(current, seen)
     if leaving and not waits:
-        cause, *more = _leaving(leaving, seen, "last-gang-ending")
+        cause, *more = _terminating(leaving, seen, "last-gang-ending")
         return Explanation(cause, (*more, *again)).job(job_id, "queued", nodes)
-    before = (reason("some-running", running=len(running), wanted=wanted),) if running else ()
+    before = (reason("some-running", running=len(running), expected=expected),) if running else ()
     cause, *more = waits or (reason("pods-pending"),)
     return Explanation(cause, (*more, *again), before).job(job_id, "queued", nodes)
 
 
 def _why_pods_wait(pods: Sequence[Object], seen: Observation) -> tuple[Reason, ...]:
-    """Return what keeps a pod from starting, or from being created at all; empty where nothing is known to."""
+    """Return what keeps a pod from starting, or from being created at all; empty if nothing is known."""
     for pod in pods:
         for container in _containers(pod):
             waiting = container.get("state", {}).get("waiting") or {}

@@ -81,7 +81,7 @@ _ENDED_CODES: dict[int | None, str] = {
 
 
 def why_it_waits(run: RunDir, record: RunRecord, status: RunStatus) -> Finding:
-    """Return the cause of a wait, from the reason that ``status`` has already asked for."""
+    """Return the cause of a wait, from the reason in ``status``."""
     code = "" if status.job.reason is None else status.job.reason.code.removeprefix("kubernetes.")
     meaning = _MEANINGS.get(code, _UNKNOWN)
     headline = reason(meaning.headline, **_names(run, record))

@@ -1,7 +1,7 @@
-"""The reference to the run's job, kubernetes.json: where it is, and its end, which the cluster does not keep.
+"""The reference to the run's job (kubernetes.json): its id, context, namespace and end.
 
-The spec is not sufficient: a later revision may name another namespace than that of the job. The file is written before
-the request is sent, so that a job is found even if the server's answer was lost.
+The spec is not sufficient: a later revision may name another namespace, and the cluster deletes jobs that have ended.
+The file is written before the request is sent, so that a job is found even if the server's answer was lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import locked
 
-# An API server ends a request after 60 s (--request-timeout), whatever became of the connection.
+# An API server ends a request after 60 s (--request-timeout), even if the connection was lost.
 _SETTLED_SECONDS = 75.0
 _LOCK_SECONDS = 10.0
 
@@ -79,7 +79,7 @@ def read_job_ref(run: RunDir) -> JobRef | None:
 
 
 def previous_job_ref(run: RunDir, ref: JobRef) -> JobRef | None:
-    """Return the reference to the job before an intent. Raises UsageError where it is damaged."""
+    """Return the reference that an unanswered request replaced. Raises UsageError if it is damaged."""
     return None if ref.before is None else _from_document(ref.before, run.path / "kubernetes.json")
 
 
@@ -94,7 +94,7 @@ def _from_document(data: dict[str, Any], path: Path) -> JobRef:
 
 @contextlib.contextmanager
 def submission_recorded(run: RunDir, ref: JobRef) -> Iterator[None]:
-    """Write the intent before the job is submitted. A refusal restores the previous document.
+    """Write the reference before the job is submitted, unconfirmed. A refusal restores the previous document.
 
     Requires submit_lock(): this overwrites updates that another command has written meanwhile.
     """

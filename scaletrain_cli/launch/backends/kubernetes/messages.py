@@ -71,7 +71,7 @@ def one_line(text: object) -> str:
 
 
 def missing_right(said: str) -> MissingRight | None:
-    """Return the right that the API server says is missing; None for any other refusal."""
+    """Return the right that is missing, according to the API server's message; None for any other refusal."""
     match = _RBAC.search(said)
     return None if match is None else MissingRight(*match.groups())
 
@@ -92,7 +92,7 @@ def is_runtime_missing(said: str) -> bool:
 
 
 def pod_refusal_note(said: str) -> Reason | None:
-    """Return why a refused trial pod does not show that the job's pods would be refused; None where it does."""
+    """Return why the refusal of a pod in a dry run does not apply to the pods of the job; None if it does."""
     if "exceeded quota" in said:
         return reason("pod-over-quota", said=said)
     if "admission webhook" in said or "ValidatingAdmissionPolicy" in said:

@@ -1,7 +1,7 @@
 """Names, labels and addresses of one submission's objects, each a function of the run id and a number. Pure.
 
-A generated pod name (`<workload>-node-0-<index>-<5 letters>`) is a label of DNS, hence of at most 63 characters. JobSet
-refuses longer ones; plain Jobs only fail to make their pods.
+A generated pod name (`<workload>-node-0-<index>-<5 letters>`) is a DNS label, hence of at most 63 characters. JobSet
+refuses longer ones; a plain Job is accepted and cannot create its pods.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 MASTER_PORT = 29500
 NODE = "node"  # the name of the replicated job, of Volcano's task, and of the container; Trainer requires it
-MANAGER = "scaletrain"  # the field manager of server-side apply, too
+MANAGER = "scaletrain"  # also the field manager of server-side apply
 RUN_LABEL = "scaletrain.dev/run"
 RUN_ID_ANNOTATION = "scaletrain.dev/run-id"
 REVISION_ANNOTATION = "scaletrain.dev/revision"
 SUBMISSION_ANNOTATION = "scaletrain.dev/submission"
 DOCUMENTS_ANNOTATION = "scaletrain.dev/documents-sha256"
-RECORD_ANNOTATION = "scaletrain.dev/record"  # two people may choose the same run id
+RECORD_ANNOTATION = "scaletrain.dev/record"  # unique to the run: two users may choose the same run id
 INSTANCE_LABEL = "app.kubernetes.io/instance"
-MANAGED = f"app.kubernetes.io/managed-by={MANAGER}"  # selects what this launcher has made
+MANAGED = f"app.kubernetes.io/managed-by={MANAGER}"  # selects the objects of this launcher
 
 LONGEST_POD_NAME = 63
 LONGEST_LABEL_VALUE = 63

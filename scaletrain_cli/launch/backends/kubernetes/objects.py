@@ -44,10 +44,10 @@ _LOST_ANSWER_PAUSES = (1.0, 3.0)  # between repetitions of an unanswered request
 
 
 def delete_workload(cluster: Cluster, kind: Kind, namespace: str, workload: Object, *, dry_run: bool = False) -> None:
-    """Delete a workload, unless its name is now that of another one.
+    """Delete a workload, unless its name now belongs to another one.
 
-    A TrainJob is deleted before what it owns: Trainer's webhook refuses every change of one whose TrainingRuntime is
-    gone, also the change that ends a foreground deletion. A second request ends a deletion that is stuck in that way.
+    A TrainJob is deleted before what it owns: Trainer's webhook refuses every change of one whose TrainingRuntime no
+    longer exists, also the one that ends a foreground deletion. A second request ends a deletion that is stuck so.
     """
     metadata = workload["metadata"]
     background = kind is TRAIN_JOB
@@ -56,12 +56,12 @@ def delete_workload(cluster: Cluster, kind: Kind, namespace: str, workload: Obje
 
 @contextlib.contextmanager
 def stop_requested(
-    run: RunDir, cluster: Cluster, kind: Kind, namespace: str, doomed: Sequence[Object]
+    run: RunDir, cluster: Cluster, kind: Kind, namespace: str, workloads: Sequence[Object]
 ) -> Iterator[None]:
     """Write the stop file, and annotate the objects for observers without it; undo both if the server refuses."""
     had = run.stop_file.exists()
     touch(run.stop_file)
-    names = [one["metadata"]["name"] for one in doomed]
+    names = [one["metadata"]["name"] for one in workloads]
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
     def mark(value: str | None) -> None:
@@ -100,9 +100,9 @@ def apply_objects(cluster: Cluster, rendered: Manifest, found: Object | None) ->
     made: list[Object] = []
     try:
         for body in others:
-            _apply_surely(cluster, body)
+            _apply_until_answered(cluster, body)
             made.append(body)
-        whole = found if found is not None else _apply_workload(cluster, workload)
+        created = found if found is not None else _apply_workload(cluster, workload)
     except SchedulerSilentError:
         raise  # the server may have created all of them; the next status shows it
     except SchedulerError:
@@ -111,26 +111,26 @@ def apply_objects(cluster: Cluster, rendered: Manifest, found: Object | None) ->
                 metadata = body["metadata"]
                 cluster.delete(kind_of(body), metadata["namespace"], metadata["name"])
         raise
-    owner = {key: whole[key] for key in ("apiVersion", "kind")}
-    owner |= {key: whole["metadata"][key] for key in ("name", "uid")}
+    owner = {key: created[key] for key in ("apiVersion", "kind")}
+    owner |= {key: created["metadata"][key] for key in ("name", "uid")}
     for body in others:
         with contextlib.suppress(SchedulerError):  # the job exists; without an owner the others only outlive it
-            _apply_surely(cluster, {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
+            _apply_until_answered(cluster, {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}})
 
 
 def _apply_workload(cluster: Cluster, workload: Object) -> Object:
-    """Create the workload; a TrainJob once the webhooks know its runtime."""
+    """Create the workload; for a TrainJob, repeat the request until the webhooks have its runtime in their caches."""
     deadline = time.monotonic() + _RUNTIME_SECONDS
     while True:
         try:
-            return _apply_surely(cluster, workload, to_make=True)
+            return _apply_until_answered(cluster, workload, is_new=True)
         except RefusedError as error:
             if not is_runtime_missing(error.said) or time.monotonic() > deadline:
                 raise
         time.sleep(_RETRY_SECONDS)
 
 
-def _apply_surely(cluster: Cluster, body: Object, *, to_make: bool = False) -> Object:
+def _apply_until_answered(cluster: Cluster, body: Object, *, is_new: bool = False) -> Object:
     """Apply an object, and again if the answer was lost, which changes nothing of what exists.
 
     An object ``to_make`` is read before it is applied again: a controller may have changed it. Raises
@@ -141,7 +141,7 @@ def _apply_surely(cluster: Cluster, body: Object, *, to_make: bool = False) -> O
     for pause in (0.0, *_LOST_ANSWER_PAUSES):
         time.sleep(pause)
         try:
-            if lost is not None and to_make:
+            if lost is not None and is_new:
                 there = cluster.get(kind, metadata["namespace"], metadata["name"])
                 if there is not None:
                     return there

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _OWNER_LABEL = "kueue.x-k8s.io/job-uid"  # on Kueue's Workload: the UID of the job that it is for
-_PODS_ASKED = 3  # of the waiting ones: all pods of a gang wait for the same reason, and each takes a request
-_NODES_ASKED = 8  # requested individually; above this number one list request is cheaper
+_MOST_PODS_QUERIED = 3  # of the waiting ones: all pods of a gang wait for the same reason, and each takes a request
+_MOST_NODES_QUERIED = 8  # requested individually; above this number one list request is cheaper
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def observe(cluster: Cluster, namespace: str, job_id: str, record: RunRecord) ->
         label = f"{RUN_LABEL}={run_label(record.run_id)}"
         pods = cluster.find(POD, namespace, labels=label)
         pods = [pod for pod in pods if _mark(pod) in ("", record_mark(record))]
-        living = tuple(pod for pod in pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"))
-        nodes, known = _nodes_in_question(cluster, living)
-        return Observation(None, living, nodes=nodes, nodes_known=known, jobset=jobset, others=others)
+        active = tuple(pod for pod in pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"))
+        nodes, known = _nodes_in_question(cluster, active)
+        return Observation(None, active, nodes=nodes, nodes_known=known, jobset=jobset, others=others)
     pods = cluster.find(POD, namespace, labels=instance)
     nodes, nodes_known = _nodes_in_question(cluster, pods)
     is_volcano = BACKENDS[backend] is VOLCANO_JOB
@@ -151,10 +151,10 @@ def reports(pod: Object) -> bool:
     return found.get("Ready") != "False" or found.get("ContainersReady") == "False"
 
 
-def _allowed(ask: Callable[[], list[Object]]) -> list[Object] | None:
+def _allowed(send: Callable[[], list[Object]]) -> list[Object] | None:
     """Return the answer; None if the user lacks the right."""
     try:
-        return ask()
+        return send()
     except RefusedError as error:
         if not error.is_rights:
             raise
@@ -181,8 +181,8 @@ def _events(
     if pods and not waiting:
         return []
     names = [name, *(job["metadata"]["name"] for job in jobs)] if not pods else []
-    names += [pod["metadata"]["name"] for pod in waiting[:_PODS_ASKED]]
-    found = [event for asked in names for event in cluster.events(namespace, asked)]
+    names += [pod["metadata"]["name"] for pod in waiting[:_MOST_PODS_QUERIED]]
+    found = [event for each in names for event in cluster.events(namespace, each)]
     if of_lost_pods:
         start = f"{name}-{CONTAINER}-"
         of_pods = cluster.find(EVENT, namespace, fields="involvedObject.kind=Pod,type=Warning")
@@ -203,12 +203,12 @@ def _nodes_in_question(cluster: Cluster, pods: Iterable[Object]) -> tuple[tuple[
         )
     }
 
-    def ask() -> list[Object]:
-        if len(names) > _NODES_ASKED:
+    def send() -> list[Object]:
+        if len(names) > _MOST_NODES_QUERIED:
             return [node for node in cluster.find(NODE, "") if node["metadata"]["name"] in names]
         return [node for name in sorted(names) if (node := cluster.get(NODE, "", name)) is not None]
 
-    found = _allowed(ask) if names else []
+    found = _allowed(send) if names else []
     return tuple(found or ()), found is not None
 
 

@@ -20,8 +20,8 @@ _GPU_RANK_BYTES = 8 * _GIB
 _CPU_RANK_BYTES = 3 * _GIB // 2  # the interpreter with torch; its tensors are in the plan
 _AGENT_BYTES = _GIB
 _SHM_BASE_BYTES = _GIB
-_SHM_RANK_BYTES = _GIB  # NCCL's rings between the GPUs of a node take some hundred MB; 64 MB is what a container gets
-_CPUS_PER_GPU = 4  # a request that every GPU node can satisfy; without a limit the pod may use all free cores
+_SHM_RANK_BYTES = _GIB  # NCCL's rings between the GPUs of a node take some hundred MB; a container has 64 MB by default
+_CPUS_PER_GPU = 4  # a request that every GPU node can satisfy; the pod has no limit and may use all free cores
 
 
 def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
@@ -43,9 +43,9 @@ def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
 
 def cores_per_node(spec: RunSpec) -> int:
     """Return ``cpus_per_node``, else ``cluster.cpus_per_gpu`` per rank, else a number that every node has."""
-    cluster, asked = spec.cluster, spec.cluster.kubernetes.cpus_per_node
-    if asked != "auto":
-        return asked
+    cluster, given = spec.cluster, spec.cluster.kubernetes.cpus_per_node
+    if given != "auto":
+        return given
     each = cluster.cpus_per_gpu
     if each == "auto":
         each = 1 if cluster.gpu == "cpu" else _CPUS_PER_GPU
@@ -54,8 +54,8 @@ def cores_per_node(spec: RunSpec) -> int:
 
 def shm_bytes(spec: RunSpec) -> int:
     """Return the size of /dev/shm in bytes: 1 GiB, and 1 GiB for each rank."""
-    asked = spec.cluster.kubernetes.shm_size
-    return asked if asked != "auto" else _SHM_BASE_BYTES + _SHM_RANK_BYTES * spec.cluster.gpus_per_node
+    given = spec.cluster.kubernetes.shm_size
+    return given if given != "auto" else _SHM_BASE_BYTES + _SHM_RANK_BYTES * spec.cluster.gpus_per_node
 
 
 def memory_bytes(spec: RunSpec, plan: RunPlan) -> int:
@@ -63,9 +63,9 @@ def memory_bytes(spec: RunSpec, plan: RunPlan) -> int:
 
     On CPUs, what the plan calls the device's memory is the node's too.
     """
-    asked, ranks = spec.cluster.kubernetes.memory_per_node, spec.cluster.gpus_per_node
-    if asked != "auto":
-        return asked
+    given, ranks = spec.cluster.kubernetes.memory_per_node, spec.cluster.gpus_per_node
+    if given != "auto":
+        return given
     rank = plan.memory.host + (_CPU_RANK_BYTES + plan.memory.peak if spec.cluster.gpu == "cpu" else _GPU_RANK_BYTES)
     whole = plan.durability.copy_bytes_per_node + shm_bytes(spec) + _AGENT_BYTES + ranks * rank
     return -(-whole // _GIB) * _GIB

@@ -112,10 +112,10 @@ def run_pod(options: PodOptions) -> int:
     from scaletrain_cli.launch.node.attempt import run_node
     from scaletrain_cli.rundir.record import read_record
 
-    begun = _begin(options) if options.node_rank == 0 else _join(options)
-    if isinstance(begun, int):
-        return begun
-    run, number = begun
+    started = _begin(options) if options.node_rank == 0 else _join(options)
+    if isinstance(started, int):
+        return started
+    run, number = started
     # The submitter's lock is in a shared run directory; without one, the submitter reads the pods' output.
     shared = (run.path / "submit.lock").exists()
     print(attempt_start_line(number, shared=shared), flush=True)
@@ -160,26 +160,26 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
 
     with _volume_in_use(options):
         run, record = place_documents(options.documents, options.runs_root)
-    host = RendezvousServer(options.rendezvous_port, _gang_key(options), record.spec.cluster.nodes - 1)
+    server = RendezvousServer(options.rendezvous_port, _gang_key(options), record.spec.cluster.nodes - 1)
     try:
-        said = host.gather(RENDEZVOUS_SECONDS, _is_terminating)
+        said = server.gather(RENDEZVOUS_SECONDS, _is_terminating)
         with _volume_in_use(options):
             conclude_abandoned(run, record)  # of an earlier gang whose pod 0 was lost
             refusal = why_not_begin(run, record, options.workload)
             if refusal is not None:
                 logger.error("%s", refusal.why)
                 conclude_run(run, refusal)
-                host.broadcast({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
+                server.broadcast({"exit_code": (code := exit_code_for(refusal)), "why": refusal.why})
                 return code
-            nodes = (options.node_name, *(str(word["node"]) for word in said.values()))
+            nodes = (options.node_name, *(str(answer["node"]) for answer in said.values()))
             number = begin_attempt(run, record.spec, scheduler="kubernetes", job_id=options.workload, nodes=nodes)
-        host.broadcast({"attempt": number, "run_id": run.run_id})
+        server.broadcast({"attempt": number, "run_id": run.run_id})
         return run, number
     except ScaletrainError as error:
-        host.broadcast({"exit_code": error.exit_code, "why": str(error)})
+        server.broadcast({"exit_code": error.exit_code, "why": str(error)})
         raise
     finally:
-        host.close()
+        server.close()
 
 
 def _gang_key(options: PodOptions) -> GangKey:
@@ -196,18 +196,18 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
 
     said = {"node": options.node_name, "pod": options.pod_name}
     place = (options.master_addr, options.rendezvous_port, _gang_key(options), options.node_rank)
-    word = join(*place, said, RENDEZVOUS_SECONDS, _is_terminating)
-    if "exit_code" in word:
-        logger.error("%s", word["why"])
-        return int(word["exit_code"])
-    run = RunDir(options.runs_root / str(word["run_id"]))
+    answer = join(*place, said, RENDEZVOUS_SECONDS, _is_terminating)
+    if "exit_code" in answer:
+        logger.error("%s", answer["why"])
+        return int(answer["exit_code"])
+    run = RunDir(options.runs_root / str(answer["run_id"]))
     deadline = time.monotonic() + _VOLUME_SECONDS
-    while not (run.attempt(word["attempt"]) / "attempt.json").is_file():
+    while not (run.attempt(answer["attempt"]) / "attempt.json").is_file():
         if time.monotonic() > deadline:
-            folder = str(run.attempt(word["attempt"]))
+            folder = str(run.attempt(answer["attempt"]))
             raise WrongNodesError(reason("volume-not-shared", folder=folder, node=options.node_name))
         time.sleep(_POLL_SECONDS)
-    return run, int(word["attempt"])
+    return run, int(answer["attempt"])
 
 
 def _decide(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
@@ -322,7 +322,7 @@ def _unwritable_folder(options: PodOptions) -> Path:
 
 
 def _is_terminating() -> bool:
-    """Return whether SIGTERM or SIGINT has arrived. They are blocked and stay pending."""
+    """Return whether SIGTERM or SIGINT is pending. Both are blocked."""
     return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGINT})
 
 

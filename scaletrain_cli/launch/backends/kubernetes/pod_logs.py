@@ -44,62 +44,62 @@ class _Source:
 
 
 class PodLogs:
-    """Fetches the logs of a job's pods, each line once, even with several commands in sequence."""
+    """Fetches the logs of a job's pods, each line once, also over several commands in sequence."""
 
-    def __init__(self, run: RunDir, cluster: Cluster, place: JobRef, ranks_per_pod: int) -> None:
-        self._run, self._cluster, self._place = run, cluster, place
+    def __init__(self, run: RunDir, cluster: Cluster, ref: JobRef, ranks_per_pod: int) -> None:
+        self._run, self._cluster, self._ref = run, cluster, ref
         self._ranks_per_pod = ranks_per_pod
         self._stopped = threading.Event()
         self._streams: dict[str, threading.Thread] = {}
 
     def fetch(self) -> None:
         """Fetch new lines of every pod that the API server still has. Raises SchedulerError after the last pod."""
-        trouble: RefusedError | None = None
-        with self._alone() as alone:
-            for pod in self._pods() if alone else ():
+        first_error: RefusedError | None = None
+        with self._exclusive() as exclusive:
+            for pod in self._pods() if exclusive else ():
                 try:
                     self._read(pod, follow=False)
                 except RefusedError as error:  # an unresponsive node must not hide the output of others
                     gone = error.status == 404
-                    trouble = trouble if gone or trouble is not None else error
-        if trouble is not None:
-            raise trouble
+                    first_error = first_error if gone or first_error is not None else error
+        if first_error is not None:
+            raise first_error
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Return a context in which logs are fetched continuously, also from pods of later gangs."""
-        with self._alone() as alone:
-            if not alone:
+        with self._exclusive() as exclusive:
+            if not exclusive:
                 yield
                 return
-            looker = threading.Thread(target=self._look, name="pod-logs", daemon=True)
-            looker.start()
+            starter = threading.Thread(target=self._start_readers, name="pod-logs", daemon=True)
+            starter.start()
             try:
                 yield
             finally:
                 self._stopped.set()
-                looker.join(2 * _LOOK_EVERY_SECONDS)
+                starter.join(2 * _LOOK_EVERY_SECONDS)
                 deadline = time.monotonic() + _LAST_LINES_SECONDS
                 for stream in self._streams.values():  # the streams of pods that have ended also end
                     stream.join(max(0.0, deadline - time.monotonic()))
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Yield whether this is the only command that fetches this run's logs: two would write every line twice."""
+    def _exclusive(self) -> Iterator[bool]:
+        """Yield whether no other command fetches this run's logs now: two would write every line twice."""
         folder = self._run.path / "pods"
         make_folder(folder)
-        with locked(folder / "lock", wait_seconds=0) as alone:
-            yield alone and not shares_volume(self._run)
+        with locked(folder / "lock", wait_seconds=0) as exclusive:
+            yield exclusive and not shares_volume(self._run)
 
-    def _look(self) -> None:
+    def _start_readers(self) -> None:
         """Start a reader for every pod that is new or whose stream was closed."""
         streams = self._streams
         while not shares_volume(self._run):
             with contextlib.suppress(SchedulerError):  # the server may answer the next request
                 for pod in self._pods():
                     uid = pod["metadata"]["uid"]
-                    living = sum(thread.is_alive() for thread in streams.values())
-                    if (uid not in streams or not streams[uid].is_alive()) and living < _MOST_STREAMS:
+                    active = sum(thread.is_alive() for thread in streams.values())
+                    if (uid not in streams or not streams[uid].is_alive()) and active < _MOST_STREAMS:
                         streams[uid] = threading.Thread(target=self._stream, args=(pod,), name=uid, daemon=True)
                         streams[uid].start()
             if self._stopped.wait(_LOOK_EVERY_SECONDS):
@@ -111,17 +111,17 @@ class PodLogs:
 
     def _pods(self) -> list[Object]:
         """Return the pods whose container has started, the oldest first."""
-        labels = f"app.kubernetes.io/instance={self._place.name}"
-        pods = self._cluster.find(POD, self._place.namespace, labels=labels)
-        begun = [pod for pod in pods if _has_begun(pod)]
-        return sorted(begun, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+        labels = f"app.kubernetes.io/instance={self._ref.name}"
+        pods = self._cluster.find(POD, self._ref.namespace, labels=labels)
+        started = [pod for pod in pods if _has_started(pod)]
+        return sorted(started, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
 
     def _read(self, pod: Object, *, follow: bool) -> None:
         """Append the pod's new lines to their files, and remember how far it was read."""
         state = self._run.path / "pods" / f"{pod['metadata']['uid']}.json"
         source = self._source(state, pod)
         saved = time.monotonic()
-        lines = self._cluster.log(self._place.namespace, source.name, NODE, since=source.since, follow=follow)
+        lines = self._cluster.log(self._ref.namespace, source.name, NODE, since=source.since, follow=follow)
         try:
             for line in lines:
                 stamp, _, text = line.partition(" ")
@@ -163,7 +163,7 @@ class PodLogs:
             file.write(f"{line}\n")
 
 
-def _has_begun(pod: Object) -> bool:
+def _has_started(pod: Object) -> bool:
     """Return whether the container has started: the server refuses to return the log of a waiting one."""
     state = own_container(pod).get("state", {})
     return "running" in state or "terminated" in state
@@ -171,8 +171,8 @@ def _has_begun(pod: Object) -> bool:
 
 def newest_progress(cluster: Cluster, ref: JobRef, seen: Observation) -> dict[str, float]:
     """Return the newest progress that pod 0 printed; empty where it cannot be read."""
-    begun = [pod for pod in seen.pods if index_of(pod) == 0 and "waiting" not in own_container(pod).get("state", {})]
-    first = [pod for pod in begun if reports(pod)]  # a request to a dead node would time out
+    started = [pod for pod in seen.pods if index_of(pod) == 0 and "waiting" not in own_container(pod).get("state", {})]
+    first = [pod for pod in started if reports(pod)]  # a request to a dead node would time out
     if not first:
         return {}
     with contextlib.suppress(SchedulerError):

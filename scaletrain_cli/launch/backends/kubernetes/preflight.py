@@ -1,4 +1,4 @@
-"""Checks before a submission: everything that would keep the job from starting, reported at once; nothing is created.
+"""Checks before a submission: all problems that would keep the job from starting, reported at once. Creates nothing.
 
 The API server accepts many of these without a message, and the job would wait indefinitely. Checks of objects that the
 user may not read are skipped with a note.
@@ -71,10 +71,10 @@ def pod_priority(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
 def claims(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     """Yield claims that do not exist, are not bound, or cannot be mounted by all pods."""
     kubernetes = spec.cluster.kubernetes
-    wanted = {volume.claim: f"volumes.{index}.claim" for index, volume in enumerate(kubernetes.volumes)}
+    needed = {volume.claim: f"volumes.{index}.claim" for index, volume in enumerate(kubernetes.volumes)}
     if kubernetes.runs.claim is not None:
-        wanted = {kubernetes.runs.claim: "runs.claim", **wanted}
-    for name, key in wanted.items():
+        needed = {kubernetes.runs.claim: "runs.claim", **needed}
+    for name, key in needed.items():
         claim = cluster.get(CLAIM, kubernetes.namespace, name)
         if claim is None:
             there = cluster.find(CLAIM, kubernetes.namespace)
@@ -112,17 +112,17 @@ def service_account(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
 def secrets(cluster: Cluster, spec: RunSpec) -> Iterator[Found]:
     """Yield Secrets and keys that do not exist. Values are not kept. Most users may not read Secrets."""
     kubernetes = spec.cluster.kubernetes
-    wanted: list[tuple[str, str, str | None]] = [
+    needed: list[tuple[str, str, str | None]] = [
         (f"pull_secrets.{index}", name, None) for index, name in enumerate(kubernetes.pull_secrets)
     ]
-    wanted += [(f"secrets.{name}", secret.secret, secret.key) for name, secret in kubernetes.secrets.items()]
-    for key, name, entry in wanted:
+    needed += [(f"secrets.{name}", secret.secret, secret.key) for name, secret in kubernetes.secrets.items()]
+    for key, name, entry in needed:
         try:
             secret = cluster.get(SECRET, kubernetes.namespace, name)
         except RefusedError as error:
             if not error.is_rights:
                 raise
-            yield reason("secrets-unreadable", names=sorted({name for _, name, _ in wanted}))
+            yield reason("secrets-unreadable", names=sorted({name for _, name, _ in needed}))
             return
         if secret is None:
             yield problem(spec, key, reason("secret-missing", namespace=kubernetes.namespace), name)
@@ -187,7 +187,7 @@ def _may_write(kubernetes: KubernetesSpec, uid: int, gid: int, mode: int) -> boo
 
 
 def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, Reason]:
-    """Return whether the kubelet gives the volume to fs_group, None where that is not known; and why."""
+    """Return whether the kubelet applies fs_group to the volume, None if unknown, and why."""
     name = claim.get("spec", {}).get("volumeName")
     if not name:
         return None, reason("group-claim-unbound")
@@ -213,14 +213,14 @@ def _applies_group(cluster: Cluster, claim: Object) -> tuple[bool | None, Reason
 def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | None = None) -> PreflightResult:
     """Return the notes and the start. ``run``: a run to resume whose directory this machine and its pods share.
 
-    Raises SchedulerError with every problem, or with the reason why the server cannot be asked.
+    Raises SchedulerError with every problem, or with the reason why the server does not answer.
     """
     version = cluster.version()
     namespace = spec.cluster.kubernetes.namespace
     _require_namespace(cluster, namespace, spec)
     pod = pod_spec(rendered.objects)
     checks: list[Callable[[], Iterator[Found]]] = [
-        lambda: _served(cluster, spec, kind_of(rendered.workload_object)),
+        lambda: _kind_served(cluster, spec, kind_of(rendered.workload_object)),
         lambda: queue_capacity(cluster, spec, pod),
         lambda: priority(cluster, spec),
         lambda: pod_priority(cluster, spec),
@@ -233,16 +233,16 @@ def check(cluster: Cluster, spec: RunSpec, rendered: Manifest, run: RunDir | Non
         *(lambda body=body: _dry_run(cluster, spec, body) for body in rendered.objects),
         *(lambda child=child: _dry_run_child(cluster, spec, child) for child in children(rendered.objects)),
     ]
-    found = [finding for one in checks for finding in _asked(one, spec)]
+    found = [finding for one in checks for finding in _run_check(one, spec)]
     problems = tuple(dict.fromkeys(finding for finding in found if isinstance(finding, Problem)))
     if problems:
         params = {"where": cluster.where, "version": version, "count": len(problems)}
         raise SchedulerError(reason("preflight-problems", **params), problems)
     reasons = (*rendered.notes, *(finding for finding in found if isinstance(finding, Reason)))
-    warnings = {str(reason): reason for reason in reasons}
+    warnings = {str(note): note for note in reasons}
     starts = [finding for finding in found if isinstance(finding, Start)]
     unknown = [start for start in starts if start.at is None]  # one unknown makes the start unknown
-    return PreflightResult((unknown or starts or [_unplanned(spec)])[0], tuple(warnings.values()))
+    return PreflightResult((unknown or starts or [_start_without_quota(spec)])[0], tuple(warnings.values()))
 
 
 def pod_spec(objects: Iterable[Object]) -> Object:
@@ -257,7 +257,7 @@ def pod_spec(objects: Iterable[Object]) -> Object:
     return {}
 
 
-def _unplanned(spec: RunSpec) -> Start:
+def _start_without_quota(spec: RunSpec) -> Start:
     """Return the start of a job that no quota admits, or whose quota the user may not read."""
     queue = spec.cluster.kubernetes.queue
     if spec.cluster.kubernetes.kueue:
@@ -267,7 +267,7 @@ def _unplanned(spec: RunSpec) -> Start:
     return unknown_start(reason("start-no-queue", pods=spec.cluster.nodes))
 
 
-def _asked(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]:
+def _run_check(one: Callable[[], Iterator[Found]], spec: RunSpec) -> Iterator[Found]:
     """Run a check. A missing permission becomes a note, a missing kind a problem."""
     try:
         yield from one()
@@ -293,7 +293,7 @@ def _require_namespace(cluster: Cluster, namespace: str, spec: RunSpec) -> None:
         raise SchedulerError(reason("namespace-missing-in", where=cluster.where), (absent,))
 
 
-def _served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Found]:
+def _kind_served(cluster: Cluster, spec: RunSpec, kind: Kind) -> Iterator[Found]:
     if not cluster.serves(kind):
         yield problem(spec, "backend", NotServedError(cluster.where, kind).reason)
 

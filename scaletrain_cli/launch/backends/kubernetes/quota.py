@@ -1,7 +1,7 @@
-"""Check whether a queue of Kueue can admit a gang, ever and now. Pure: Kueue's objects in, reasons out.
+"""Check whether a queue of Kueue can admit a gang, ever and now. Pure: takes Kueue's objects and returns reasons.
 
-A gang takes all resources of one group from one flavor. Borrowable quota is estimated generously: only certain refusals
-are reported, since Kueue decides in the end.
+A gang takes all resources of one group from one flavor. Borrowable quota is estimated as an upper bound: only refusals
+that are certain are reported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNWELL = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "no
 
 
 def tolerated(taint: Object, tolerations: Iterable[Object]) -> bool:
-    """Return whether a toleration matches the taint, or the taint is only a preference or about the node's health."""
+    """Return whether a toleration matches the taint, or the taint is a preference or one of the node's health."""
     if taint.get("effect") == "PreferNoSchedule" or taint.get("key") in _UNWELL:
         return True
     return any(_tolerates(toleration, taint) for toleration in tolerations)
@@ -70,7 +70,7 @@ class QuotaAnswer:
 
 @dataclass(frozen=True)
 class TopologyRequest:
-    """The topology that the pods ask for. ``level`` is a node label, None for any; ``known`` has the levels of each
+    """The topology that the pods request. ``level`` is a node label, None for any; ``known`` has the levels of each
     Topology by name, as far as the user may read them.
     """
 
@@ -107,31 +107,33 @@ def check_quota(
     cohort: Cohort | None,
     needed: Amounts,
     pod: Object,
-    near: TopologyRequest | None = None,
+    request: TopologyRequest | None = None,
 ) -> QuotaAnswer:
     """Return whether the queue can hold the gang. ``needed``: of the whole gang; ``pod``: the spec of one pod."""
     groups = queue["spec"].get("resourceGroups", ())
     covered = {resource for group in groups for resource in group["coveredResources"]}
     missing = [resource for resource in needed if resource not in covered and resource != _COUNT]
     named = [flavors.get(flavor["name"], {}) for group in groups for flavor in group["flavors"]]
-    placed = all("topologyName" in flavor.get("spec", {}) for flavor in named)  # then no pod need ask for it
+    all_have_topology = all(
+        "topologyName" in flavor.get("spec", {}) for flavor in named
+    )  # then pods need not request a topology
     uncovered = tuple(name for name in missing if name not in _NEVER_EXCLUDED)
     never = [reason("no-flavor", resource=name) for name in missing if name not in uncovered]
     busy: tuple[Reason, ...] = ()
     for group in groups:
-        wanted = _wanted(group, needed)
-        if not wanted:
+        amounts = _covered(group, needed)
+        if not amounts:
             continue
         reasons: list[Reason] = []
         waits: list[Reason | None] = []
         for flavor in group["flavors"]:
             name, found = flavor["name"], flavors.get(flavor["name"])
-            why = _misfit(name, found, pod) or _misplaced(name, found, near, placed)
-            why = why or _too_little(queue, flavor, cohort, wanted)
+            why = _misfit(name, found, pod) or _topology_mismatch(name, found, request, all_have_topology)
+            why = why or _too_small(queue, flavor, cohort, amounts)
             if why is not None:
                 reasons.append(why)
             else:
-                waits.append(_busy(queue, flavor, cohort, wanted))
+                waits.append(_busy(queue, flavor, cohort, amounts))
         busy_now = [wait for wait in waits if wait is not None]
         if not waits:
             never += reasons
@@ -142,13 +144,13 @@ def check_quota(
 
 def flavors_for(queue: Object, flavors: Mapping[str, Object], needed: Amounts, pod: Object) -> list[str]:
     """Return the flavors that the job's pods may use, of the group that decides: that of devices, else of cores."""
-    groups = [group for group in queue["spec"].get("resourceGroups", ()) if _wanted(group, needed)]
-    deciding = max(groups, key=lambda group: any("/" in name for name in _wanted(group, needed)), default=None)
+    groups = [group for group in queue["spec"].get("resourceGroups", ()) if _covered(group, needed)]
+    deciding = max(groups, key=lambda group: any("/" in name for name in _covered(group, needed)), default=None)
     named = [] if deciding is None else [flavor["name"] for flavor in deciding["flavors"]]
     return [name for name in named if name in flavors and not _misfit(name, flavors[name], pod)]
 
 
-def _wanted(group: Object, needed: Amounts) -> dict[str, Fraction]:
+def _covered(group: Object, needed: Amounts) -> dict[str, Fraction]:
     return {name: needed[name] for name in group["coveredResources"] if needed.get(name)}
 
 
@@ -164,37 +166,39 @@ def _misfit(name: str, flavor: Object | None, pod: Object) -> Reason | None:
             return reason("flavor-taint", flavor=name, taint=text)
     for key, value in pod.get("nodeSelector", {}).items():
         if spec.get("nodeLabels", {}).get(key, value) != value:
-            return reason("flavor-label", flavor=name, label=key, has=spec["nodeLabels"][key], wanted=value)
+            return reason("flavor-label", flavor=name, label=key, has=spec["nodeLabels"][key], needed=value)
     return None
 
 
-def _misplaced(name: str, flavor: Object | None, near: TopologyRequest | None, placed: bool) -> Reason | None:
+def _topology_mismatch(
+    name: str, flavor: Object | None, request: TopologyRequest | None, all_have_topology: bool
+) -> Reason | None:
     """Return why Kueue's placement refuses such pods for the flavor; its own message names another flavor's quota."""
     topology = (flavor or {}).get("spec", {}).get("topologyName")
-    if near is None:
-        lacks = topology is not None and not placed
+    if request is None:
+        lacks = topology is not None and not all_have_topology
         return reason("flavor-needs-topology", flavor=name) if lacks else None
     if topology is None:
         return reason("flavor-without-topology", flavor=name)
-    levels = near.known.get(topology)
-    if levels is not None and near.level is not None and near.level not in levels:
-        return reason("flavor-without-level", flavor=name, topology=topology, level=near.level, levels=list(levels))
+    levels = request.known.get(topology)
+    if levels is not None and request.level is not None and request.level not in levels:
+        return reason("flavor-without-level", flavor=name, topology=topology, level=request.level, levels=list(levels))
     return None
 
 
-def _too_little(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> Reason | None:
+def _too_small(queue: Object, flavor: Object, cohort: Cohort | None, amounts: Amounts) -> Reason | None:
     """Return the resource that the flavor can never supply; None if it can supply all."""
-    for name, amount in wanted.items():
+    for name, amount in amounts.items():
         most = _most(queue, flavor, cohort, name)
         if most is not None and amount > most:
-            amounts = {"needed": quantity_text(amount), "total": quantity_text(most)}
-            return reason("flavor-too-small", flavor=flavor["name"], resource=name, **amounts)
+            shown = {"needed": quantity_text(amount), "total": quantity_text(most)}
+            return reason("flavor-too-small", flavor=flavor["name"], resource=name, **shown)
     return None
 
 
-def _busy(queue: Object, flavor: Object, cohort: Cohort | None, wanted: Amounts) -> Reason | None:
+def _busy(queue: Object, flavor: Object, cohort: Cohort | None, amounts: Amounts) -> Reason | None:
     """Return the resource of the flavor that is in use now; None if the gang fits."""
-    for name, amount in wanted.items():
+    for name, amount in amounts.items():
         most, taken = _most(queue, flavor, cohort, name), _reserved(queue, flavor["name"], name)
         if most is not None and amount > most - taken:
             return reason(

@@ -24,7 +24,7 @@ from scaletrain_cli.launch.backends.kubernetes.messages import reason
 _POLL_SECONDS = 0.5
 _LONGEST_LINE = 65536
 _LINE_SECONDS = 10.0  # for one line, from the connection on
-_STRANGERS = 256  # connections without a complete line, beyond the expected pods
+_MOST_UNKNOWN_CONNECTIONS = 256  # connections without a complete line, beyond the expected pods
 Message = dict[str, Any]
 
 
@@ -40,14 +40,14 @@ class RendezvousInterruptedError(RendezvousError):
 
 @dataclass(frozen=True)
 class GangKey:
-    """The credentials of one gang: its name, and a key that only its pods have."""
+    """The name of a gang, and the key by which its pods authenticate messages."""
 
     gang: str
     key: bytes = field(repr=False)
 
     def line(self, message: Message) -> bytes:
         """Return the message as one line of JSON with its authentication code."""
-        body = json.dumps({"gang": self.gang, "word": message})
+        body = json.dumps({"gang": self.gang, "message": message})
         return json.dumps({"body": body, "code": self._code(body)}).encode() + b"\n"
 
     def message(self, line: bytes) -> Message | None:
@@ -60,7 +60,7 @@ class GangKey:
             inner = json.loads(body)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
-        message = inner["word"]
+        message = inner["message"]
         return message if inner["gang"] == self.gang and isinstance(message, dict) else None
 
     def _code(self, body: str) -> str:
@@ -78,13 +78,13 @@ class _Line:
     def read(self) -> bool:
         """Read without waiting. Return whether the line is complete or the connection has ended."""
         try:
-            piece = self.connection.recv(min(4096, _LONGEST_LINE - len(self.data)))
+            chunk = self.connection.recv(min(4096, _LONGEST_LINE - len(self.data)))
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             return True
-        self.data += piece
-        return not piece or piece.endswith(b"\n") or len(self.data) >= _LONGEST_LINE
+        self.data += chunk
+        return not chunk or chunk.endswith(b"\n") or len(self.data) >= _LONGEST_LINE
 
 
 class RendezvousServer:
@@ -96,7 +96,7 @@ class RendezvousServer:
         both = socket.has_dualstack_ipv6()  # pods of an IPv6-only cluster have no IPv4 address
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server(
-            ("", port), family=family, backlog=others + _STRANGERS, dualstack_ipv6=both
+            ("", port), family=family, backlog=others + _MOST_UNKNOWN_CONNECTIONS, dualstack_ipv6=both
         )
         self._listener.setblocking(False)
         self._pending: dict[socket.socket, _Line] = {}  # connected, without a complete line yet; the oldest first
@@ -133,7 +133,7 @@ class RendezvousServer:
             if one is self._listener:
                 self._accept()
             elif self._pending[one].read():
-                self._admit(one, bytes(self._pending.pop(one).data))
+                self._add(one, bytes(self._pending.pop(one).data))
         now = time.monotonic()
         for line in [line for line in self._pending.values() if now > line.deadline]:
             self._drop(line)
@@ -144,14 +144,14 @@ class RendezvousServer:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
                 self._pending[connection] = _Line(connection, time.monotonic() + _LINE_SECONDS)
-                if len(self._pending) > self._others + _STRANGERS:
+                if len(self._pending) > self._others + _MOST_UNKNOWN_CONNECTIONS:
                     self._drop(next(iter(self._pending.values())))
 
     def _drop(self, line: _Line) -> None:
         del self._pending[line.connection]
         line.connection.close()
 
-    def _admit(self, connection: socket.socket, line: bytes) -> None:
+    def _add(self, connection: socket.socket, line: bytes) -> None:
         said = self._key.message(line)
         number = said.pop("number", None) if said is not None else None
         if said is None or type(number) is not int or not 1 <= number <= self._others:
@@ -175,7 +175,7 @@ def join(
 
     Raises RendezvousError if there is none after ``seconds``, RendezvousInterruptedError if ``interrupted``.
     """
-    trouble, deadline = "no answer", time.monotonic() + seconds
+    why, deadline = "no answer", time.monotonic() + seconds
     for _ in _until(seconds, interrupted):
         try:
             with socket.create_connection((address, port), timeout=_POLL_SECONDS) as connection:
@@ -186,12 +186,12 @@ def join(
                     if _readable([connection]) and line.read():
                         if (message := gang_key.message(bytes(line.data))) is not None:
                             return message
-                        trouble = "it closed the connection, or is not pod 0 of this gang"
+                        why = "it closed the connection, or is not pod 0 of this gang"
                         break
         except OSError as error:  # pod 0 is not in DNS yet, or does not listen yet
-            trouble = str(error)
+            why = str(error)
         time.sleep(_POLL_SECONDS)
-    raise RendezvousError(reason("rendezvous-timeout", address=f"{address}:{port}", seconds=seconds, said=trouble))
+    raise RendezvousError(reason("rendezvous-timeout", address=f"{address}:{port}", seconds=seconds, said=why))
 
 
 def _readable(connections: Iterable[socket.socket]) -> list[socket.socket]:

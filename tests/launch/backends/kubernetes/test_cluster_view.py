@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QuotaRow
-from scaletrain_cli.launch.backends.kubernetes.cluster_view import Runs, Seen, kubernetes_view, make_view
+from scaletrain_cli.launch.backends.kubernetes.cluster_view import ClusterObjects, Runs, kubernetes_view, make_view
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef, update
 from scaletrain_cli.launch.backends.kubernetes.observation import unix_time
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
@@ -97,7 +97,7 @@ def cluster_queue(pending: int = 0, limit: str | None = None, **spec: Any) -> Ob
 
 def view(runs: Runs | None = None, **seen: Any) -> ClusterView:
     settings = KubernetesSpec(context="gke-1", namespace="ml")
-    return make_view(Seen(runs or Runs(), **seen), settings, unix_time("2026-11-21T12:00:00Z"))
+    return make_view(ClusterObjects(runs or Runs(), **seen), settings, unix_time("2026-11-21T12:00:00Z"))
 
 
 def test_gpus_are_counted_by_product_less_what_living_pods_hold() -> None:

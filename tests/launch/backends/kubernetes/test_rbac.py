@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.api import connect
 from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
-from scaletrain_cli.launch.backends.kubernetes.cluster_view import look
+from scaletrain_cli.launch.backends.kubernetes.cluster_view import fetch_objects
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.rundir.documents import read_document, write_document
 from tests.launch.backends.kubernetes.conftest import SETTINGS, ended, pod
@@ -120,7 +120,7 @@ def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> set[tuple[str, str,
     api.put("persistentvolumeclaims", pending)
     near = "cluster.kubernetes.topology={kind: unconstrained}"
     live(api, make_run(*SETTINGS, *BACKENDS["jobset"], near, run_id="queued"))
-    look(connect(None, "ml"), "ml")
+    fetch_objects(connect(None, "ml"), "ml")
     return api.calls - NOT_GRANTED
 
 

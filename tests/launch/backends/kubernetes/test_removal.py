@@ -42,7 +42,7 @@ def test_a_cluster_that_cannot_be_asked_keeps_the_run(
     def silent(*arguments: object) -> None:
         raise SchedulerError("the API server does not answer.")
 
-    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend.KubernetesBackend._look", silent)
+    monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.backend.KubernetesBackend._observe", silent)
     with pytest.raises(SchedulerError, match="does not answer"):
         remove(found, with_checkpoints=False)
     assert made.run.record.exists()

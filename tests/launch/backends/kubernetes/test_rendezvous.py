@@ -152,7 +152,7 @@ def test_a_pod_is_heard_leaving_while_another_one_sends_a_byte_at_a_time(host: R
 
 def test_slow_large_and_many_connections_are_closed(host: RendezvousServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LINE_SECONDS", 0.5)
-    monkeypatch.setattr(rendezvous, "_STRANGERS", 1)
+    monkeypatch.setattr(rendezvous, "_MOST_UNKNOWN_CONNECTIONS", 1)
     slow, *many = [socket.create_connection(("127.0.0.1", PORT)) for _ in range(6)]
     large = many.pop()
     with contextlib.suppress(OSError):
