@@ -62,7 +62,7 @@ def command(
     confirm(f"Cancel {found.run_id} ({status.state}, step {status.step} of {status.total_steps})?", yes)
     removed = api.cancel(found, force=force, trust_owner=trust_owner, seen=status).removed
     if force:
-        say(f"removed {', '.join(removed)}" if removed else "none of its pods is on an unreachable node.")
+        say(f"removed {', '.join(removed)}" if removed else "there was nothing left to remove.")
     _answer(as_json, found.run_id, status.state, cancelled=True, removed=removed)
     say(f"{_done(status)}. `scaletrain resume {found.run_id}` continues it.")
 

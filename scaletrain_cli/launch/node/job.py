@@ -1,8 +1,11 @@
 """A single-node job for any back end: it runs attempts until the run is done, cancelled or must not be retried.
 
 ``python -m scaletrain_cli.launch.node.job RUN_DIR --scheduler NAME --job-id ID`` is the whole job. SIGTERM ends it: the
-ranks save a checkpoint within ``cluster.grace_seconds``, and no attempt follows. SIGUSR1 also makes them save, but
-another attempt follows. The exit code is that of the run (docs/exit-codes.md).
+ranks save a checkpoint within ``cluster.grace_seconds``, and no attempt follows in this job. SIGUSR1 also makes them
+save, but another attempt follows. The exit code is that of the run (docs/exit-codes.md).
+
+With ``--requeued`` the scheduler starts the job again, under the same id, when it was preempted or killed. The restart
+budgets then count over all starts of the job.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
@@ -25,7 +29,13 @@ from scaletrain_cli.launch.node.heartbeats import stopped_seconds
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS
 from scaletrain_cli.launch.node.processes import StoppedProcesses, adopt_orphans, kill_descendants, next_signal, reap
 from scaletrain_cli.launch.node.ranks import ENGINE_MODULE, free_port
-from scaletrain_cli.launch.restart import conclude_abandoned, conclude_attempt, conclude_run
+from scaletrain_cli.launch.restart import (
+    conclude_abandoned,
+    conclude_attempt,
+    conclude_run,
+    first_attempt_of_job,
+    why_not_begin,
+)
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.own_processes import absolute_paths, python_command
 from scaletrain_cli.reasons import Reason
@@ -36,7 +46,6 @@ from scaletrain_cli.safe_files import locked
 WAIT_SECONDS = 1.0
 _AGENT_MARGIN_SECONDS = 30.0  # beyond the grace period, which the agent enforces itself unless it hangs
 logger = logging.getLogger(__name__)
-_STOPPED = Reason("local.supervisor-stopped")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--scheduler", required=True, help="the back end that submitted it")
     parser.add_argument("--job-id", required=True, help="as the back end calls the job")
+    parser.add_argument("--requeued", action="store_true", help="the scheduler starts a preempted job again")
     parser.add_argument("--engine", default=ENGINE_MODULE, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     adopt_orphans()
@@ -55,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with locked(run.path / "job.lock", wait_seconds=0) as alone:
             if not alone:
                 raise SchedulerError(f"{run.run_id} has a job already.")
-            return OneNodeJob(run, read_record(run), options.scheduler, options.job_id, options.engine).run_to_end()
+            job = OneNodeJob(run, read_record(run), options.scheduler, options.job_id, options.engine)
+            job.requeued = options.requeued
+            return job.run_to_end()
     except ScaletrainError as error:
         logger.error("%s", error)
         return error.exit_code
@@ -74,6 +86,8 @@ class OneNodeJob:
     job_id: str
     engine: str = ENGINE_MODULE
     stopping: bool = field(default=False, init=False)
+    requeued: bool = field(default=False, init=False)
+    stop_reason: ClassVar[Reason] = Reason("launch.job-stopped")
 
     def before_first_attempt(self) -> None:
         """Wait for preconditions of the job. Does nothing by default; back ends override it."""
@@ -87,13 +101,21 @@ class OneNodeJob:
         conclude_abandoned(self.run, self.record)  # attempts of a job that was killed
         # A new submission grants new budgets, so earlier attempts do not count against them.
         first = max(self.run.attempts(), default=0) + 1
+        if self.requeued:
+            first = first_attempt_of_job(self.run, self.job_id, first)
+            refusal = why_not_begin(self.run, self.record, self.job_id)
+            if refusal is not None:
+                return conclude_run(self.run, refusal)
         while True:
             self.listen()
             if self.stopping or self.run.is_cancelled:
-                decision = Decision.because(False, ExitCode.PREEMPTED, Reason("launch.stop-before-start"))
+                why = Reason("launch.stop-before-start")
+                decision = Decision.because(False, ExitCode.PREEMPTED, why, left_to_scheduler=self.requeued)
                 self.on_begin()
             else:
                 decision = self._attempt(first)
+            if self.requeued and decision.left_to_scheduler and not self.run.is_cancelled:
+                return decision.exit_code
             if not decision.requeue:
                 return conclude_run(self.run, decision)
 
@@ -108,8 +130,12 @@ class OneNodeJob:
             number,
             first_attempt=first,
             launcher_exit_code=code,
-            stop_reason=_STOPPED if self.stopping else None,  # may have been set while the agent ran
+            stop_reason=self._stop_reason if self.stopping else None,  # may have been set while the agent ran
         )
+
+    @property
+    def _stop_reason(self) -> Reason:
+        return Reason("launch.job-to-be-requeued") if self.requeued else self.stop_reason
 
     def _run_agent(self, number: int) -> int:
         """Run one node agent to its end, kill all processes that it left, and return its exit code."""

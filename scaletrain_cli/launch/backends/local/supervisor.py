@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError
 from scaletrain_cli.full_disk import is_full
@@ -87,6 +88,7 @@ class Supervision(OneNodeJob):
     """The job of a local run. It records in supervisor.json that it has begun, for the process that submitted it."""
 
     at_work: bool = field(default=False, init=False)
+    stop_reason: ClassVar[Reason] = Reason("local.supervisor-stopped")
 
     def before_first_attempt(self) -> None:
         """Wait for the node agent of a supervisor that was killed, and for the run before this one in its sweep."""

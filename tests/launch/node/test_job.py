@@ -1,0 +1,86 @@
+"""The job of one node that any back end may start, with real processes and a stand-in engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from scaletrain_cli.launch.attempts import read_attempts
+from tests.launch.conftest import ENGINE, MadeRun
+from tests.waiting import wait_until
+
+ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start the job of a run, as a back end does; it is killed at the end of the test."""
+    started = []
+
+    def job(made: MadeRun, *options: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "scaletrain_cli.launch.node.job", str(made.run.path), "--engine", ENGINE]
+        command += ["--scheduler", "local", "--job-id", "17", *options]
+        started.append(subprocess.Popen(command, start_new_session=True))
+        return started[-1]
+
+    yield job
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def preempt(made: MadeRun, job: subprocess.Popen[bytes], attempt: int) -> int:
+    """Send SIGTERM to a job whose ranks train; return its exit code."""
+    wait_until(lambda: "up" in made.log(attempt, 0), f"attempt {attempt} is up")
+    job.send_signal(signal.SIGTERM)
+    return job.wait(timeout=60)
+
+
+def test_sigterm_ends_a_job_that_no_scheduler_starts_again(make_run: Callable[..., MadeRun], start: Start) -> None:
+    made = make_run(*ONE_RANK, steps=10_000, step_seconds=0.02)
+    assert preempt(made, start(made), 1) == 75
+    (stopped,) = made.events("stopped")
+    assert (stopped["code"], stopped["exit_code"]) == ("launch.job-stopped", 75)
+
+
+def test_a_requeued_job_that_is_preempted_goes_on_under_its_id_and_the_run_has_not_stopped(
+    make_run: Callable[..., MadeRun], start: Start
+) -> None:
+    made = make_run(*ONE_RANK, steps=10_000, step_seconds=0.02, stay={"2:0": 1})
+    assert preempt(made, start(made, "--requeued"), 1) == 75
+    (first,) = read_attempts(made.run)
+    assert first.decision is not None
+    assert (first.reason, first.may_be_followed) == ("preempted", True)
+    assert first.decision.code == "launch.job-to-be-requeued"
+    assert made.events("stopped") == []
+    assert preempt(made, start(made, "--requeued"), 2) == 75
+    assert [attempt.job_id for attempt in read_attempts(made.run)] == ["17", "17"]
+
+
+def test_the_budgets_of_a_requeued_job_count_over_all_its_starts(
+    make_run: Callable[..., MadeRun], start: Start
+) -> None:
+    made = make_run(*ONE_RANK, "restarts.preemption=1", steps=10_000, step_seconds=0.02)
+    for attempt in (1, 2):
+        assert preempt(made, start(made, "--requeued"), attempt) == 75
+    assert start(made, "--requeued").wait(timeout=60) == 75
+    assert len(read_attempts(made.run)) == 2, "no third attempt"
+    (stopped,) = made.events("stopped")
+    assert stopped["code"] == "launch.stop-budget-used-up"
+
+
+def test_a_cancelled_run_is_over_also_if_its_job_is_requeued(make_run: Callable[..., MadeRun], start: Start) -> None:
+    made = make_run(*ONE_RANK, steps=10_000, step_seconds=0.02)
+    job = start(made, "--requeued")
+    wait_until(lambda: "up" in made.log(1, 0), "the attempt is up")
+    made.run.stop_file.touch()
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=60) == 75
+    assert len(made.events("cancelled")) == 1
