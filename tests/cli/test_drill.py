@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.drill import KINDS
 from scaletrain_cli.rundir.paths import list_runs, runs_root
-from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+from tests.cli.command_line import SMALL, Ended, scaletrain
 
-ENGINE = "tests.launch.fake_engine"
-
-
-@pytest.fixture(autouse=True)
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
-    inherited = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), *([inherited] if inherited else [])]))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("stand_in_engine")
 
 
 def drill(*arguments: str) -> Ended:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import FrameType
@@ -29,25 +29,12 @@ from scaletrain_cli.extras import EXTRAS
 from scaletrain_cli.rundir.paths import list_runs, runs_root
 from tests.cli.command_line import BUG, PROJECT, SMALL, Ended, scaletrain
 from tests.cli.every_command import ALL, command_line, start_nothing
-from tests.cli.prepared_runs import living_process, prepare
 
 WORDS = sorted(ALL)
 OURS = str(PROJECT / "scaletrain_cli")
 few = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 verbs = st.sampled_from(WORDS)
 states = st.sampled_from(["finished", "failed", "running", "damaged"])
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """A runs root for each state, with the run r1 in it."""
-    with living_process() as process, pytest.MonkeyPatch.context() as patch:
-        roots = {}
-        for state in ("finished", "failed", "running", "damaged"):
-            roots[state] = tmp_path_factory.mktemp(state)
-            patch.setenv("SCALETRAIN_RUNS", str(roots[state]))
-            prepare(state, "r1", process)
-        yield roots
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 from tests.cli.every_command import ALL, OF_A_RUN, command_line, start_nothing
-from tests.cli.prepared_runs import STATES, living_process, prepare
+from tests.cli.prepared_runs import STATES
 
 PAGE = (PROJECT / "docs" / "json.md").read_text(encoding="utf-8")
 CODES = {code: int(number) for code, number in re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", PAGE, flags=re.MULTILINE)}
@@ -103,18 +103,6 @@ def test_a_wrong_command_line_is_answered_in_the_envelope(words: tuple[str, ...]
 def test_a_verb_that_is_not_there_is_answered_in_the_envelope(arguments: list[str]) -> None:
     data = checked(scaletrain(*arguments, "--json"))
     assert data["error"]["code"] == "usage"
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """A runs root for each state, with the run r1 in it."""
-    roots: dict[str, Path] = {}
-    with living_process() as process, pytest.MonkeyPatch.context() as patch:
-        for state in STATES:
-            roots[state] = tmp_path_factory.mktemp(state)
-            patch.setenv("SCALETRAIN_RUNS", str(roots[state]))
-            prepare(state, "r1", process)
-        yield roots
 
 
 @pytest.mark.parametrize("state", STATES)

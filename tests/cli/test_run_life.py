@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,15 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
 from scaletrain_cli.launch.backends.base import PreflightResult
-from scaletrain_cli.launch.backends.local.backend import LocalBackend, run_in_foreground
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.spec import RunSpec
-from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
+from tests.cli.command_line import SMALL, Ended, scaletrain
+from tests.launch.conftest import ENGINE
 
-ENGINE = "tests.launch.fake_engine"
-
-
-@pytest.fixture(autouse=True)
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that train nothing, found by the processes that start them."""
-    monkeypatch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
-    monkeypatch.setitem(run_in_foreground.__kwdefaults__, "engine", ENGINE)
-    inherited = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), *([inherited] if inherited else [])]))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("stand_in_engine")
 
 
 def submit(verb: str = "submit", run_id: str = "r1", *more: str, **fake: Any) -> Ended:

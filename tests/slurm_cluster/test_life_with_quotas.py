@@ -48,6 +48,13 @@ def test_a_run_preempted_by_a_higher_qos_continues_without_losing_a_step(site: S
     assert site.ends(run_id) == [(75, "preempted"), (75, "cancelled")]
 
 
+def test_a_grace_period_longer_than_the_qos_gives_is_reported_at_submission(site: Site) -> None:
+    held = ("cluster.grace_seconds=300", "cluster.slurm.time=1h", "cluster.slurm.extra={hold: true}")
+    submitted = site.try_to_submit(FOREVER, "cluster.slurm.qos=scavenger", *held)
+    assert submitted.returncode == 0, submitted.stderr
+    assert "cluster.grace_seconds = 300, but QOS scavenger gives a preempted job 20 s (GraceTime)" in submitted.stderr
+
+
 def test_a_job_beyond_its_quota_is_refused_and_leaves_nothing(site: Site) -> None:
     refused = site.try_to_submit(FOREVER, CAPPED, "cluster.nodes=4", run_id="refused")
     assert refused.returncode == 4, refused.stderr
