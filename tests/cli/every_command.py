@@ -14,7 +14,7 @@ from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from tests.cli.command_line import SMALL
 
 # What stands for an argument or an option that a command needs, by the name that its help gives it.
-VALUES = {"SPEC": str(SMALL), "RUN": "r1", "[RUN]": "r1", "RUN...": "r1", "DIR": "out"}
+VALUES = {"SPEC": str(SMALL), "RUN": "r1", "DIR": "out"}
 # Options that make a command that would wait, ask or start something end by itself.
 ALSO = {"init": ["-o", "new.yaml"], "drill": ["--list"], "rm": ["--yes"], "preflight": ["--yes"], "submit": ["--yes"]}
 
@@ -30,10 +30,13 @@ def commands(command: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple
         yield from commands(command.get_command(context, name), (*words, name))
 
 
+def _name(parameter: Any) -> str:
+    """The name in help, without the brackets of an optional value and the dots of a repeated one."""
+    return (parameter.metavar or "").strip("[].")
+
+
 ALL = dict(commands())
-OF_A_RUN = [
-    words for words, command in ALL.items() if any(p.metavar in ("RUN", "[RUN]", "RUN...") for p in command.params)
-]
+OF_A_RUN = [words for words, command in ALL.items() if any(_name(p) == "RUN" for p in command.params)]
 
 
 def command_line(words: tuple[str, ...]) -> list[str]:
@@ -41,8 +44,8 @@ def command_line(words: tuple[str, ...]) -> list[str]:
     given = list(words)
     for parameter in ALL[words].params:
         is_argument = parameter.param_type_name == "argument"
-        if parameter.required or parameter.metavar == "[RUN]":
-            value = VALUES[parameter.metavar]
+        if parameter.required or _name(parameter) == "RUN":
+            value = VALUES[_name(parameter)]
             given += [value] if is_argument else [parameter.opts[0], value]
     return [*given, *ALSO.get(words[0], [])]
 
