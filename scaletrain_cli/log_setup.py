@@ -1,6 +1,6 @@
 """Logging of the processes of a run, and of the verbs: level, UTC time and the process that writes, one line each.
 
-    2026-03-01T12:00:03.512Z INFO rank 3: step 500: checkpoint committed
+    2026-03-01T12:00:03.512Z INFO rank 0: checkpoint: step 500 committed, 1.20 GB in 1.90 s
     2026-03-01T12:00:04.020Z WARNING rank 3 [DeepSpeed]: a line of a library
 
 Modules log with ``logging.getLogger(__name__)``; the entry point of a process calls ``set_up_logging`` once. Lines of

@@ -26,6 +26,7 @@ RECIPE = "recipes/llama-10m-cpu.yaml"
 # Beside these, every package may import what is in this layer.
 BASE_LAYER = {
     "errors",
+    "event_texts",
     "extras",
     "full_disk",
     "log_setup",
@@ -59,6 +60,7 @@ MAY_IMPORT = {
     "secret_text": set(),
     "text": set(),
     "errors": {"reasons"},
+    "event_texts": set(),
     "extras": set(),
     "full_disk": set(),
     "log_setup": set(),

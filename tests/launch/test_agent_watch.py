@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.node.processes import process_state
-from scaletrain_cli.ui.events import event_sentence
 from scaletrain_cli.worker.agent_watch import AgentWatch
 from tests.launch.conftest import Agent, MadeRun, is_running
 from tests.waiting import wait_until

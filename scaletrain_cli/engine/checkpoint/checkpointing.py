@@ -26,12 +26,12 @@ from scaletrain_cli.engine.checkpoint.snapshot import (
 )
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.faults import Faults
+from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.rundir import checkpoints
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, checkpoints_to_prune
-from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.spec import RunSpec
@@ -238,8 +238,9 @@ class Checkpointer:
         checkpoint_commit.commit_checkpoint(
             self.folder, save.step, files, world_size=world_size, clean=False, attempt=self._attempt
         )
-        record_event(
+        report_event(
             self._run,
+            self._ranks.rank,
             "checkpoint",
             step=save.step,
             attempt=self._attempt,

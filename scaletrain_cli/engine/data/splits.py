@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from scaletrain_cli.engine.data.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
+from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.journal import has_committed, read_events, record_event
+from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
-
-logger = logging.getLogger(__name__)
 
 _HELD_BACK = "validation-held-back"
 
@@ -32,7 +30,7 @@ def open_data(
         try:
             folder = prepare_dataset(spec.data, run.path.parent)
             if (owner := owner_of_dataset(folder)) is not None:
-                record_event(run, "data-of-another-user", folder=str(folder), owner=owner)
+                report_event(run, ranks.rank, "data-of-another-user", folder=str(folder), owner=owner)
         except ScaletrainError as error:
             problem = error.reason or recorded(str(error))
     folder, problem = consensus.follow_rank_zero((folder, problem))
@@ -77,8 +75,7 @@ def sequences_held_back(run: RunDir, record: RunRecord, train: int, validation: 
     if decided < width or train < 2 * decided:
         return -1
     if not any(event["event"] == _HELD_BACK for event in read_events(run)):
-        record_event(run, _HELD_BACK, sequences=decided, of=train)
-        logger.info("validate on the last %d of %d sequences: the validation split has %d", decided, train, validation)
+        report_event(run, 0, _HELD_BACK, sequences=decided, of=train)
     return decided
 
 

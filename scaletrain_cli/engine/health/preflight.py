@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import socket
 import time
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scaletrain_cli.engine.metrics.reporting import log_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import WrongNodesError
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
@@ -25,6 +25,7 @@ from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 
+logger = logging.getLogger(__name__)
 REDUCED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 _SENT_BYTES = {"cuda": 128 << 20, "cpu": 1 << 20}
 _MATRIX = {"cuda": 8192, "cpu": 256}
@@ -283,7 +284,8 @@ def check_together(
         findings = found if _may_be_moved(run, record) else [_as_warning(finding) for finding in found]
         _write(run, attempt, gathered, findings, reduced, planned)
         for finding in findings:
-            log_event("preflight", **finding.to_document())
+            place = f"rank {finding.rank} on {finding.node}: " if finding.node else ""
+            logger.warning("preflight: %s%s", place, finding.reason)
     findings = consensus.follow_rank_zero(findings)
     bad = [finding for finding in findings if finding.keeps_off]
     mine = [str(finding.reason) for finding in bad if finding.rank == ranks.rank]

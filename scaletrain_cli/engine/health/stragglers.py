@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.metrics.step_measures import Clock, clock_of
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 
 WINDOW_STEPS = 20
@@ -117,6 +117,6 @@ class Stragglers:
     def _compare(self, step: int, step_seconds: float) -> None:
         own = median(seconds() for seconds in self._seconds) if self._seconds else 0.0
         found = slowest(self.consensus.share(own), step_seconds)
-        if self._confirmation.changed(found) and self.rank == 0:
+        if self._confirmation.changed(found):
             details = {"rank": None} if found is None else vars(found)
-            record_event(self.run, "stragglers", step=step, **details)
+            report_event(self.run, self.rank, "stragglers", step=step, **details)

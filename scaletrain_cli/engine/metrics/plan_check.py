@@ -12,6 +12,7 @@ import torch
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.metrics.memory_measurement import watching_activations, watching_model_states
 from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations
+from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus
@@ -20,7 +21,6 @@ from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import engine_stages
-from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -94,9 +94,8 @@ class PlanCheck:
         states = measured.model_states
         with contextlib.suppress(OSError):  # a full disk loses the figures and does not stop the run
             write_measured(self.run, measured)
-        record_event(
-            self.run, "measured", step=step, attempt=self.attempt, model_states=states.measured, planned=states.planned
-        )
+        sizes = {"model_states": states.measured, "planned": states.planned}
+        report_event(self.run, 0, "measured", step=step, attempt=self.attempt, **sizes)
 
     def _figures(self, stage: int, ranks: list[dict[str, int]]) -> StageFigures:
         planned = _planned(self.record.spec, self.record.plan.layout, stage, self.record.plan.memory.by_stage[stage])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import append_lines, read_metrics, record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -25,16 +26,16 @@ from scaletrain_cli.worker.progress import progress_line
 logger = logging.getLogger(__name__)
 
 
-def report_event(run: RunDir, rank: int, name: str, **details: Any) -> None:
+def report_event(run: RunDir, rank: int, name: str, /, **details: Any) -> None:
     """Record an event in events.jsonl and log it, on rank 0; do nothing on other ranks."""
     if rank == 0:
         record_event(run, name, **details)
         log_event(name, **details)
 
 
-def log_event(name: str, **details: Any) -> None:
-    """Write an event to the log."""
-    logger.info("%s: %s", name, "  ".join(f"{key} {value}" for key, value in details.items()))
+def log_event(name: str, /, **details: Any) -> None:
+    """Write the text of an event to the log."""
+    logger.info("%s: %s", name, event_sentence({"event": name, **details}))
 
 
 class MetricsLog:

@@ -1,0 +1,183 @@
+"""The text of each event of events.jsonl, for `scaletrain events`, `scaletrain train` and the log of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scaletrain_cli.text import bytes_text, counted, listed, percent_text, seconds_text
+
+Event = Mapping[str, Any]
+_NOT_SHOWN = ("time", "event", "metrics_bytes")
+
+
+def event_sentence(event: Event) -> str:
+    """Return the text of an event; for an unknown event or form, its fields."""
+    sentence = _SENTENCES.get(str(event.get("event")))
+    try:
+        return sentence(event) if sentence is not None else _fields(event)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # the event has another form
+        return _fields(event)
+
+
+def _fields(event: Event) -> str:
+    given = {key: value for key, value in event.items() if key not in _NOT_SHOWN and value not in (None, "", [])}
+    return ", ".join(f"{key.replace('_', ' ')} {_value(value)}" for key, value in given.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format(value, ".5g")
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_value, value))
+    return str(value)
+
+
+def _submitted(event: Event) -> str:
+    code = event.get("code")
+    return f"job {event['job_id']} on {event['scheduler']}" + (f", with the code {code}" if code else "")
+
+
+def _resumed(event: Event) -> str:
+    lost, passed = event.get("lost_steps", 0), event.get("passed_over") or ()
+    text = f"from step {event['step']}" + (f"; {counted(lost, 'step')} to repeat" if lost else "; no steps lost")
+    return text + (f"; checkpoints skipped: {'; '.join(map(str, passed))}" if passed else "")
+
+
+def _checkpoint(event: Event) -> str:
+    blocked = f", training waited {seconds_text(event['blocked_seconds'])}" if event.get("blocked_seconds") else ""
+    return f"step {event['step']} committed, {bytes_text(event['bytes'])} in {seconds_text(event['seconds'])}{blocked}"
+
+
+def _first_loss(event: Event) -> str:
+    fresh = "plausible for an untrained model" if event["plausible"] else "implausible for an untrained model"
+    return f"{event['loss']:.4f}, {fresh} (ln of the vocabulary size is {event['ln_vocab_size']:.4f})"
+
+
+def _measured(event: Event) -> str:
+    return f"model states take {bytes_text(event['model_states'])}, planned {bytes_text(event['planned'])}"
+
+
+def _left(event: Event) -> str:
+    step = f"at step {event['step']}"
+    if "saved_step" in event:
+        return f"{step}; latest checkpoint at step {event['saved_step']}: {event.get('why', 'no time to save')}"
+    return f"{step}, state saved"
+
+
+def _finished(event: Event) -> str:
+    return f"at step {event['step']}"
+
+
+def _attempt_ended(event: Event) -> str:
+    message = f": {event['message']}" if event.get("message") else ""
+    then = "the run is requeued" if event.get("requeue") else "the run is not requeued"
+    why = f" ({event['why']})" if event.get("why") else ""
+    return (
+        f"attempt {event['attempt']} ended with exit code {event['exit_code']}, {event['reason']}{message}; {then}{why}"
+    )
+
+
+def _rolled_back(event: Event) -> str:
+    first, last = event["skip"]
+    left_out = f"batches {first} to {last} are skipped"
+    return f"from step {event['from_step']} to step {event['to_step']}; {left_out}"
+
+
+def _spike(event: Event) -> str:
+    return f"at step {event['step']}; {event['then']}"
+
+
+def _loss_scale_collapsed(event: Event) -> str:
+    scales = f"from {event['fell_from']:g} to {event['loss_scale']:g}"
+    return f"at step {event['step']}: the loss scale fell {scales} within {counted(event['within_steps'], 'step')}"
+
+
+def _dead_gradients(event: Event) -> str:
+    norms = listed(f"{norm:.3g}" for norm in event["norms"])
+    return f"at step {event['step']}: gradient norms of the last {counted(len(event['norms']), 'step')}: {norms}"
+
+
+def _flat_loss(event: Event) -> str:
+    losses = f"{event['first_losses']:.4f} at first and {event['recent_losses']:.4f} recently"
+    return f"at step {event['step']}: the loss has not fallen, {losses}"
+
+
+def _stopped_early(event: Event) -> str:
+    losses = ", ".join(f"{loss:.4f}" for loss in event["validation_losses"])
+    return f"at step {event['step']}: the validation loss does not improve; the last ones are {losses}"
+
+
+def _validation_held_back(event: Event) -> str:
+    part = f"the last {event['sequences']:,} of {event['of']:,} training sequences"
+    return f"{part} are used for validation: the validation split is too small"
+
+
+def _goodput(event: Event) -> str:
+    parts = {"save": "save", "restore": "set-up", "evaluation": "evaluation", "rollback": "rollback"}
+    parts |= {"lost_work": "lost work", "idle": "idle"}
+    rest = ", ".join(f"{shown} {seconds_text(event[f'{name}_seconds'])}" for name, shown in parts.items())
+    return f"{percent_text(event['goodput'])} of {seconds_text(event['wall_seconds'])}; {rest}"
+
+
+def _stragglers(event: Event) -> str:
+    if event.get("rank") is None:
+        return "no rank is slower than the others"
+    return f"rank {event['rank']} is slower than the others"
+
+
+def _hang(event: Event) -> str:
+    return f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})"
+
+
+def _node_agent_stopped(event: Event) -> str:
+    then = "stopped again; its ranks save and exit" if event["ends"] else "was continued by its ranks"
+    return f"the agent of node {event['node']} was stopped by a signal for {event['seconds']} s and {then}"
+
+
+def _signal(event: Event) -> str:
+    return f"{event['signal']} on node {event['node']}, forwarded to its ranks"
+
+
+def _nodes_excluded(event: Event) -> str:
+    text = f"the job excludes {', '.join(event['nodes'])}" if event["nodes"] else "no nodes are excluded"
+    spared = event.get("spared")
+    return text + (f"; too few other nodes to exclude {', '.join(spared)}" if spared else "")
+
+
+_SENTENCES: dict[str, Callable[[Event], str]] = {
+    "submitted": _submitted,
+    "started": lambda event: "training starts at step 0",
+    "resumed": _resumed,
+    "first-loss": _first_loss,
+    "measured": _measured,
+    "checkpoint": _checkpoint,
+    "preempted": _left,
+    "finished": _finished,
+    "attempt-ended": _attempt_ended,
+    "rolled-back": _rolled_back,
+    "spike": _spike,
+    "loss-scale-collapsed": _loss_scale_collapsed,
+    "dead-gradients": _dead_gradients,
+    "flat-loss": _flat_loss,
+    "stopped-early": _stopped_early,
+    "goodput": _goodput,
+    "data-of-another-user": lambda event: f"{event['folder']} was prepared by {event['owner']}",
+    "validation-held-back": _validation_held_back,
+    "unverified-data": lambda event: f"the dataset has no hashes ({event['schema']}), so its files are not verified",
+    "damaged-data": lambda event: f"{event['file']}: {event['problem']}; the run stops",
+    "stragglers": _stragglers,
+    "hang": _hang,
+    "node-agent-stopped": _node_agent_stopped,
+    "signal": _signal,
+    "nodes-excluded": _nodes_excluded,
+    "tracker-off": lambda event: str(event["message"]),
+    "tracker-on": lambda event: str(event["message"]),
+    "wandb-off": lambda event: f"Weights & Biases is off, the run continues without it: {event['message']}",
+    "cancelled": lambda event: "canceled by the user",
+    "stopped": lambda event: f"not requeued: {event['why']} (exit code {event['exit_code']})",
+    "from-scratch": lambda event: "training restarts at step 0 without a checkpoint",
+    "pods-force-deleted": lambda event: f"force-deleted the pods {', '.join(event['pods'])} of unreachable nodes",
+}
