@@ -310,9 +310,9 @@ class KubernetesSpec(BackendSection):
         if (kind == "unconstrained") == (key is not None):
             yield "topology.key", "is required, except with kind: unconstrained, where it is not allowed."
         if kind == "exclusive" and (self.backend != "jobset" or self.queue is not None):
-            yield "topology.kind", "exclusive requires backend: jobset without a queue. With Kueue, use required."
+            yield "topology.kind", "requires backend: jobset without a queue. With Kueue, use required."
         elif kind != "exclusive" and self.backend != "volcano" and self.queue is None:
-            yield "topology.kind", f"{kind} requires a Kueue queue. Set queue, or use exclusive."
+            yield "topology.kind", "requires a Kueue queue. Set queue, or use exclusive."
         elif kind == "unconstrained" and self.backend == "volcano":
             yield "topology.kind", "must be required or preferred with backend: volcano."
 

@@ -122,7 +122,9 @@ def field_problem(detail: Any, source: Source) -> Problem:
             return Problem(source.place(key[:-1]), ".".join(map(shown, key[:-1])), "has too few items.", shown(given))
         if dotted == "model.head_dim":  # the dimension would have been derived
             heads = f"hidden_size = {given['hidden_size']} is not a multiple of num_attention_heads"
-            return Problem(place, dotted, f"is missing, and {heads} = {given['num_attention_heads']}.", hint="Set it.")
+            return Problem(
+                place, dotted, f"cannot be derived: {heads} = {given['num_attention_heads']}.", hint="Set it."
+            )
         return Problem(place, dotted, "is missing.", hint="Add it, or start from `scaletrain init`.")
     if dotted == "model.family" and kind != "plugin_broken":
         families = [*FAMILIES, *plugins(MODEL_FAMILIES, FAMILIES)]
@@ -237,7 +239,7 @@ def _hint(kind: str, given: Any, context: dict[str, Any]) -> str | None:
         and given == int(given)
     ):
         return f"Use {int(given)}."
-    if kind in ("int_type", "int_parsing", "float_type") and isinstance(given, str):
+    if kind in ("int_type", "int_parsing", "float_type") and isinstance(given, str) and given[:1].isdigit():
         return "Remove quotes and units."
     if kind == "string_type" and isinstance(given, int | float):
         return f'Put it in quotes: "{shown(given)}".'

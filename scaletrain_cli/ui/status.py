@@ -43,7 +43,7 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
     )
     line(console, headline)
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True, min_width=len("  goodput"))
     table.add_column(overflow="fold")
     if status.why and status.state not in ("finished", "running"):
         table.add_row("  why", escaped_text(status.why))
@@ -63,7 +63,7 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
     says = f": {status.job.detail}" if status.state == "running" and status.job.detail else ""
     table.add_row("  job", escaped_text(where + nodes + says))
     show(console, table)
-    line(console, Text.assemble(("  files  ", "dim"), plain(status.run_dir)))
+    line(console, Text.assemble(("  files    ", "dim"), plain(status.run_dir)))
     if attempts:
         show(console, Group("", _attempts(attempts, now or time.time())))
 

@@ -68,7 +68,7 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("data.skip=[[2, 3], [9, 7]]", "data.skip: [9, 7] has its first batch after its last. Use [7, 9]."),
         (
             "model.hidden_size=66",
-            "model.head_dim: is missing, and hidden_size = 66 is not a multiple of num_attention_heads",
+            "model.head_dim: cannot be derived: hidden_size = 66 is not a multiple of num_attention_heads",
         ),
         ("training.optimizer=adamw", "training.optimizer = adamw: must be a section (a mapping of keys)."),
         ("training.micro_batch_size=0", "must be a whole number of at least 1, or auto."),
