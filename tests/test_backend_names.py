@@ -50,7 +50,7 @@ def imports_of_back_ends(tree: ast.AST) -> Iterator[ast.ImportFrom]:
             yield node
 
 
-def test_a_comparison_a_table_and_a_match_are_found() -> None:
+def test_comparisons_tables_and_matches_of_names_are_detected() -> None:
     source = """
 if spec.cluster.scheduler == "slurm": pass
 if name in ("local", "x"): pass

@@ -166,17 +166,17 @@ OURS = [command for command in COMMANDS if command.startswith("scaletrain ")]
 VERB_ALONE = re.compile(r"scaletrain( [a-z]+){1,2}")
 
 
-def test_the_pages_hold_command_lines() -> None:
+def test_the_pages_contain_command_lines() -> None:
     assert len(OURS) > 30
     assert {"README.md", "docs/planner.md", "k8s/README.md"} <= {place for place, _ in documented()}
 
 
-def test_every_command_line_of_ours_is_in_a_table_or_names_a_verb() -> None:
+def test_every_documented_command_line_is_in_a_table_or_names_a_verb() -> None:
     unknown = [command for command in OURS if command not in RUN.keys() | PARSED.keys() and not _names_a_verb(command)]
     assert unknown == [], "add them to RUN or, with a reason, to PARSED"
 
 
-def test_no_entry_of_a_table_is_left_over() -> None:
+def test_no_table_has_unused_entries() -> None:
     mentioned = {"scaletrain logs RUN", "scaletrain explain RUN"}  # README writes them with bars between
     assert (RUN.keys() | PARSED.keys()) - set(OURS) - mentioned == set()
 
@@ -197,12 +197,12 @@ def _parses(words: list[str], names_alone: bool = False) -> bool:
 
 
 @pytest.mark.parametrize("command", [command for command in PARSED if command not in OPTION_BY_NAME])
-def test_a_command_line_that_cannot_run_here_is_one_that_the_command_takes(command: str) -> None:
+def test_a_command_line_that_cannot_run_here_can_be_parsed(command: str) -> None:
     assert _parses(shlex.split(command)[1:])
 
 
 @pytest.mark.parametrize("command", OPTION_BY_NAME)
-def test_an_option_that_is_named_exists(command: str) -> None:
+def test_documented_options_exist(command: str) -> None:
     _, verb, option = command.split()
     assert option in scaletrain(verb, "--help").out
 
@@ -233,7 +233,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("command", RUN)
-def test_a_documented_command_line_runs_and_ends_as_told(
+def test_a_documented_command_line_runs_with_the_expected_result(
     command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workplace)
@@ -244,7 +244,7 @@ def test_a_documented_command_line_runs_and_ends_as_told(
     assert wanted.says in ended.out + ended.err
 
 
-def test_every_make_target_that_is_named_exists_and_ci_runs_what_contributing_says() -> None:
+def test_documented_make_targets_exist_and_ci_runs_those_in_contributing() -> None:
     named = {command.split()[1] for command in COMMANDS if command.startswith("make ")}
     makefile = (PROJECT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
@@ -258,7 +258,7 @@ def test_every_make_target_that_is_named_exists_and_ci_runs_what_contributing_sa
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("pip install")])
-def test_extras_that_pip_is_to_install_exist(command: str) -> None:
+def test_documented_extras_exist(command: str) -> None:
     wanted = {extra for group in re.findall(r"\.\[([a-z0-9,]+)\]", command) for extra in group.split(",")}
     text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
     assert wanted <= set(re.findall(r"^([a-z0-9]+) = \[", text, flags=re.MULTILINE))
@@ -267,14 +267,14 @@ def test_extras_that_pip_is_to_install_exist(command: str) -> None:
     )
 
 
-def test_files_that_other_programs_are_given_exist() -> None:
+def test_documented_files_exist() -> None:
     others = [command for command in COMMANDS if command.split()[0] not in ("scaletrain", "make", "pip")]
     files = {word for command in others for word in re.findall(r"\b(?:k8s|slurm|benchmarks|\.ci)/[\w./-]+", command)}
     assert {"k8s/rbac.yaml", "slurm/dev_cluster.py"} <= files
     assert [file for file in files if not (PROJECT / file).exists()] == []
 
 
-def test_the_development_cluster_takes_what_the_page_gives_it() -> None:
+def test_the_development_cluster_accepts_the_documented_verbs() -> None:
     """tests/slurm_cluster runs it; here the verbs and options of the page are those of the script."""
     lines = [command for command in COMMANDS if "slurm/dev_cluster.py" in command]
     verbs = {re.search(r"dev_cluster\.py ([a-z-]+)", line)[1] for line in lines}  # type: ignore[index]
@@ -294,7 +294,7 @@ def _told_by_the_program() -> Iterator[tuple[str, str]]:
                     yield str(path.relative_to(PROJECT)), told
 
 
-def test_the_program_names_only_verbs_and_options_that_exist() -> None:
+def test_messages_name_only_verbs_and_options_that_exist() -> None:
     verbs = set(typer.main.get_command(app).list_commands(None))  # type: ignore[attr-defined]
     helps: dict[str, str] = {}
     for file, told in sorted(set(_told_by_the_program())):

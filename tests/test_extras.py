@@ -10,7 +10,7 @@ from scaletrain_cli.extras import EXTRAS, extra_of
 PROJECT = Path(__file__).parent.parent
 
 
-def test_every_extra_of_the_project_is_known_with_its_packages() -> None:
+def test_the_table_of_extras_matches_pyproject() -> None:
     text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
     section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
     listed = {
@@ -25,7 +25,7 @@ def test_every_extra_of_the_project_is_known_with_its_packages() -> None:
     assert extra_of("scaletrain_cli") is None
 
 
-def test_no_message_names_a_package_that_is_on_no_index() -> None:
+def test_no_message_suggests_to_install_scaletrain_from_an_index() -> None:
     named = [
         f"{path.name}: {line.strip()}"
         for path in (PROJECT / "scaletrain_cli").rglob("*.py")

@@ -279,7 +279,7 @@ def test_every_folder_is_in_the_table() -> None:
         ("utils/text.py", "import os", "unknown package 'utils'"),
     ],
 )
-def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, expected: str) -> None:
+def test_a_violated_rule_is_reported(tmp_path: Path, file: str, source: str, expected: str) -> None:
     write_module(tmp_path, file, source)
     assert any(expected in line for line in violations(tmp_path)), violations(tmp_path)
 
@@ -303,7 +303,7 @@ def test_a_broken_rule_is_found(tmp_path: Path, file: str, source: str, expected
         ("__main__.py", "from scaletrain_cli.cli import main"),
     ],
 )
-def test_a_kept_rule_is_not_reported(tmp_path: Path, file: str, source: str) -> None:
+def test_an_observed_rule_is_not_reported(tmp_path: Path, file: str, source: str) -> None:
     for package in ("cli", "engine", "launch", "plan", "spec", "ui"):
         write_module(tmp_path, f"{package}/__init__.py", "")
     write_module(tmp_path, "errors.py", "")
@@ -329,7 +329,7 @@ def write_module(project: Path, file: str, source: str) -> None:
     ],
     ids=" ".join,
 )
-def test_a_verb_that_reads_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+def test_verbs_that_only_read_load_no_heavy_library(arguments: list[str], tmp_path: Path) -> None:
     report = tmp_path / "modules.json"
     program = (
         "import json, pathlib, sys\n"

@@ -38,7 +38,7 @@ def of_kind(kind: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_file_is_yaml_that_helm_or_kubectl_can_read(path: Path) -> None:
+def test_every_file_is_valid_yaml_for_helm_or_kubectl(path: Path) -> None:
     for document in documents(path.name):
         assert isinstance(document, dict)
         if path.name not in OTHERS:
@@ -60,7 +60,7 @@ def test_the_queue_reaches_flavors_with_quota_for_every_resource() -> None:
         assert flavor["spec"]["topologyName"] in topologies
 
 
-def test_safe_nodes_come_first_and_only_spot_is_tainted() -> None:
+def test_on_demand_nodes_come_first_and_only_spot_nodes_are_tainted() -> None:
     flavors = of_kind("ResourceFlavor")
     for queue in of_kind("ClusterQueue").values():
         (group,) = queue["spec"]["resourceGroups"]
@@ -69,7 +69,7 @@ def test_safe_nodes_come_first_and_only_spot_is_tainted() -> None:
         assert second["nodeTaints"]
 
 
-def test_teams_share_a_cohort_of_which_each_can_borrow_what_the_others_leave() -> None:
+def test_teams_share_a_cohort_and_can_borrow_unused_quota() -> None:
     queues = [queue["spec"] for queue in of_kind("ClusterQueue").values()]
     assert len(queues) > 1
     assert len({queue["cohortName"] for queue in queues}) == 1
@@ -87,7 +87,7 @@ def test_teams_share_a_cohort_of_which_each_can_borrow_what_the_others_leave() -
                 assert resource["borrowingLimit"] == lent[flavor["name"], resource["name"]]
 
 
-def test_kueue_gives_back_the_nodes_of_a_gang_that_cannot_start() -> None:
+def test_kueue_releases_the_nodes_of_a_gang_that_cannot_start() -> None:
     (values,) = documents("kueue-values.yaml")
     configuration = YAML(typ="safe").load(values["managerConfig"]["controllerManagerConfigYaml"])
     assert configuration["apiVersion"] == "config.kueue.x-k8s.io/v1beta2"
@@ -96,7 +96,7 @@ def test_kueue_gives_back_the_nodes_of_a_gang_that_cannot_start() -> None:
     assert {"jobset.x-k8s.io/jobset", "trainer.kubeflow.org/trainjob"} <= {*configuration["integrations"]["frameworks"]}
 
 
-def test_the_smoke_run_uses_what_these_files_set_up() -> None:
+def test_the_smoke_run_uses_the_objects_of_these_files() -> None:
     spec = load_spec(KUBERNETES / "smoke.yaml", ("cluster.kubernetes.image=registry.example/scaletrain:0.1.0",))
     kubernetes = spec.cluster.kubernetes
     assert ("Namespace", kubernetes.namespace) in objects()
@@ -111,7 +111,7 @@ def test_the_smoke_run_asks_for_an_image_before_anything_is_sent() -> None:
         load_spec(KUBERNETES / "smoke.yaml")
 
 
-def test_pods_of_runs_are_the_ones_that_the_network_policy_lets_talk() -> None:
+def test_the_network_policy_selects_the_pods_of_runs() -> None:
     (policy,) = of_kind("NetworkPolicy").values()
     chosen = policy["spec"]["podSelector"]["matchLabels"]
     assert chosen.items() <= Workload("any", 1).labels.items()
@@ -127,7 +127,7 @@ def test_the_gpu_operator_tolerates_every_taint_of_a_gpu_node() -> None:
         assert {"nvidia.com/gpu", *taints} <= {toleration["key"] for toleration in operand["tolerations"]}
 
 
-def test_the_two_kinds_of_priority_class_agree() -> None:
+def test_workload_and_pod_priority_classes_agree() -> None:
     for_jobs, for_pods = of_kind("WorkloadPriorityClass"), of_kind("PriorityClass")
     assert {name: job["value"] for name, job in for_jobs.items()} == {
         name: pod["value"] for name, pod in for_pods.items()
@@ -135,7 +135,7 @@ def test_the_two_kinds_of_priority_class_agree() -> None:
     assert all(pod["preemptionPolicy"] == "Never" for pod in for_pods.values())
 
 
-def test_every_binding_names_a_role_that_exists_and_no_role_can_do_everything() -> None:
+def test_every_binding_names_an_existing_role_and_no_role_has_all_permissions() -> None:
     for binding in [*of_kind("RoleBinding").values(), *of_kind("ClusterRoleBinding").values()]:
         assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) in objects()
     for role in [*of_kind("Role").values(), *of_kind("ClusterRole").values()]:
@@ -145,7 +145,7 @@ def test_every_binding_names_a_role_that_exists_and_no_role_can_do_everything() 
     assert all(account["automountServiceAccountToken"] is False for account in of_kind("ServiceAccount").values())
 
 
-def test_the_image_runs_without_root_and_copies_only_what_is_there() -> None:
+def test_the_image_runs_without_root_and_copies_existing_files() -> None:
     text = (KUBERNETES / "Containerfile").read_text(encoding="utf-8")
     assert re.search(r"^USER 1000$", text, re.MULTILINE)
     assert re.search(r"^ENTRYPOINT \[", text, re.MULTILINE), "the shell form would swallow SIGTERM"

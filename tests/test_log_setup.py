@@ -51,7 +51,7 @@ def test_a_line_has_the_time_in_utc_the_level_and_the_source(log: Path) -> None:
     assert library_of(line) is None
 
 
-def test_every_line_of_a_library_is_in_the_log_under_its_name(log: Path) -> None:
+def test_lines_of_a_library_are_logged_under_its_name(log: Path) -> None:
     logging.getLogger("some.library").warning("first\nsecond")
     lines = log.read_text().splitlines()
     assert [library_of(line) for line in lines] == ["some.library", "some.library"]
@@ -59,13 +59,13 @@ def test_every_line_of_a_library_is_in_the_log_under_its_name(log: Path) -> None
     assert all(is_library_noise(line) for line in lines)
 
 
-def test_errors_of_a_library_are_no_noise(log: Path) -> None:
+def test_errors_of_a_library_are_shown(log: Path) -> None:
     logging.getLogger("some.library").error("the device is lost")
     assert library_of(log.read_text()) == "some.library"
     assert not is_library_noise(log.read_text())
 
 
-def test_a_python_warning_is_a_line_of_a_library(log: Path) -> None:
+def test_a_python_warning_is_logged_as_a_library_line(log: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         logging.captureWarnings(True)  # inside, as catch_warnings would undo it
@@ -76,14 +76,12 @@ def test_a_python_warning_is_a_line_of_a_library(log: Path) -> None:
     assert {library_of(line) for line in lines} == {"py.warnings"}
 
 
-def test_a_bracket_in_a_message_of_ours_does_not_make_it_a_library_line(log: Path) -> None:
+def test_a_bracket_in_a_message_does_not_make_it_a_library_line(log: Path) -> None:
     OWN.info("restored [optimizer]: 3 files")
     assert library_of(log.read_text()) is None
 
 
-def test_a_library_with_handlers_of_its_own_writes_to_the_log_once(
-    log: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_library_with_its_own_handlers_logs_each_line_once(log: Path, capfd: pytest.CaptureFixture[str]) -> None:
     library = logging.getLogger("LoudLibrary")
     library.propagate = False
     library.addHandler(logging.StreamHandler(sys.stdout))
@@ -94,7 +92,7 @@ def test_a_library_with_handlers_of_its_own_writes_to_the_log_once(
 
 
 @pytest.mark.parametrize(("given", "shown"), [("", False), ("DEBUG", True), ("warning", False), ("loud", False)])
-def test_the_variable_sets_the_level_of_this_package_alone(
+def test_the_variable_sets_the_level_of_this_package_only(
     given: str, shown: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     set_up_logging("launcher", environment={"SCALETRAIN_LOG": given})

@@ -54,7 +54,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_the_supervisor_the_agent_and_the_ranks_import_nothing_from_where_a_run_was_submitted(
+def test_supervisor_agent_and_ranks_import_nothing_from_the_submission_folder(
     hostile: Callable[[], list[str]],
 ) -> None:
     spec = make_spec("cluster.gpus_per_node=1", "training.steps=2")
@@ -77,7 +77,7 @@ def test_the_supervisor_the_agent_and_the_ranks_import_nothing_from_where_a_run_
         ("scaletrain_cli.launch.backends.kubernetes.pod_agent", ["--help"], "--runs-root"),
     ],
 )
-def test_a_process_of_ours_imports_nothing_from_the_current_folder(
+def test_a_python_process_imports_nothing_from_the_current_folder(
     hostile: Callable[[], list[str]], module: str, arguments: list[str], says: str
 ) -> None:
     if module.startswith("scaletrain_cli.engine.") and find_spec(EXPORT_NEEDS) is None:
@@ -87,7 +87,7 @@ def test_a_process_of_ours_imports_nothing_from_the_current_folder(
     assert hostile() == []
 
 
-def test_the_command_and_data_prepare_use_nothing_of_the_current_folder(
+def test_the_command_and_data_prepare_import_nothing_from_the_current_folder(
     hostile: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     Path("text.jsonl").write_text('{"text": "It was the best of times."}\n' * 400)
@@ -105,7 +105,7 @@ def test_the_command_and_data_prepare_use_nothing_of_the_current_folder(
     assert hostile() == []
 
 
-def test_python_m_imports_nothing_from_the_current_folder_once_the_command_has_begun(tmp_path: Path) -> None:
+def test_python_m_imports_nothing_from_the_current_folder_after_start_up(tmp_path: Path) -> None:
     for name in ("typer", "pydantic", "json", "rich", "subprocess"):
         (tmp_path / f"{name}.py").write_text(HOSTILE.format(marker=str(tmp_path / f"ran-{name}")))
     spec = PROJECT / "tests" / "cli" / "small.yaml"
@@ -117,7 +117,7 @@ def test_python_m_imports_nothing_from_the_current_folder_once_the_command_has_b
     assert list(tmp_path.glob("ran-*")) == []
 
 
-def test_the_batch_script_runs_no_program_and_no_module_of_the_folder_that_it_starts_in(
+def test_the_batch_script_runs_nothing_from_its_working_folder(
     hostile: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     bin_folder = tmp_path / "bin"
@@ -141,7 +141,7 @@ def test_the_batch_script_runs_no_program_and_no_module_of_the_folder_that_it_st
     assert set(hostile()) <= {"program env"}  # which bash itself starts before it knows better
 
 
-def test_an_engine_of_ones_own_keeps_the_path_that_the_spec_gives(hostile: Callable[[], list[str]]) -> None:
+def test_a_custom_engine_keeps_the_path_from_the_spec(hostile: Callable[[], list[str]]) -> None:
     from scaletrain_cli.launch.node.ranks import NodePlace, rank_environment
 
     def environment(*overrides: str) -> dict[str, str]:
@@ -162,11 +162,11 @@ def test_an_engine_of_ones_own_keeps_the_path_that_the_spec_gives(hostile: Calla
         ({"PYTHONPATH": "", "HOME": "."}, {"HOME": "."}),
     ],
 )
-def test_a_search_path_keeps_its_absolute_folders_alone(given: dict[str, str], kept: dict[str, str]) -> None:
+def test_a_search_path_keeps_only_absolute_folders(given: dict[str, str], kept: dict[str, str]) -> None:
     assert absolute_paths(given) == kept
 
 
-def test_a_relative_entry_of_pythonpath_leaves_the_path_and_an_absolute_one_of_the_same_folder_stays(
+def test_relative_entries_of_pythonpath_are_removed_and_absolute_ones_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -194,7 +194,7 @@ def is_text(node: ast.expr, text: str) -> bool:
     return isinstance(node, ast.Constant) and node.value == text
 
 
-def test_every_command_line_of_python_is_made_in_one_place() -> None:
+def test_python_command_lines_are_built_in_one_place() -> None:
     found = [
         place
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -210,9 +210,7 @@ def test_every_command_line_of_python_is_made_in_one_place() -> None:
 
 
 @pytest.mark.long
-def test_a_whole_run_of_this_engine_uses_nothing_of_the_folder_that_it_was_submitted_from(
-    hostile: Callable[[], list[str]], tmp_path: Path
-) -> None:
+def test_a_run_imports_nothing_from_the_submission_folder(hostile: Callable[[], list[str]], tmp_path: Path) -> None:
     spec = PROJECT / "tests" / "cli" / "small.yaml"
     script = tmp_path / "scaletrain"
     script.write_text("from scaletrain_cli.__main__ import main\nmain()\n")

@@ -47,7 +47,7 @@ def test_the_wheel_has_the_recipes_and_the_files_for_clusters(tmp_path: Path, mo
     assert recipes()["own-engine"].is_relative_to(tmp_path)
 
 
-def test_the_image_copies_all_that_the_wheel_is_built_from() -> None:
+def test_the_image_copies_all_sources_of_the_wheel() -> None:
     text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
     included = re.findall(r'^"([^"]+)" = "scaletrain_cli/project/', text, flags=re.MULTILINE)
     copied = " ".join(
@@ -57,14 +57,14 @@ def test_the_image_copies_all_that_the_wheel_is_built_from() -> None:
     assert set(included) <= set(copied)
 
 
-def test_every_requirement_admits_the_version_that_is_tested(declared: dict[str, Any]) -> None:
+def test_every_requirement_allows_the_tested_version(declared: dict[str, Any]) -> None:
     specifiers = pytest.importorskip("packaging.requirements")
     for name, line in requirements(declared).items():
         if name in PINS:
             assert specifiers.Requirement(line).specifier.contains(PINS[name]), line
 
 
-def test_torch_is_held_below_the_first_minor_version_that_is_not_tested(declared: dict[str, Any]) -> None:
+def test_torch_is_limited_to_tested_minor_versions(declared: dict[str, Any]) -> None:
     major, minor, _ = PINS["torch"].split(".")
     assert requirements(declared)["torch"].endswith(f",<{major}.{int(minor) + 1}")
     assert f"version={PINS['torch']}\n" in (PROJECT / ".ci" / "install_torch.sh").read_text()
@@ -79,7 +79,7 @@ def test_an_install_command_names_this_checkout_and_the_tested_versions() -> Non
     assert install_command("train") == f"pip install -c constraints.txt '.[train]' in the checkout {PROJECT}"
 
 
-def test_the_doctor_warns_of_a_torch_that_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_warns_about_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.99.1", "deepspeed": PINS["deepspeed"], "numpy": PINS["numpy"], "tokenizers": "0.99"}
 
     def version(name: str) -> str:

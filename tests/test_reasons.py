@@ -16,7 +16,7 @@ from scaletrain_cli.reasons import Reason, Text, reason_from, recorded, register
 TABLES = sorted(module.name for module in pkgutil.iter_modules(reason_texts.__path__))
 
 
-def test_a_reason_is_written_with_its_parameters_as_people_read_them() -> None:
+def test_the_text_of_a_reason_has_formatted_parameters() -> None:
     register_texts(
         "example",
         {
@@ -33,18 +33,18 @@ def test_a_reason_is_written_with_its_parameters_as_people_read_them() -> None:
     assert reason_from(reason.to_json()) == reason
 
 
-def test_a_code_of_a_newer_version_is_shown_and_not_an_error() -> None:
+def test_an_unknown_code_is_shown_and_not_an_error() -> None:
     assert str(Reason("launch.from-the-future", {"nodes": 3})) == "launch.from-the-future nodes=3"
     assert str(Reason("nothing.of-ours")) == "nothing.of-ours"
 
 
-def test_a_reason_without_the_parameters_of_its_text_is_shown_and_not_an_error() -> None:
+def test_a_reason_with_missing_parameters_is_shown_and_not_an_error() -> None:
     register_texts("partial", {"slow": Text("waits {wait:seconds}")})
     assert str(Reason("partial.slow", {"wait": "?"})) == "partial.slow wait=?"
     assert str(Reason("partial.slow")) == "partial.slow"
 
 
-def test_a_sentence_of_an_earlier_version_stays_readable() -> None:
+def test_a_recorded_sentence_of_an_earlier_version_is_shown() -> None:
     assert str(reason_from({"text": "lost its node"})) == "lost its node"
     assert recorded("x").to_json()["code"] == "recorded.text"
 

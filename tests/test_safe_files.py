@@ -69,7 +69,7 @@ REPLACERS: list[Callable[[Path], None]] = [lambda path: safe_files.replace_file(
 
 
 @pytest.mark.parametrize("write", [*OPENERS, *REPLACERS])
-def test_a_planted_symbolic_link_leaves_its_target_as_it_was(
+def test_a_planted_symbolic_link_does_not_change_its_target(
     root: Path, victim: Path, write: Callable[[Path], None]
 ) -> None:
     name = root / "events.jsonl"
@@ -85,9 +85,7 @@ def test_a_planted_symbolic_link_leaves_its_target_as_it_was(
 
 
 @pytest.mark.parametrize("write", [*OPENERS, *REPLACERS])
-def test_a_dangling_link_creates_nothing_where_it_leads(
-    root: Path, victim: Path, write: Callable[[Path], None]
-) -> None:
+def test_a_dangling_link_does_not_create_its_target(root: Path, victim: Path, write: Callable[[Path], None]) -> None:
     elsewhere = victim.with_name("authorized_keys")
     (root / "lock").symlink_to(elsewhere)
     if write in REPLACERS:
@@ -99,7 +97,7 @@ def test_a_dangling_link_creates_nothing_where_it_leads(
 
 
 @pytest.mark.parametrize("write", [hold_lock, append])
-def test_a_hard_link_that_somebody_else_may_have_made_is_refused(
+def test_a_hard_link_that_another_user_may_have_made_is_rejected(
     root: Path, victim: Path, write: Callable[[Path], None]
 ) -> None:
     os.link(victim, root / "lock")
@@ -108,7 +106,7 @@ def test_a_hard_link_that_somebody_else_may_have_made_is_refused(
     assert victim.read_text() == PRECIOUS
 
 
-def test_a_hard_link_in_a_folder_that_only_its_owner_changes_is_a_backup(root: Path) -> None:
+def test_a_hard_link_in_a_private_folder_is_accepted(root: Path) -> None:
     root.chmod(0o750)
     append(root / "events.jsonl")
     os.link(root / "events.jsonl", root / "kept")
@@ -117,7 +115,7 @@ def test_a_hard_link_in_a_folder_that_only_its_owner_changes_is_a_backup(root: P
 
 
 @pytest.mark.parametrize("write", [*OPENERS, *REPLACERS])
-def test_a_planted_fifo_holds_nobody_up(root: Path, write: Callable[[Path], None]) -> None:
+def test_a_planted_fifo_does_not_block(root: Path, write: Callable[[Path], None]) -> None:
     os.mkfifo(root / "log")
     ended: list[str] = []
 
@@ -137,9 +135,7 @@ def test_a_planted_fifo_holds_nobody_up(root: Path, write: Callable[[Path], None
 
 @needs_root
 @pytest.mark.parametrize("write", [hold_lock, append, write_new, lambda path: safe_files.replace_file(path, "new\n")])
-def test_a_folder_that_is_a_link_of_another_user_is_not_entered(
-    root: Path, victim: Path, write: Callable[[Path], None]
-) -> None:
+def test_a_folder_link_of_another_user_is_not_followed(root: Path, victim: Path, write: Callable[[Path], None]) -> None:
     run = root / "run-1"
     run.mkdir()
     (run / "attempts").symlink_to(victim.parent)
@@ -150,7 +146,7 @@ def test_a_folder_that_is_a_link_of_another_user_is_not_entered(
 
 
 @needs_root
-def test_a_link_of_ones_own_and_one_of_the_folders_owner_are_followed(root: Path, tmp_path: Path) -> None:
+def test_links_of_this_user_and_of_the_folder_owner_are_followed(root: Path, tmp_path: Path) -> None:
     (tmp_path / "big-disk").mkdir()
     (root / "mine").symlink_to(tmp_path / "big-disk")
     append(root / "mine" / "events.jsonl")
@@ -161,14 +157,14 @@ def test_a_link_of_ones_own_and_one_of_the_folders_owner_are_followed(root: Path
     assert (tmp_path / "big-disk" / "events.jsonl").read_text() == "line\nline\n"
 
 
-def test_links_that_lead_in_a_circle_end_in_an_error(root: Path) -> None:
+def test_circular_links_are_an_error(root: Path) -> None:
     (root / "a").symlink_to(root / "b")
     (root / "b").symlink_to(root / "a")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         append(root / "a" / "events.jsonl")
 
 
-def test_what_is_in_a_run_is_for_its_owner_to_change_and_for_its_group_to_read(root: Path) -> None:
+def test_files_of_a_run_are_writable_by_the_owner_and_readable_by_the_group(root: Path) -> None:
     for umask, folder_mode, file_mode in ((0o022, 0o750, 0o640), (0o002, 0o750, 0o640), (0o077, 0o700, 0o600)):
         os.umask(umask)
         run = root / f"run-{umask}"
@@ -183,7 +179,7 @@ def test_what_is_in_a_run_is_for_its_owner_to_change_and_for_its_group_to_read(r
         assert mode(run / "secrets.json") == mode(run / "submit.lock") == 0o600
 
 
-def test_what_a_team_shares_is_as_open_as_its_root_whatever_the_umask(root: Path) -> None:
+def test_shared_files_have_the_permissions_of_the_root_with_any_umask(root: Path) -> None:
     os.umask(0o077)
     safe_files.make_shared_folder(root / "datasets")
     hold_shared_lock(root / ".bad-nodes.lock")
@@ -193,7 +189,7 @@ def test_what_a_team_shares_is_as_open_as_its_root_whatever_the_umask(root: Path
 
 
 @needs_root
-def test_a_root_like_tmp_is_shared_by_users_who_are_not_in_its_group() -> None:
+def test_a_sticky_root_is_shared_by_users_outside_its_group() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         root = Path(folder)
         root.chmod(0o1777)
@@ -215,7 +211,7 @@ def make_shared_folder_as_nobody(root: Path) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def test_a_root_of_one_user_stays_closed(root: Path) -> None:
+def test_a_private_root_stays_private(root: Path) -> None:
     root.chmod(0o755)
     safe_files.make_shared_folder(root / "datasets")
     safe_files.replace_file(root / "bad-nodes.json", "{}", shared=True)
@@ -223,7 +219,7 @@ def test_a_root_of_one_user_stays_closed(root: Path) -> None:
     assert mode(root / "bad-nodes.json") == 0o644
 
 
-def test_a_failed_replacement_keeps_the_old_content_and_leaves_no_draft(root: Path) -> None:
+def test_a_failed_replacement_keeps_the_old_content_and_leaves_no_temporary_file(root: Path) -> None:
     safe_files.replace_file(root / "plan.json", "old")
     (root / "folder").mkdir()
     with pytest.raises(OSError):
@@ -231,7 +227,7 @@ def test_a_failed_replacement_keeps_the_old_content_and_leaves_no_draft(root: Pa
     assert sorted(path.name for path in root.iterdir()) == ["folder", "plan.json"]
 
 
-def test_a_lock_that_is_held_is_waited_for_no_longer_than_asked(root: Path) -> None:
+def test_waiting_for_a_held_lock_times_out(root: Path) -> None:
     with safe_files.locked(root / "lock") as got:
         assert got
         began = time.monotonic()
@@ -240,12 +236,12 @@ def test_a_lock_that_is_held_is_waited_for_no_longer_than_asked(root: Path) -> N
         assert time.monotonic() - began >= 0.1
 
 
-def test_a_folder_that_no_parents_would_bring_about_ends_in_an_error() -> None:
+def test_a_folder_that_cannot_be_created_is_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         safe_files.make_folder(Path("/proc/none/such"))
 
 
-def test_an_existing_file_is_never_created_over(root: Path) -> None:
+def test_an_existing_file_is_never_overwritten_by_create(root: Path) -> None:
     safe_files.create_file(root / "run.json", "first")
     with pytest.raises(FileExistsError):
         safe_files.create_file(root / "run.json", "second")
@@ -266,7 +262,7 @@ def mode(path: Path) -> int:
 
 
 @needs_root
-def test_a_lock_file_that_somebody_else_made_is_refused_for_they_could_hold_it_for_ever(root: Path) -> None:
+def test_a_lock_file_of_another_user_is_rejected(root: Path) -> None:
     (root / "lock").touch()
     os.chown(root / "lock", 65534, 65534)
     with pytest.raises(PermissionError, match=r"another user's file, made by .*65534"):
@@ -274,7 +270,7 @@ def test_a_lock_file_that_somebody_else_made_is_refused_for_they_could_hold_it_f
 
 
 @needs_root
-def test_a_private_folder_that_somebody_else_made_or_may_look_into_is_not_used(root: Path) -> None:
+def test_a_private_folder_of_or_readable_by_another_user_is_not_used(root: Path) -> None:
     safe_files.make_private_folder(root / "mine")
     safe_files.make_private_folder(root / "mine")
     assert mode(root / "mine") & 0o777 == 0o700

@@ -152,7 +152,7 @@ def test_every_file_is_opened_for_writing_through_safe_files() -> None:
     assert used == set(MAY_WRITE), "exceptions that nothing needs any more"
 
 
-def test_nothing_is_loaded_that_can_run_code() -> None:
+def test_no_format_that_can_run_code_is_loaded() -> None:
     found, used = offences(loads, MAY_LOAD)
     assert not found, "use JSON or safetensors:\n" + "\n".join(found)
     assert used == set(MAY_LOAD), "exceptions that nothing needs any more"
@@ -180,7 +180,7 @@ def test_nothing_is_loaded_that_can_run_code() -> None:
         "actions = [(os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT, 0o644)]",
     ],
 )
-def test_a_way_of_writing_is_found(source: str) -> None:
+def test_calls_that_write_files_are_detected(source: str) -> None:
     assert list(writes(ast.parse(source)))
 
 

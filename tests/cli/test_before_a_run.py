@@ -22,7 +22,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_what_init_writes_validates_and_plans_as_it_stands(tmp_path: Path) -> None:
+def test_a_spec_written_by_init_is_valid_and_can_be_planned(tmp_path: Path) -> None:
     assert scaletrain("init").code == 0
     assert scaletrain("validate", "run.yaml").out.startswith("OK run.yaml\n")
     assert scaletrain("plan", "run.yaml").code == 0
@@ -30,14 +30,14 @@ def test_what_init_writes_validates_and_plans_as_it_stands(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama-7b", "llama-3-70b", "mixtral-8x7b", "gpt3-175b"])
-def test_init_takes_as_many_nodes_as_a_preset_needs(preset: str) -> None:
+def test_init_chooses_the_fewest_nodes_that_fit_the_preset(preset: str) -> None:
     assert scaletrain("init", "--preset", preset, "-o", "a.yaml").code == 0
     ended = scaletrain("plan", "a.yaml", "--json")
     assert ended.code == 0
     assert ended.data["memory"]["fits"]
 
 
-def test_init_does_as_it_is_told_or_refuses() -> None:
+def test_init_follows_its_options_or_rejects_them() -> None:
     spec = scaletrain("init", "--preset=gpt2", "--gpu=a100-sxm-80gb", "--nodes=3", "--gpus-per-node=4", "-o", "-").out
     assert "nodes: 3\n  gpus_per_node: 4\n  gpu: a100-sxm-80gb\n" in spec
     refused = scaletrain("init", "--preset", "llama-3-70b", "--nodes", "1")
@@ -45,7 +45,7 @@ def test_init_does_as_it_is_told_or_refuses() -> None:
     assert not Path("run.yaml").exists()
 
 
-def test_init_for_kubernetes_waits_only_for_a_namespace_a_queue_and_an_image() -> None:
+def test_a_kubernetes_spec_of_init_lacks_only_namespace_queue_and_image() -> None:
     ended = scaletrain("init", "--scheduler", "kubernetes", "--preset", "llama-7b")
     assert ended.code == 0
     assert "namespace, queue and image" in ended.err
@@ -60,13 +60,13 @@ def test_init_for_kubernetes_waits_only_for_a_namespace_a_queue_and_an_image() -
     assert "kueue.x-k8s.io/queue-name: team-a" in rendered.out
 
 
-def test_init_has_one_node_where_there_is_one_machine() -> None:
+def test_init_rejects_several_nodes_for_the_local_scheduler() -> None:
     ended = scaletrain("init", "--scheduler", "local", "--nodes", "2")
     assert ended.code == ExitCode.USAGE
     assert "--nodes 2 requires slurm or kubernetes" in ended.err
 
 
-def test_init_takes_the_name_of_the_file() -> None:
+def test_init_names_the_file_as_requested() -> None:
     assert scaletrain("init", "mine.yaml").code == 0
     assert Path("mine.yaml").read_text() == scaletrain("init", "-").out
     both = scaletrain("init", "a.yaml", "-o", "b.yaml")
@@ -77,7 +77,7 @@ def test_init_takes_the_name_of_the_file() -> None:
     assert ". is a folder. Give the path of a file, e.g. run.yaml." in folder.err
 
 
-def test_init_chooses_the_scheduler_that_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_chooses_the_scheduler_found_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -141,13 +141,13 @@ def test_init_overwrites_nothing() -> None:
         (["-o", "no/such/folder/a.yaml"], "cannot write no/such/folder/a.yaml: No such file or directory."),
     ],
 )
-def test_init_says_what_it_cannot_do(arguments: list[str], expected: str) -> None:
+def test_init_rejects_unknown_names_with_a_suggestion(arguments: list[str], expected: str) -> None:
     ended = scaletrain("init", *arguments)
     assert ended.code == ExitCode.USAGE
     assert expected in ended.err
 
 
-def test_validate_says_what_was_understood() -> None:
+def test_validate_shows_the_resolved_settings() -> None:
     ended = scaletrain("validate", SMALL, "--set", "training.steps=70")
     assert ended.code == 0
     assert "training 70 steps of 16 sequences, " in " ".join(ended.out.split())
@@ -192,7 +192,7 @@ def test_validate_prints_every_problem_also_as_json() -> None:
 
 
 @pytest.mark.parametrize("verb", ["validate", "plan", "submit", "train"])
-def test_an_accelerator_that_nobody_knows_is_refused(verb: str) -> None:
+def test_an_unknown_accelerator_is_rejected(verb: str) -> None:
     ended = scaletrain(verb, SMALL, "--set", "cluster.gpu=h100-sxm-80bg")
     assert ended.code == ExitCode.USAGE
     assert "Did you mean h100-sxm-80gb?" in ended.err
@@ -215,19 +215,19 @@ def test_a_plan_that_does_not_fit_is_shown_with_what_would_fit() -> None:
     assert (as_json.code, as_json.data["memory"]["fits"]) == (ExitCode.INFEASIBLE, False)
 
 
-def test_a_plan_that_does_not_divide_is_no_plan() -> None:
+def test_a_layout_that_does_not_divide_has_no_plan() -> None:
     ended = scaletrain("plan", SMALL, "--set", "layout.data_parallel=3", "--json")
     assert (ended.code, ended.data["feasible"]) == (ExitCode.INFEASIBLE, False)
     assert "layout" not in ended.data
     assert "layout.data_parallel = 3" in ended.err
 
 
-def test_all_shows_what_the_figures_assume() -> None:
+def test_all_shows_the_assumptions() -> None:
     assert "PaLM" not in scaletrain("plan", SMALL).out
     assert "PaLM" in scaletrain("plan", SMALL, "--all").out
 
 
-def test_what_can_be_planned_but_not_run_is_not_submitted(tmp_path: Path) -> None:
+def test_a_plan_that_the_engine_does_not_support_is_not_submitted(tmp_path: Path) -> None:
     recipe = PROJECT / "recipes" / "llama-7b-h100.yaml"
     context = ["--set", "layout.context_parallel=2", "--set", "cluster.nodes=1"]
     assert scaletrain("plan", recipe, *context).code == 0
@@ -242,7 +242,7 @@ def test_the_schema_is_printed() -> None:
     assert scaletrain("schema").data["title"] == "ScaleTrain run spec scaletrain/v1"
 
 
-def test_the_doctor_looks_at_the_machine() -> None:
+def test_doctor_checks_every_part_of_the_machine() -> None:
     ended = scaletrain("doctor")
     assert ended.code == 0
     checks = {check["name"]: check for check in scaletrain("doctor", "--json").data["checks"]}
@@ -252,7 +252,7 @@ def test_the_doctor_looks_at_the_machine() -> None:
     assert all(name in ended.out for name in checks)
 
 
-def test_the_doctor_survives_tools_that_hang_or_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_tools_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.backends.slurm.commands._CHECK_SECONDS", 0.2)
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -298,7 +298,7 @@ def test_doctor_warns_about_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch)
     assert "did not respond" in check["advice"]
 
 
-def test_what_is_piped_has_no_colours_and_no_blanks_at_line_ends() -> None:
+def test_piped_output_has_no_colors_and_no_trailing_spaces() -> None:
     for arguments in (["plan", SMALL], ["validate", SMALL], ["doctor"], ["plan", SMALL, *TOO_LARGE]):
         ended = scaletrain(*arguments)
         for line in (ended.out + ended.err).splitlines():

@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "scaletrain_cli"]
 PLAN_CPU_LIMIT_SECONDS = 0.300
 
 
-def test_a_reader_that_leaves_early_is_no_error_to_talk_about() -> None:
+def test_a_closed_stdout_prints_no_error() -> None:
     line = f"{sys.executable} -m scaletrain_cli schema | head -n 1"
     done = subprocess.run(["bash", "-c", line], cwd=PROJECT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("{\n", "")
@@ -36,7 +36,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["status"], ["doctor"]], ids=str)
-def test_a_runs_root_that_cannot_be_is_no_traceback(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_runs_root_prints_no_traceback(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", "/dev/null/runs")
     ended = scaletrain(*arguments)
     assert ended.code in (0, 1, 2)
@@ -44,7 +44,7 @@ def test_a_runs_root_that_cannot_be_is_no_traceback(arguments: list[str], monkey
     assert "/dev/null/runs" in ended.out + ended.err
 
 
-def test_a_bug_is_one_message_that_names_the_file_with_its_traceback(
+def test_a_bug_is_one_message_with_the_path_of_the_traceback_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("scaletrain_cli.spec.load_spec", lambda *arguments, **options: 1 / 0)
@@ -64,14 +64,14 @@ def test_a_bug_is_one_message_that_names_the_file_with_its_traceback(
     assert "Traceback (most recent call last)" in scaletrain("plan", SMALL, expect_bug=True).err
 
 
-def test_an_error_piped_is_one_line_per_problem_with_its_place_first() -> None:
+def test_a_piped_error_has_one_line_per_problem_that_starts_with_the_location() -> None:
     ended = scaletrain("plan", SMALL, "--set", "a=1", "--set", "b=2")
     head, *rest = ended.err.splitlines()
     assert head == f"error: {SMALL}: 2 problems in the run spec"
     assert [line[:9] for line in rest] == ["  --set a", "  --set b"]
 
 
-def test_an_error_on_a_terminal_is_in_colour_and_keeps_the_place_in_one_piece() -> None:
+def test_an_error_on_a_terminal_has_colors_and_does_not_wrap_the_location() -> None:
     place = f"{'deep/' * 40}run.yaml:3"
     program = (
         "from scaletrain_cli.errors import Problem, SpecError\n"
@@ -85,7 +85,7 @@ def test_an_error_on_a_terminal_is_in_colour_and_keeps_the_place_in_one_piece() 
     assert "\\x1b[31m" in shown, "what a user gave is shown, not obeyed"
 
 
-def test_a_terminal_without_unicode_gets_a_plan_all_the_same() -> None:
+def test_a_plan_can_be_printed_on_a_terminal_without_unicode() -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
     done = subprocess.run([*COMMAND, "plan", str(SMALL)], cwd=PROJECT, capture_output=True, env=env)
     assert done.returncode == 0
@@ -93,14 +93,14 @@ def test_a_terminal_without_unicode_gets_a_plan_all_the_same() -> None:
     assert b"####" in done.stdout
 
 
-def test_a_plan_on_a_narrow_terminal_is_not_wider_than_it() -> None:
+def test_a_plan_is_not_wider_than_a_narrow_terminal() -> None:
     shown = on_a_terminal([*COMMAND, "plan", str(SMALL)], columns=80)
     plain = shown.replace("\r", "").split("\n")
     assert max(len(strip_colours(line)) for line in plain) <= 80
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="a run on this machine needs the extra train")
-def test_the_command_line_asks_only_on_a_terminal(tmp_path: Path) -> None:
+def test_confirmation_is_requested_only_on_a_terminal(tmp_path: Path) -> None:
     env = {"SCALETRAIN_RUNS": str(tmp_path)}
     shown = on_a_terminal([*COMMAND, "submit", str(SMALL)], answer="n\n", env=env)
     assert "Submit to local? [Y/n]" in shown
@@ -113,7 +113,7 @@ def test_the_command_line_asks_only_on_a_terminal(tmp_path: Path) -> None:
     [(["plan"], PLAN_CPU_LIMIT_SECONDS), (["submit", "--dry-run", "--set", "cluster.scheduler=slurm"], 0.6)],
     ids=["plan", "submit"],
 )
-def test_planning_verbs_cost_little_cpu_beyond_the_arithmetic(arguments: list[str], limit_seconds: float) -> None:
+def test_planning_verbs_use_little_cpu_besides_planning(arguments: list[str], limit_seconds: float) -> None:
     program = (
         "import resource, sys\n"
         "from scaletrain_cli.__main__ import main\n"
@@ -176,7 +176,7 @@ def strip_colours(line: str) -> str:
 @pytest.mark.parametrize(
     "arguments", [["doctor"], ["init", "-o", "-"], ["submit", str(SMALL), "--dry-run"], ["status"]], ids=lambda a: a[0]
 )
-def test_verbs_that_only_look_load_neither_torch_nor_the_engine(arguments: list[str]) -> None:
+def test_verbs_that_only_read_load_neither_torch_nor_the_engine(arguments: list[str]) -> None:
     program = (
         "import sys\n"
         "from scaletrain_cli.__main__ import main\n"
@@ -192,7 +192,7 @@ def test_verbs_that_only_look_load_neither_torch_nor_the_engine(arguments: list[
     assert loaded & heavy == set()
 
 
-def test_problem_and_error_print_as_compilers_do() -> None:
+def test_the_text_of_an_error_has_file_and_line() -> None:
     error = SpecError("run.yaml: 1 problem", (Problem("run.yaml:3", "a.b", "must be 1.", "2", "Use 1."),))
     assert str(error) == "run.yaml: 1 problem\n  run.yaml:3 a.b = 2: must be 1. Use 1."
 
@@ -208,14 +208,14 @@ def test_a_full_disk_is_an_error_in_one_line(options: list[str]) -> None:
     assert ended.stderr == f"{said}$SCALETRAIN_RUNS (runs) or $TMPDIR to another one.\n"
 
 
-def test_a_message_ends_with_one_full_stop_whatever_it_quotes() -> None:
+def test_a_message_that_quotes_a_sentence_has_one_full_stop() -> None:
     error = SpecError("cannot read x: it is broken..", (Problem("a", "b", "said: no..", "1", "See '..'.. Stop."),))
     assert str(error) == "cannot read x: it is broken.\n  a b = 1: said: no. See '..'. Stop."
     kept = "look in .. or ../x or and so on... There are 1..3 of them"
     assert str(SpecError(kept)) == kept
 
 
-def test_what_was_not_given_is_no_none_in_a_message() -> None:
+def test_a_message_without_a_given_value_does_not_print_none() -> None:
     assert Problem("a", "layout.zero_stage", "is missing.").subject == "layout.zero_stage"
     assert Problem("a", "layout.zero_stage", "is wrong.", "9").subject == "layout.zero_stage = 9"
     shown = [str(Problem("run.yaml:1", "", "no.")), str(Problem("x", "k", "no.", None, None))]

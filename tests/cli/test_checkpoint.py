@@ -32,7 +32,7 @@ def names(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
-def test_they_are_listed_oldest_first_with_the_latest_marked(folder: Path) -> None:
+def test_checkpoints_are_listed_oldest_first_and_the_latest_is_marked(folder: Path) -> None:
     (folder / "step-00000060" / "manifest.json").unlink()
     listed = scaletrain("checkpoint", "list", "r1")
     assert listed.code == 0, listed.err
@@ -46,7 +46,7 @@ def test_they_are_listed_oldest_first_with_the_latest_marked(folder: Path) -> No
     assert (found[0]["step"], found[0]["bytes"], found[0]["problem"]) == (10, 5000, None)
 
 
-def test_no_checkpoints_is_no_error(folder: Path) -> None:
+def test_a_run_without_checkpoints_is_not_an_error(folder: Path) -> None:
     spec = load_spec(SMALL)
     create_run(spec, make_plan(spec), "r2")
     for verb in ("list", "verify"):
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(folder: Path) -> None:
     assert "--step 41: no such checkpoint" in missing.err
 
 
-def test_pruning_keeps_what_was_asked_for_the_newest_clean_one_and_each_mth(folder: Path) -> None:
+def test_pruning_keeps_the_requested_number_the_latest_clean_one_and_every_mth(folder: Path) -> None:
     tried = scaletrain("checkpoint", "prune", "r1", "--keep", "2", "--dry-run")
     assert (tried.code, len(names(folder))) == (0, 6), tried.err
     assert tried.out.splitlines() == ["step-00000010", "step-00000020", "step-00000040"]
@@ -83,12 +83,12 @@ def test_pruning_keeps_what_was_asked_for_the_newest_clean_one_and_each_mth(fold
     assert names(folder) == [20, 30, 40, 50, 60]
 
 
-def test_without_options_the_specs_own_rule_holds(folder: Path) -> None:
+def test_pruning_without_options_follows_the_spec(folder: Path) -> None:
     assert scaletrain("checkpoint", "prune", "r1").code == 0
     assert names(folder) == [30, 40, 50, 60]
 
 
-def test_pruning_never_takes_what_the_run_would_go_on_from(folder: Path) -> None:
+def test_pruning_never_deletes_the_checkpoint_that_a_resume_would_load(folder: Path) -> None:
     for step in (50, 60):
         flip_bit(folder / f"step-{step:08d}" / "rank-00000.pt", 0)
     assert scaletrain("checkpoint", "prune", "r1", "--keep", "1").code == 0
@@ -123,7 +123,7 @@ def test_an_active_run_is_not_pruned(folder: Path, job: Job, monkeypatch: pytest
         (["--dtype", "int8"], ExitCode.USAGE, "'--dtype'"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_with_the_reason(
+def test_an_impossible_export_is_rejected_with_the_reason(
     folder: Path, options: list[str], code: ExitCode, expected: str, tmp_path: Path
 ) -> None:
     flip_bit(folder / "step-00000040" / "rank-00000.pt", 1234)

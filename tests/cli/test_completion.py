@@ -30,7 +30,7 @@ def complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[n
     return at_the_end_of
 
 
-def test_verbs_options_and_commands_of_groups_are_offered(complete) -> None:  # type: ignore[no-untyped-def]
+def test_verbs_options_and_sub_verbs_are_completed(complete) -> None:  # type: ignore[no-untyped-def]
     assert complete("s") == ["schema", "submit", "status"]
     assert complete("checkpoint ") == ["list", "verify", "export", "prune"]
     assert {"--deadline", "--vary"} <= set(complete("plan x.yaml --"))
@@ -52,19 +52,19 @@ def test_verbs_options_and_commands_of_groups_are_offered(complete) -> None:  # 
         ("plan x --set no.such", []),
     ],
 )
-def test_names_and_keys_are_offered(complete, line: str, offered: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_names_and_keys_are_completed(complete, line: str, offered: list[str]) -> None:  # type: ignore[no-untyped-def]
     assert complete(line) == offered
 
 
 @pytest.mark.parametrize("verb", ["status", "resume", "logs", "explain", "cancel", "checkpoint list"])
-def test_runs_are_offered(complete, verb: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_run_ids_are_completed(complete, verb: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     for name in ("one", "other"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "run.json").write_text("{}")
     assert complete(f"{verb} o") == ["one", "other"]
 
 
-def test_clusters_are_offered_and_a_broken_file_breaks_no_line(  # type: ignore[no-untyped-def]
+def test_clusters_are_completed_and_an_invalid_clusters_file_prints_nothing(  # type: ignore[no-untyped-def]
     complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "clusters.yaml"
@@ -75,7 +75,7 @@ def test_clusters_are_offered_and_a_broken_file_breaks_no_line(  # type: ignore[
     assert complete("plan x --cluster ") == []
 
 
-def test_zsh_is_answered_in_its_own_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_for_zsh_have_its_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_SCALETRAIN_COMPLETE", "complete_zsh")
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "scaletrain init --preset gpt2-")
     assert scaletrain().out.split("((")[1].split("))")[0].split() == ['"gpt2-medium"', '"gpt2-large"', '"gpt2-xl"']

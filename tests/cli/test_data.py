@@ -41,7 +41,7 @@ def test_text_is_tokenized_once() -> None:
     assert "training tokens" in again.err
 
 
-def test_a_source_that_is_not_there_ends_with_2_and_says_so() -> None:
+def test_a_missing_source_ends_with_2_and_the_reason() -> None:
     ended = prepare("nowhere/*.txt")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
     assert "\nerror: " in ended.err, "after what the process said"

@@ -20,7 +20,7 @@ def drill(*arguments: str) -> Ended:
     return scaletrain("drill", *arguments, "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "60s")
 
 
-def test_a_killed_rank_is_survived_and_nothing_is_left_behind() -> None:
+def test_a_drill_recovers_from_a_killed_rank_and_leaves_no_files() -> None:
     ended = drill("sigkill")
     assert ended.code == 0, ended.out + ended.err
     title, row = ended.out.splitlines()
@@ -30,7 +30,7 @@ def test_a_killed_rank_is_survived_and_nothing_is_left_behind() -> None:
     assert [path.name for path in runs_root().iterdir()] == ["datasets"]
 
 
-def test_a_run_that_was_not_hit_has_proved_nothing() -> None:
+def test_a_drill_without_an_injected_fault_does_not_pass() -> None:
     """The stand-in has no gradients to poison, so the run just finishes."""
     ended = drill("nan", "slow-rank", "--json")
     assert ended.code == ExitCode.CRASHED
@@ -42,7 +42,7 @@ def test_a_run_that_was_not_hit_has_proved_nothing() -> None:
     assert scaletrain("status", kept / "nan").code == 0, "but can be looked at"
 
 
-def test_where_the_undisturbed_run_fails_nothing_is_drilled() -> None:
+def test_no_drill_runs_if_the_undisturbed_run_fails() -> None:
     env = json.dumps({"FAKE": json.dumps({"die": {"*:*": 93}})})
     ended = scaletrain("drill", "sigkill", "--spec", SMALL, "--set", f"env={env}", "--steps", "12", "--timeout", "60s")
     assert (ended.code, ended.out) == (ExitCode.CRASHED, "")
@@ -74,7 +74,7 @@ def test_the_kinds_are_listed_without_starting_any() -> None:
         (["--set", "code.engine=mine.train"], ExitCode.USAGE, "Add --set code={} to run the drills"),
     ],
 )
-def test_what_cannot_be_drilled_is_refused_before_anything_starts(
+def test_an_impossible_drill_is_rejected_before_anything_starts(
     arguments: list[str], code: ExitCode, expected: str
 ) -> None:
     ended = scaletrain("drill", "sigkill", "--spec", SMALL, *arguments)

@@ -105,7 +105,7 @@ class CtrlC:
 
 @few
 @given(words=verbs, state=states, line=st.integers(1, 3000), as_json=st.booleans())
-def test_ctrl_c_at_any_line_ends_with_130_and_leaves_nothing_half_made(
+def test_ctrl_c_at_any_line_ends_with_130_and_leaves_no_partial_files(
     words: tuple[str, ...], state: str, line: int, as_json: bool, prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     fresh(prepared[state], tmp_path)
@@ -169,7 +169,7 @@ class Refusing:
 
 @settings(few, max_examples=120)
 @given(words=verbs, state=states, call=st.sampled_from(CALLS), nth=st.integers(1, 25), number=st.sampled_from(FAULTS))
-def test_whatever_the_system_refuses_is_a_message(
+def test_every_failed_system_call_gives_an_error_message(
     words: tuple[str, ...], state: str, call: str, nth: int, number: int, prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     fresh(prepared[state], tmp_path)
@@ -217,7 +217,7 @@ def no_files() -> None:
 
 
 @pytest.mark.parametrize("limit", [nobody, full_disk, no_files], ids=lambda limit: limit.__name__)
-def test_the_kernel_refusing_is_a_message_for_every_verb(
+def test_a_failed_system_call_gives_an_error_message_in_every_verb(
     limit: Callable[[], None], prepared: dict[str, Path], tmp_path: Path
 ) -> None:
     if limit is nobody and os.geteuid() != 0:
@@ -242,7 +242,7 @@ def files(folder: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize("where", ["a file", "below a file", "a loop", "not UTF-8", "gone"])
-def test_a_runs_root_of_any_kind_is_a_message_for_every_verb(
+def test_an_unusable_runs_root_gives_an_error_message_in_every_verb(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("x")
@@ -336,7 +336,7 @@ def test_without_extras_every_verb_works_or_names_its_extra(tmp_path: Path, prep
             assert code in (0, 1, 2, 4), (words, err)
 
 
-def test_closed_streams_and_a_reader_that_has_left_are_no_tracebacks(tmp_path: Path) -> None:
+def test_closed_streams_print_no_traceback(tmp_path: Path) -> None:
     program = f'"{sys.executable}" -m scaletrain_cli'
     lines = [
         f"{program} list >&-",
@@ -352,7 +352,7 @@ def test_closed_streams_and_a_reader_that_has_left_are_no_tracebacks(tmp_path: P
         assert b"Exception ignored" not in done.stderr, (line, done.stderr)
 
 
-def test_ctrl_c_while_the_package_is_imported_is_no_traceback() -> None:
+def test_ctrl_c_during_import_prints_no_traceback() -> None:
     for nth in (1, 40, 400):
         program = (
             "import os, signal, sys\n"

@@ -178,25 +178,25 @@ def spec_file(text: str) -> Path:
 
 @few
 @given(changed_texts())
-def test_changed_text_is_a_plan_or_a_message(text: str) -> None:
+def test_a_changed_spec_text_gives_a_plan_or_an_error(text: str) -> None:
     check(scaletrain("plan", spec_file(text)))
 
 
 @few
 @given(changed_trees())
-def test_changed_values_are_a_plan_or_a_message(text: str) -> None:
+def test_changed_spec_values_give_a_plan_or_an_error(text: str) -> None:
     check(scaletrain("plan", spec_file(text), "--json"))
 
 
 @few
 @given(st.sampled_from(RECIPES), st.lists(overrides, min_size=1, max_size=3))
-def test_any_override_is_a_plan_or_a_message(recipe: Path, settings: list[str]) -> None:
+def test_any_override_gives_a_plan_or_an_error(recipe: Path, settings: list[str]) -> None:
     check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
 
 
 @few
 @given(st.sampled_from(RECIPES), st.lists(sound, min_size=1, max_size=4))
-def test_settings_of_the_right_kind_are_a_plan_or_a_reason(recipe: Path, settings: list[str]) -> None:
+def test_settings_of_valid_types_give_a_plan_or_a_reason(recipe: Path, settings: list[str]) -> None:
     check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
 
 
@@ -212,14 +212,14 @@ def test_any_plan_can_be_explained(recipe: Path, settings: list[str]) -> None:
     st.sampled_from(["--vary", "--deadline", "--budget", "--trace", "--plot", "--objective", "--max-gpus", "--gpu"]),
     values | sound,
 )
-def test_any_value_of_an_option_is_an_answer_or_a_message(recipe: Path, option: str, value: str) -> None:
+def test_any_value_of_an_option_gives_a_result_or_an_error(recipe: Path, option: str, value: str) -> None:
     with contextlib.chdir(FOLDER) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
         check(scaletrain("plan", recipe, f"{option}={value}"))
 
 
 @few
 @given(st.binary(max_size=60))
-def test_any_file_is_validated_with_a_message(content: bytes) -> None:
+def test_any_file_gives_a_valid_spec_or_an_error(content: bytes) -> None:
     path = FOLDER / "run.yaml"
     path.write_bytes(content)
     check(scaletrain("validate", path, "--json"))

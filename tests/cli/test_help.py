@@ -60,7 +60,7 @@ def test_each_verb_documents_itself_and_its_exit_codes(arguments: list[str]) -> 
     ],
     ids=str,
 )
-def test_a_wrong_command_line_ends_with_2_and_says_why(arguments: list[str], expected: str) -> None:
+def test_a_wrong_command_line_ends_with_2_and_the_reason(arguments: list[str], expected: str) -> None:
     ended = scaletrain(*arguments)
     assert ended.code == ExitCode.USAGE
     assert expected in ended.out + ended.err
@@ -70,7 +70,7 @@ def test_the_version_is_printed() -> None:
     assert re.fullmatch(r"scaletrain \d+\.\d+\.\d+\n", scaletrain("--version").out)
 
 
-def test_the_page_about_exit_codes_knows_each_of_them_and_each_verb() -> None:
+def test_the_exit_codes_page_lists_every_code_and_every_verb() -> None:
     page = (Path(PROJECT) / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     codes, verbs = page.split("## By verb")
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", codes, flags=re.MULTILINE)} == {*ExitCode, 124, 130}

@@ -80,7 +80,7 @@ def test_every_command_takes_json() -> None:
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_without_any_run_every_command_answers_in_the_envelope(words: tuple[str, ...]) -> None:
+def test_without_runs_every_command_prints_the_json_envelope(words: tuple[str, ...]) -> None:
     data = checked(scaletrain(*command_line(words), "--json"))
     assert data["schema"] == SCHEMAS.get(words, f"scaletrain.{'-'.join(words)}/v1")
 
@@ -90,7 +90,7 @@ SCHEMAS = {("preflight",): "scaletrain.preflight-report/v1", ("drill",): "scalet
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_a_wrong_command_line_is_answered_in_the_envelope(words: tuple[str, ...]) -> None:
+def test_a_wrong_command_line_prints_the_json_envelope(words: tuple[str, ...]) -> None:
     parameters = ALL[words].params
     assert checked(scaletrain(*command_line(words), "--no-such-option", "--json"))["error"]["code"] == "usage"
     if any(parameter.required for parameter in parameters):
@@ -100,13 +100,13 @@ def test_a_wrong_command_line_is_answered_in_the_envelope(words: tuple[str, ...]
 
 
 @pytest.mark.parametrize("arguments", [["vaildate"], ["data"], ["checkpoint", "lst"], [], ["--versoin"]], ids=str)
-def test_a_verb_that_is_not_there_is_answered_in_the_envelope(arguments: list[str]) -> None:
+def test_an_unknown_verb_prints_the_json_envelope(arguments: list[str]) -> None:
     data = checked(scaletrain(*arguments, "--json"))
     assert data["error"]["code"] == "usage"
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_in_every_state_of_a_run_every_command_answers_in_the_envelope(
+def test_in_every_state_of_a_run_every_command_prints_the_json_envelope(
     state: str, prepared: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalBackend, "cancel", lambda self, run, record: None)
@@ -127,7 +127,7 @@ def test_in_every_state_of_a_run_every_command_answers_in_the_envelope(
     assert {f"scaletrain.{'-'.join(words)}/v1" for words in OF_A_RUN} == seen
 
 
-def test_an_interrupted_command_is_answered_in_the_envelope(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_prints_the_json_envelope(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
@@ -136,7 +136,7 @@ def test_an_interrupted_command_is_answered_in_the_envelope(monkeypatch: pytest.
     assert data["error"]["code"] == "interrupted"
 
 
-def test_what_is_wrong_in_a_spec_has_its_file_and_line_apart(tmp_path: Path) -> None:
+def test_a_problem_in_a_spec_has_file_and_line_as_separate_keys(tmp_path: Path) -> None:
     spec = tmp_path / "a:7.yaml"  # a name that looks like a file and a line
     lines = SMALL.read_text(encoding="utf-8").splitlines()
     spec.write_text("\n".join([*lines, "no_such_key: 1"]), encoding="utf-8")
@@ -146,14 +146,14 @@ def test_what_is_wrong_in_a_spec_has_its_file_and_line_apart(tmp_path: Path) -> 
     assert error["remedy"] == error["problems"][0]["hint"]
 
 
-def test_a_dry_run_is_an_answer_like_any_other() -> None:
+def test_a_dry_run_prints_the_json_envelope() -> None:
     data = checked(scaletrain("submit", SMALL, "--dry-run", "--json"))
     assert "local.supervisor" in data["would_send"]
     sweep = checked(scaletrain("submit", SMALL, "--dry-run", "--json", "--sweep", "training.seed=1,2"))
     assert [len(run["overrides"]) for run in sweep["runs"]] == [1, 1]
 
 
-def test_an_answer_that_json_cannot_hold_is_a_bug_in_the_envelope(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_is_not_valid_json_is_reported_as_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scaletrain_cli.spec.json_schema", lambda: {"a": float("nan")})
     ended = scaletrain("schema", "--json", expect_bug=True)
     assert checked(ended)["error"]["code"] == "internal"
@@ -168,7 +168,7 @@ def test_every_code_of_an_error_is_documented() -> None:
     assert set(codes(ScaletrainError)) <= CODES.keys()
 
 
-def test_followed_answers_are_one_document_a_line(prepared: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follow_prints_one_json_document_per_line(prepared: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(prepared["finished"]))
     for verb, field in (("logs", "text"), ("events", "event")):
         ended = scaletrain(verb, "r1", "--follow", "--json")

@@ -60,7 +60,7 @@ def test_the_price_is_the_median_of_providers_for_whole_nodes(monkeypatch: pytes
     assert (cost.price_per_gpu_hour, cost.spot.price_per_gpu_hour) == (7.0, 3.0)
 
 
-def test_what_the_spec_states_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prices_in_the_spec_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, [offer("aws", 6.0)], [])
     spec, prices = with_live_prices(spec_of(cluster__price_per_gpu_hour=2))
     assert (spec.cluster.price_per_gpu_hour, spec.cluster.spot_price_per_gpu_hour) == (2, "auto")
@@ -79,20 +79,20 @@ def test_what_the_spec_states_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gb200-186gb", "GB200"),
     ],
 )
-def test_devices_have_the_names_that_gpuhunt_gives_them(monkeypatch: pytest.MonkeyPatch, gpu: str, name: str) -> None:
+def test_devices_are_mapped_to_gpuhunt_names(monkeypatch: pytest.MonkeyPatch, gpu: str, name: str) -> None:
     asked = stand_in(monkeypatch, [offer("aws", 6.0)], [])
     with_live_prices(spec_of(cluster__gpu=gpu))
     assert asked[0]["gpu_name"] == name
 
 
-def test_without_gpuhunt_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpuhunt_the_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gpuhunt", None)
     with pytest.raises(UsageError, match="no live prices") as caught:
         with_live_prices(spec_of())
     assert "'.[prices]'" in str(caught.value)
 
 
-def test_without_a_network_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_error_suggests_to_check_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def query(**_: Any) -> list[Any]:
         raise Failure("Failed to load catalogs of all providers")
 
@@ -101,7 +101,7 @@ def test_without_a_network_the_error_says_so(monkeypatch: pytest.MonkeyPatch) ->
         with_live_prices(spec_of())
 
 
-def test_a_gpu_that_nobody_offers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_offers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, [], [])
     with pytest.raises(UsageError, match="offers h100-sxm-80gb"):
         with_live_prices(spec_of())

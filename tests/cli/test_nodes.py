@@ -37,7 +37,7 @@ def test_nodes_are_listed_newest_first_with_evidence_and_expiry() -> None:
     assert "\x1b" not in ended.out
 
 
-def test_the_json_holds_all_that_is_known(known: Path) -> None:
+def test_nodes_list_json_has_every_field(known: Path) -> None:
     data = scaletrain("nodes", "list", "--json").data
     assert data["file"] == str(known / "bad-nodes.json")
     assert [(node["node"], node["reason"], node["attempt"]) for node in data["nodes"]] == [
@@ -47,7 +47,7 @@ def test_the_json_holds_all_that_is_known(known: Path) -> None:
 
 
 @pytest.mark.usefixtures("root")
-def test_no_bad_nodes_is_said_and_is_no_error() -> None:
+def test_no_excluded_nodes_is_reported_and_is_not_an_error() -> None:
     ended = scaletrain("nodes", "list")
     assert (ended.code, ended.out) == (0, "")
     assert "no nodes are excluded" in ended.err
@@ -55,7 +55,7 @@ def test_no_bad_nodes_is_said_and_is_no_error() -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_a_node_is_forgotten_by_name_and_an_unknown_one_is_an_error() -> None:
+def test_nodes_are_cleared_by_name_and_an_unknown_node_is_an_error() -> None:
     refused = scaletrain("nodes", "clear", "gpu99")
     assert refused.code == 2
     assert "gpu99" in refused.err
@@ -71,7 +71,7 @@ def test_a_runs_root_that_cannot_be_written_is_an_error(root: Path) -> None:
     assert (ended.code, "cannot be written" in ended.err, "Errno" in ended.err) == (2, True, False), ended.err
 
 
-def test_before_the_first_run_there_is_nothing_to_forget(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_succeeds_before_the_first_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(root / "not made yet"))
     ended = scaletrain("nodes", "clear")
     assert (ended.code, "no nodes were excluded" in ended.err) == (0, True)

@@ -36,13 +36,13 @@ def test_explain_adds_the_reasons_to_the_plan() -> None:
     ).data
 
 
-def test_explain_tells_what_was_tried_where_nothing_fits() -> None:
+def test_explain_lists_the_layouts_considered_if_nothing_fits() -> None:
     ended = scaletrain("plan", SMALL, *TOO_LARGE, "--explain", "--json")
     assert ended.code == ExitCode.INFEASIBLE
     assert [question["answer"] for question in ended.data["explanation"]][1:3] == [False, False]
 
 
-def test_json_says_whether_the_run_is_feasible_and_what_is_wrong() -> None:
+def test_plan_json_has_feasible_and_the_problems() -> None:
     fits = scaletrain("plan", SMALL, "--json").data
     assert (fits["feasible"], fits["problems"]) == (True, [])
     does_not_fit = scaletrain("plan", SMALL, *TOO_LARGE, "--json")
@@ -80,12 +80,12 @@ def test_vary_compares_the_values_of_a_key() -> None:
     assert only.data["layout"]["micro_batch_size"] == 2
 
 
-def test_what_one_of_those_compared_is_warned_of_is_told() -> None:
+def test_warnings_of_each_compared_run_are_shown() -> None:
     ended = scaletrain("plan", RECIPE, "--vary", "layout.zero_stage=0,1")
     assert "zero_stage=0: layout.zero_stage = 0 with bf16 runs as ZeRO-1" in " ".join(ended.out.split())
 
 
-def test_what_cannot_run_is_a_column_and_3_only_when_none_can() -> None:
+def test_an_infeasible_run_is_a_column_and_the_code_is_3_only_if_all_are() -> None:
     some = scaletrain("plan", SMALL, "--vary", "model.num_hidden_layers=100000,8", "--json")
     assert some.code == 0
     assert [column["feasible"] for column in some.data["runs"]] == [False, True]
@@ -127,7 +127,9 @@ def test_what_cannot_run_is_a_column_and_3_only_when_none_can() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_question_is_one_error_and_leaves_nothing(arguments: list[Any], expected: str, tmp_path: Path) -> None:
+def test_an_invalid_option_is_one_error_and_creates_no_file(
+    arguments: list[Any], expected: str, tmp_path: Path
+) -> None:
     (tmp_path / "folder.png").mkdir()
     ended = scaletrain("plan", *arguments)
     assert ended.code == ExitCode.USAGE
@@ -136,9 +138,7 @@ def test_a_wrong_question_is_one_error_and_leaves_nothing(arguments: list[Any], 
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
-def test_a_place_where_no_picture_can_be_written_is_found_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_plot_file_is_reported_before_planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, data: bytes) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -149,7 +149,7 @@ def test_a_place_where_no_picture_can_be_written_is_found_before_the_work(
     assert "a.svg: it cannot be written there: Permission denied." in ended.err
 
 
-def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ended = scaletrain("plan", SMALL, "--plot", "a.svg")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
@@ -158,7 +158,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
 @pytest.mark.parametrize("kind", ["svg", "png", "html"])
-def test_a_plan_is_drawn_whole_and_alike_each_time(kind: str, tmp_path: Path) -> None:
+def test_a_figure_is_complete_and_reproducible(kind: str, tmp_path: Path) -> None:
     drawn = []
     for _ in range(2):
         ended = scaletrain("plan", SMALL, "--plot", f"a.{kind}")
@@ -171,7 +171,7 @@ def test_a_plan_is_drawn_whole_and_alike_each_time(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
-def test_a_page_holds_the_numbers_and_no_markup_of_the_run() -> None:
+def test_an_html_figure_has_the_numbers_and_escapes_markup() -> None:
     ended = scaletrain(
         "plan", SMALL, "--set", "name=<script>alert(1)</script> $\\frac 漢", "--plot", "a.html", "--explain"
     )
@@ -190,7 +190,7 @@ def test_a_plan_that_does_not_fit_is_drawn_against_the_device() -> None:
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs the extra [plot]")
-def test_a_picture_that_cannot_be_finished_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_figure_keeps_the_previous_file(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a.svg").write_text("precious")
     monkeypatch.setattr("scaletrain_cli.ui.plan_figure.image", _must_not_run)
     with pytest.raises(AssertionError):
@@ -198,7 +198,7 @@ def test_a_picture_that_cannot_be_finished_leaves_the_old_one(monkeypatch: pytes
     assert Path("a.svg").read_text() == "precious"
 
 
-def test_json_stays_json_beside_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_json_is_valid_with_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_MATPLOTLIB:
         pytest.skip("needs the extra [plot]")
     ended = scaletrain("plan", SMALL, "--json", "--plot", "a.png")
@@ -209,7 +209,7 @@ def _must_not_run(*_: Any, **__: Any) -> Any:
     raise AssertionError("this must not run")
 
 
-def test_a_deadline_chooses_the_cluster_and_shows_what_else_was_considered() -> None:
+def test_a_deadline_chooses_the_cluster_and_shows_the_alternatives() -> None:
     ended = scaletrain("plan", RECIPE, "--deadline", "60d", "--max-gpus", "64")
     assert ended.code == 0
     assert ended.out.startswith("Cluster for the fewest GPUs: at most 64 GPUs, done in 60 d\n")
@@ -219,7 +219,7 @@ def test_a_deadline_chooses_the_cluster_and_shows_what_else_was_considered() -> 
     assert chosen["seconds"] <= 60 * 86400
 
 
-def test_a_deadline_that_no_cluster_keeps_ends_with_3_and_the_table() -> None:
+def test_a_deadline_that_no_cluster_meets_ends_with_3_and_the_table() -> None:
     ended = scaletrain("plan", RECIPE, "--deadline", "1h")
     assert ended.code == ExitCode.INFEASIBLE
     assert "done in" in ended.out.splitlines()[0]
@@ -231,13 +231,13 @@ def test_a_deadline_that_no_cluster_keeps_ends_with_3_and_the_table() -> None:
     assert not any(row["chosen"] for row in as_json.data["sizing"]["considered"])
 
 
-def test_other_gpus_are_considered_when_named() -> None:
+def test_other_gpus_are_considered_if_requested() -> None:
     names = ["h100-sxm-80gb", "a100-sxm-80gb"]
     data = scaletrain("plan", RECIPE, "--objective=time", *(f"--gpu={name}" for name in names), "--json").data
     assert {row["gpu"] for row in data["sizing"]["considered"]} == set(names)
 
 
-def test_a_trace_replays_the_run(tmp_path: Path) -> None:
+def test_a_run_is_simulated_on_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"metadata": {"gap_seconds": 3600}, "data": [4] * 40 + [0] * 8}))
     spot = ["--set=cluster.spot=true", "--trace", trace]

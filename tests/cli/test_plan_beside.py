@@ -103,19 +103,21 @@ VIEWS: dict[str, Callable[[Console], None]] = {
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", VIEWS)
-def test_each_reads_as_it_should(name: str, width: int, golden: Callable[[str, str], None]) -> None:
+def test_the_text_of_each_comparison_matches_the_golden_file(
+    name: str, width: int, golden: Callable[[str, str], None]
+) -> None:
     text = printed(VIEWS[name], width)
     assert max(map(len, text.splitlines())) <= width
     golden(f"plan/{name}-{width}.txt", text)
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_each_can_be_shown_without_unicode(name: str) -> None:
+def test_each_comparison_can_be_shown_without_unicode(name: str) -> None:
     text = printed(VIEWS[name], 80, "ascii")
     assert "?" not in text.replace("?\n", "\n")
 
 
-def test_what_does_not_divide_is_a_column_with_its_reason() -> None:
+def test_a_layout_that_does_not_divide_is_a_column_with_the_reason() -> None:
     first, _ = compared("fits", "cpu")
     odd = Compared("data=3", first.spec, None, "layout.data_parallel = 3: must divide 32")
     text = printed(lambda console: show_comparison((first, odd), console), 80)
@@ -123,5 +125,5 @@ def test_what_does_not_divide_is_a_column_with_its_reason() -> None:
     assert "data=3: layout.data_parallel = 3: must divide 32." in text
 
 
-def test_stored_plans_are_where_they_are_looked_for() -> None:
+def test_the_stored_plans_are_found() -> None:
     assert {"cpu", "fits", "pipeline", "too_large"} == set(PLANS), Path(__file__).parent

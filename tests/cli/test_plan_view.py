@@ -30,13 +30,13 @@ def shown(path: Path, width: int, *, everything: bool = False, encoding: str = "
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
-def test_a_plan_reads_as_it_should(path: Path, width: int, golden: Callable[[str, str], None]) -> None:
+def test_the_text_of_a_plan_matches_the_golden_file(path: Path, width: int, golden: Callable[[str, str], None]) -> None:
     text = shown(path, width)
     assert max(map(len, text.splitlines())) <= width
     golden(f"plan/{path.stem}-{width}.txt", text)
 
 
-def test_all_adds_every_layout_and_every_assumption() -> None:
+def test_all_shows_every_layout_and_every_assumption() -> None:
     _, plan = stored(STORED[0])
     text = " ".join(shown(STORED[0], 120, everything=True).split())
     assert all(" ".join(str(assumption).split()) in text for assumption in plan.assumptions)
@@ -48,7 +48,7 @@ def test_a_plan_can_be_shown_without_unicode_bars(path: Path) -> None:
     assert not set(shown(path, 80, encoding="ascii")) & set("█▏▎▍▌▋▊▉")
 
 
-def test_bars_fill_the_whole_and_follow_each_other() -> None:
+def test_bar_segments_are_adjacent_and_fill_the_bar() -> None:
     bars = waterfall([1.0, 2.0, 1.0], 4.0, 8, unicode=True)
     assert bars == ["██", "  ████", "      ██"]
     assert waterfall([1.0, 2.0, 1.0], 4.0, 8, unicode=False) == ["##", "  ####", "      ##"]
@@ -92,11 +92,11 @@ def test_bars_fill_the_whole_and_follow_each_other() -> None:
         (ratio_text(1234.5), "x1,234.50"),
     ],
 )
-def test_numbers_read_as_people_write_them(text: str, expected: str) -> None:
+def test_numbers_are_formatted_with_units(text: str, expected: str) -> None:
     assert text == expected
 
 
-def test_one_reason_more_is_one_reason() -> None:
+def test_one_further_reason_is_written_in_the_singular() -> None:
     console = Console(width=80, file=io.StringIO())
     console.print(rejected_view([], hidden=1))
     console.print(rejected_view([], hidden=2))

@@ -13,7 +13,7 @@ from tests.cli.command_line import SMALL, scaletrain
 
 
 @pytest.mark.drill
-def test_ranks_measure_each_other_and_nothing_is_left() -> None:
+def test_preflight_measures_all_links_and_leaves_no_files() -> None:
     own = ("--set", "code.engine=mine.train")  # whatever is to train afterwards, it is this engine that measures
     done = scaletrain("preflight", SMALL, *own, "--yes", "--json")
     assert done.code == 0, done.err
@@ -24,12 +24,12 @@ def test_ranks_measure_each_other_and_nothing_is_left() -> None:
     assert list(runs_root().iterdir()) == []
 
 
-def test_a_plan_that_cannot_run_here_is_refused_before_anything_is_queued() -> None:
+def test_a_plan_that_the_engine_cannot_run_is_rejected_before_anything_is_queued() -> None:
     assert scaletrain("preflight", SMALL, "--yes", "--timeout", "soon").code == 2
     assert not runs_root().exists()
 
 
-def test_a_bad_node_is_named_in_the_table_and_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_preflight_names_an_unfit_node_in_its_table_and_its_error(capsys: pytest.CaptureFixture[str]) -> None:
     rank = {"rank": 0, "node": "n7", "device": "H100", "free_bytes": 8e10, "total_bytes": 85e9, "flops": 6e14}
     bad = {"rank": 0, "node": "n7", "message": "its network moves 2 GB/s", "keeps_off": True}
     node = {"node": "node-0000-n7", "problems": ["GPU 1 waits for a reset"], "notes": ["its clock is 40 s behind"]}

@@ -44,7 +44,7 @@ def prospect(*overrides: str, cost: Cost | None = None, start: Start | None = No
         (NOW + 72 * HOUR, "2026-11-25 14:00, in 3 d"),
     ],
 )
-def test_a_start_is_a_time_and_how_long_that_is(at: float | None, words: str) -> None:
+def test_a_start_is_shown_as_a_time_and_a_duration(at: float | None, words: str) -> None:
     assert start_text(Start(at, recorded("")), NOW) == words
 
 
@@ -53,7 +53,7 @@ def test_a_size_counts_nodes_and_devices() -> None:
     assert size_text(make_spec("cluster.gpus_per_node=1").cluster) == "1 node with 1 CPU process"
 
 
-def test_a_cost_is_of_what_is_left_and_by_the_hour() -> None:
+def test_cost_is_shown_for_the_remaining_steps_and_per_hour() -> None:
     cost = Cost(3.0, "list price", 100.0, None, 1200.0)
     told = "$1,200 expected for the whole run, $6.00 per hour ($3.00 per GPU-hour: list price)"
     assert cost_text(prospect(cost=cost)) == told
@@ -63,7 +63,7 @@ def test_a_cost_is_of_what_is_left_and_by_the_hour() -> None:
     assert cost_text(prospect(cost=Cost(None, "unknown: set a price", None, None, None))) == "unknown: set a price"
 
 
-def test_a_resume_shows_job_cost_start_and_what_changed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_shows_job_cost_start_and_changes(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("cluster.slurm.partition=gpu", "cluster.slurm.qos=high", "cluster.slurm.time=24h")
     one = prospect(*SLURM, "training.global_batch_size=32", *asked, start=Start(None, recorded("sbatch gave no time")))
     show_before_resuming(one, ["-#SBATCH --nodes=2", "+#SBATCH --nodes=4"])
@@ -78,7 +78,7 @@ def test_a_resume_shows_job_cost_start_and_what_changed(capsys: pytest.CaptureFi
     ]
 
 
-def test_the_code_that_goes_along_is_shown_by_its_hash_and_commit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_submitted_code_is_shown_by_hash_and_commit(capsys: pytest.CaptureFixture[str]) -> None:
     code = CodeRecord("0123456789abcdef", 2, "f" * 64, 41, 123_456)
     show_before_submission(dataclasses.replace(prospect(), code=code), "mine")
     shown = capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_the_code_that_goes_along_is_shown_by_its_hash_and_commit(capsys: pytest
     assert "ffffffffffff (commit 0123456789 and 2 uncommitted, 41 files, 123,456 bytes)" in shown
 
 
-def test_of_a_sweep_an_hour_costs_what_may_run_at_once() -> None:
+def test_the_hourly_cost_of_a_sweep_is_that_of_its_concurrent_runs() -> None:
     cost = Cost(3.0, "list price", 100.0, None, 1200.0)
     points = [(one.spec, one.plan) for one in [prospect(cost=cost)] * 3]
     rows = {label: str(content) for label, content in sweep_rows(points, Start(None, recorded("no estimate")), 2)}

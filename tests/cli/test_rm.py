@@ -30,7 +30,7 @@ def process() -> Iterator[ProcessIdentity]:
         yield found
 
 
-def test_a_run_that_is_over_is_deleted_with_all_that_is_in_it() -> None:
+def test_an_ended_run_is_deleted_with_all_its_files() -> None:
     run = prepare("finished", "r1")
     other = prepare("failed", "r2")
     ended = scaletrain("rm", "r1", "--yes")
@@ -41,7 +41,7 @@ def test_a_run_that_is_over_is_deleted_with_all_that_is_in_it() -> None:
     assert scaletrain("rm", "r1", "--yes").code == ExitCode.USAGE
 
 
-def test_nothing_is_deleted_in_a_dry_run_or_where_nobody_can_be_asked() -> None:
+def test_nothing_is_deleted_in_a_dry_run_or_without_confirmation() -> None:
     prepare("finished", "r1")
     dry = scaletrain("rm", "r1", "--dry-run", "--json")
     (row,) = dry.data["deleted"]
@@ -53,9 +53,7 @@ def test_nothing_is_deleted_in_a_dry_run_or_where_nobody_can_be_asked() -> None:
 
 
 @pytest.mark.parametrize("state", ["running", "queued", "unknown"])
-def test_a_run_that_is_or_may_be_active_is_refused_and_the_others_stay_with_it(
-    state: str, process: ProcessIdentity
-) -> None:
+def test_an_active_or_unknown_run_is_rejected_and_none_is_deleted(state: str, process: ProcessIdentity) -> None:
     prepare("finished", "over")
     prepare(state, "r1", process)
     ended = scaletrain("rm", "over", "r1", "--yes")
@@ -65,7 +63,7 @@ def test_a_run_that_is_or_may_be_active_is_refused_and_the_others_stay_with_it(
     assert {"over", "r1"} <= {path.name for path in runs_root().iterdir()}
 
 
-def test_a_run_whose_scheduler_cannot_be_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_scheduler_does_not_answer_is_not_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare("failed", "r1")
 
     def silent(*arguments: object) -> None:
@@ -77,7 +75,7 @@ def test_a_run_whose_scheduler_cannot_be_asked_is_refused(monkeypatch: pytest.Mo
     assert (runs_root() / "r1" / "run.json").exists()
 
 
-def test_a_run_of_another_user_is_refused() -> None:
+def test_a_run_of_another_user_is_not_deleted() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give files away")
     run = prepare("finished", "r1")
@@ -87,7 +85,7 @@ def test_a_run_of_another_user_is_refused() -> None:
     assert (run / "run.json").exists()
 
 
-def test_links_are_deleted_and_never_what_they_lead_to(tmp_path: Path) -> None:
+def test_links_are_deleted_and_their_targets_are_kept(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("mine")
@@ -105,7 +103,7 @@ def test_links_are_deleted_and_never_what_they_lead_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["stay", "go"])
-def test_checkpoints_outside_the_run_directory_go_only_when_that_is_asked(asked: bool, tmp_path: Path) -> None:
+def test_checkpoints_in_checkpoint_dir_are_deleted_only_on_request(asked: bool, tmp_path: Path) -> None:
     prepare("finished", "r1", None, f"checkpoint.dir={tmp_path}/kept")
     folder = tmp_path / "kept" / "r1"
     save(folder, 4)
@@ -132,7 +130,7 @@ def test_a_link_in_place_of_the_folder_of_checkpoints_is_not_followed(tmp_path: 
         remove._remove_checkpoints(tmp_path / "kept" / "r1")
 
 
-def test_a_run_that_takes_the_name_of_a_deleted_one_meanwhile_stays() -> None:
+def test_a_new_run_with_the_name_of_a_deleted_one_is_kept() -> None:
     prepare("finished", "r1")
     prepare("finished", "r2")
     found = remove.plan_removal(RunDir(runs_root() / "r1"), with_checkpoints=False)
@@ -144,7 +142,7 @@ def test_a_run_that_takes_the_name_of_a_deleted_one_meanwhile_stays() -> None:
     assert (runs_root() / "r1" / "checkpoints" / "step-00000002").is_dir()
 
 
-def test_a_removal_that_is_cut_short_leaves_no_half_run_and_the_next_one_finishes_it(
+def test_an_interrupted_removal_is_completed_by_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepare("finished", "r1")
@@ -162,7 +160,7 @@ def test_a_removal_that_is_cut_short_leaves_no_half_run_and_the_next_one_finishe
     assert list(runs_root().iterdir()) == []
 
 
-def test_what_cannot_be_deleted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_deleted_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare("finished", "r1")
     real = os.unlink
 
@@ -200,7 +198,7 @@ def test_the_list_is_filtered_by_state(wanted: list[str], found: list[str], proc
     assert set(found) <= set(scaletrain("list", *wanted).out.split())
 
 
-def test_a_state_that_is_none_is_refused_and_an_empty_answer_says_so() -> None:
+def test_an_unknown_state_is_rejected_and_an_empty_list_is_reported() -> None:
     prepare("finished", "r1")
     wrong = scaletrain("list", "--state", "runing")
     assert (wrong.code, "Did you mean running? Use active, cancelled" in wrong.err) == (ExitCode.USAGE, True)
@@ -209,7 +207,7 @@ def test_a_state_that_is_none_is_refused_and_an_empty_answer_says_so() -> None:
     assert "none of the 1 run" in none.err
 
 
-def test_a_healthy_run_is_not_said_to_have_lost_anything(process: ProcessIdentity) -> None:
+def test_a_run_without_failures_reports_no_lost_steps(process: ProcessIdentity) -> None:
     prepare("running", "r1", process)
     resumed = scaletrain("resume", "r1")
     assert resumed.code == ExitCode.USAGE
@@ -221,14 +219,14 @@ def test_a_healthy_run_is_not_said_to_have_lost_anything(process: ProcessIdentit
     assert "the supervisor is running" in shown
 
 
-def test_what_can_be_completed_is_what_is_taken() -> None:
+def test_completed_states_are_accepted_by_list() -> None:
     prepare("finished", "r1")
     assert complete_run("r") == ["r1"]
     assert complete_state("f") == ["failed", "finished"]
     assert all(scaletrain("list", "--state", name).code == 0 for name in complete_state(""))
 
 
-def test_events_are_sentences() -> None:
+def test_each_event_has_a_sentence() -> None:
     prepare("failed", "r1")
     shown = scaletrain("events", "r1")
     assert shown.code == 0
@@ -251,16 +249,16 @@ def test_events_are_sentences() -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_an_event_of_any_form_is_a_sentence(event: dict[str, object], sentence: str) -> None:
+def test_an_event_of_an_unknown_form_is_printed(event: dict[str, object], sentence: str) -> None:
     assert event_sentence(event) == sentence
 
 
 @pytest.mark.parametrize("moment", [1e300, -1e18, "x", None, [1]], ids=str)
-def test_an_event_of_no_time_that_a_calendar_has_is_a_line(moment: object) -> None:
+def test_an_event_with_an_invalid_time_is_printed(moment: object) -> None:
     assert event_line({"event": "finished", "step": 9, "time": moment}).plain.endswith("at step 9")
 
 
-def test_no_event_shows_what_only_python_says() -> None:
+def test_no_event_text_contains_none() -> None:
     values: list[Callable[[], object]] = [lambda: None, lambda: [], lambda: "", lambda: {"a": None}]
     for name in ("resumed", "preempted", "attempt-ended", "hang", "nodes-excluded", "stragglers"):
         for value in values[:3]:

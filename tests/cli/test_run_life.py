@@ -38,7 +38,7 @@ def wait_for_step(run_id: str, step: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_dry_run_prints_what_would_be_sent_and_makes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_rendered_job_and_creates_nothing(tmp_path: Path) -> None:
     ended = submit("submit", "r1", "--dry-run")
     assert ended.code == 0
     assert ended.out.endswith(
@@ -69,7 +69,7 @@ def test_a_run_is_submitted_followed_and_finished() -> None:
     assert scaletrain("list").out.splitlines()[1].split()[:3] == ["r1", "finished", "3/100"]
 
 
-def test_submitting_again_under_the_same_id_does_nothing() -> None:
+def test_submitting_again_under_the_same_id_has_no_effect() -> None:
     submit(steps=1)
     first = ended().data
     again = submit("submit", "r1", "--json", steps=1)
@@ -81,7 +81,7 @@ def test_submitting_again_under_the_same_id_does_nothing() -> None:
     assert "exists with another spec" in other.err
 
 
-def test_logs_say_whose_each_line_is() -> None:
+def test_log_lines_are_prefixed_with_the_rank() -> None:
     submit(steps=1)
     ended()
     assert scaletrain("logs", "r1").out == "[rank 0] up\n[rank 1] up\n"
@@ -94,7 +94,7 @@ def test_logs_say_whose_each_line_is() -> None:
     assert scaletrain("logs", "r1", "--attempt", "2").code == ExitCode.USAGE
 
 
-def test_a_run_that_fails_gives_its_exit_code_to_who_waits() -> None:
+def test_status_wait_ends_with_the_exit_code_of_a_failed_run() -> None:
     submit("submit", "r1", "--set", "restarts.crash=0", die={"*:1": 7})
     waited = ended()
     assert waited.code == ExitCode.CRASHED
@@ -103,7 +103,7 @@ def test_a_run_that_fails_gives_its_exit_code_to_who_waits() -> None:
     assert "restarts.crash = 0 is used up" in " ".join(scaletrain("status", "r1").out.split())
 
 
-def test_waiting_ends_in_time() -> None:
+def test_status_wait_times_out() -> None:
     submit(steps=1000, step_seconds=0.05)
     assert scaletrain("status", "r1", "--wait", "0.3s").code == 124
     assert scaletrain("cancel", "r1").code == 0
@@ -131,7 +131,7 @@ def test_a_cancelled_run_keeps_its_state_and_can_be_resumed() -> None:
     assert "has finished. Nothing was done." in scaletrain("cancel", "r1").err
 
 
-def test_resume_passes_over_a_damaged_checkpoint_and_counts_what_is_lost() -> None:
+def test_resume_skips_a_damaged_checkpoint_and_counts_the_lost_steps() -> None:
     submit("submit", "r1", "--set", "restarts.crash=0", steps=9, checkpoint_every=2, die={"1:*": 9}, die_at=7)
     ended()
     (RunDir(runs_root() / "r1").checkpoints / "step-00000006" / "shard-0").write_text("rotten")
@@ -142,7 +142,7 @@ def test_resume_passes_over_a_damaged_checkpoint_and_counts_what_is_lost() -> No
     assert ended().data["state"] == "finished"
 
 
-def test_a_run_goes_on_with_fewer_processes_once_it_is_planned_anew() -> None:
+def test_a_run_resumes_with_fewer_processes_after_it_is_planned_again() -> None:
     submit(steps=9, stay={"1:*": 2})
     wait_for_step("r1", 2)
     scaletrain("cancel", "r1")
@@ -171,7 +171,7 @@ def test_a_run_goes_on_with_fewer_processes_once_it_is_planned_anew() -> None:
     assert len(list((runs_root() / "r1" / "attempts" / "0002" / "logs").iterdir())) == 1
 
 
-def test_a_resume_that_the_scheduler_would_refuse_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_that_the_scheduler_would_reject_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     submit("submit", "r1", "--set", "restarts.crash=0", steps=9, checkpoint_every=2, die={"1:*": 9}, die_at=7)
     ended()
     folder = runs_root() / "r1"
@@ -190,7 +190,7 @@ def test_a_resume_that_the_scheduler_would_refuse_changes_nothing(monkeypatch: p
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_what_is_queued_is_shown_in_one_block_with_its_cost_and_start() -> None:
+def test_a_submission_is_shown_with_cost_and_start() -> None:
     price = ("--set", "cluster.price_per_gpu_hour=3")
     dies = {"checkpoint_every": 2, "die": {"1:*": 9}, "die_at": 7}
     submitted = submit("submit", "r1", *price, "--set", "restarts.crash=0", steps=9, **dies)
@@ -206,14 +206,14 @@ def test_what_is_queued_is_shown_in_one_block_with_its_cost_and_start() -> None:
     ended()
 
 
-def test_programs_are_told_the_same() -> None:
+def test_the_json_of_a_submission_has_cost_and_start() -> None:
     told = submit("submit", "r1", "--json", "--set", "cluster.price_per_gpu_hour=3", steps=1).data
     assert (told["start"]["why"], told["notes"]) == ("this machine has no queue", [])
     assert (told["cost"]["usd_per_hour"], told["cost"]["steps"]) == (6.0, 100)
     ended()
 
 
-def test_a_sweep_is_followed_and_cancelled_as_one() -> None:
+def test_a_sweep_is_shown_and_canceled_as_a_whole() -> None:
     sweep = ("--sweep", "training.seed=1,2,3", "--yes")
     submitted = submit("submit", "s", *sweep, stay={"1:*": 1})
     assert submitted.out.split() == ["s-seed-1", "s-seed-2", "s-seed-3"], submitted.err
@@ -233,14 +233,14 @@ def test_a_sweep_is_followed_and_cancelled_as_one() -> None:
     assert (again.code, "(3 cancelled). Nothing was done." in again.err) == (0, True)
 
 
-def test_train_runs_here_and_ends_as_the_run_does() -> None:
+def test_train_ends_with_the_exit_code_of_the_run() -> None:
     trained = submit("train", steps=3)
     assert (trained.code, trained.out) == (0, "r1\n"), trained.err
     assert "finished at step 3 of 100, exit code 0" in trained.err
     assert submit("train", "r2", "--set", "restarts.crash=0", die={"*:*": 9}).code == ExitCode.CRASHED
 
 
-def test_a_run_is_found_by_the_beginning_of_its_name_or_its_path() -> None:
+def test_a_run_is_found_by_a_prefix_of_its_id_or_by_its_path() -> None:
     submit("submit", "long-name-1", steps=1)
     submit("submit", "long-name-2", steps=1)
     assert scaletrain("status", "long-name-1").code == 0
@@ -266,7 +266,7 @@ def test_one_damaged_run_does_not_hide_the_others() -> None:
     assert scaletrain("status", "r0").code == ExitCode.USAGE
 
 
-def test_no_runs_is_no_error_for_list_and_one_for_status() -> None:
+def test_without_runs_list_succeeds_and_status_is_an_error() -> None:
     listed = scaletrain("list")
     assert (listed.code, listed.out) == (0, "")
     assert "no runs under" in listed.err
@@ -274,7 +274,7 @@ def test_no_runs_is_no_error_for_list_and_one_for_status() -> None:
     assert "no runs under" in scaletrain("status").err
 
 
-def test_a_runs_root_that_cannot_be_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_runs_root_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", "/dev/null/runs")
     for ended in (submit(), submit("train")):
         assert ended.code in (ExitCode.CRASHED, ExitCode.USAGE)
@@ -283,14 +283,14 @@ def test_a_runs_root_that_cannot_be_is_no_traceback(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("time", ["soon", "-3", "1:2"])
-def test_a_time_to_wait_that_is_none_is_refused(time: str) -> None:
+def test_an_invalid_wait_time_is_rejected(time: str) -> None:
     submit("submit", "r1", "--dry-run")
     (runs_root() / "r1").mkdir(parents=True)
     (runs_root() / "r1" / "run.json").write_text("{}")
     assert f"--wait {time}: must be a duration" in scaletrain("status", "r1", f"--wait={time}").err
 
 
-def test_a_run_for_kubernetes_is_told_all_that_it_lacks() -> None:
+def test_a_kubernetes_run_is_rejected_with_every_missing_setting() -> None:
     ended = scaletrain("submit", SMALL, "--set", "cluster.scheduler=kubernetes")
     assert ended.code == ExitCode.USAGE
     assert "cluster.kubernetes.image: is missing" in ended.err

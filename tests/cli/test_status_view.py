@@ -27,11 +27,11 @@ def measured(**figures: Figure) -> Measured:
         ),
     ],
 )
-def test_memory_reads_as_people_write_it(figures: dict[str, Figure], text: str) -> None:
+def test_memory_text_compares_measured_and_planned_bytes(figures: dict[str, Figure], text: str) -> None:
     assert memory_text(measured(**figures)) == text
 
 
-def test_goodput_names_what_took_the_rest_of_the_time_most_of_it_first() -> None:
+def test_goodput_text_lists_the_other_activities_largest_first() -> None:
     spent = Goodput(9000, data=0.1, save=50, restore=600, evaluation=0, rollback=0, lost_work=350, idle=0, other=0)
     assert goodput_text(spent) == "90 % of 2 h 47 min; set-up 6.0 %, lost work 3.5 %, save 0.5 %"
     assert goodput_text(Goodput(0, 0, 0, 0, 0, 0, 0, 0, 0)) == "0 % of 0 ms"

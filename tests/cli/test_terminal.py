@@ -56,21 +56,21 @@ def obeyed(text: str) -> list[str]:
 @given(st.text(st.characters()))
 @example("".join(map(chr, range(0x300))))
 @example("".join(ATTACKS.values()))
-def test_no_text_keeps_anything_that_a_terminal_obeys(text: str) -> None:
+def test_visible_escapes_all_control_sequences(text: str) -> None:
     assert obeyed(visible(text)) == []
     assert visible(visible(text)) == visible(text)
 
 
-def test_every_character_of_unicode_that_is_no_letter_or_sign_is_written_out() -> None:
+def test_every_unicode_control_character_is_escaped() -> None:
     assert obeyed(visible("".join(map(chr, range(sys.maxunicode + 1))))) == []
 
 
-def test_letters_of_all_scripts_line_ends_and_tabs_stay() -> None:
+def test_letters_of_all_scripts_line_ends_and_tabs_are_kept() -> None:
     assert visible(HARMLESS) == HARMLESS
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_logs_and_their_followers_show_what_a_terminal_would_obey(name: str) -> None:
+def test_logs_escape_control_sequences(name: str) -> None:
     from scaletrain_cli.launch.attempts import begin_attempt
     from scaletrain_cli.launch.submit import create_run
 
@@ -88,7 +88,7 @@ def test_logs_and_their_followers_show_what_a_terminal_would_obey(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_errors_and_notes_show_what_a_terminal_would_obey(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_and_notes_escape_control_sequences(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     attack = ATTACKS[name]
     problem = Problem(Place(f"{attack}.yaml", 3), attack, attack, attack, attack)
     errors.show(UsageError(attack, (problem,), remedy=attack))
@@ -97,13 +97,13 @@ def test_errors_and_notes_show_what_a_terminal_would_obey(name: str, capsys: pyt
     assert obeyed(shown.out + shown.err) == []
 
 
-def test_a_document_is_for_a_pipe_as_it_is_and_for_a_terminal_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_is_unchanged_in_a_pipe_and_escaped_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert document("\x1b[31m") == "\x1b[31m"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert document("\x1b[31m") == "\\x1b[31m"
 
 
-def test_every_verb_writes_its_answer_through_visible_or_document() -> None:
+def test_every_verb_prints_through_visible_or_document() -> None:
     wrong = []
     for path in sorted((PACKAGE / "cli").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

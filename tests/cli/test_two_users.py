@@ -173,7 +173,7 @@ def files_below(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
 
 
 @pytest.mark.parametrize("umask", UMASKS, ids=oct)
-def test_every_verb_on_ones_own_and_on_the_others_run(root: Path, umask: int) -> None:
+def test_every_verb_on_an_own_run_and_on_a_run_of_another_user(root: Path, umask: int) -> None:
     alice, bob = User(ALICE.uid, umask), User(BOB.uid, umask)
     for user, run_id in ((alice, "run-of-alice"), (bob, "run-of-bob")):
         code, text = submit(user, run_id)
@@ -220,7 +220,7 @@ def test_every_verb_on_ones_own_and_on_the_others_run(root: Path, umask: int) ->
     assert code == 0, text
 
 
-def test_nodes_that_one_user_found_bad_another_can_clear(root: Path) -> None:
+def test_nodes_excluded_by_one_user_can_be_cleared_by_another(root: Path) -> None:
     now = time.time()
 
     def remember(name: str) -> None:
@@ -237,7 +237,7 @@ def test_nodes_that_one_user_found_bad_another_can_clear(root: Path) -> None:
         assert [node.node for node in read_bad_nodes(root, now)] == ["n2"]
 
 
-def test_checkpoints_that_somebody_left_where_a_run_will_look_for_its_own_are_refused(root: Path) -> None:
+def test_a_checkpoint_folder_of_another_user_is_rejected(root: Path) -> None:
     place = root.parent / "checkpoints"
     place.mkdir()
     place.chmod(0o1777)
@@ -250,7 +250,7 @@ def test_checkpoints_that_somebody_left_where_a_run_will_look_for_its_own_are_re
 
 
 @pytest.mark.parametrize("kind", ["folder", "closed", "fifo"])
-def test_whatever_somebody_put_in_the_place_of_the_bad_nodes_hinders_no_submission(root: Path, kind: str) -> None:
+def test_an_invalid_bad_nodes_file_does_not_prevent_a_submission(root: Path, kind: str) -> None:
     def plant() -> None:
         path = root / "bad-nodes.json"
         if kind == "folder":
@@ -266,7 +266,7 @@ def test_whatever_somebody_put_in_the_place_of_the_bad_nodes_hinders_no_submissi
     assert submit(ALICE, "run-of-alice")[0] == 0
 
 
-def test_an_unwritable_root_is_one_error_that_says_what_to_do(root: Path) -> None:
+def test_an_unwritable_runs_root_is_one_error_with_a_remedy(root: Path) -> None:
     assert submit(ALICE, "run-of-alice")[0] == 0
     root.chmod(0o2755)
     for verb in (
@@ -284,7 +284,7 @@ def test_an_unwritable_root_is_one_error_that_says_what_to_do(root: Path) -> Non
     assert sorted(path.name for path in root.iterdir()) == ["run-of-alice"]
 
 
-def test_what_somebody_planted_in_the_root_neither_hides_the_runs_nor_is_acted_on(root: Path) -> None:
+def test_foreign_files_in_the_runs_root_hide_no_runs_and_are_not_acted_on(root: Path) -> None:
     assert submit(ALICE, "run-of-alice")[0] == 0
 
     def plant() -> None:

@@ -39,7 +39,7 @@ HELD_BY = {
     "tracking.mlflow.uri": "tests/tracking/test_spec.py::test_a_tracker_without_its_library_is_rejected",
     "tracking.mlflow.experiment": "tests/tracking/test_spec.py",
     "tracking.tensorboard.dir": "tests/tracking/test_spec.py",
-    "model.preset": "tests/cli/test_before_a_run.py::test_init_does_as_it_is_told_or_refuses",
+    "model.preset": "tests/cli/test_before_a_run.py::test_init_follows_its_options_or_rejects_them",
     "model.hf_config": "tests/spec/test_model_sources.py",
     "code.path": "tests/launch/code/test_snapshot.py",
     "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_verified_and_run_in_place",
@@ -75,7 +75,7 @@ HELD_BY = {
     "test_a_missing_namespace_is_the_only_problem_reported",
     "cluster.kubernetes.context": f"{KUBERNETES}/test_api.py::test_a_context_that_is_not_there_names_the_file",
     "cluster.kubernetes.image": "tests/cli/test_before_a_run.py::"
-    "test_init_for_kubernetes_waits_only_for_a_namespace_a_queue_and_an_image",
+    "test_a_kubernetes_spec_of_init_lacks_only_namespace_queue_and_image",
     "cluster.kubernetes.volumes.*.claim": f"{KUBERNETES}/test_preflight.py::"
     "test_a_claim_that_waits_for_its_first_pod_is_a_note",
     "cluster.kubernetes.topology.key": f"{KUBERNETES}/test_preflight.py::"

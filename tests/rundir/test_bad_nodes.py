@@ -37,7 +37,7 @@ def test_newer_evidence_replaces_older_and_never_shortens_it(tmp_path: Path) -> 
     assert read_bad_nodes(tmp_path, now=250.0) == [dataclasses.replace(hang, expires=1000.0)]
 
 
-def test_nodes_are_forgotten_by_name_or_all_together(tmp_path: Path) -> None:
+def test_nodes_are_cleared_by_name_or_all_at_once(tmp_path: Path) -> None:
     assert forget_bad_nodes(tmp_path, [], now=100.0) == []
     remember_bad_nodes(tmp_path, [BROKEN, dataclasses.replace(BROKEN, node="n4")], now=100.0)
     assert forget_bad_nodes(tmp_path, ["n3", "n9"], now=100.0) == ["n3"]
@@ -46,7 +46,7 @@ def test_nodes_are_forgotten_by_name_or_all_together(tmp_path: Path) -> None:
     assert read_bad_nodes(tmp_path, now=100.0) == []
 
 
-def test_runs_that_end_at_once_do_not_lose_each_others_evidence(tmp_path: Path) -> None:
+def test_concurrent_writers_do_not_lose_evidence(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=remember_one, args=(tmp_path, number)) for number in range(4)]
     for writer in writers:
@@ -56,7 +56,7 @@ def test_runs_that_end_at_once_do_not_lose_each_others_evidence(tmp_path: Path) 
     assert {node.node for node in read_bad_nodes(tmp_path, now=100.0)} == {"n0", "n1", "n2", "n3"}
 
 
-def test_a_damaged_file_is_no_evidence(tmp_path: Path) -> None:
+def test_a_damaged_file_excludes_no_nodes(tmp_path: Path) -> None:
     bad_nodes_file(tmp_path).write_text("{torn")
     assert read_bad_nodes(tmp_path, now=0.0) == []
     remember_bad_nodes(tmp_path, [BROKEN], now=100.0)

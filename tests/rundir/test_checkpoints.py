@@ -90,7 +90,7 @@ def test_a_committed_checkpoint_states_what_was_written_and_verifies(tmp_path: P
     assert not staging_path(tmp_path, ATTEMPT, 500).exists()
 
 
-def test_nothing_there_is_no_checkpoint_and_no_error(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "nowhere") == []
     assert latest_valid(tmp_path / "nowhere") == (None, [])
 
@@ -101,7 +101,7 @@ def test_steps_are_ordered_as_numbers_however_many_digits_they_have(tmp_path: Pa
     assert steps(tmp_path) == [5, 99_999_999, 100_000_000]
 
 
-def test_a_shard_that_was_cut_short_is_found_and_the_one_before_is_taken(tmp_path: Path) -> None:
+def test_a_truncated_shard_is_detected_and_the_previous_checkpoint_is_used(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with (save(tmp_path, 2) / "rank-00000.pt").open("r+b") as shard:
         shard.truncate(2999)
@@ -111,7 +111,7 @@ def test_a_shard_that_was_cut_short_is_found_and_the_one_before_is_taken(tmp_pat
     assert passed_over == ["step-00000002/rank-00000.pt: 2999 bytes instead of 3000"]
 
 
-def test_any_single_flipped_bit_in_a_shard_is_found(tmp_path: Path) -> None:
+def test_any_flipped_bit_in_a_shard_is_detected(tmp_path: Path) -> None:
     save(tmp_path, 1)
     shard = save(tmp_path, 2) / "sub/rank-00001.pt"
     for position in random.Random(0).sample(range(2000 * 8), 25):
@@ -121,7 +121,7 @@ def test_any_single_flipped_bit_in_a_shard_is_found(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 2
 
 
-def test_any_single_flipped_bit_in_a_manifest_is_found(tmp_path: Path) -> None:
+def test_any_flipped_bit_in_a_manifest_is_detected(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manifest = save(tmp_path, 2) / "manifest.json"
     for position in range(0, manifest.stat().st_size * 8, 23):
@@ -138,14 +138,14 @@ def test_any_single_flipped_bit_in_a_manifest_is_found(tmp_path: Path) -> None:
         flip_bit(manifest, position)
 
 
-def test_a_shard_that_is_gone_is_found(tmp_path: Path) -> None:
+def test_a_missing_shard_is_detected(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "rank-00000.pt").unlink()
     assert latest_valid(tmp_path)[1] == ["step-00000002/rank-00000.pt: No such file or directory"]
     assert newest_step(tmp_path) == 1
 
 
-def test_a_folder_without_a_manifest_is_no_checkpoint_but_is_mentioned(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_reported_and_not_a_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "manifest.json").unlink()
     newest, passed_over = latest_valid(tmp_path)
@@ -156,13 +156,13 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_but_is_mentioned(tmp_path:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"step": 2}', '"x"', '{"sha256": 1}', "\0" * 100])
-def test_a_manifest_that_is_nonsense_is_damage_not_a_crash(tmp_path: Path, text: str) -> None:
+def test_an_invalid_manifest_is_a_damaged_checkpoint(tmp_path: Path, text: str) -> None:
     save(tmp_path, 1)
     (save(tmp_path, 2) / "manifest.json").write_text(text)
     assert newest_step(tmp_path) == 1
 
 
-def test_all_damaged_means_none_with_every_reason(tmp_path: Path) -> None:
+def test_without_a_valid_checkpoint_every_reason_is_returned(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path, step) / "rank-00000.pt").write_bytes(b"")
     newest, passed_over = latest_valid(tmp_path)
@@ -170,7 +170,7 @@ def test_all_damaged_means_none_with_every_reason(tmp_path: Path) -> None:
     assert [line.partition("/")[0] for line in passed_over] == ["step-00000002", "step-00000001"]
 
 
-def test_what_was_staged_but_not_committed_is_no_checkpoint_and_goes_with_the_next_attempt(tmp_path: Path) -> None:
+def test_uncommitted_files_are_not_a_checkpoint_and_the_next_attempt_removes_them(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (stage_checkpoint(tmp_path, ATTEMPT, 2) / "rank-00000.pt").write_bytes(b"half")
     assert latest_valid(tmp_path)[1] == []
@@ -182,7 +182,7 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_an_attempt_that_was_given_up_can_neither_write_nor_commit_nor_mark_nor_delete(tmp_path: Path) -> None:
+def test_a_superseded_attempt_can_neither_write_nor_commit_nor_mark_nor_delete(tmp_path: Path) -> None:
     kept = save(tmp_path, 1, clean=False)
     staging = stage_checkpoint(tmp_path, ATTEMPT, 2)
     (staging / "rank-00000.pt").write_bytes(b"whole")
@@ -201,7 +201,7 @@ def test_an_attempt_that_was_given_up_can_neither_write_nor_commit_nor_mark_nor_
     assert verify(checkpoint) == []
 
 
-def test_an_attempt_that_opens_after_a_later_one_gives_way(tmp_path: Path) -> None:
+def test_an_attempt_older_than_the_current_one_cannot_open(tmp_path: Path) -> None:
     save(tmp_path, 1, attempt=5)
     with pytest.raises(SupersededAttemptError, match="attempt 4 begins after attempt 5"):
         open_attempt(tmp_path, 4)
@@ -209,7 +209,7 @@ def test_an_attempt_that_opens_after_a_later_one_gives_way(tmp_path: Path) -> No
     save_in_open_attempt(tmp_path, 2, attempt=5)
 
 
-def test_a_checkpoint_that_is_marked_clean_says_so_and_still_verifies(tmp_path: Path) -> None:
+def test_a_checkpoint_marked_clean_still_verifies(tmp_path: Path) -> None:
     save(tmp_path, 1, clean=False)
     mark_clean(only(tmp_path), ATTEMPT)
     assert only(tmp_path).clean
@@ -231,7 +231,7 @@ def test_committing_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_the_newest_are_kept_and_the_newest_clean_one_with_them(tmp_path: Path) -> None:
+def test_retention_keeps_the_latest_checkpoints_and_the_latest_clean_one(tmp_path: Path) -> None:
     for step, clean in ((1, True), (2, True), (3, False), (4, False), (5, False)):
         save(tmp_path, step, clean)
     assert superfluous_steps(tmp_path, keep=2) == [1, 3]
@@ -242,7 +242,7 @@ def superfluous_steps(folder: Path, **retention: int) -> list[int]:
     return [checkpoint.step for checkpoint in checkpoints_to_prune(folder, **retention)]
 
 
-def test_deleting_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletion_removes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 1)
     monkeypatch.setattr(checkpoint_commit.shutil, "rmtree", lambda *_, **__: None)  # as if killed right after
     delete_checkpoint(path)
@@ -296,13 +296,13 @@ def test_a_kill_at_any_point_of_a_commit_leaves_the_old_or_the_new_checkpoint(tm
     assert outcomes[-1] == 2
 
 
-def test_the_manifest_can_be_read_by_anyone(tmp_path: Path) -> None:
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     manifest = json.loads((save(tmp_path, 7) / "manifest.json").read_text())
     assert manifest["schema"] == "scaletrain.checkpoint/v1"
     assert manifest["files"]["rank-00000.pt"]["size"] == 3000
 
 
-def test_a_damaged_checkpoint_never_pushes_out_a_sound_one(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_never_displaces_a_valid_one(tmp_path: Path) -> None:
     """Resuming at 10 sets the damaged 20 aside; else keep=1 would keep it, and delete what is committed at 15."""
     save(tmp_path, 10)
     flip_bit(save(tmp_path, 20) / "rank-00000.pt", 77)
@@ -315,14 +315,14 @@ def test_a_damaged_checkpoint_never_pushes_out_a_sound_one(tmp_path: Path) -> No
     assert (tmp_path / "damaged-step-00000020").is_dir()
 
 
-def test_setting_aside_leaves_the_sound_ones_alone(tmp_path: Path) -> None:
+def test_moving_newer_checkpoints_aside_keeps_the_others(tmp_path: Path) -> None:
     save(tmp_path, 10)
     save(tmp_path, 20)
     assert set_aside_newer(tmp_path, 20, ATTEMPT) == []
     assert steps(tmp_path) == [10, 20]
 
 
-def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_checkpoint_that_was_there(tmp_path: Path) -> None:
+def test_a_kill_between_the_two_renames_of_a_replacement_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     checkpoint_commit._move_to_attempt(path, ATTEMPT, checkpoint_commit._REPLACED)
     assert steps(tmp_path) == []
@@ -331,7 +331,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_checkpoint_t
     assert verify(only(tmp_path)) == []
 
 
-def test_a_file_that_cannot_be_read_is_told_from_one_that_is_damaged(
+def test_an_unreadable_file_is_distinguished_from_a_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = read_checkpoint(save(tmp_path, 1))
@@ -350,7 +350,7 @@ def test_a_file_that_cannot_be_read_is_told_from_one_that_is_damaged(
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop of links", "link to nowhere"])
-def test_what_is_no_file_in_the_place_of_one_is_damage_on_every_node(tmp_path: Path, kind: str) -> None:
+def test_anything_but_a_file_in_place_of_one_is_damage_on_every_node(tmp_path: Path, kind: str) -> None:
     save(tmp_path, 1)
     for name in ("rank-00000.pt", "manifest.json"):
         place = save(tmp_path, 2) / name
@@ -367,7 +367,7 @@ def test_what_is_no_file_in_the_place_of_one_is_damage_on_every_node(tmp_path: P
         assert newest_step(tmp_path) == 1
 
 
-def test_a_copy_under_another_steps_name_is_no_checkpoint_and_is_left_alone(tmp_path: Path) -> None:
+def test_a_copy_with_the_name_of_another_step_is_not_a_checkpoint_and_is_kept(tmp_path: Path) -> None:
     for step in (12, 18, 24):
         save(tmp_path, step)
     for name in ("step-00000030", "step-00000006", "step-000000012"):
@@ -385,7 +385,7 @@ def test_a_copy_under_another_steps_name_is_no_checkpoint_and_is_left_alone(tmp_
     assert kept <= set(names(tmp_path))
 
 
-def test_a_commit_takes_its_name_back_and_keeps_the_copy_that_had_it(tmp_path: Path) -> None:
+def test_a_commit_moves_aside_a_copy_with_its_name(tmp_path: Path) -> None:
     first = save(tmp_path, 12)
     for kept in ("misnamed-step-00000030", "misnamed-step-00000030.2"):
         shutil.copytree(first, tmp_path / "step-00000030")
@@ -395,7 +395,7 @@ def test_a_commit_takes_its_name_back_and_keeps_the_copy_that_had_it(tmp_path: P
         shutil.rmtree(tmp_path / "step-00000030")
 
 
-def test_a_commit_replaces_a_link_to_nowhere(tmp_path: Path) -> None:
+def test_a_commit_replaces_a_dangling_link(tmp_path: Path) -> None:
     (tmp_path / "step-00000030").symlink_to(tmp_path / "nowhere")
     save(tmp_path, 30)
     assert newest_step(tmp_path) == 30

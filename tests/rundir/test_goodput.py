@@ -18,7 +18,7 @@ def ledger(began: float, steps: int, *, closed: bool = True, attempt: int = 1, *
     return Ledger(attempt, began, began + sum(seconds.values()), closed, steps, seconds)
 
 
-def test_one_attempt_without_trouble_is_all_its_ledger_says_and_the_start_before_it() -> None:
+def test_the_goodput_of_one_attempt_is_its_ledger_and_its_set_up() -> None:
     spent = ledger(1010, 50, restore=20.0, step=100.0, data=5.0, save=3.0, evaluation=7.0, other=1.0)
     found = sum_goodput([AttemptSpan(1000, 1150, spent)], 0)
     assert (found.productive, found.data, found.save, found.evaluation) == (100, 5, 3, 7)
@@ -28,7 +28,7 @@ def test_one_attempt_without_trouble_is_all_its_ledger_says_and_the_start_before
     assert found.share == 100 / 150
 
 
-def test_after_a_kill_the_tail_was_training_and_lost_steps_cost_a_mean_step_each() -> None:
+def test_after_a_kill_lost_steps_count_a_mean_step_each() -> None:
     killed = AttemptSpan(0, 110, ledger(0, 40, closed=False, restore=20.0, step=80.0))
     second = AttemptSpan(140, 200, ledger(145, 20, attempt=2, restore=15.0, step=40.0))
     found = sum_goodput([killed, second], lost_steps=6)
@@ -39,7 +39,7 @@ def test_after_a_kill_the_tail_was_training_and_lost_steps_cost_a_mean_step_each
     assert found.wall == 200
 
 
-def test_an_attempt_that_died_before_its_first_word_was_all_set_up() -> None:
+def test_an_attempt_without_a_ledger_counts_as_set_up() -> None:
     found = sum_goodput([AttemptSpan(0, 30, None), AttemptSpan(30, None, ledger(35, 10, step=50.0))], 0)
     assert (found.restore, found.productive, found.wall) == (35, 50, 85)
 
@@ -53,7 +53,7 @@ def test_steps_before_a_start_from_scratch_are_lost_work() -> None:
     assert (found.lost_work, found.productive, found.share) == (100, 100, 0.5)
 
 
-def test_no_more_can_be_lost_than_was_done() -> None:
+def test_lost_work_does_not_exceed_the_trained_steps() -> None:
     found = sum_goodput([AttemptSpan(0, 10, ledger(0, 5, step=10.0))], lost_steps=900)
     assert (found.productive, found.lost_work) == (0, 10)
 
@@ -87,7 +87,7 @@ def test_a_run_is_summed_from_its_directory(run: RunDir) -> None:
     assert answer["lost_work_seconds"] == 30
 
 
-def test_what_a_start_from_scratch_undoes_is_told_by_the_order_of_events_and_not_by_clocks(run: RunDir) -> None:
+def test_a_start_from_scratch_is_placed_by_the_order_of_events_not_by_clocks(run: RunDir) -> None:
     attempt(run, 5000, 5100, ledger(5000, 100, attempt=1, step=100.0))
     record_event(run, "resumed", attempt=1, lost_steps=7)
     record_event(run, "attempt-ended", attempt=1)
@@ -99,7 +99,7 @@ def test_what_a_start_from_scratch_undoes_is_told_by_the_order_of_events_and_not
     assert (found.productive, found.lost_work) == (100, 100)
 
 
-def test_a_ledger_that_cannot_be_read_costs_its_figures_only(run: RunDir) -> None:
+def test_an_unreadable_ledger_loses_only_its_own_figures(run: RunDir) -> None:
     attempt(run, 0, 50, None)
     run.ledger(1).write_text("{")
     attempt(run, 50, 100, ledger(50, 10, attempt=2, step=50.0))

@@ -10,7 +10,7 @@ from scaletrain_cli.worker.checkpoint_commit import stage_checkpoint
 from tests.rundir.test_checkpoints import ATTEMPT, flip_bit, save
 
 
-def test_every_folder_is_listed_with_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_every_folder_is_listed_with_its_problem(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
     (tmp_path / "step-00000020" / "manifest.json").unlink()
@@ -29,7 +29,7 @@ def test_every_folder_is_listed_with_what_is_wrong_with_it(tmp_path: Path) -> No
     assert take_inventory(tmp_path / "nowhere") == []
 
 
-def test_files_are_verified_side_by_side_and_each_is_told_of(tmp_path: Path) -> None:
+def test_files_are_verified_concurrently_and_each_is_reported(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     (checkpoint,) = list_checkpoints(tmp_path)
     told: dict[str, int] = {}
@@ -43,7 +43,7 @@ def test_files_are_verified_side_by_side_and_each_is_told_of(tmp_path: Path) -> 
     ]
 
 
-def test_the_newest_that_verifies_is_never_deleted_however_old(tmp_path: Path) -> None:
+def test_the_latest_valid_checkpoint_is_never_deleted(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         flip_bit(save(tmp_path, step) / "rank-00000.pt", 9) if step > 20 else save(tmp_path, step)
     found = plan_pruning(tmp_path, 1, None)
@@ -52,6 +52,6 @@ def test_the_newest_that_verifies_is_never_deleted_however_old(tmp_path: Path) -
     assert [one.step for one in found.to_delete] == [10, 30]
 
 
-def test_nothing_is_planned_where_nothing_verifies(tmp_path: Path) -> None:
+def test_nothing_is_pruned_without_a_valid_checkpoint(tmp_path: Path) -> None:
     flip_bit(save(tmp_path, 10) / "rank-00000.pt", 9)
     assert plan_pruning(tmp_path, 1, None) is None

@@ -39,7 +39,7 @@ either_way = pytest.mark.parametrize("read", [forwards, backwards])
 
 
 @either_way
-def test_what_was_appended_is_read(tmp_path: Path, read: Read) -> None:
+def test_appended_lines_are_read(tmp_path: Path, read: Read) -> None:
     path = tmp_path / "events.jsonl"
     assert read(path) == []
     records: list[dict[str, object]] = [{"n": number, "text": "a\nb\u2028c\x85 ü"} for number in range(5)]
@@ -50,7 +50,7 @@ def test_what_was_appended_is_read(tmp_path: Path, read: Read) -> None:
 
 
 @either_way
-def test_a_torn_line_is_skipped_and_never_glued_to_the_next(tmp_path: Path, read: Read) -> None:
+def test_an_incomplete_line_is_skipped_and_not_joined_with_the_next(tmp_path: Path, read: Read) -> None:
     path = tmp_path / "events.jsonl"
     append_line(path, {"n": 1})
     with path.open("ab") as file:
@@ -74,7 +74,7 @@ def test_reading_backwards_gets_every_line_of_a_file_of_many_blocks(tmp_path: Pa
     assert [line["step"] for line in read_lines_backwards(path)] == list(range(2999, -1, -1))
 
 
-def test_lines_of_many_processes_stay_whole(tmp_path: Path) -> None:
+def test_lines_of_concurrent_writers_stay_complete(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=write_many, args=(path, number)) for number in range(3)]
@@ -92,7 +92,7 @@ def write_many(path: Path, writer: int) -> None:
         append_line(path, {"writer": writer, "n": n, "pad": "x" * (n * 50)})
 
 
-def test_a_number_that_json_does_not_know_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_nan_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(ValueError):
         append_line(path, {"loss": float("nan")})
@@ -106,7 +106,7 @@ def test_events_have_a_time_and_their_details(tmp_path: Path) -> None:
     assert event == {"time": event["time"], "event": "signal", "signal": "SIGTERM", "attempt": 1}
 
 
-def test_a_step_that_was_trained_again_is_told_as_it_was_the_last_time(tmp_path: Path) -> None:
+def test_a_repeated_step_has_the_metrics_of_its_last_repetition(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert last_logged_step(run) is None
     for step, loss in ((1, 3.0), (2, 2.5), (3, 2.2), (2, 2.4)):
@@ -115,7 +115,7 @@ def test_a_step_that_was_trained_again_is_told_as_it_was_the_last_time(tmp_path:
     assert last_logged_step(run) == 2
 
 
-def test_what_was_rolled_back_is_no_longer_in_the_metrics(tmp_path: Path) -> None:
+def test_rolled_back_steps_are_not_in_the_metrics(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for step in (10, 20, 30):
         append_line(run.metrics, {"step": step, "loss": 1.0, "validation_loss": 2.0, "time": time.time() - 5})
@@ -194,19 +194,19 @@ HOSTILE_LINES = {
 
 @either_way
 @pytest.mark.parametrize("line", HOSTILE_LINES.values(), ids=HOSTILE_LINES)
-def test_a_line_that_no_writer_of_ours_makes_is_skipped(tmp_path: Path, read: Read, line: str) -> None:
+def test_an_unknown_line_is_skipped(tmp_path: Path, read: Read, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n', encoding="utf-8")
     assert read(path) == [{"step": 1}, {"step": 2}]
 
 
 @either_way
-def test_a_pipe_in_the_place_of_a_journal_holds_no_reader_up(tmp_path: Path, read: Read) -> None:
+def test_a_named_pipe_as_journal_does_not_block_readers(tmp_path: Path, read: Read) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     assert read(tmp_path / "events.jsonl") == []
 
 
-def test_a_pipe_or_a_hostile_document_is_read_as_none(tmp_path: Path) -> None:
+def test_a_named_pipe_or_an_invalid_document_reads_as_none(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "deep.json").write_text("[" * 100_000, encoding="utf-8")
     assert read_document(tmp_path / "pipe.json") is read_document(tmp_path / "deep.json") is None

@@ -30,7 +30,7 @@ def test_attempts_are_numbered_from_one_and_sorted_as_numbers(tmp_path: Path) ->
     assert run.new_attempt() == 10001
 
 
-def test_two_that_claim_an_attempt_never_get_the_same_number(tmp_path: Path) -> None:
+def test_concurrent_claims_of_an_attempt_get_different_numbers(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with ThreadPoolExecutor(8) as pool:
         numbers = list(pool.map(lambda _: run.new_attempt(), range(40)))
@@ -53,13 +53,13 @@ def test_a_run_is_found_by_id_prefix_or_path(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\nb", "$(id)", "'", "x" * 5000])
-def test_a_name_that_no_run_can_have_is_a_usage_error(name: str) -> None:
+def test_an_impossible_run_id_is_a_usage_error(name: str) -> None:
     make("llama-1")
     with pytest.raises(UsageError):
         find_run(name)
 
 
-def test_runs_are_listed_from_the_runs_root_alone() -> None:
+def test_runs_are_listed_from_the_runs_root_only() -> None:
     assert list_runs() == []
     runs = [make("b"), make("a")]
     (runs_root() / "not-a-run").mkdir()
@@ -74,7 +74,7 @@ def test_a_damaged_record_is_a_usage_error_that_names_the_file(tmp_path: Path, t
         read_record(run)
 
 
-def test_a_document_is_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_a_document_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "attempt.json"
     assert read_document(path) is None
     write_document(path, {"n": 1})

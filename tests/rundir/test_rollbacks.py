@@ -8,7 +8,7 @@ from scaletrain_cli.rundir.journal import Rollback, read_events, read_rollbacks,
 from scaletrain_cli.rundir.paths import RunDir
 
 
-def test_what_was_rolled_back_is_read_again_with_its_evidence_beside_it(tmp_path: Path) -> None:
+def test_recorded_rollbacks_are_read_back_with_their_evidence(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert read_rollbacks(run) == []
     both = [Rollback(28, 20, (24, 28)), Rollback(31, 20, (33, 36))]
@@ -18,7 +18,7 @@ def test_what_was_rolled_back_is_read_again_with_its_evidence_beside_it(tmp_path
     assert [(event["median"], event["lost_steps"]) for event in read_events(run)] == [(2.0, 8), (2.0, 11)]
 
 
-def test_a_start_from_scratch_forgets_what_was_skipped(tmp_path: Path) -> None:
+def test_a_start_from_scratch_clears_skipped_batches(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record_rollback(run, Rollback(28, 20, (24, 28)))
     record_event(run, "from-scratch")

@@ -36,14 +36,14 @@ def make() -> Make:
     return make
 
 
-def test_a_sweep_is_its_runs_in_the_order_of_their_points(make: Make) -> None:
+def test_a_sweep_lists_its_runs_in_the_order_of_their_points(make: Make) -> None:
     runs = [make(f"s-{number}", "s", number, 10) for number in (10, 2, 1)]
     make("alone")
     assert list_sweeps() == {"s": Sweep("s", 10, tuple(reversed(runs)))}
     assert read_sweep_place(runs[0]) == SweepPlace("s", 10, 10, ("x=10",))
 
 
-def test_a_sweep_is_meant_by_its_name_or_by_a_beginning_that_only_it_has(make: Make) -> None:
+def test_a_sweep_is_found_by_its_name_or_a_unique_prefix(make: Make) -> None:
     make("llama-lr-1", "llama", 1)
     make("llama-lr-2", "llama", 2)
     for name in ("llama", "lla"):
@@ -53,7 +53,7 @@ def test_a_sweep_is_meant_by_its_name_or_by_a_beginning_that_only_it_has(make: M
     assert find_run_or_sweep("llama-lr-2") == RunDir(runs_root() / "llama-lr-2")
 
 
-def test_the_beginning_of_some_of_its_runs_does_not_mean_the_whole_sweep(make: Make) -> None:
+def test_a_prefix_of_some_runs_is_not_the_whole_sweep(make: Make) -> None:
     make("s-a-1_b-1", "s", 1)
     make("s-a-1_b-2", "s", 2)
     make("s-a-2_b-1", "s", 3)
@@ -61,7 +61,7 @@ def test_the_beginning_of_some_of_its_runs_does_not_mean_the_whole_sweep(make: M
         find_run_or_sweep("s-a-1")
 
 
-def test_a_beginning_that_another_run_has_too_is_ambiguous(make: Make) -> None:
+def test_a_prefix_shared_with_another_run_is_ambiguous(make: Make) -> None:
     make("sweep-1", "sweep", 1)
     make("sweep-2", "sweep", 2)
     make("swift")
@@ -71,7 +71,7 @@ def test_a_beginning_that_another_run_has_too_is_ambiguous(make: Make) -> None:
     assert find_run_or_sweep("swi") == RunDir(runs_root() / "swift")
 
 
-def test_a_run_of_the_very_name_is_meant_before_a_sweep(make: Make) -> None:
+def test_a_run_with_the_exact_name_takes_precedence_over_a_sweep(make: Make) -> None:
     run = make("s")
     make("s-1", "s", 1)
     assert find_run_or_sweep("s") == run
@@ -85,13 +85,13 @@ def test_the_last_run_of_a_sweep_is_still_a_sweep(make: Make) -> None:
     assert (len(found.runs), found.points) == (1, 2)
 
 
-def test_a_name_that_nothing_has_is_the_same_error_as_ever(make: Make) -> None:
+def test_an_unknown_name_is_the_error_of_find_run(make: Make) -> None:
     make("a")
     with pytest.raises(UsageError, match="no run 'other' under"):
         find_run_or_sweep("other")
 
 
-def test_a_sweep_that_is_not_there_is_an_error_with_those_that_are(make: Make) -> None:
+def test_an_unknown_sweep_is_an_error_that_lists_the_known_ones(make: Make) -> None:
     with pytest.raises(UsageError, match=r"no sweep 's' under .* There are no sweeps\."):
         find_sweep("s")
     make("s-1", "s-1st", 1)
@@ -103,7 +103,7 @@ def test_a_sweep_that_is_not_there_is_an_error_with_those_that_are(make: Make) -
     assert find_sweep("s-1").name == "s-1st"
 
 
-def test_a_file_that_does_not_say_whose_it_is_hides_no_other_sweep(make: Make) -> None:
+def test_an_invalid_sweep_file_does_not_hide_other_sweeps(make: Make) -> None:
     sound, damaged = make("s-1", "s", 1), make("t-1", "t", 1)
     (damaged.path / "sweep.json").write_text('{"sweep": "t"}')
     assert read_sweep_place(damaged) is None

@@ -91,7 +91,7 @@ def everything(error: SpecError) -> str:
 
 
 @pytest.mark.parametrize("kind", TOKENS)
-def test_a_value_of_a_known_form_is_refused_wherever_it_stands_and_is_not_shown(kind: str) -> None:
+def test_a_value_that_looks_like_a_secret_is_rejected_anywhere_and_not_shown(kind: str) -> None:
     value = TOKENS[kind]
     places = {
         "env.NOTE": f"env: {{NOTE: {json.dumps(value)}}}",
@@ -112,7 +112,7 @@ def test_a_value_of_a_known_form_is_refused_wherever_it_stands_and_is_not_shown(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_variable_that_is_a_secret_by_its_name_is_refused_with_what_to_do(name: str) -> None:
+def test_a_variable_named_like_a_secret_is_rejected_with_a_remedy(name: str) -> None:
     error = refused(f"{SMALL}\nenv: {{{name}: correct horse}}\n")
     (problem,) = error.problems
     assert problem.key == f"env.{name}"
@@ -122,19 +122,19 @@ def test_a_variable_that_is_a_secret_by_its_name_is_refused_with_what_to_do(name
     assert "12345" not in everything(numeric)
 
 
-def test_what_only_resembles_a_secret_is_taken() -> None:
+def test_values_that_only_resemble_a_secret_are_accepted() -> None:
     spec = parsed(*(f"env.{name}={json.dumps(value)}" for name, value in HARMLESS.items()))
     assert spec.env == HARMLESS
 
 
-def test_recipes_hold_no_secret() -> None:
+def test_recipes_contain_no_secret() -> None:
     recipes = [path for path in sorted(PROJECT.rglob("recipes/*.yaml")) if ".venv" not in path.parts]
     assert len(recipes) >= 5
     for path in recipes:
         assert clear_secrets(load_spec(path).model_dump(mode="json", by_alias=True)) == ()
 
 
-def test_an_override_that_is_a_secret_is_not_shown_even_where_it_is_wrong_otherwise() -> None:
+def test_a_secret_in_an_invalid_override_is_not_shown() -> None:
     value = TOKENS["Hugging Face"]
     for overrides in (
         [f"env.HF_TOKEN={value}"],
@@ -157,7 +157,7 @@ def test_an_override_that_is_a_secret_is_not_shown_even_where_it_is_wrong_otherw
     assert value not in everything(again.value)
 
 
-def test_no_verb_and_no_file_shows_or_keeps_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_verb_prints_and_no_file_contains_a_rejected_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     value = TOKENS["GitHub"]
     spec = tmp_path / "run.yaml"
     spec.write_text(f"{SMALL}\nenv: {{MY_VARIABLE: {value}}}\n")
@@ -186,6 +186,6 @@ def test_a_token_within_any_text_is_found_and_removed(body: str, around: str) ->
         st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
     )
 )
-def test_any_data_can_be_looked_through(data: object) -> None:
+def test_clear_secrets_accepts_any_data(data: object) -> None:
     found = clear_secrets({"env": data, "name": data})
     assert list(found) == list(clear_secrets({"env": data, "name": data})), "the same data are judged alike"

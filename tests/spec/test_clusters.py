@@ -58,31 +58,31 @@ def load(tmp_path: Path, *overrides: str, cluster: str | None = None, spec: str 
     return load_spec(path, overrides, cluster=cluster)
 
 
-def test_the_default_cluster_fills_in_what_the_spec_leaves_open(configured: Path, tmp_path: Path) -> None:
+def test_the_default_cluster_supplies_missing_keys(configured: Path, tmp_path: Path) -> None:
     cluster = load(tmp_path).cluster
     assert (cluster.scheduler, cluster.nodes, cluster.gpu, cluster.gpus_per_node) == ("slurm", 4, "h100-sxm-80gb", 8)
     assert (cluster.slurm.partition, cluster.slurm.account, cluster.slurm.qos) == ("gpu", "team-a", "high")
 
 
-def test_a_cluster_that_is_asked_for_stands_above_the_spec_and_set_above_both(configured: Path, tmp_path: Path) -> None:
+def test_the_cluster_option_overrides_the_spec_and_set_overrides_both(configured: Path, tmp_path: Path) -> None:
     cluster = load(tmp_path, "cluster.nodes=3", cluster="other").cluster
     assert (cluster.nodes, cluster.gpus_per_node, cluster.slurm.qos, cluster.slurm.partition) == (3, 4, "low", None)
 
 
-def test_a_spec_of_another_scheduler_is_left_alone_by_the_default(configured: Path, tmp_path: Path) -> None:
+def test_the_default_cluster_does_not_apply_to_another_scheduler(configured: Path, tmp_path: Path) -> None:
     here = load(tmp_path, spec=SPEC.replace("nodes: 4", "scheduler: local")).cluster
     assert (here.scheduler, here.gpu, here.slurm.partition) == ("local", "cpu", None)
 
 
-def test_without_a_file_a_spec_is_what_it_says(tmp_path: Path) -> None:
+def test_without_a_clusters_file_a_spec_is_unchanged(tmp_path: Path) -> None:
     assert load(tmp_path, "cluster.nodes=1").cluster.scheduler == "local"
 
 
-def test_without_a_cluster_section_there_is_the_default_one(configured: Path, tmp_path: Path) -> None:
+def test_a_spec_without_a_cluster_section_uses_the_default_cluster(configured: Path, tmp_path: Path) -> None:
     assert load(tmp_path, spec=SPEC.partition("cluster:")[0]).cluster.slurm.account == "team-a"
 
 
-def test_an_error_names_the_line_of_the_file_that_is_wrong(tmp_path: Path) -> None:
+def test_a_problem_from_the_clusters_file_names_its_line(tmp_path: Path) -> None:
     file = write(
         CLUSTERS.replace("partition: gpu", "partitoin: gpu").replace("gpus_per_node: 8", "gpus_per_node: many")
     )
@@ -98,7 +98,7 @@ def test_an_error_in_the_spec_still_names_the_line_of_the_spec(configured: Path,
     assert [problem.where for problem in error.value.problems] == [f"{tmp_path}/a.yaml:8"]
 
 
-def test_a_name_that_is_not_there_is_refused_with_the_nearest(configured: Path, tmp_path: Path) -> None:
+def test_an_unknown_cluster_is_rejected_with_a_suggestion(configured: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--cluster = labb: no such cluster .*Did you mean lab.*lab, other"):
         load(tmp_path, cluster="labb")
     file = write(CLUSTERS.replace("default: lab", "default: nowhere"))
@@ -117,7 +117,7 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(configured: Path, 
         ("a: [", "not valid YAML"),
     ],
 )
-def test_a_file_that_describes_no_clusters_is_refused(text: str, words: str, tmp_path: Path) -> None:
+def test_an_invalid_clusters_file_is_rejected(text: str, words: str, tmp_path: Path) -> None:
     write(text)
     with pytest.raises(SpecError) as error:
         load(tmp_path)
@@ -125,12 +125,12 @@ def test_a_file_that_describes_no_clusters_is_refused(text: str, words: str, tmp
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "clusters:\n", "default:\n"])
-def test_an_empty_file_is_none(text: str, tmp_path: Path) -> None:
+def test_an_empty_clusters_file_has_no_clusters(text: str, tmp_path: Path) -> None:
     write(text)
     assert load(tmp_path, "cluster.nodes=1").cluster.scheduler == "local"
 
 
-def test_the_runs_are_where_the_file_says_unless_the_environment_does(
+def test_the_environment_overrides_the_runs_root_of_the_clusters_file(
     configured: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert runs_root() != Path.home() / "shared" / "runs"
@@ -141,7 +141,7 @@ def test_the_runs_are_where_the_file_says_unless_the_environment_does(
 
 
 @pytest.mark.process
-def test_verbs_take_the_name_of_a_cluster(configured: Path, tmp_path: Path) -> None:
+def test_verbs_accept_a_cluster_name(configured: Path, tmp_path: Path) -> None:
     load(tmp_path)
     path = tmp_path / "a.yaml"
     assert scaletrain("validate", path, "--cluster", "other", "--json").data["spec"]["cluster"]["nodes"] == 2

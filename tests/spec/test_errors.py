@@ -32,7 +32,7 @@ def test_all_problems_are_reported_at_once_each_at_its_line() -> None:
     assert found["model.hidden_size"].where == f"run.yaml:{line_of(text, 'model:')}"
 
 
-def test_the_headline_names_the_file_and_counts() -> None:
+def test_the_message_names_the_file_and_counts_the_problems() -> None:
     assert error(SPEC.replace("fp32", "fp23")).message == "run.yaml: 1 problem in the run spec"
     assert error(SPEC.replace("fp32", "fp23") + "a: 1\n").message == "run.yaml: 2 problems in the run spec"
     assert error(SPEC + "a: 1\n").exit_code == ExitCode.USAGE
@@ -107,7 +107,7 @@ def test_the_headline_names_the_file_and_counts() -> None:
         ("training.tokens=10M", "exactly one of steps and tokens must be set; null unsets one."),
     ],
 )
-def test_a_wrong_value_is_said_in_words(override: str, expected: str) -> None:
+def test_a_wrong_value_is_rejected_with_the_allowed_values(override: str, expected: str) -> None:
     lines = [str(one) for one in problems(SPEC, override)]
     assert any(expected in line for line in lines), lines
 
@@ -133,12 +133,12 @@ def test_a_wrong_value_is_said_in_words(override: str, expected: str) -> None:
         ("cluster.nodes=2", "must be 1 with scheduler: local, which runs on this machine only."),
     ],
 )
-def test_settings_that_contradict_each_other_are_found(override: str, expected: str) -> None:
+def test_contradictory_settings_are_rejected(override: str, expected: str) -> None:
     lines = [str(one) for one in problems(SPEC, override)]
     assert any(expected in line for line in lines), lines
 
 
-def test_a_value_of_a_wrong_kind_is_one_problem_in_the_words_of_its_field() -> None:
+def test_a_value_of_a_wrong_type_is_one_problem() -> None:
     for key in every_key():
         for given in ("[1]", "BF16", '"a\\0b"', "-7"):
             found = [one for one in _problems_or_none(f"{key}={given}") if one.key == key]
@@ -173,25 +173,25 @@ def test_early_stopping_needs_a_validation_loss() -> None:
     assert "requires a validation loss. Set evaluation.every above 0." in problem(SPEC, *changes)
 
 
-def test_a_warm_up_longer_than_the_tokens_last_is_found() -> None:
+def test_a_warm_up_longer_than_the_training_is_rejected() -> None:
     changes = ("training.steps=null", "training.tokens=2000", "training.schedule.warmup_steps=9")
     assert "must not exceed 8 steps, derived from training.tokens." in problem(SPEC, *changes)
     changes = (*changes[:2], "training.schedule={name: wsd, warmup_steps: 4, cooldown_steps: 5}")
     assert "must not exceed 8 steps together with warmup_steps." in problem(SPEC, *changes)
 
 
-def test_contradictions_are_found_in_sound_sections_beside_broken_ones() -> None:
+def test_contradictions_are_reported_beside_invalid_sections() -> None:
     keys = {one.key for one in problems(SPEC + "checkpoint: {keep: x}\ncluster: {nodes: 2}\n")}
     assert keys == {"checkpoint.keep", "cluster.nodes"}
 
 
-def test_a_secret_in_clear_is_refused() -> None:
+def test_a_secret_in_plain_text_is_rejected() -> None:
     assert "TOKEN is also in env, where its value is visible" in problem(
         SPEC + "env: {TOKEN: x}\nsecret_env: [TOKEN]\n"
     )
 
 
-def test_a_value_far_too_long_is_cut_and_a_huge_number_not_printed() -> None:
+def test_long_values_are_shortened_in_messages() -> None:
     assert len(problem(SPEC, f"training.precision={'x' * 10_000}")) < 300
     assert "a number of more than 80 digits" in problem(SPEC, f"training.seed=0x{'f' * 6000}")
 
@@ -206,7 +206,7 @@ def test_a_value_far_too_long_is_cut_and_a_huge_number_not_printed() -> None:
     ],
     ids=["missing", "folder", "binary", "huge"],
 )
-def test_a_file_that_cannot_be_read_is_named_with_the_way_out(  # type: ignore[no-untyped-def]
+def test_an_unreadable_file_is_named_with_a_remedy(  # type: ignore[no-untyped-def]
     make, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a message shows eighty characters of a path, and these may be long
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_way_out(  # type: ignore[n
     assert str(path) in str(caught.value)
 
 
-def test_a_spec_is_frozen_and_refuses_unknown_keys() -> None:
+def test_a_spec_is_frozen_and_rejects_unknown_keys() -> None:
     spec = load()
     with pytest.raises(ValueError, match="frozen"):
         spec.training.steps = 3  # type: ignore[misc]

@@ -22,17 +22,17 @@ def complaints(text: str, **changes: Any) -> list[str]:
     return [error.message for error in jsonschema.Draft202012Validator(json_schema()).iter_errors(data)]
 
 
-def test_the_schema_is_a_schema() -> None:
+def test_the_schema_is_a_valid_json_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(json_schema())
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_recipe_is_accepted(path: Path) -> None:
+def test_the_schema_accepts_every_recipe(path: Path) -> None:
     assert complaints(path.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("text", [SPEC, SPEC + FULL, starting_spec()], ids=["small", "full", "starting"])
-def test_every_kind_of_value_that_loads_is_accepted(text: str) -> None:
+def test_the_schema_accepts_every_kind_of_value_that_loads(text: str) -> None:
     load(text)
     assert complaints(text) == []
 
@@ -42,11 +42,11 @@ def test_every_kind_of_value_that_loads_is_accepted(text: str) -> None:
     [{"preset": "gpt2"}, {"hf_config": "config.json"}, {"preset": "llama-7b", "seq_len": 512}, MODEL],
     ids=["preset", "config", "beside", "dims"],
 )
-def test_dimensions_are_needed_only_where_nothing_gives_them(model: dict[str, Any]) -> None:
+def test_dimensions_are_required_only_without_a_preset_or_config(model: dict[str, Any]) -> None:
     assert complaints(SPEC, model=model) == []
 
 
-def test_a_resolved_spec_is_accepted() -> None:
+def test_the_schema_accepts_a_resolved_spec() -> None:
     resolved = load(SPEC + FULL).model_dump(mode="json", by_alias=True)
     assert list(jsonschema.Draft202012Validator(json_schema()).iter_errors(resolved)) == []
 
@@ -68,10 +68,10 @@ def test_a_resolved_spec_is_accepted() -> None:
     ],
     ids=str,
 )
-def test_an_editor_can_mark_these(changes: dict[str, Any]) -> None:
+def test_the_schema_rejects_common_mistakes(changes: dict[str, Any]) -> None:
     assert complaints(SPEC, **changes)
 
 
-def test_all_presets_are_offered() -> None:
+def test_the_schema_lists_all_presets() -> None:
     offered = json_schema()["$defs"]["ModelSpec"]["properties"]["preset"]["enum"]
     assert set(presets()) < set(offered)

@@ -27,21 +27,21 @@ def complaint(*options: str) -> str:
         "localhost:5000/scaletrain:2026-11-21_a.b",
     ],
 )
-def test_an_image_by_digest_or_by_a_tag_of_its_own_is_taken(image: str) -> None:
+def test_an_image_with_a_digest_or_a_tag_is_accepted(image: str) -> None:
     found = kubernetes(f"image={image}")
     assert found.image == image
     assert found.image_is_pinned == ("@" in image)
 
 
 @pytest.mark.parametrize("image", ["scaletrain", "scaletrain:latest", "registry.example:5000/scaletrain"])
-def test_an_image_that_could_be_any_is_refused(image: str) -> None:
+def test_an_image_without_a_tag_or_with_latest_is_rejected(image: str) -> None:
     assert "must have a digest" in complaint(f"image={image}")
 
 
 @pytest.mark.parametrize(
     "image", ["Scale Train:1", "scaletrain@sha256:abc", "reg/Name:1", "REGISTRY/name:1", "'-x:1'", "https://r/n:1"]
 )
-def test_a_text_that_is_no_image_is_refused(image: str) -> None:
+def test_an_invalid_image_reference_is_rejected(image: str) -> None:
     assert "must be an image reference" in complaint(f"image={image}")
 
 
@@ -67,7 +67,7 @@ def test_a_text_that_is_no_image_is_refused(image: str) -> None:
         ("secrets={HF_TOKEN: {secret: a, key: 'x y'}}", "must be a key of a Secret"),
     ],
 )
-def test_a_value_that_no_cluster_would_take_is_refused_here(option: str, message: str) -> None:
+def test_values_that_kubernetes_would_reject_are_rejected(option: str, message: str) -> None:
     assert message in complaint(option)
 
 
@@ -98,7 +98,7 @@ def test_a_value_that_no_cluster_would_take_is_refused_here(option: str, message
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_settings_that_contradict_each_other_are_named(options: list[str], key: str) -> None:
+def test_contradictory_kubernetes_settings_are_rejected(options: list[str], key: str) -> None:
     assert f"cluster.kubernetes.{key}" in complaint(*options)
 
 
@@ -108,7 +108,7 @@ def test_volcano_has_queues_and_priorities_of_its_own() -> None:
     assert kubernetes("queue=gold", "priority=high").kueue
 
 
-def test_each_secret_must_be_found_in_the_cluster_and_stand_nowhere_in_clear() -> None:
+def test_each_secret_needs_a_secret_object_and_must_not_be_in_env() -> None:
     on_kubernetes = "cluster.scheduler=kubernetes"
     line = problem(SPEC, on_kubernetes, "secret_env=[HF_TOKEN, WANDB_API_KEY]")
     assert "HF_TOKEN, WANDB_API_KEY must also be in cluster.kubernetes.secrets" in line
@@ -118,12 +118,12 @@ def test_each_secret_must_be_found_in_the_cluster_and_stand_nowhere_in_clear() -
     assert "where its value is visible" in problem(SPEC, on_kubernetes, "env={HF_TOKEN: abc}", known)
 
 
-def test_a_plan_needs_neither_image_nor_volume() -> None:
+def test_planning_requires_neither_image_nor_volume() -> None:
     found = load(SPEC, "cluster.scheduler=kubernetes").cluster.kubernetes
     assert (found.image, found.runs.claim) == (None, None)
 
 
-def test_an_unknown_key_in_a_list_or_a_mapping_is_told_with_its_neighbours() -> None:
+def test_an_unknown_key_in_a_list_or_mapping_is_reported_with_the_known_keys() -> None:
     in_list = complaint("tolerations=[{key: a, efect: NoSchedule}]")
     assert "Did you mean effect?" in in_list
     found = problems(SPEC, "cluster.kubernetes.secrets={A: {secret: a, key: b, kee: c}}")

@@ -52,14 +52,14 @@ PRESETS = {
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
-def test_a_config_json_gives_the_model_that_its_authors_published(name: str, parameters: int) -> None:
+def test_a_config_json_gives_the_published_model(name: str, parameters: int) -> None:
     spec = load(f"{START}model: {{hf_config: {name}/config.json}}\n")
     assert parameter_count(spec.model) == parameters
     assert load(f"{START}model: {{hf_config: {name}}}\n") == spec, "its folder is as good"
 
 
 @pytest.mark.parametrize(("name", "parameters"), PRESETS.items())
-def test_a_preset_gives_the_model_that_its_authors_published(name: str, parameters: int) -> None:
+def test_a_preset_gives_the_published_model(name: str, parameters: int) -> None:
     assert parameter_count(load(f"{START}model: {{preset: {name}}}\n").model) == parameters
 
 
@@ -69,12 +69,12 @@ def test_every_preset_loads_and_all_but_those_without_weights_are_checked() -> N
     assert presets().keys() - PRESETS.keys() == {"gpt3-175b"}
 
 
-def test_rope_theta_is_found_where_either_transformers_keeps_it() -> None:
+def test_rope_theta_is_read_as_transformers_4_and_5_write_it() -> None:
     assert load(f"{START}model: {{hf_config: qwen3}}\n").model.rope_theta == 1e6
     assert load(f"{START}model: {{hf_config: llama_v5}}\n").model.rope_theta == 5e5
 
 
-def test_what_each_architecture_adds_is_known() -> None:
+def test_settings_of_each_architecture_are_read() -> None:
     assert load(f"{START}model: {{hf_config: qwen2}}\n").model.qkv_bias
     assert load(f"{START}model: {{hf_config: qwen3}}\n").model.qk_norm
     mixtral = load(f"{START}model: {{hf_config: mixtral}}\n").model
@@ -109,9 +109,7 @@ def write_config(folder: Path, config: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_key_of_the_classes_of_transformers_is_used_or_known_to_change_nothing(
-    family: str, tmp_path: Path
-) -> None:
+def test_every_key_of_a_transformers_config_is_used_or_known_to_have_no_effect(family: str, tmp_path: Path) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     whole = CONFIG_MAPPING[family]().to_dict()
@@ -128,7 +126,7 @@ def test_every_key_of_the_classes_of_transformers_is_used_or_known_to_change_not
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"])
-def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, tmp_path: Path) -> None:
+def test_keys_missing_in_a_config_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -156,7 +154,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, tmp_pa
             assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
 
 
-def test_scaled_positions_are_taken_over_or_refused_by_name(tmp_path: Path) -> None:
+def test_rope_scaling_is_imported_or_rejected_by_name(tmp_path: Path) -> None:
     scaling = load(f"{START}model: {{hf_config: llama_v5}}\n").model.rope_scaling
     assert scaling is not None
     assert (scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings) == ("llama3", 8.0, 8192)
@@ -179,7 +177,7 @@ def test_scaled_positions_are_taken_over_or_refused_by_name(tmp_path: Path) -> N
     )
 
 
-def test_a_sliding_window_is_trained_within_it_or_refused() -> None:
+def test_a_sliding_window_limits_seq_len() -> None:
     assert load(f"{START}model: {{hf_config: mistral}}\n").model.seq_len == 4096
     told = problem(f"{START}model: {{hf_config: mistral, seq_len: 8192}}\n")
     assert "has sliding_window = 4096, and model.seq_len is 8192" in told
@@ -188,7 +186,7 @@ def test_a_sliding_window_is_trained_within_it_or_refused() -> None:
     assert sliding_window({"model_type": "mistral", "sliding_window": 4096}) == 4096
 
 
-def test_keys_beside_a_source_win_over_it() -> None:
+def test_keys_of_the_section_override_the_preset_or_config() -> None:
     spec = load(f"{START}model: {{hf_config: llama, num_hidden_layers: 2, seq_len: 512}}\n")
     assert (spec.model.num_hidden_layers, spec.model.seq_len, spec.model.hidden_size) == (2, 512, 4096)
     spec = load(f"{START}model: {{preset: llama-7b, num_attention_heads: 16, num_key_value_heads: 16}}\n")
@@ -197,17 +195,17 @@ def test_keys_beside_a_source_win_over_it() -> None:
     assert spec.model.family == "llama", "a config.json wins over a preset"
 
 
-def test_a_long_context_is_not_trained_at_full_length_unless_asked() -> None:
+def test_a_long_context_model_trains_with_a_shorter_seq_len_by_default() -> None:
     assert load(f"{START}model: {{preset: qwen2.5-7b}}\n").model.seq_len == 8192
     assert load(f"{START}model: {{preset: qwen2.5-7b, seq_len: 131072}}\n").model.seq_len == 131072
 
 
-def test_a_config_json_is_looked_for_beside_the_spec(tmp_path: Path) -> None:
+def test_the_path_of_a_config_json_is_relative_to_the_spec(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((FIXTURES / "gpt2/config.json").read_text())
     assert load(f"{START}model: {{hf_config: config.json}}\n", base_dir=tmp_path).model.family == "gpt"
 
 
-def test_a_preset_that_is_none_is_reported_once_with_the_nearest() -> None:
+def test_an_unknown_preset_is_reported_once_with_a_suggestion() -> None:
     found = problem(f"{START}model: {{preset: llama7b}}\n")
     assert "is not a known preset." in found
     assert "Did you mean llama-7b?" in found
@@ -218,7 +216,7 @@ def test_two_bad_sources_are_both_reported() -> None:
     assert keys == {"model.preset", "model.hf_config"}
 
 
-def test_other_mistakes_beside_a_bad_source_are_still_found() -> None:
+def test_other_problems_are_reported_beside_an_invalid_source() -> None:
     keys = {one.key for one in problems(f"{START}model: {{preset: a, seq_len: x}}\nfoo: 1\n")}
     assert keys == {"model.preset", "model.seq_len", "foo"}
 
@@ -242,7 +240,7 @@ def test_other_mistakes_beside_a_bad_source_are_still_found() -> None:
     ],
     ids=range(10),
 )
-def test_a_config_json_that_is_of_no_use_is_refused(content: str | None, expected: str, tmp_path: Path) -> None:
+def test_an_unsupported_config_json_is_rejected(content: str | None, expected: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(SpecError) as caught:
@@ -251,7 +249,7 @@ def test_a_config_json_that_is_of_no_use_is_refused(content: str | None, expecte
 
 
 @pytest.mark.parametrize("path", ["[1]", "3", '"a\\0b"', '"\\ud800"', "a" * 5000, "''", "/dev/null"])
-def test_a_path_that_is_none_ends_in_a_message(path: str) -> None:
+def test_an_invalid_path_gives_an_error(path: str) -> None:
     assert any(one.key == "model.hf_config" for one in problems(f"{START}model: {{hf_config: {path}}}\n"))
 
 

@@ -7,11 +7,11 @@ import pytest
 from tests.spec.samples import SPEC, load, problem, problems
 
 
-def test_an_override_wins_over_the_file_and_the_last_one_over_the_others() -> None:
+def test_overrides_replace_keys_of_the_file_and_the_last_one_wins() -> None:
     assert load(SPEC, "training.steps=20", "training.steps=30").training.steps == 30
 
 
-def test_an_override_makes_the_sections_on_its_way() -> None:
+def test_an_override_creates_missing_sections() -> None:
     spec = load(SPEC, "cluster.slurm.extra.exclusive=true", "tracking.wandb.mode=offline")
     assert spec.cluster.slurm.extra == {"exclusive": True}
     assert spec.tracking.trackers["wandb"].mode == "offline"
@@ -39,27 +39,27 @@ def test_a_value_is_read_as_yaml(override: str, section: str, expected: object) 
     assert value == expected
 
 
-def test_null_takes_a_key_away() -> None:
+def test_null_unsets_a_key() -> None:
     spec = load(SPEC, "training.steps=null", "training.tokens=1M")
     assert spec.training.tokens == 10**6
     assert load(SPEC + "cluster: {gpus_per_node: 3}\n", "cluster=").cluster.gpus_per_node == 1
 
 
 @pytest.mark.parametrize("override", ["training.steps", "=3", "", "a..b=3", ".a=3", "a.=3"])
-def test_an_override_that_is_none_says_how_one_looks(override: str) -> None:
+def test_an_invalid_override_is_rejected_with_an_example(override: str) -> None:
     assert problem(SPEC, override).startswith("--set: must look like section.key=value, as in training.steps=100, not")
 
 
 @pytest.mark.parametrize("override", ["name=a: b", "name=[", "name='", "name=\t", "name=*a", "name=@a", "name=\x00"])
-def test_a_value_that_is_not_yaml_is_refused(override: str) -> None:
+def test_an_override_that_is_not_yaml_is_rejected(override: str) -> None:
     assert all(one.where == "--set" for one in problems(SPEC, override))
 
 
-def test_a_value_is_not_taken_for_a_section() -> None:
+def test_an_override_below_a_value_is_rejected() -> None:
     assert "cannot be set: training.steps is not a section." in problem(SPEC, "training.steps.a=3")
 
 
-def test_the_option_is_named_for_what_it_set_and_the_line_for_the_rest() -> None:
+def test_problems_name_the_option_or_the_line_that_set_the_key() -> None:
     text = SPEC + "layout: {zero_stage: 9}\n"
     assert [one.where for one in problems(text, "layout.data_parallel=0")] == ["--set", "run.yaml:18"]
     assert [one.where for one in problems(text, "layout={zero_stage: 8}")] == ["--set"]

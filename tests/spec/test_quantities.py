@@ -33,7 +33,7 @@ PARSERS = [parse_bytes, parse_seconds, parse_count, parse_bandwidth, parse_flops
         (1.5e9, 1_500_000_000),
     ],
 )
-def test_bytes(text: str | float, expected: int) -> None:
+def test_sizes_are_parsed_to_bytes(text: str | float, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
@@ -56,16 +56,16 @@ def test_bytes(text: str | float, expected: int) -> None:
         ("2-12:00:00", 216000),
     ],
 )
-def test_seconds(text: str | float, expected: float) -> None:
+def test_durations_are_parsed_to_seconds(text: str | float, expected: float) -> None:
     assert parse_seconds(text) == expected
 
 
 @pytest.mark.parametrize(("text", "expected"), [("300B", 300 * 10**9), ("2.5M", 2_500_000), ("10k", 10_000), (7, 7)])
-def test_counts(text: str | float, expected: int) -> None:
+def test_counts_are_parsed(text: str | float, expected: int) -> None:
     assert parse_count(text) == expected
 
 
-def test_rates() -> None:
+def test_bandwidths_and_flops_are_parsed() -> None:
     assert parse_bandwidth("50GB/s") == 50e9
     assert parse_bandwidth(5e9) == 5e9
     assert parse_flops("989TFLOPS") == 989e12
@@ -74,24 +74,24 @@ def test_rates() -> None:
 
 @pytest.mark.parametrize("parse", PARSERS)
 @pytest.mark.parametrize("value", [True, None, [], {}, "", "x", "-1", -1, "1e400", float("nan"), float("inf"), 10**30])
-def test_what_is_no_quantity_is_refused(parse, value: object) -> None:  # type: ignore[no-untyped-def]
+def test_an_invalid_quantity_is_rejected(parse, value: object) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match="must be"):
         parse(value)
 
 
 @pytest.mark.parametrize("text", ["30:00", "1:2:3", "24:60:00", "h", "1x", "1h30", "30m1"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="must be a duration"):
         parse_seconds(text)
 
 
-def test_a_bandwidth_without_its_second_is_refused() -> None:
+def test_a_bandwidth_without_per_second_is_rejected() -> None:
     with pytest.raises(ValueError, match="50GB/s"):
         parse_bandwidth("50GB")
 
 
 @given(st.text(max_size=30) | st.integers() | st.floats() | st.booleans() | st.none())
-def test_anything_at_all_is_a_finite_number_or_a_message(value: object) -> None:
+def test_any_text_gives_a_finite_number_or_an_error(value: object) -> None:
     for parse in PARSERS:
         with contextlib.suppress(PydanticCustomError):
             assert 0 <= parse(value) <= 10**18

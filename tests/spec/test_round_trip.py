@@ -27,27 +27,27 @@ secret_env: [TOKEN]
 
 
 @pytest.mark.parametrize("text", [SPEC, SPEC + FULL], ids=["small", "full"])
-def test_a_spec_survives_json(text: str) -> None:
+def test_a_spec_round_trips_through_json(text: str) -> None:
     spec = load(text)
     dumped = json.loads(json.dumps(spec.model_dump(mode="json", by_alias=True), allow_nan=False))
     assert RunSpec.model_validate(dumped) == spec
     assert load(json.dumps(dumped)) == spec, "JSON is YAML, so a resolved spec can be planned again"
 
 
-def test_windows_of_skipped_batches_survive_json() -> None:
+def test_ranges_of_skipped_batches_round_trip_through_json() -> None:
     spec = load(SPEC, "data.skip=[[3, 5], [9, 9]]")
     assert spec.data.skip == ((3, 5), (9, 9))
     assert RunSpec.model_validate(json.loads(json.dumps(spec.model_dump(mode="json", by_alias=True)))) == spec
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_recipe_survives_json(path: Path) -> None:
+def test_every_recipe_round_trips_through_json(path: Path) -> None:
     spec = load_spec(path)
     assert RunSpec.model_validate(spec.model_dump(mode="json", by_alias=True)) == spec
 
 
 @pytest.mark.parametrize("name", presets())
-def test_every_preset_survives_json(name: str) -> None:
+def test_every_preset_round_trips_through_json(name: str) -> None:
     spec = load(SPEC, f"model={{preset: {name}}}")
     assert RunSpec.model_validate(spec.model_dump(mode="json", by_alias=True)) == spec
 

@@ -43,14 +43,14 @@ def test_the_page_shows_the_defaults() -> None:
     assert {key: usual[key] for key in different if key in ("model.rope_theta", "model.norm_eps")} == {}
 
 
-def test_the_example_of_the_page_that_explains_loads() -> None:
+def test_the_example_in_spec_md_loads() -> None:
     for example in re.findall(
         r"```yaml\n(schema: .*?)```", (PROJECT / "docs" / "spec.md").read_text(), flags=re.DOTALL
     ):
         assert isinstance(load(example), RunSpec)
 
 
-def test_every_example_of_every_page_is_part_of_a_spec() -> None:
+def test_every_yaml_example_of_every_page_is_valid() -> None:
     docs = sorted(set((PROJECT / "docs").glob("*.md")) - {PROJECT / "docs" / "extending.md"})  # needs its packages
     pages = [PROJECT / "README.md", *docs, *sorted(PROJECT.glob("*/README.md"))]
     base, tried = parse_yaml(SPEC, Source("base")), 0
@@ -70,6 +70,6 @@ def test_every_example_of_every_page_is_part_of_a_spec() -> None:
     assert tried >= 6
 
 
-def test_an_accelerator_of_ones_own_loads() -> None:
+def test_a_custom_accelerator_loads() -> None:
     assert load(SPEC + ACCELERATOR).cluster.gpu.memory == 96 * 10**9  # type: ignore[union-attr]
     assert isinstance(load(EVERY_KEY), RunSpec)

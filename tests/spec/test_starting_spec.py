@@ -25,7 +25,7 @@ def test_a_starting_spec_has_short_lines_and_no_blanks_at_their_ends() -> None:
             assert len(line) <= 120, line
 
 
-def test_lines_that_are_commented_out_are_right_once_they_are_not() -> None:
+def test_commented_lines_of_a_starting_spec_are_valid() -> None:
     text = starting_spec(preset="llama-3-8b", gpu="h100-sxm-80gb", scheduler="slurm", gpus_per_node=8)
     commented = re.sub(r"^( *)# (?=\w+: )", r"\1", text, flags=re.MULTILINE)
     assert commented.count("#") < text.count("#")
@@ -35,7 +35,7 @@ def test_lines_that_are_commented_out_are_right_once_they_are_not() -> None:
     assert spec.model == load(text).model
 
 
-def test_a_starting_spec_for_kubernetes_is_right_with_every_line() -> None:
+def test_commented_lines_of_a_kubernetes_starting_spec_are_valid() -> None:
     text = starting_spec(preset="llama-3-8b", gpu="h100-sxm-80gb", scheduler="kubernetes", nodes=2, gpus_per_node=8)
     kubernetes = load(re.sub(r"^( *)# (?=\w+: )", r"\1", text, flags=re.MULTILINE)).cluster.kubernetes
     assert (kubernetes.queue, kubernetes.priority) == ("team-a", "training-normal")

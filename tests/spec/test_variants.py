@@ -30,12 +30,12 @@ def test_commas_within_a_value_do_not_split_it() -> None:
 
 
 @pytest.mark.parametrize("setting", ["", "layout.zero_stage", "=1", "a=", "a=1,,2"])
-def test_what_is_no_setting_is_refused(setting: str) -> None:
+def test_an_invalid_setting_is_rejected(setting: str) -> None:
     with pytest.raises(UsageError, match="--vary"):
         variants([setting])
 
 
-def test_nobody_compares_hundreds() -> None:
+def test_too_many_variants_are_rejected() -> None:
     with pytest.raises(UsageError, match="more than 24 variants"):
         variants(["a=1,2,3,4,5,6,7,8,9", "b=1,2,3"])
     with pytest.raises(UsageError, match="more than 24 variants"):

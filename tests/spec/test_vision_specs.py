@@ -34,7 +34,7 @@ def with_model(model: str) -> str:
 
 
 @pytest.mark.parametrize("name", vision_presets())
-def test_every_preset_loads_and_survives_json(name: str) -> None:
+def test_every_vision_preset_loads_and_round_trips_through_json(name: str) -> None:
     spec = load(with_model(f"{{preset: {name}}}"))
     assert RunSpec.model_validate(spec.model_dump(mode="json", by_alias=True)) == spec
 
@@ -48,17 +48,17 @@ def test_every_preset_loads_and_survives_json(name: str) -> None:
         ("clip", 427_616_513),
     ],
 )
-def test_a_config_json_gives_the_network_that_its_authors_published(name: str, parameters: int) -> None:
+def test_a_config_json_gives_the_published_network(name: str, parameters: int) -> None:
     assert _parameters(load(with_model(f"{{hf_config: {name}}}")).model) == parameters
 
 
-def test_a_config_json_that_leaves_out_defaults_means_those_of_transformers(tmp_path: Path) -> None:
+def test_keys_missing_in_a_vision_config_have_the_defaults_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "clip", "vision_config": {"patch_size": 16}}')
     spec = load(with_model("{hf_config: .}"), base_dir=tmp_path)
     assert _parameters(spec.model) == 149_620_737
 
 
-def test_keys_beside_a_preset_win_inside_the_towers_too() -> None:
+def test_keys_of_the_section_override_the_towers_of_a_preset() -> None:
     spec = load(with_model("{preset: clip-vit-base-patch32, vision_config: {patch_size: 16}}"))
     assert _parameters(spec.model) == 149_620_737
 
@@ -89,7 +89,7 @@ def test_keys_beside_a_preset_win_inside_the_towers_too() -> None:
         ),
     ],
 )
-def test_a_mistake_is_said_at_its_line_with_the_way_out(model: str, expected: str) -> None:
+def test_a_problem_is_reported_at_its_line_with_a_hint(model: str, expected: str) -> None:
     found = problem(with_model(model))
     assert expected in found
     assert found.startswith("run.yaml:3 ")
@@ -104,11 +104,11 @@ def test_a_mistake_is_said_at_its_line_with_the_way_out(model: str, expected: st
         ("layout.activation_checkpointing=selective", "must be none, full or auto with family: resnet."),
     ],
 )
-def test_layouts_that_cut_the_network_are_refused(override: str, expected: str) -> None:
+def test_layouts_that_split_a_vision_network_are_rejected(override: str, expected: str) -> None:
     assert expected in problem(VISION, override)
 
 
-def test_images_are_counted_in_steps_not_in_tokens() -> None:
+def test_vision_networks_are_trained_for_steps_not_tokens() -> None:
     found = problem(VISION, "training.steps=null", "training.tokens=3B")
     assert "counts tokens of text. Set training.steps with family: resnet." in found
     spec = load(VISION)
@@ -116,17 +116,17 @@ def test_images_are_counted_in_steps_not_in_tokens() -> None:
     assert load(with_model("{preset: clip-vit-base-patch32}")).unit == "pairs"
 
 
-def test_contradictions_in_a_network_are_found_beside_broken_sections() -> None:
+def test_contradictions_in_a_network_are_reported_beside_invalid_sections() -> None:
     keys = {one.key for one in problems(VISION, "model.depths=[1]", "training.steps=x")}
     assert keys == {"model.depths", "training.steps"}
 
 
-def test_where_only_text_will_do_a_vision_network_is_refused() -> None:
+def test_a_vision_network_is_rejected_where_a_language_model_is_required() -> None:
     with pytest.raises(UsageError, match="resnet can be planned, but not used here"):
         _ = load(VISION).transformer
 
 
-def test_autocast_is_planned_for_vision_alone() -> None:
+def test_autocast_is_for_vision_networks_only() -> None:
     assert load(VISION, "planner.autocast=true").planner.autocast
     text = VISION.replace("resnet-50", "gpt2").replace("imagenet/", "a, tokenizer: {vocab_size: 512}")
     assert "must be false for a language model" in problem(text, "planner.autocast=true")
@@ -149,5 +149,5 @@ def complaints(text: str) -> list[Any]:
         ("{preset: resnet-51}", False),
     ],
 )
-def test_an_editor_knows_vision_networks(model: str, fine: bool) -> None:
+def test_the_schema_describes_vision_networks(model: str, fine: bool) -> None:
     assert (not complaints(with_model(model))) == fine

@@ -11,7 +11,7 @@ from tests.spec.samples import SPEC, error, load, problems
     ("line", "expected"),
     [("lr: 3e-4", 3e-4), ("lr: 3.0e-4", 3e-4), ("lr: 1E-3", 1e-3), ("lr: 0.001", 1e-3), ("lr: 1", 1.0)],
 )
-def test_a_learning_rate_is_a_number_however_it_is_written(line: str, expected: float) -> None:
+def test_a_learning_rate_is_a_number_in_any_notation(line: str, expected: float) -> None:
     assert load(f"{SPEC}  optimizer: {{{line}}}\n").training.optimizer.lr == expected
 
 
@@ -19,12 +19,12 @@ def test_a_learning_rate_is_a_number_however_it_is_written(line: str, expected: 
     ("word", "expected"),
     [("yes", True), ("no", False), ("on", True), ("off", False), ("True", True), ("FALSE", False), ("true", True)],
 )
-def test_a_switch_takes_the_words_of_yaml_1_1(word: str, expected: bool) -> None:
+def test_a_boolean_accepts_the_words_of_yaml_1_1(word: str, expected: bool) -> None:
     assert load(f"{SPEC}  compile: {word}\n").training.compile is expected
 
 
 @pytest.mark.parametrize("word", ["no", "on", "y", "12:30:00", "2024-01-01", "1e5", "null_", "~a", "0x"])
-def test_a_name_that_looks_like_something_else_stays_text_or_is_refused(word: str) -> None:
+def test_a_name_that_looks_like_another_type_stays_text_or_is_rejected(word: str) -> None:
     text = SPEC.replace("name: sample", f"name: {word}")
     if word == "1e5":
         assert [one.message for one in problems(text)] == ["must be text."]
@@ -51,11 +51,11 @@ def test_anchors_aliases_and_merge_keys_work() -> None:
 
 
 @pytest.mark.parametrize("section", ["layout:", "layout: {}", "layout: ~", "layout:\n  # zero_stage: 3", "env:"])
-def test_a_section_with_every_line_commented_out_is_as_good_as_none(section: str) -> None:
+def test_a_section_without_keys_has_its_defaults(section: str) -> None:
     assert load(f"{SPEC}{section}\n") == load(SPEC)
 
 
-def test_a_byte_order_mark_and_windows_line_ends_do_no_harm() -> None:
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted() -> None:
     assert load(("\ufeff" + SPEC).replace("\n", "\r\n")) == load(SPEC)
 
 
@@ -80,21 +80,21 @@ def test_a_byte_order_mark_and_windows_line_ends_do_no_harm() -> None:
         ("a: &a\n  b: *a\n", "a: unknown key."),
     ],
 )
-def test_what_is_no_spec_is_said_with_its_line(text: str, expected: str) -> None:
+def test_invalid_yaml_is_rejected_with_its_line(text: str, expected: str) -> None:
     assert expected in str(error(text))
 
 
-def test_a_yaml_bomb_is_refused_before_it_unfolds() -> None:
+def test_a_yaml_bomb_is_rejected_before_it_is_expanded() -> None:
     levels = "\n".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 12))
     assert "contains too many values for a run spec." in str(error(f"l0: &l0 [1, 2]\n{levels}\n"))
 
 
-def test_a_character_that_json_writes_in_two_halves_is_one_again() -> None:
+def test_surrogate_pairs_are_joined() -> None:
     assert load(SPEC.replace("name: sample", 'name: "\\ud83d\\ude00"')).name == "\U0001f600"
     assert {one.key for one in problems(f'{SPEC}"\\ud83d\\ude00": 1\n')} == {"\\U0001f600"}
     assert {one.key for one in problems(f'{SPEC}"\\ud83d": 1\n')} == {"\\\\ud83d"}
 
 
 @pytest.mark.parametrize("value", ["!!python/object:os.system 3", "!mine 3", "!!binary aGVsbG8=", "!!set {a, b}"])
-def test_a_tag_makes_nothing_but_data(value: str) -> None:
+def test_yaml_tags_create_plain_data_only(value: str) -> None:
     assert {one.key for one in problems(f"{SPEC}x: {value}\n")} == {"x"}
