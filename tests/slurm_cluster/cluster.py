@@ -5,8 +5,8 @@
         with DevCluster.running(nodes=4) as cluster:
             yield cluster
 
-Mark the tests `slurm`. They skip where there can be no Slurm, with the reason, and in CI a skip is a failure. A test
-that starts other programs hands them `cluster.environment`.
+Mark the tests `slurm`. They are skipped, with the reason, where Slurm cannot run; in CI a skip is a failure. A test
+that starts other programs passes them `cluster.environment`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any
 import pytest
 
 DEV_CLUSTER = Path(__file__).parents[2] / "slurm" / "dev_cluster.py"
-# Short: the path of a unix socket holds 107 bytes, and pytest's tmp_path is long. The pid of the tests that own the
-# cluster is in the name, so that the next run can remove what a killed one left.
+# Short: the path of a unix socket has at most 107 bytes, and pytest's tmp_path is long. The name contains the pid of
+# the tests that own the cluster, so that the next run can remove the remains of one that was killed.
 PARENT = Path("/tmp")
 PREFIX = "scaletrain-slurm-"
 LOCK = PARENT / "scaletrain-slurm.lock"
-# Lost nodes are noticed, and a controller that is down is given up, in a third of the time.
+# Lost nodes and a controller that is down are detected in a third of the time.
 HASTY: Mapping[str, Any] = {"slurmd_timeout_seconds": 3, "conf": ["MessageTimeout=5"]}
-# What dev_cluster.py exits with where the machine lacks something: packages, root, namespaces.
+# Exit code of dev_cluster.py on a machine without the packages, root rights or namespaces.
 MACHINE_LACKS = 4
 
 
@@ -51,8 +51,8 @@ class DevCluster:
     @classmethod
     @contextlib.contextmanager
     def running(cls, *words: str, conf: Sequence[str] = (), **options: int) -> Iterator[DevCluster]:
-        """A cluster from now to the end of the block; `words`, `conf` and `options` as for `start`."""
-        with LOCK.open("w") as lock:  # against tests that run beside these
+        """Start a cluster and stop it at the end of the block; `words`, `conf` and `options` as for `start`."""
+        with LOCK.open("w") as lock:  # other tests may run at the same time
             fcntl.flock(lock, fcntl.LOCK_EX)
             remove_abandoned()
             port = free_port()
@@ -63,11 +63,11 @@ class DevCluster:
             yield cluster
         finally:
             cluster.stop()
-            with contextlib.suppress(FileNotFoundError):  # there still, if no cluster came of it
+            with contextlib.suppress(FileNotFoundError):  # it still exists if the cluster did not start
                 cluster.directory.rmdir()
 
     def start(self, *words: str, conf: Sequence[str] = (), **options: int) -> None:
-        """`start("--accounting", nodes=2, conf=["MaxJobCount=9"])`: the options of `dev_cluster.py start`."""
+        """Start the cluster with options of `dev_cluster.py start`: `start("--accounting", nodes=2)`."""
         arguments = [*words, *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
         arguments += [f"--conf={line}" for line in conf]
         done = self.control("start", f"--port={self.port}", "--netns", *arguments, check=False)
@@ -79,18 +79,18 @@ class DevCluster:
         self.control("stop")
 
     def node_down(self, node: str) -> None:
-        """Power it off: all its processes are gone at once; Slurm notices later."""
+        """Power a node off: kill all its processes at once; Slurm detects it later."""
         self.control("node-down", node)
 
     def cut_node(self, node: str) -> None:
-        """Cut its network; its processes go on."""
+        """Cut the network of a node; its processes continue."""
         self.control("node-down", node, "--cut")
 
     def node_up(self, node: str) -> None:
         self.control("node-up", node)
 
     def slurmd(self, node: str) -> int:
-        """The pid of its daemon, whose namespaces are those of the node's tasks."""
+        """Return the pid of the slurmd of a node; the tasks of the node are in the same namespaces."""
         mark = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
         for line in self.run("pgrep", "--full", "--list-full", f"^slurmd -D -N {node}$").stdout.splitlines():
             pid = int(line.split()[0])
@@ -103,22 +103,22 @@ class DevCluster:
         return self.run(*argv, check=check)
 
     def run(self, *argv: str, check: bool = True, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-        """A command on the login node, which is this machine itself: squeue, srun, python, ..."""
+        """Run a command on the login node, which is this machine: squeue, srun, python, ..."""
         done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
         assert done.returncode == 0 or not check, f"{argv} exited {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
     def submit(self, script: str, *options: str) -> str:
-        """Hand a script's text, without its #! line, to sbatch; the job id."""
+        """Submit the text of a script, without its #! line, with sbatch; return the job id."""
         return self.run("sbatch", "--parsable", f"--chdir={self.directory}", *options, "--wrap", script).stdout.strip()
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What Slurm says of a job: {"JobState": "RUNNING", "Restarts": "0", ...}"""
+        """Return the fields of `scontrol show job`: {"JobState": "RUNNING", "Restarts": "0", ...}"""
         text = self.run("scontrol", "-o", "show", "job", job_id).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
     def wait_for(self, job_id: str, ready: Callable[[dict[str, str]], bool], seconds: float = 120) -> dict[str, str]:
-        """Poll a job until it is `ready`; its last description."""
+        """Poll a job until it is `ready`; return its last fields."""
         deadline = time.monotonic() + seconds
         while not ready(job := self.job(job_id)):
             assert time.monotonic() < deadline, f"job {job_id} is not ready after {seconds:.0f} s: {job}"
@@ -130,9 +130,9 @@ class DevCluster:
 
 
 def free_port() -> int:
-    """The first of a range of ports that no other dev cluster has; they are 200 apart.
+    """Return the first port, in steps of 200, that no other dev cluster uses.
 
-    A cluster binds its own seconds after it was found; until then its directory, which bears the port, stands for it.
+    A cluster binds its port only seconds after it was chosen; until then its directory, named after it, reserves it.
     """
     for port in range(17000, 32000, 200):
         if any(PARENT.glob(f"{PREFIX}*-{port}")):

@@ -1,7 +1,7 @@
-"""A user of a test cluster whose runs train with a stand-in for the engine; all else about these runs is real.
+"""Runs on a test cluster that train with a fake engine; everything else about them is real.
 
-The stand-in keeps the engine's contract and commits real checkpoints. What is asked of a run here is what its user
-would ask: how it ended, whether each attempt went on from what was committed before it, whether a process is left.
+The fake engine implements the engine contract and commits real checkpoints. The checks are those of a user: how a run
+ended, whether each attempt resumed from the latest committed checkpoint, whether a process is left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOREVER = {"steps": 100_000, "step_seconds": 0.05, "checkpoint_every": 5}
 
 
 class Site:
-    """The user; each run takes one rank on each of two nodes."""
+    """The command line of a user on the cluster; each run has one rank on each of two nodes."""
 
     def __init__(self, cluster: DevCluster, runs: Path) -> None:
         self.cluster, self.runs = cluster, runs
@@ -30,7 +30,7 @@ class Site:
     @classmethod
     @contextlib.contextmanager
     def visiting(cls, cluster: DevCluster, runs: Path) -> Iterator[Site]:
-        """Until the end of the block, which no job outlives."""
+        """Return a Site whose jobs are all cancelled at the end of the block."""
         yield cls(cluster, runs)
         cluster.run("scancel", "--me")
         deadline = time.monotonic() + 120
@@ -71,7 +71,7 @@ class Site:
         return now
 
     def trains(self, run_id: str, attempt: int = 1) -> dict[str, Any]:
-        """Once the attempt has committed something of its own."""
+        """Wait until the attempt has committed a checkpoint; return the status."""
         return self.wait(
             run_id,
             lambda now: now["attempt"] == attempt and (now["last_checkpoint_step"] or 0) > self.began_at(run_id),
@@ -79,12 +79,12 @@ class Site:
         )
 
     def began_at(self, run_id: str) -> int:
-        """The newest checkpoint that the newest attempt found."""
+        """Return the step of the checkpoint from which the newest attempt started; 0 for none."""
         attempts = self.attempts(run_id)
         return (attempts[-1]["checkpoint_at_start"] or 0) if attempts else 0
 
     def go(self, run_id: str) -> None:
-        """Let the ranks go on that stay at a step."""
+        """Let the ranks that wait at a step continue."""
         (self.runs / run_id / "go").touch()
 
     def attempts(self, run_id: str) -> list[dict[str, Any]]:
@@ -102,14 +102,14 @@ class Site:
         return {path.name for path in (self.runs / run_id / "checkpoints").glob("step-????????")}
 
     def cancel(self, run_id: str) -> None:
-        """And see that it saves its last step first, and that nothing was lost until then."""
+        """Cancel the run; check that it saves its last step first and that no step was lost."""
         self.scaletrain("cancel", run_id, "--yes")
         ended = self.wait(run_id, lambda now: now["state"] == "cancelled", "it is cancelled")
         assert ended["last_checkpoint_step"] == ended["step"], ended
         self.nothing_is_lost(run_id)
 
     def nothing_is_lost(self, run_id: str) -> None:
-        """No committed step of any attempt, and no step at all where there was time to save; nor is a process left."""
+        """Check that no attempt lost a committed step, or any step if it had time to save, and no process is left."""
         commits = self.events(run_id, "checkpoint")
         for attempt in self.attempts(run_id):
             before = [commit["step"] for commit in commits if commit["time"] < attempt["started"]]
@@ -119,7 +119,7 @@ class Site:
         self.nothing_is_left(run_id)
 
     def controller_down(self, run_id: str) -> None:
-        """Kill slurmctld, once it has written down that the run runs: of what it has not, it will know nothing."""
+        """Kill slurmctld once it has saved the state of the run's job: it restarts from its saved state."""
         saved = self.cluster.directory / "state" / "job_state"
         deadline = time.monotonic() + 60
         while saved.stat().st_mtime < self.attempts(run_id)[-1]["started"]:
@@ -128,8 +128,8 @@ class Site:
         self.cluster.control("controller-down")
 
     def processes(self, run_id: str) -> list[str]:
-        """Of the run, on all nodes: they are this machine's."""
-        found = self.cluster.run("pgrep", "-f", "--", f"(node_agent|fake_engine) .*{self.runs}/{run_id}", check=False)
+        """Return the pids of the run's node agents and ranks on all nodes, which share this machine's processes."""
+        found = self.cluster.run("pgrep", "-f", "--", f"(node.agent|fake_engine) .*{self.runs}/{run_id}", check=False)
         return str(found.stdout).split()
 
     def nothing_is_left(self, run_id: str) -> None:

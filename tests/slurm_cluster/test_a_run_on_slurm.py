@@ -1,4 +1,4 @@
-"""The main job on a real Slurm of four nodes: preempted, cancelled, robbed of a node, resumed elsewhere, finished."""
+"""Runs of the real engine on a real Slurm of four nodes: preempted, cancelled, resumed, with a lost node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ON_SLURM = (
     "cluster.slurm={partition: spot, time: 30m, memory_per_node: 2GB}",
 )
 SAVED_EVERY = 100
-# Steps of milliseconds, and too many of them to finish: for what happens between start and end.
+# Steps of milliseconds, and too many to finish during a test.
 TINY = (
     "model.hidden_size=32",
     "model.num_hidden_layers=1",
@@ -47,7 +47,7 @@ def cluster() -> Iterator[DevCluster]:
 
 
 class Login:
-    """A user on the login node: the command line with this cluster's Slurm."""
+    """The command line of a user on the login node of the cluster."""
 
     def __init__(self, cluster: DevCluster, runs: Path) -> None:
         self.cluster = cluster
@@ -67,7 +67,7 @@ class Login:
     def wait(
         self, run_id: str, reached: Callable[[dict[str, Any]], bool], *ends: str, seconds: float = 240
     ) -> dict[str, Any]:
-        """Until `reached`; that the run ends otherwise than in one of `ends` is a failure."""
+        """Wait until `reached`; fail if the run ends in a state that is not one of `ends`."""
         deadline = time.monotonic() + seconds
         while not reached(now := self.status(run_id)):
             assert time.monotonic() < deadline, now
@@ -76,7 +76,7 @@ class Login:
         return now
 
     def wait_for_steps(self, run_id: str, attempt: int, more: int = 3) -> dict[str, Any]:
-        """Until the attempt has done so many steps of its own."""
+        """Wait until the attempt has done `more` steps."""
 
         def trains(now: dict[str, Any]) -> bool:
             resumed = events(now["run_dir"], "resumed")
@@ -101,21 +101,21 @@ def ends(run_dir: str) -> list[tuple[int, str]]:
 
 
 def curves(run_dir: str) -> dict[tuple[int, str], float]:
-    """What must not depend on how often the run was interrupted, by step and name."""
+    """Return the metrics that must not depend on interruptions, by step and name."""
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "validation_loss", "grad_norm", "learning_rate")
     return {(line["step"], name): line[name] for line in lines for name in names if name in line}
 
 
 def test_a_preempted_run_continues_on_other_nodes_and_equals_the_local_run(login: Login) -> None:
-    """Preempted by a job of higher priority that keeps the nodes; no step lost, not a bit different."""
+    """A job of higher priority keeps the nodes; no step is lost, and the metrics are bitwise equal."""
     short = (*TINY, "training.steps=60", "evaluation.every=20", "checkpoint.every=25")
-    # Slow until it is preempted, so that there is time for it.
+    # Slow in the first attempt, so that it is preempted before it finishes.
     run_id = login.submit(*ON_SLURM, *short, "env.SCALETRAIN_FAULT=slow-rank seconds=0.3 attempt=1")
     before = login.wait(run_id, lambda now: now["step"] >= 4)
     assert len(before["nodes"]) == 2
     urgent = login.cluster.submit("sleep 600", "-p", "high", "-N", "2", "--exclusive", "-w", ",".join(before["nodes"]))
-    local = login.submit("cluster.gpus_per_node=2", *short)  # meanwhile
+    local = login.submit("cluster.gpus_per_node=2", *short)  # at the same time
     after = login.wait(run_id, lambda now: now["attempt"] == 2 and bool(now["nodes"]))
     assert not set(after["nodes"]) & set(before["nodes"])
     done = login.wait(run_id, lambda now: now["state"] == "finished", "finished")
@@ -130,7 +130,7 @@ def test_a_preempted_run_continues_on_other_nodes_and_equals_the_local_run(login
 
 @pytest.mark.long
 def test_no_interruption_by_slurm_loses_a_saved_step(login: Login) -> None:
-    """Preempted without a grace time, ended by scancel, robbed of a node, out of time, cancelled as it should be."""
+    """Preemption without a grace time, scancel, a lost node, the time limit, and `scaletrain cancel`."""
     cluster = login.cluster
     run_id = login.submit(*ON_SLURM, *TINY, "cluster.slurm.partition=spot0")
     job_id = login.wait_for_steps(run_id, 1)["job_id"]
@@ -160,7 +160,7 @@ def test_no_interruption_by_slurm_loses_a_saved_step(login: Login) -> None:
     assert lost not in again["nodes"]
     assert again["job_id"] == resumed["job_id"]
 
-    # Slurm looks at limits every half minute, and the ranks are warned a minute ahead: in time to save, at any rate.
+    # Slurm checks time limits every half minute and signals the ranks a minute ahead, which is enough to save.
     soon = time.strftime("%FT%T", time.localtime(time.time() + 59))
     cluster.run("scontrol", "update", f"jobid={again['job_id']}", f"EndTime={soon}")
     in_time = login.wait_for_steps(run_id, 5)
@@ -174,7 +174,7 @@ def test_no_interruption_by_slurm_loses_a_saved_step(login: Login) -> None:
     assert not list(Path(cancelled["run_dir"]).rglob("canary*")) + list(Path().glob("canary*"))
 
 
-@pytest.mark.long  # test_life shows it with a stand-in for the engine
+@pytest.mark.long  # test_life.py shows it with a fake engine
 def test_a_rank_killed_on_one_node_ends_the_other_and_the_run_restarts(login: Login) -> None:
     fault = "env.SCALETRAIN_FAULT=sigkill rank=1 step=8 attempt=1"
     run_id = login.submit(*ON_SLURM, *TINY, "training.steps=14", "checkpoint.every=5", fault)

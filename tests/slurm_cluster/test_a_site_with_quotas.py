@@ -1,4 +1,4 @@
-"""A real Slurm with accounting, typed GPUs and quotas: what submit says of it beforehand, and what a sweep does."""
+"""Submissions and sweeps on a real Slurm with accounting, typed GPUs and quotas."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_the_confirmation_shows_slurms_estimate_of_the_start(cluster: DevCluster
     waits = scaletrain(cluster, "submit", SMALL, "--yes", "--json", sets=(*ON_GPUS, "cluster.nodes=1"))
     cluster.run("scancel", "-u", "root")
     assert waits.returncode == 0, waits.stderr
-    told = json.loads(waits.stdout)["start"]
-    assert 0.8 * 3600 < told["at"] - time.time() < 1.2 * 3600
+    start = json.loads(waits.stdout)["start"]
+    assert 0.8 * 3600 < start["at"] - time.time() < 1.2 * 3600
     assert "warning: Job" not in waits.stderr
 
 
@@ -135,7 +135,7 @@ def test_a_resume_beyond_a_quota_that_has_shrunk_is_refused_and_changes_nothing(
 
 
 def test_flags_of_a_qos_have_the_same_effect_as_in_slurm(cluster: DevCluster) -> None:
-    """What Slurm holds for ever is refused; what a job may do because of a flag is taken, and Slurm runs it."""
+    """A job that Slurm would never start is refused; one that a flag permits is accepted, and Slurm runs it."""
     for words in (
         "add qos partcap MaxTRESPerJob=gres/gpu=8",
         "add qos over Flags=OverPartQOS MaxTRESPerJob=gres/gpu=16",
@@ -180,12 +180,12 @@ def test_flags_of_a_qos_have_the_same_effect_as_in_slurm(cluster: DevCluster) ->
 def test_maintenance_before_the_end_of_a_job_is_reported_with_its_times(cluster: DevCluster) -> None:
     words = "starttime=now+900 duration=60 flags=maint,ignore_jobs nodes=ALL users=root reservationname=work"
     cluster.run("scontrol", "create", "reservation", *words.split())
-    told = submit(cluster, SMALL, *ON_GPUS, "cluster.nodes=1")
+    done = submit(cluster, SMALL, *ON_GPUS, "cluster.nodes=1")
     cluster.run("scancel", "-u", "root")
     cluster.run("scontrol", "delete", "reservationname=work")
-    assert told.returncode == 0, told.stderr
-    assert "maintenance work takes 3 nodes of main from " in told.stderr
-    assert "cluster.slurm.time is at most 1" in told.stderr
+    assert done.returncode == 0, done.stderr
+    assert "maintenance work takes 3 nodes of main from " in done.stderr
+    assert "cluster.slurm.time is at most 1" in done.stderr
 
 
 def test_the_script_records_the_preemption_rule_of_the_site(cluster: DevCluster) -> None:
@@ -199,7 +199,7 @@ def test_the_script_records_the_preemption_rule_of_the_site(cluster: DevCluster)
 def test_jobs_of_a_sweep_depend_on_each_other_and_a_refused_sweep_leaves_nothing(
     cluster: DevCluster, runs: Path
 ) -> None:
-    """Held, so that no engine starts: what matters is who waits for whom."""
+    """The jobs are held, so that no engine starts: only their dependencies are checked."""
     held = ("cluster.slurm.extra={hold: true}", *ON_CPUS)
     cap = ("--max-concurrent", "1", "--sweep", "training.seed=1,2,3")
     done = scaletrain(cluster, "submit", SMALL, "--yes", "--json", "--run-id", "s", *cap, sets=held)
@@ -230,7 +230,7 @@ def test_a_job_that_depends_on_a_requeued_job_waits_for_its_end(cluster: DevClus
 
 
 def test_a_job_gets_only_allowed_environment_variables(cluster: DevCluster, tmp_path: Path) -> None:
-    """The rendered script by hand, with everything of this shell: the agent's place is taken by env."""
+    """The rendered script is submitted with the whole environment of this shell, and `env` in place of the agent."""
     shown = scaletrain(cluster, "submit", SMALL, "--dry-run", sets=(*ON_CPUS, "env={NOTE: of the spec}")).stdout
     lines = shown[: shown.index("# The node agents forward signals")].splitlines()
     step = '"$(type -P srun)" --export=ALL --mpi=none'

@@ -1,4 +1,4 @@
-"""The dev cluster is a Slurm that can be believed: distinct hosts, a network, preemption, lost nodes, nothing left."""
+"""The dev cluster behaves as a real one: distinct hosts, a network, preemption, lost nodes; stop leaves nothing."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ else:
     connection.sendall(socket.gethostname().encode())
 """
 
-# A command that no other run of these tests has.
+# A command line that no other run of these tests has.
 HIDDEN = f"sleep 300.{os.getpid()}"
 
-# Says what it gets; a second attempt ends at once. Without a grace time SIGTERM comes twice within milliseconds, and
-# the second would end a Python that is on its way out and so no longer handles it: 143 instead of 75.
+# Prints the signals that it gets; a second attempt ends at once. Without a grace time SIGTERM comes twice within
+# milliseconds, and the second would kill a Python process that is exiting: 143 instead of 75.
 TASK = """
 import os, signal, sys, time
 if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
@@ -52,7 +52,7 @@ print("started", flush=True)
 time.sleep(120)
 """
 
-# Without a grace time the batch shell gets SIGTERM too, and srun and its output die with a shell that dies of it.
+# Without a grace time the batch shell gets SIGTERM too; without the trap it would die, and srun with it.
 JOB = """
 trap true TERM
 srun --kill-on-bad-exit=0 {task} &
@@ -84,7 +84,7 @@ def test_nodes_reach_each_other_by_hostname(cluster: DevCluster, tmp_path: Path)
     assert output.read_text() == "n2 called n1\n"
 
 
-# With a grace time Slurm requeues only a job that outlives it: one that ends in time must requeue itself.
+# With a grace time Slurm requeues only a job that still runs at its end; one that ends earlier must requeue itself.
 @pytest.mark.parametrize(
     ("partition", "last_line"),
     [("spot", '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'), ("spot0", 'exit "$code"')],
@@ -126,7 +126,7 @@ def test_a_node_that_was_powered_off_can_be_started_again(cluster: DevCluster) -
 def test_stop_leaves_nothing_behind_and_no_other_cluster_is_affected(cluster: DevCluster, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with DevCluster.running(nodes=2, gpus=4) as other:
-        # A process that hides: its own session, and an empty environment.
+        # A process that is hard to find: in its own session, with an empty environment.
         hiding = f"setsid env -i {HIDDEN} & sleep 0.5; echo gpus=$CUDA_VISIBLE_DEVICES; sleep 300"
         other.submit(f"srun bash -c '{hiding}'", "-N2", "--gpus-per-node=3", f"-o{output}")
         wait_until(lambda: output.exists() and output.read_text() == "gpus=0,1,2\n" * 2, "both tasks print")
@@ -210,7 +210,7 @@ def node_processes(cluster: DevCluster, node: str) -> list[str]:
 
 
 def tag(cluster: DevCluster) -> str:
-    """The prefix of its network's names, found through the address of its controller."""
+    """Return the prefix of the names of its network, found by the address of its controller."""
     conf = Path(cluster.environment["SLURM_CONF"]).read_text()
     address = conf.partition("SlurmctldHost=")[2].partition("(")[2].partition(")")[0]
     lines = cluster.run("ip", "-o", "-4", "addr").stdout.splitlines()
@@ -222,7 +222,7 @@ def network(tag: str) -> list[str]:
 
 
 def states_of(command: str) -> list[str]:
-    """The kernel's letters for the states of the processes with that command line."""
+    """Return the kernel's state letters of the processes with this command line."""
     found = []
     for pid in subprocess.run(["pgrep", "-f", command], capture_output=True, text=True, check=False).stdout.split():
         with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def states_of(command: str) -> list[str]:
 
 
 def leftovers(cluster: DevCluster) -> list[str]:
-    """Live processes that carry the cluster's SLURM_CONF, or hide."""
+    """Return the live processes with the cluster's SLURM_CONF, or with the command line HIDDEN."""
     mark = f"SLURM_CONF={cluster.environment['SLURM_CONF']}".encode()
     found = []
     for proc in Path("/proc").glob("[0-9]*"):

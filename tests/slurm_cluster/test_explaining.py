@@ -1,4 +1,4 @@
-"""Jobs that a real Slurm keeps waiting, or has ended, and what is said of them."""
+"""Explanations of pending and ended jobs of a real Slurm."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_a_job_that_waits_for_nodes_is_explained_with_the_jobs_ahead_and_the_usa
     waiting = sleeping(cluster, "--nodes=2", "--time=10")
     behind = sleeping(cluster, "--nodes=2", "--time=10", "--nice=1000")
     wait_until(lambda: cause_of(waiting) == "resources" and cause_of(behind) == "priority", "both have a reason")
-    told = {evidence.source: evidence.text for evidence in why_it_waits(behind, "a-1").evidence}
-    assert told["squeue, partition main"] == "1 of 2 pending jobs are ahead of it"
-    assert told["sinfo, partition main"] == "2 alloc; 2 usable"
-    assert "NumNodes=2" in told["requested"]
+    texts = {evidence.source: evidence.text for evidence in why_it_waits(behind, "a-1").evidence}
+    assert texts["squeue, partition main"] == "1 of 2 pending jobs are ahead of it"
+    assert texts["sinfo, partition main"] == "2 alloc; 2 usable"
+    assert "NumNodes=2" in texts["requested"]
     wait_until(lambda: "start expected" in str(why_it_waits(waiting, "a-1").evidence), "a start is expected")
 
 
@@ -71,9 +71,9 @@ def test_the_end_of_a_job_is_shown_from_the_controller_and_from_its_log(cluster:
     command = ("sbatch", "--parsable", f"--output={log}", "--wrap=echo 'python: error: no such file' >&2; exit 7")
     job = str(cluster.run(*command).stdout).strip()
     wait_until(lambda: "JobState=FAILED" in str(list(how_it_ended(job, log))), "it has failed")
-    told = {evidence.source: evidence.text for evidence in how_it_ended(job, log)}
-    assert "ExitCode=7:0" in told[f"scontrol show job {job}"]
-    assert told["slurm.log"] == "python: error: no such file"
+    texts = {evidence.source: evidence.text for evidence in how_it_ended(job, log)}
+    assert "ExitCode=7:0" in texts[f"scontrol show job {job}"]
+    assert texts["slurm.log"] == "python: error: no such file"
 
 
 def test_a_job_that_slurm_no_longer_lists_is_reported_as_such(cluster: DevCluster, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_rank_killed_while_the_controller_is_down_ends_the_other_node_and_the_
 def test_a_submission_while_the_controller_is_down_is_refused_and_leaves_nothing(site: Site) -> None:
     conf = Path(site.cluster.environment["SLURM_CONF"])
     hasty = conf.with_name("hasty.conf")
-    hasty.write_text(f"{conf.read_text()}\nMessageTimeout=5\n")  # how long the commands try; no daemon reads this
+    hasty.write_text(f"{conf.read_text()}\nMessageTimeout=5\n")  # the timeout of the commands, not of a daemon
     site.cluster.control("controller-down")
     site.cluster.environment["SLURM_CONF"] = str(hasty)
     refused = site.try_to_submit(FOREVER, run_id="refused")
@@ -74,7 +74,7 @@ def test_a_submission_while_the_controller_is_down_is_refused_and_leaves_nothing
     assert "slurm" in refused.stderr.lower()
     assert not list(site.runs.glob("*/run.json"))
     assert not site.processes("refused")
-    # By name: a controller that was killed may bring back jobs that had ended just before.
+    # By name: a controller that was killed may list jobs again that had ended just before.
     assert "refused" not in site.cluster.run("squeue", "-h", "--me", "-o", "%j").stdout
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_is_cancelled_during_a_save_commits_the_checkpoint_and_leaves
     run_id = site.submit({**FOREVER, "save_seconds": 2})
     site.trains(run_id)
     site.scaletrain("cancel", run_id, "--yes")
-    site.cancel(run_id)  # once more, in the midst of it
+    site.cancel(run_id)  # again, during the save
     assert site.ends(run_id) == [(75, "cancelled")]
 
 
@@ -103,11 +103,11 @@ def test_a_run_preempted_by_another_partition_continues_on_other_nodes_without_l
 def test_a_run_at_its_time_limit_saves_in_time_and_continues_in_the_same_job(site: Site) -> None:
     run_id = site.submit(FOREVER, "cluster.slurm.time=30m")
     before = site.trains(run_id)
-    # Slurm looks at limits every half minute, and the ranks are warned a minute ahead: at its next look, that is.
+    # Slurm checks time limits every half minute and signals the ranks a minute ahead, so at its next check.
     soon = time.strftime("%FT%T", time.localtime(time.time() + 59))
     site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", f"EndTime={soon}")
     site.cluster.wait_for(before["job_id"], lambda job: job["Restarts"] == "1", 180)
-    site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", "TimeLimit=30")  # the short one would stay
+    site.cluster.run("scontrol", "update", f"jobid={before['job_id']}", "TimeLimit=30")  # the short limit would stay
     site.trains(run_id, attempt=2)
     site.cancel(run_id)
     assert site.ends(run_id) == [(75, "time-limit"), (75, "cancelled")]

@@ -1,4 +1,4 @@
-"""Runs of a stand-in for the engine on a real Slurm with accounting: preempted by a QOS, beyond a quota, behind one."""
+"""Runs of a fake engine on a real Slurm with accounting: preempted by a QOS, refused by a quota, waiting for one."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_a_node_without_network_cannot_write_to_the_checkpoints_of_the_next_atte
     first = set(site.processes(run_id))
     site.cluster.cut_node(cut)
     after = site.trains(run_id, attempt=2)
-    lost = first & set(site.processes(run_id))  # goes on behind the cut, as on a machine that lost its network
+    lost = first & set(site.processes(run_id))  # still runs there, as on a machine that lost its network
     assert cut not in after["nodes"]
     assert site.ends(run_id)[0] == (1, "node")
     folders = {path.name for path in (site.runs / run_id / "checkpoints").glob("attempt-*")}

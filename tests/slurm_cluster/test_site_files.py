@@ -1,4 +1,4 @@
-"""What slurm/ hands to administrators, on a real Slurm: quotas as they are loaded, the prolog as it drains a node."""
+"""The example files for administrators in slurm/, on a real Slurm: quotas and the prolog."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def accounting() -> Iterator[DevCluster]:
 
 
 def test_the_example_of_qos_and_quotas_loads_as_written(accounting: DevCluster) -> None:
-    for _ in range(2):  # whoever has changed a number runs it again
+    for _ in range(2):  # an administrator runs it again after a change
         accounting.run("bash", str(SLURM / "qos.example.sh"))
     listed = accounting.run("sacctmgr", "-nP", "show", "qos", "format=name,priority,gracetime,preempt,flags").stdout
     rows = {row[0]: row[1:] for row in (line.split("|") for line in listed.splitlines())}
@@ -39,7 +39,7 @@ def test_the_example_of_qos_and_quotas_loads_as_written(accounting: DevCluster) 
 
 @pytest.fixture
 def prolog(tmp_path: Path) -> Iterator[tuple[DevCluster, Path]]:
-    """A cluster whose nodes run the prolog with a stand-in for nvidia-smi, there being no GPU."""
+    """Start a cluster whose nodes run the prolog with a fake nvidia-smi, as there is no GPU."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     wrapper = tmp_path / "prolog.sh"
@@ -66,7 +66,7 @@ def test_the_prolog_drains_a_node_with_a_failed_gpu_and_the_job_runs_on_another_
     say(tool, f'case "$SLURMD_NODENAME" in n1) {SICK} ;; *) {WELL} ;; esac')
     job = cluster.submit("sleep 1; true", "--requeue")
     wait_until(lambda: "drain" in state(cluster, "n1") or done(cluster, job), "n1 is looked at")
-    if "drain" not in state(cluster, "n1"):  # the job was put on n2 at once
+    if "drain" not in state(cluster, "n1"):  # the job ran on n2 at once
         cluster.submit("true", "-w", "n1")
         wait_until(lambda: "drain" in state(cluster, "n1"), "n1 is drained")
     reason = cluster.run("sinfo", "-h", "-n", "n1", "-o", "%E").stdout

@@ -1,4 +1,4 @@
-"""Runs that Slurm suspends, requeues or cancels, or of which it does not answer: what is said, and what is kept."""
+"""Runs that Slurm suspends, requeues or cancels, and commands of Slurm that fail or lose their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMED_OUT = "Socket timed out on send/recv operation"
 
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Mounted before the cluster starts, whose nodes have mounts of their own."""
+    """Mount a small file system before the cluster starts, since its nodes have their own mounts."""
     folder = tmp_path_factory.mktemp("small")
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m", "none", folder], check=False).returncode:
         pytest.skip("file systems cannot be mounted here")
@@ -37,7 +37,7 @@ def shared(small_disk: Path) -> Iterator[DevCluster]:
 
 
 class Front:
-    """Commands earlier on PATH than Slurm's, which fail or lose their answers as long as a file says so."""
+    """Wrappers of Slurm's commands that fail, or lose their answers, while a file for it exists."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ def site(shared: DevCluster, tmp_path: Path, front: Front) -> Iterator[Site]:
 
 
 def explained(site: Site, run_id: str) -> str:
-    """The findings as one text, in which nothing is said to be lost."""
+    """Return the findings as one text; fail if it mentions a lost node."""
     text = json.dumps(site.scaletrain("explain", run_id, "--json")["findings"])
     assert "lost" not in text, text
     assert "dministrator" not in text
@@ -84,7 +84,7 @@ def explained(site: Site, run_id: str) -> str:
 
 def test_a_run_continues_after_suspension_and_lost_answers_and_cancel_saves_its_state(site: Site, front: Front) -> None:
     (front.folder / "sbatch.loses").touch()
-    run_id = site.submit(FOREVER)  # the job was taken, its id never printed
+    run_id = site.submit(FOREVER)  # the job was accepted, but its id was never printed
     (front.folder / "sbatch.loses").unlink()
     job_id = site.trains(run_id)["job_id"]
     assert site.submit(FOREVER) == run_id
@@ -126,9 +126,9 @@ def test_a_requeue_by_slurm_continues_in_the_same_job_and_scancel_cancels_the_ru
     job_id = site.trains(run_id)["job_id"]
     site.cluster.run("scontrol", "requeue", job_id)
     site.wait(run_id, lambda now: now["job"]["state"] == "queued", "it is queued again")
-    told = explained(site, run_id)
-    assert "another attempt follows" in told
-    assert "no attempt follows" not in told
+    explanation = explained(site, run_id)
+    assert "another attempt follows" in explanation
+    assert "no attempt follows" not in explanation
     site.cluster.run("scancel", job_id)
     ended = site.wait(run_id, lambda now: now["job"]["state"] == "ended", "the job is over")
     assert ended["state"] == "cancelled"

@@ -1,4 +1,4 @@
-"""The local scheduler with real processes: attempts follow each other, survive the terminal, and end when told to."""
+"""The local back end with real processes: restarts, cancellation, and the end of the terminal session."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Submit = Callable[..., MadeRun]
 
 @pytest.fixture
 def submit(make_run: Callable[..., MadeRun]) -> Iterator[Submit]:
-    """Submit a fake run; whatever of it still runs at the end of the test is killed."""
+    """Submit a fake run; its processes are killed at the end of the test."""
     submitted: list[MadeRun] = []
 
     def start(*overrides: str, **fake: object) -> MadeRun:
@@ -152,12 +152,12 @@ def test_the_run_survives_the_end_of_the_terminal_session(make_run: Callable[...
         "print('submitted', flush=True)\n"
         "sys.stdin.read()\n"
     )
-    # A session of its own with a terminal of its own, as under sshd; closing the terminal hangs up all that is in it.
+    # A new session with its own terminal, as under sshd; closing the terminal sends SIGHUP to its processes.
     terminal, other_end = os.openpty()
     command = [sys.executable, "-c", program, str(made.run.path)]
     attach = (
         "import fcntl, os, signal, sys, termios\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # whoever runs the tests under nohup has it ignored
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # under nohup it would be ignored
         "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
         "os.execv(sys.argv[1], sys.argv[1:])\n"
     )
@@ -214,7 +214,7 @@ def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_continu
     made = submit(stay={"1:0": 1}, save_seconds=2)
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGKILL)
-    assert LOCAL.job(made.run, made.record).state == "running"  # the agent still saves; nobody may start beside it
+    assert LOCAL.job(made.run, made.record).state == "running"  # the agent still saves, so no other attempt may start
     wait_for_end(made)
     left = run_status(made.run, LOCAL)
     assert (left.state, exit_code_of(made.run, left)) == ("preempted", 75)
@@ -281,7 +281,7 @@ def test_the_rendered_command_is_the_one_that_is_run(make_run: Callable[..., Mad
 
 
 def test_a_node_that_cannot_start_its_ranks_reports_the_reason(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost secrets file is a verdict, not a lost node: no retry, and the reason stands in the attempt."""
+    """A missing secrets file is an error of the run, not a lost node: no retry, and the attempt records the reason."""
     monkeypatch.setenv("TOKEN", "hidden")
     made = submit("secret_env=[TOKEN]", stay={"1:0": 1})
     agent_pid(made, 1)
@@ -294,7 +294,7 @@ def test_a_node_that_cannot_start_its_ranks_reports_the_reason(submit: Submit, m
 
 
 def block_checkpoints(made: MadeRun) -> Path:
-    """No checkpoint folder can be made, as on a file system that is read-only; root's rights do not help."""
+    """Make it impossible to create a checkpoint folder, even as root."""
     folder = made.run.path / "checkpoints"
     if folder.exists():
         shutil.rmtree(folder)
@@ -329,7 +329,7 @@ def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(subm
 
 
 def test_cancel_signals_no_process_that_was_not_started_for_the_run(make_run: Callable[..., MadeRun]) -> None:
-    """Who may write to a run directory of the team could name any process of the user who cancels."""
+    """Other users who can write to the run directory could name any process of the user who cancels."""
     made = make_run(*ONE_RANK)
     bystander = subprocess.Popen(["sleep", "60"])
     try:

@@ -1,4 +1,4 @@
-"""Slurm's words for why a job waits, as they were seen on a real one, and what is made of them."""
+"""The meanings of Slurm's pending reasons, as a real Slurm printed them."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_an_unknown_reason_of_slurm_is_reported_as_it_is() -> None:
 
 
 def test_fields_may_contain_blanks_and_equals_signs_or_be_empty() -> None:
-    told = parse_fields(
+    found = parse_fields(
         "JobId=7 JobName=a-1 Reason=Nodes required for job are DOWN Dependency=(null) TRES=cpu=2,node=1 Licenses= "
         "Comment=x\n"
     )
-    assert told["Reason"] == "Nodes required for job are DOWN"
-    assert told["TRES"] == "cpu=2,node=1"
-    assert (told["Licenses"], told["Comment"], told["Dependency"]) == ("", "x", "(null)")
+    assert found["Reason"] == "Nodes required for job are DOWN"
+    assert found["TRES"] == "cpu=2,node=1"
+    assert (found["Licenses"], found["Comment"], found["Dependency"]) == ("", "x", "(null)")
     assert parse_fields("") == {}

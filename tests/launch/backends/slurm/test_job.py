@@ -1,4 +1,4 @@
-"""What the batch script says to the run directory at an attempt's begin and end, without a Slurm."""
+"""The records that the batch script makes at the begin and end of an attempt, without Slurm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def say(made: MadeRun, word: str, *options: str) -> int:
 
 
 def close(made: MadeRun, code: int, reason: str) -> None:
-    """End the latest attempt as its evidence would have it, with nobody left to decide anything."""
+    """End the latest attempt without a restart decision."""
     number = made.run.attempts()[-1]
     end_attempt(made.run, made.record.spec, number, Outcome(code, reason, recorded(reason)), None)  # type: ignore[arg-type]
 
@@ -52,7 +52,7 @@ def test_a_job_that_slurm_ends_is_not_requeued_by_the_script_and_continues_if_sl
     assert capfd.readouterr().out == "stop\n"
     (ended,) = made.events("attempt-ended")
     assert (ended["requeue"], ended["why"].startswith(ENDED_BY_SLURM)) == (False, True)
-    assert made.events("stopped") == []  # Slurm may have its own idea
+    assert made.events("stopped") == []  # Slurm may requeue the job
     assert say(made, "begin") == 0
     assert capfd.readouterr().out.startswith("2 localhost ")
 
@@ -78,7 +78,7 @@ def test_an_attempt_whose_script_was_killed_is_ended_and_counts_against_the_budg
     say(made, "begin")
     assert say(made, "begin") == 0  # Slurm has requeued the job from a lost node
     assert [(event["attempt"], event["reason"]) for event in made.events("attempt-ended")] == [(1, "node")]
-    assert say(made, "begin") == 1  # and once more, which restarts.node = 1 forbids
+    assert say(made, "begin") == 1  # a second time, which restarts.node = 1 does not permit
     assert "restarts.node = 1 is used up" in capfd.readouterr().err
     assert made.run.attempts() == [1, 2]
     assert made.events("stopped")[-1]["exit_code"] == 1

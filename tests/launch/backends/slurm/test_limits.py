@@ -1,4 +1,4 @@
-"""Quotas as a real controller told them: what can never fit is told apart from what is used up now."""
+"""Limits as a real controller printed them: those that a job exceeds, and those that are in use now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can never run is refused with all its reasons; what only waits is a note. On answers of a real Slurm."""
+"""A job that can never run is refused with all problems, one that waits gets notes; from the output of a real Slurm."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_job_that_its_partition_does_not_accept_is_refused(
 
 
 def with_qos(*flags: str, **changes: Any) -> Site:
-    """The site where the job's QOS, normal, has these flags, and a partition with these limits."""
+    """Return the site with these flags of the job's QOS, normal, and these limits of partition main."""
     rules = (QosRule("normal", frozenset(), "cluster", 0.0, frozenset(flag.lower() for flag in flags)),)
     return dataclasses.replace(SITE, qos_rules=rules, partitions=partition(**changes))
 
@@ -166,7 +166,7 @@ def test_the_qos_of_a_partition_has_precedence_unless_the_jobs_has_overpartqos()
     assert binding_qos(rules, ["part"], "slow") == ["part", "slow"]
     assert binding_qos(rules, ["part"], "normal") == ["normal", "part"]
     assert binding_qos(rules, [""], "normal") == ["normal"]
-    assert binding_qos(rules, ["part", "other"], "slow") == ["slow"]  # which it will be, nobody knows
+    assert binding_qos(rules, ["part", "other"], "slow") == ["slow"]  # the partition is not known
     assert (limit_factor(rules, ["part", "slow"]), limit_factor(rules, ["normal"])) == (2.0, 1.0)
     idle = [QosRule("idle", frozenset(), "", 0.0, limit_factor=0.0)]
     assert limit_factor(idle, ["idle"]) == 1.0
@@ -174,13 +174,13 @@ def test_the_qos_of_a_partition_has_precedence_unless_the_jobs_has_overpartqos()
 
 def test_a_reservation_that_slurm_hides_is_reported_as_unknown_and_not_as_missing() -> None:
     wanted = "cluster.slurm.reservation=week-7"
-    told = verdict(wanted, site=dataclasses.replace(SITE, reservations=None))
-    assert (told.problems, "whether reservation week-7 exists" in str(told.notes[0])) == ((), True)
+    result = verdict(wanted, site=dataclasses.replace(SITE, reservations=None))
+    assert (result.problems, "whether reservation week-7 exists" in str(result.notes[0])) == ((), True)
     private = dataclasses.replace(SITE, user="ada", config={**SITE.config, "PrivateData": "jobs,reservations"})
-    told = verdict(wanted, site=private)
-    assert (told.problems, "exists: Slurm shows only those that you may use" in str(told.notes[0])) == ((), True)
+    result = verdict(wanted, site=private)
+    assert (result.problems, "exists: Slurm shows only those that you may use" in str(result.notes[0])) == ((), True)
     assert verdict(site=private) == PreflightVerdict((), ())
-    assert len(verdict(wanted).problems) == 1  # root is shown all of them
+    assert len(verdict(wanted).problems) == 1  # root can see all reservations
 
 
 def test_all_problems_are_reported_at_once() -> None:
@@ -265,9 +265,9 @@ def test_a_site_that_hides_everything_causes_no_problem() -> None:
 
 def test_with_a_job_submit_plugin_unknown_names_are_only_notes() -> None:
     site = dataclasses.replace(SITE, config={**SITE.config, "JobSubmitPlugins": "lua"})
-    told = verdict("cluster.slurm.partition=regular", site=site)
-    assert told.problems == ()
-    assert any("regular" in str(note) and "plugin of the cluster" in str(note) for note in told.notes)
+    result = verdict("cluster.slurm.partition=regular", site=site)
+    assert result.problems == ()
+    assert any("regular" in str(note) and "plugin of the cluster" in str(note) for note in result.notes)
     assert verdict("cluster.slurm.partition=regular").problems
 
 
@@ -288,8 +288,8 @@ def test_the_rule_of_preemption_by_qos_names_the_preempting_qos() -> None:
     prod = QosRule("prod", frozenset({"scavenger"}), "cluster", 0)
     config = {**SITE.config, "PreemptType": "preempt/qos"}
     site = dataclasses.replace(SITE, config=config, qos="scavenger", qos_rules=(*SITE.qos_rules, prod))
-    told = preemption_rule(site, ask().cluster)
-    assert "Jobs of scavenger are preempted by prod: PreemptMode=REQUEUE. SIGTERM to the node agents, Grace" in told
+    rule = preemption_rule(site, ask().cluster)
+    assert "Jobs of scavenger are preempted by prod: PreemptMode=REQUEUE. SIGTERM to the node agents, Grace" in rule
 
 
 def test_a_grace_period_longer_than_that_of_the_site_is_a_note() -> None:

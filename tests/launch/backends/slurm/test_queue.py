@@ -1,7 +1,6 @@
-"""Jobs as a Slurm of shell scripts has them: found, cancelled and counted, also where its answers are lost.
+"""Jobs are found, cancelled and counted, also where answers are lost, on a fake Slurm of shell scripts.
 
-The scripts stand for the controller: one file of jobs, one line for each call. What a real Slurm does is tested in
-tests/slurm_cluster.
+The scripts keep a file of jobs and append a line for each call. tests/slurm_cluster uses a real Slurm.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from tests.launch.conftest import MadeRun, make_plan, make_spec
 
 SLURM = SlurmBackend()
 ANSWERS = Path(__file__).parent / "slurm_answers"
-# Each command appends its line to `calls`. NAME.fails is what NAME prints and fails with, before or (with NAME.works)
-# after it has done its work.
+# Each command appends its command line to `calls`. If NAME.fails exists, NAME prints it and fails, before or (with
+# NAME.works) after its work.
 PROLOGUE = """#!/bin/sh
 cd {folder}
 echo "${{0##*/}} $*" >> calls
 [ ! -e "${{0##*/}}.fails" ] || {{ cat "${{0##*/}}.fails" >&2; [ -e "${{0##*/}}.works" ] || exit 1; }}
 """
-# Jobs stand in `jobs` as squeue prints them: id|state|reason|nodes|user|comment, and their names in `names`.
+# `jobs` has the jobs as squeue prints them: id|state|reason|nodes|user|comment, and `names` their names.
 COMMANDS = {
     "squeue": """
 for word; do case $word in
@@ -82,7 +81,7 @@ case "$*" in *associations*) cat {answers}/associations.txt;; *qos*) cat {answer
 
 
 class Controller:
-    """The state of the stand-in."""
+    """The state of the fake Slurm."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,7 +106,7 @@ class Controller:
         return {row[0]: row[1] for row in rows}
 
     def becomes(self, state: str, user: str = "root") -> None:
-        """Every job."""
+        """Set the state and the user of all jobs."""
         rows = [line.split("|") for line in (self.folder / "jobs").read_text().splitlines()]
         lines = ["|".join([row[0], state, "None", "n1", user, row[5]]) for row in rows]
         (self.folder / "jobs").write_text("\n".join(lines) + "\n")
@@ -211,7 +210,7 @@ def test_a_job_of_an_unanswered_sbatch_may_appear_for_five_minutes_and_no_longer
     job = SLURM.job(made.run, made.record)
     assert (job.state, job.may_be_active) == ("unknown", True)
     request = open_request(made.run)
-    with pytest.raises(SchedulerError, match="Submit again in 5 min"):  # two jobs of one run must never meet
+    with pytest.raises(SchedulerError, match="Submit again in 5 min"):  # two jobs of a run must never overlap
         submit_run(made.run, made.record, SLURM)
     assert open_request(made.run) == request
     assert not controller.called("sbatch")

@@ -1,4 +1,4 @@
-"""The batch script: golden texts, options of one word, and a real bash that must hand every value on unchanged."""
+"""The batch script: golden texts, options of one word, and a real bash that must pass every value on unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PREEMPTION = "Preemption: by partition tier. gpu: PreemptMode=REQUEUE, GraceTime
 PYXIS = ["--container-image={image}", "--container-mounts={root}:{root},/data:/d:ro"]
 PYXIS += ["--container-env=MASTER_ADDR,MASTER_PORT", "/opt/my python"]
 BINDS = ["--bind", "{root}:{root}", "--bind", "/data:/d:ro", "{image}", "/opt/my python"]
-# What a site's plugins, or who runs sbatch by hand, may have left in the environment of a job.
+# Variables that a site's plugins, or sbatch by hand, may have added to the environment of a job.
 STRAY = {
     "HF_TOKEN": SECRET,
     "SCALETRAIN_TOKEN": SECRET,
@@ -63,7 +63,7 @@ STRAY = {
 }
 WANTED = {"NCCL_SOCKET_IFNAME": "ib0", "CUDA_VISIBLE_DEVICES": "0,1", "SLURM_NODEID": "3", "TMPDIR": "/scratch/a b"}
 
-# Any text that an environment value or a path may hold: no NUL, and nothing that UTF-8 cannot encode.
+# Any text that an environment value or a path may contain: no NUL, and nothing that UTF-8 cannot encode.
 characters = st.characters(blacklist_characters="\0", blacklist_categories=("Cs",))
 pieces = [
     " ",
@@ -85,7 +85,7 @@ folders = texts.map(lambda text: "-" + text.replace("/", "_"))
 variables = st.from_regex(r"\A[A-Za-z_][A-Za-z0-9_]{0,12}\Z").filter(lambda name: not name.startswith("LD_"))
 variables |= st.sampled_from(["PATH", "IFS", "UID", "RANDOM", "python", "run", "code", "PS4", "BASH_ENV", "PYTHONHOME"])
 
-# Stands in for python, srun, scontrol, sbatch and squeue. -I: no variable under test can change it.
+# Takes the place of python, srun, scontrol, sbatch and squeue. -I: no variable under test can change it.
 RECORDER = """#!{python} -IS
 import json, os, sys
 program = os.path.basename(sys.argv[0])
@@ -103,7 +103,7 @@ sys.exit(75 if program == "srun" or "end" in sys.argv else 0)
 
 
 class Recorded:
-    """Programs that write down what they are started with, in a folder for $PATH."""
+    """A folder for $PATH with programs that record their arguments and environment."""
 
     def __init__(self, folder: Path) -> None:
         self.bin = folder / "bin"
@@ -262,7 +262,7 @@ def test_image_mounts_and_activation_script_of_any_name_reach_srun_unchanged(
         spec = make_spec()
         spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"slurm": slurm})})
         text = job_script(spec, "r", folder / "runs" / "r", "/nowhere/python")
-        # The activation is what this test can see of it: the word that bash sources.
+        # Record the word that bash sources in place of sourcing it.
         script.write_text(f'sourced() {{ printf %s "$1" >{ran}; }}\n' + text.replace("\n. ", "\nsourced ", 1))
         base = {"PATH": f"{recorded.bin}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
         done = subprocess.run(["bash", script], env=base, cwd=folder, capture_output=True, text=True, check=False)
@@ -310,7 +310,11 @@ def test_options_are_one_word_for_any_valid_spec(name: str, values: list[str]) -
 def test_secrets_reach_neither_the_script_nor_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(tmp_path)
     monkeypatch.setenv("PATH", f"{recorded.bin}:{os.environ['PATH']}")
-    for name in ("HF_TOKEN", "SCALETRAIN_TOKEN", "UNRELATED"):  # the second has a name that is passed on otherwise
+    for name in (
+        "HF_TOKEN",
+        "SCALETRAIN_TOKEN",
+        "UNRELATED",
+    ):  # the second is passed on unless secret
         monkeypatch.setenv(name, SECRET)
     sets = ["--set", "cluster.scheduler=slurm", "--set", "secret_env=[HF_TOKEN, SCALETRAIN_TOKEN]"]
     shown = scaletrain("submit", CPU_RECIPE, "--dry-run", *sets)

@@ -1,4 +1,4 @@
-"""When Slurm says that a job would start, in the words of a real one; anything else that it says stays a note."""
+"""Slurm's estimate of the start, as a real Slurm printed it; its other lines remain notes."""
 
 from __future__ import annotations
 

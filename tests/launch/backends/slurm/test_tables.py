@@ -1,4 +1,4 @@
-"""What a real Slurm 22.05 printed, read as data."""
+"""The parsers on the output of a real Slurm 22.05."""
 
 from __future__ import annotations
 
