@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Start and stop a real multi-node Slurm on this one Debian machine, for tests and drills.
 
-One munged, one slurmctld and one slurmd per node, without systemd and with nothing under /etc or /var. As root, every
-node has its own network namespace and hostname (n1, n2, ...), so that rendezvous by host and port works as it does
-between machines. Knows Slurm and nothing of ScaleTrain; needs only the standard library.
+One munged, one slurmctld and one slurmd per node, without systemd and without files in /etc or /var. As root, every
+node has its own network namespace and hostname (n1, n2, ...), so that rendezvous by host and port works as between
+machines.
+Does not depend on ScaleTrain; needs only the standard library.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def start(cluster: Cluster) -> None:
     if (directory / "cluster.json").exists():
         stop(directory)
     elif directory.exists() and any(directory.iterdir()):
-        raise ClusterError(f"--dir {directory}: not empty and no dev cluster; use another", 2)
-    network.remove(directory)  # left by a cluster whose directory was deleted
+        raise ClusterError(f"--dir {directory}: not empty, and not a dev cluster; use another", 2)
+    network.remove(directory)  # left over from a cluster whose directory was deleted
     try:
         configuration.write(cluster)
         start_controller(cluster)
@@ -74,13 +75,13 @@ def start_controller(cluster: Cluster) -> None:
 
 
 def controller_up(directory: Path, *options: str) -> None:
-    """With the state that it left; ``-c`` forgets that."""
+    """Start slurmctld with its saved state, or without it (option ``-c``)."""
     processes.spawn(directory, "slurmctld", ["slurmctld", "-D", *options])
     processes.wait_for(directory, "slurmctld", lambda: " UP" in processes.query(directory, "scontrol", "ping"))
 
 
 def controller_down(directory: Path) -> None:
-    """SIGKILL, as a machine that fails: jobs go on, and no command of Slurm is answered."""
+    """Kill slurmctld, as if its machine failed: jobs continue, and Slurm's commands get no answer."""
     pid, _ = processes.daemons(directory)["slurmctld"]
     processes.forget(directory, "slurmctld")
     processes.kill_all(lambda: {pid} if processes.start_ticks(pid) is not None else set())
@@ -98,7 +99,7 @@ def start_node(cluster: Cluster, node: str) -> None:
 
 
 def nodes_up(directory: Path, node: str = "") -> int:
-    """How many nodes, of all or of the one, the controller can use. It marks those it cannot reach with a `*`."""
+    """Return the number of usable nodes, of all or of this one. The controller marks unreachable nodes with a `*`."""
     states = processes.query(directory, "sinfo", "-h", "-N", "-p", "main", "-o", "%t", *(["-n", node] if node else []))
     return sum(state in {"idle", "mix", "alloc", "comp"} for state in states.split())
 
@@ -111,7 +112,7 @@ def show_status(directory: Path) -> None:
 
 
 def stop(directory: Path, *, keep: bool = False) -> None:
-    """End the cluster with SIGKILL: nothing of its state is needed, and asking nicely takes seconds per daemon."""
+    """End the cluster with SIGKILL: its state is not needed, and SIGTERM takes seconds per daemon."""
     known = load(directory) if (directory / "cluster.json").exists() else None
     if known is not None:
         processes.thaw(known)
@@ -168,29 +169,29 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--dir", required=True, type=lambda text: Path(text).resolve(), help="the cluster's directory")
         return sub
 
-    sub = command("start", "start a cluster, after stopping one that is in the directory")
+    sub = command("start", "start a cluster; one that runs in the directory is stopped first")
     sub.add_argument("--nodes", type=int, default=4, choices=range(1, 100), metavar="N", help="default 4")
     sub.add_argument("--gpus", type=int, default=0, help="fake GPUs per node; default 0: no GRES")
     sub.add_argument("--gpu-type", default="", metavar="TYPE", help="as in --gpus-per-node=TYPE:8; default: none")
-    sub.add_argument("--cpus", type=int, default=4, help="per node, whatever the machine has; default 4")
-    sub.add_argument("--memory-mb", type=int, default=8000, help="per node, whatever the machine has; default 8000")
+    sub.add_argument("--cpus", type=int, default=4, help="per node, independent of the machine; default 4")
+    sub.add_argument("--memory-mb", type=int, default=8000, help="per node, independent of the machine; default 8000")
     sub.add_argument("--netns", action=argparse.BooleanOptionalAction, help="default: if root and possible")
-    sub.add_argument("--port", type=int, default=17000, help="first port; clusters that coexist: 200 apart")
+    sub.add_argument("--port", type=int, default=17000, help="first port; 200 apart for concurrent clusters")
     sub.add_argument("--grace-seconds", type=int, default=30, help="GraceTime of partition spot; default 30")
-    sub.add_argument("--kill-wait-seconds", type=int, default=5, help="KillWait, from TERM to KILL; default 5")
-    sub.add_argument("--slurmd-timeout-seconds", type=int, default=10, help="until a lost node is down; default 10")
+    sub.add_argument("--kill-wait-seconds", type=int, default=5, help="KillWait, the time from TERM to KILL; default 5")
+    sub.add_argument("--slurmd-timeout-seconds", type=int, default=10, help="time to detect a lost node; default 10")
     sub.add_argument("--accounting", action="store_true", help="with slurmdbd, and this user in the account lab")
     sub.add_argument("--conf", action="append", default=[], metavar="LINE", help="added to slurm.conf; may be repeated")
     sub = command("stop", "stop the cluster and remove the directory")
     sub.add_argument("--keep", action="store_true", help="keep the directory, with its logs")
-    command("env", "print the line to eval in a shell")
+    command("env", "print the shell command that sets SLURM_CONF")
     sub = command("node-down", "power a node off: kill its slurmd and all its processes")
     sub.add_argument("node")
-    sub.add_argument("--cut", action="store_true", help="only cut its network; its processes go on")
+    sub.add_argument("--cut", action="store_true", help="only cut its network; its processes continue")
     command("node-up", "bring a node back after node-down").add_argument("node")
-    command("controller-down", "kill slurmctld; jobs go on")
-    command("controller-up", "start slurmctld again, with its state")
-    command("status", "print the nodes, and which daemons are alive")
+    command("controller-down", "kill slurmctld; jobs continue")
+    command("controller-up", "start slurmctld again, with its saved state")
+    command("status", "print the daemons and the nodes with their states")
     return top
 
 
@@ -234,7 +235,7 @@ def terminated(number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-    signal.signal(signal.SIGTERM, terminated)  # so that a start that is broken off cleans up
+    signal.signal(signal.SIGTERM, terminated)  # so that an interrupted start cleans up
     try:
         run(parser().parse_args())
     except ClusterError as error:

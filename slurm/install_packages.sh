@@ -1,6 +1,6 @@
 #!/bin/sh
-# Install what the dev cluster needs (packages.txt) without letting a package start a system service.
-# Safe to run again: does nothing when everything is installed.
+# Install the packages of the dev cluster (packages.txt) without starting a system service.
+# Does nothing if everything is installed.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -16,7 +16,7 @@ if [ "$(id -u)" != 0 ]; then
 fi
 
 # A policy-rc.d that exits 101 keeps the packages' scripts from starting slurmctld, slurmd and munge, which would use
-# /etc/slurm and the default ports. One that is already there belongs to somebody else: use it, leave it.
+# /etc/slurm and the default ports. An existing one is left unchanged.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
     trap 'rm -f "$policy"' EXIT

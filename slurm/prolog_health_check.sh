@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Prolog of slurmd: looks at the node before each job, and keeps the job off a bad one. Exit code 1 drains the node and
-# requeues the job elsewhere; what is wrong goes to slurmd's log, and by scontrol into the node's reason.
+# Prolog of slurmd: checks the node before each job. Exit code 1 drains the node and requeues the job on other nodes; the
+# problem is written to slurmd's log and, by scontrol, to the node's reason.
 #
 #   Prolog=/etc/slurm/prolog_health_check.sh
-#   PrologFlags=Alloc                  # as the job gets its nodes, not at its first step
-#   SchedulerParameters=nohold_on_prolog_fail    # else the job comes back held, and waits for its owner
+#   PrologFlags=Alloc                  # when the job gets its nodes, not at its first step
+#   SchedulerParameters=nohold_on_prolog_fail    # otherwise the job is held until its owner releases it
 #
-# Only what a job cannot survive, and only what is known in a second: slower tests belong to HealthCheckProgram.
+# Checks only failures that end a job and that are found within a second: slower tests belong in HealthCheckProgram.
 set -u
 least_shm_megabytes=${LEAST_SHM_MEGABYTES:-1024}
 least_tmp_megabytes=${LEAST_TMP_MEGABYTES:-1024}
@@ -20,14 +20,14 @@ bad() {
 free_megabytes() { df --output=avail -BM "$1" 2>/dev/null | tail -1 | tr -dc '0-9'; }
 
 if command -v nvidia-smi >/dev/null; then
-    # A driver that hangs would hang this script and the node with it.
-    told=$(timeout 30 nvidia-smi -q 2>&1) || bad "nvidia-smi: $(head -c 120 <<<"$told" | tr '\n' ' ')"
-    grep -Eq 'Remapping Failure Occurred *: *Yes' <<<"$told" && bad "a GPU has memory that cannot be repaired"
-    grep -Eq 'Pending *: *Yes' <<<"$told" && bad "a GPU waits for a reset to take broken memory out of use"
+    # A driver that hangs would otherwise hang this script, and the node.
+    status=$(timeout 30 nvidia-smi -q 2>&1) || bad "nvidia-smi: $(head -c 120 <<<"$status" | tr '\n' ' ')"
+    grep -Eq 'Remapping Failure Occurred *: *Yes' <<<"$status" && bad "a GPU has memory that cannot be remapped"
+    grep -Eq 'Pending *: *Yes' <<<"$status" && bad "a GPU needs a reset to remap failed memory"
     devices=$(find /dev -maxdepth 1 -name 'nvidia[0-9]*' | wc -l)
     counted=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
     [ "$counted" -ge "$devices" ] || bad "$counted of $devices GPUs answer"
 fi
-[ "$(free_megabytes /dev/shm)" -ge "$least_shm_megabytes" ] || bad "/dev/shm is full: a job has left files in it"
+[ "$(free_megabytes /dev/shm)" -ge "$least_shm_megabytes" ] || bad "/dev/shm is full: a job left files in it"
 [ "$(free_megabytes /tmp)" -ge "$least_tmp_megabytes" ] || bad "/tmp is full"
 exit 0

@@ -22,7 +22,7 @@ create user 'slurm'@'localhost' identified by 'slurm'; grant all on slurm_acct.*
 
 
 def slurm_conf(cluster: Cluster) -> str:
-    """The lines of slurm.conf: who may use how much is enforced, and GPUs count."""
+    """Return the lines of slurm.conf for accounting with enforced limits, including limits of GPUs."""
     return f"""AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={cluster.controller_address}
 AccountingStoragePort={cluster.port + 1}
@@ -33,7 +33,7 @@ JobAcctGatherFrequency=5"""
 
 
 def write(cluster: Cluster) -> None:
-    """slurmdbd.conf, which holds a password and so must be its owner's alone."""
+    """Write slurmdbd.conf, readable only by its owner, as it contains a password."""
     run, path = cluster.directory / "run", cluster.directory / "etc" / "slurmdbd.conf"
     path.touch(mode=0o600)
     path.write_text(f"""AuthType=auth/munge
@@ -54,7 +54,7 @@ StorageLoc=slurm_acct
 
 
 def start(cluster: Cluster) -> None:
-    """The database and its daemon, before slurmctld; who starts the cluster is in the account `lab`."""
+    """Start the database and slurmdbd, before slurmctld, and add this user to the account `lab`."""
     directory, user = cluster.directory, getpass.getuser()
     database, socket_file = directory / "db", directory / "run" / "my.sock"
     _run(

@@ -1,4 +1,4 @@
-"""Write the files Slurm and munge read: slurm.conf from the template beside this file, gres.conf, key, hosts."""
+"""Write the files of Slurm and munge: slurm.conf from the template in this folder, gres.conf, key, hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(cluster: Cluster) -> None:
     for folder in (*FOLDERS, *(f"spool/{node}" for node in cluster.node_names)):
         (directory / folder).mkdir(parents=True)
     for path in (directory, *directory.rglob("*")):
-        path.chmod(0o755)  # Slurm and munge refuse more, and need this much
+        path.chmod(0o755)  # Slurm and munge refuse wider permissions, and need these
     cluster.save()
     etc = directory / "etc"
     key = etc / "munge.key"
@@ -39,8 +39,8 @@ def write(cluster: Cluster) -> None:
 
 
 def slurm_conf(cluster: Cluster) -> str:
-    # proctrack/cgroup is what production runs: a signal reaches the task alone, not its children, and no orphan
-    # outlives a job. linuxproc signals every descendant and leaks orphans.
+    # proctrack/cgroup is usual in production: signals reach only the task, not its children, and no orphaned process
+    # survives a job. linuxproc signals every descendant and leaves orphaned processes.
     values = {
         **asdict(cluster),
         "controller_host": socket.gethostname(),
@@ -70,7 +70,7 @@ def node_line(cluster: Cluster, node: str) -> str:
 
 
 def gres_conf(cluster: Cluster) -> str:
-    """Slurm wants character devices: for regular files it leaves CUDA_VISIBLE_DEVICES empty."""
+    """Return gres.conf, and create its character devices: for regular files CUDA_VISIBLE_DEVICES would be empty."""
     if not cluster.gpus:
         return ""
     prefix = str(cluster.directory / "dev" / "gpu")

@@ -1,4 +1,4 @@
-"""A network namespace per node, joined by a bridge. Needs root."""
+"""One network namespace per node, connected by a bridge. Needs root."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ip(*options: str, batch: str) -> None:
 
 
 def possible() -> bool:
-    """Try, in a namespace that is thrown away: containers often lack the right or the kernel module."""
+    """Return whether namespaces, bridges and veths can be created: containers often lack permission or the module."""
     if os.geteuid() != 0 or not shutil.which("ip"):
         return False
     probe = "ip link add name probe type bridge && ip link add name probe-a type veth peer name probe-b"
@@ -28,7 +28,7 @@ def possible() -> bool:
 
 
 def free_subnet(directory: Path) -> str:
-    """A /24 of 198.18.0.0/15, the range set aside for benchmarks, so that no real network is hidden."""
+    """Return a free /24 of 198.18.0.0/15, which is reserved for benchmarks, so that it hides no real network."""
     used = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, check=False).stdout
     first = int(tag(directory).removeprefix("st-"), 16)
     subnets = (f"198.{18 + index // 256}.{index % 256}" for index in ((first + step) % 512 for step in range(512)))
@@ -55,7 +55,7 @@ def remove(directory: Path) -> None:
     links = [path.name for path in Path("/sys/class/net").glob(f"{tag(directory)}*")]
     spaces = [path.name for path in NETNS_ROOT.glob(f"{tag(directory)}-n*")]
     for argv in [["link", "del", name] for name in links] + [["netns", "del", name] for name in spaces]:
-        # A link may go by itself first, together with the namespace that holds its other end.
+        # A link may already be deleted together with the namespace of its other end.
         subprocess.run(["ip", *argv], capture_output=True, check=False)
 
 
@@ -68,11 +68,11 @@ def link_name(directory: Path, node: str) -> str:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Equal for two paths that mean the same namespace."""
+    """Return the device and inode, which are equal for two paths of the same namespace."""
     status = path.stat()
     return status.st_dev, status.st_ino
 
 
 def identities(directory: Path, node: str | None) -> set[tuple[int, int]]:
-    """The namespaces of the cluster, or of one of its nodes."""
+    """Return the identities of the namespaces of the cluster, or of one of its nodes."""
     return {identity(path) for path in NETNS_ROOT.glob(space_name(directory, node or "n*"))}

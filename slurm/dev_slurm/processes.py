@@ -1,4 +1,4 @@
-"""Start daemons and remember them; find and end every process of a cluster, and none of anybody else."""
+"""Start and record daemons; find and end the processes of a cluster, and no others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NODE_MARK = "SCALETRAIN_DEV_NODE"
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a live process began, in clock ticks since boot; None if it is gone or a zombie. Tells reused pids apart."""
+    """Return the start time of a live process in clock ticks since boot; None if it has ended. Detects reused pids."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -28,7 +28,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def daemons(directory: Path) -> dict[str, tuple[int, int]]:
-    """Daemons that should be alive: name → (pid, start time in ticks)."""
+    """Return the recorded daemons: name → (pid, start time in ticks)."""
     try:
         lines = (directory / "daemons").read_text().splitlines()
     except FileNotFoundError:
@@ -59,19 +59,19 @@ def spawn(directory: Path, name: str, argv: list[str], marks: dict[str, str] | N
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Ours, without the traces of a Slurm job this may be running in."""
+    """Return this process's environment for the cluster, without variables of a Slurm job that it may run in."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SLURMD_"))}
     return kept | {"SLURM_CONF": str(conf_path(directory))}
 
 
 def query(directory: Path, *argv: str) -> str:
-    """What a client of Slurm or munge prints; nothing if it fails, since its daemon may not be up yet."""
+    """Return the output of a client of Slurm or munge; empty if it fails, as its daemon may not run yet."""
     done = subprocess.run(argv, env=environment(directory), capture_output=True, text=True, timeout=60, check=False)
     return done.stdout if done.returncode == 0 else ""
 
 
 def wait_for(directory: Path, what: str, ready: Callable[[], bool], seconds: float = 60) -> None:
-    """Poll until ready; fail at once, with its log, when a daemon dies."""
+    """Poll until ready. Raises ClusterError with the log of a daemon as soon as one dies."""
     deadline = time.monotonic() + seconds
     while not ready():
         for name, (pid, ticks) in daemons(directory).items():
@@ -89,8 +89,10 @@ def log_tail(directory: Path, name: str) -> str:
 
 
 def members(directory: Path, node: str | None = None) -> set[int]:
-    """Live processes of the cluster, or of one node: those in its network namespaces, those that carry our SLURM_CONF
-    and are a daemon or in a job (a shell that only exported it is neither), and the descendants of both."""
+    """Return the live processes of the cluster, or of one node, and their descendants.
+
+    They are in its network namespaces, or have its SLURM_CONF and are a daemon or in a job: a shell may export it too.
+    """
     spaces = network.identities(directory, node)
     ours = f"SLURM_CONF={conf_path(directory)}".encode()
     marks = {f"{name}={node}".encode() for name in (NODE_MARK, "SLURMD_NODENAME")}
@@ -106,7 +108,7 @@ def members(directory: Path, node: str | None = None) -> set[int]:
             command = (proc / "comm").read_text().strip()
             inside = network.identity(proc / "ns" / "net") in spaces
         except OSError:
-            continue  # gone meanwhile, or another user's
+            continue  # ended since, or another user's
         of_slurm = command in COMMANDS or any(entry.startswith(b"SLURM_JOB_ID=") for entry in environ)
         if inside or (ours in environ and of_slurm and (node is None or marks & environ)):
             found.add(pid)
@@ -131,7 +133,7 @@ def freezer_writable() -> bool:
 
 
 def job_freezers(cluster: Cluster, node: str = "n*") -> Iterator[Path]:
-    """The cgroups of our jobs that proctrack/cgroup made, on all nodes or on one, the innermost first."""
+    """Yield the cgroups of the cluster's jobs that proctrack/cgroup created, of all nodes or one, innermost first."""
     for job in FREEZER.glob(f"slurm_{node}/uid_*/job_*"):
         if int(job.name.removeprefix("job_")) in cluster.job_ids:
             for folder, _, _ in os.walk(job, topdown=False):
@@ -143,14 +145,14 @@ def pids_in(group: Path) -> list[str]:
 
 
 def thaw(cluster: Cluster, node: str = "n*") -> None:
-    """Let suspended jobs run: a frozen process does not die of SIGKILL."""
+    """Resume suspended jobs: SIGKILL does not end a frozen process."""
     for group in job_freezers(cluster, node):
         with contextlib.suppress(FileNotFoundError):  # its last process has just ended
             (group / "freezer.state").write_text("THAWED")
 
 
 def clear_freezers(cluster: Cluster) -> None:
-    """Empty and remove the cgroups of our jobs."""
+    """Kill the processes in the cgroups of the cluster's jobs, and remove the cgroups."""
     thaw(cluster)
     kill_all(lambda: {int(pid) for group in job_freezers(cluster) for pid in pids_in(group)})
     for group in job_freezers(cluster):
@@ -158,10 +160,10 @@ def clear_freezers(cluster: Cluster) -> None:
 
 
 def remove_unused_freezers() -> None:
-    """Remove what jobs of all clusters share, after the last cluster: one that is up may be about to use it."""
+    """Remove the cgroups that all clusters share, unless a cluster still runs."""
     names = (path.read_text() for path in Path("/proc").glob("[0-9]*/comm") if start_ticks(int(path.parent.name)))
     if "slurmd\n" in names:
         return
     for group in [*FREEZER.glob("slurm_n*/uid_*"), *FREEZER.glob("slurm_n*")]:
-        with contextlib.suppress(OSError):  # a Slurm that is not ours has jobs in it
+        with contextlib.suppress(OSError):  # another Slurm has jobs in it
             group.rmdir()

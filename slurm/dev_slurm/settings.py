@@ -1,4 +1,4 @@
-"""What a dev cluster is: its settings, where its files lie, and what its names are derived from. Starts nothing."""
+"""The settings of a dev cluster, its paths and the names that are derived from them. Starts nothing."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Slurm's sockets are DIR/spool/nX/nX_JOB.STEP, and the path of a unix socket holds 107 bytes.
+# Slurm's sockets are DIR/spool/nX/nX_JOB.STEP, and the path of a unix socket has at most 107 bytes.
 MAX_DIR_LENGTH = 65
-# slurmd keeps its cgroups in a place that the whole machine shares, named by node and job id. Clusters are told apart
-# there by job ids, and their ports are at least 200 apart.
+# The cgroups of slurmd are in a folder of the whole machine, named by node and job id. Clusters have distinct job ids,
+# which are derived from their ports, at least 200 apart.
 JOB_IDS_PER_PORT = 100
 PORTS_PER_CLUSTER = 200
 
 
 class ClusterError(Exception):
-    """A reason to give up, and the exit code that says of which kind."""
+    """An error with the exit code of the command."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class ClusterError(Exception):
 
 @dataclass(frozen=True)
 class Cluster:
-    """What `start` was asked for; kept in DIR/cluster.json for the other commands."""
+    """The options of `start`, stored in DIR/cluster.json for the other commands."""
 
     dir: str
     nodes: int
@@ -70,7 +70,7 @@ def load(directory: Path) -> Cluster:
     try:
         return Cluster(**json.loads((directory / "cluster.json").read_text()))
     except FileNotFoundError:
-        raise ClusterError(f"no cluster in {directory}; `start --dir {directory}` makes one", 2) from None
+        raise ClusterError(f"no cluster in {directory}; `start --dir {directory}` creates one", 2) from None
 
 
 def conf_path(directory: Path) -> Path:
@@ -78,5 +78,5 @@ def conf_path(directory: Path) -> Path:
 
 
 def tag(directory: Path) -> str:
-    """Prefix of the names of the cluster's bridge, links and namespaces. Interface names hold 15 bytes."""
+    """Return the prefix of the names of the cluster's bridge, links and namespaces. Interface names have 15 bytes."""
     return "st-" + hashlib.sha256(str(directory).encode()).hexdigest()[:6]

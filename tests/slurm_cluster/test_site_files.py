@@ -70,7 +70,7 @@ def test_the_prolog_drains_a_node_with_a_failed_gpu_and_the_job_runs_on_another_
         cluster.submit("true", "-w", "n1")
         wait_until(lambda: "drain" in state(cluster, "n1"), "n1 is drained")
     reason = cluster.run("sinfo", "-h", "-n", "n1", "-o", "%E").stdout
-    assert "health check: a GPU waits for a reset" in reason
+    assert "health check: a GPU needs a reset" in reason
     wait_until(lambda: done(cluster, job), "the job ends on the other node")
     assert cluster.job(job)["NodeList"] == "n2"
 
