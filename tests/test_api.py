@@ -63,7 +63,7 @@ def test_a_dry_run_checks_a_run_that_was_submitted_before_as_a_new_one(
     assert api.prepare_submission(spec, run_id="same", dry_run=True).earlier is None
 
 
-def test_what_is_wrong_is_raised(spec: api.RunSpec) -> None:
+def test_an_invalid_spec_an_unknown_run_and_an_impossible_plan_are_raised_as_errors(spec: api.RunSpec) -> None:
     with pytest.raises(api.SpecError):
         api.load_spec(SMALL, ["training.stepz=1"])
     with pytest.raises(api.UsageError):
@@ -72,7 +72,7 @@ def test_what_is_wrong_is_raised(spec: api.RunSpec) -> None:
         api.submit(api.load_spec(SMALL, ["planner.framework=megatron"]))
 
 
-def test_every_public_name_is_there_typed_and_described() -> None:
+def test_every_public_name_has_a_docstring_and_a_return_type() -> None:
     for name in api.__all__:
         value = getattr(api, name)
         if callable(value):

@@ -72,7 +72,7 @@ def files() -> Iterator[tuple[str, ast.AST]]:
             yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
-def test_no_module_outside_the_back_ends_decides_by_the_name_of_one() -> None:
+def test_no_module_outside_the_back_ends_compares_the_name_of_one() -> None:
     found = [
         f"{name}:{node.lineno}" for name, tree in files() if name not in TABLES_OF_EXTRAS for node in decisions(tree)
     ]

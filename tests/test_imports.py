@@ -220,7 +220,7 @@ def lines_for_types(file: str) -> frozenset[int]:
     )
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other_in_a_cycle() -> None:
     """Imports inside functions count too: they hide a cycle and do not undo it. Those for type checkers never run."""
     modules = {
         ".".join((path.parent if path.name == "__init__.py" else path.with_suffix("")).relative_to(PROJECT).parts): path
@@ -236,7 +236,7 @@ def test_no_modules_import_each_other() -> None:
     assert set(TopologicalSorter(graph).static_order()) == set(modules)
 
 
-def test_every_folder_is_in_the_table() -> None:
+def test_every_package_is_in_the_table() -> None:
     found = {path.stem for path in (PROJECT / PACKAGE).iterdir() if path.is_dir() or path.suffix == ".py"}
     assert found - {"__pycache__"} <= set(MAY_IMPORT)
 

@@ -50,7 +50,7 @@ def test_a_recorded_sentence_of_an_earlier_version_is_shown() -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_codes_are_words_with_hyphens_and_templates_parse(table: str) -> None:
+def test_codes_are_hyphenated_words_and_templates_parse(table: str) -> None:
     texts: dict[str, Text] = importlib.import_module(f"scaletrain_cli.reason_texts.{table}").TEXTS
     for key, entry in texts.items():
         assert key == key.lower().replace("_", "-").replace(" ", "-"), key
@@ -59,7 +59,7 @@ def test_codes_are_words_with_hyphens_and_templates_parse(table: str) -> None:
         assert not entry.text.endswith("."), f"{key}: without a full stop"
 
 
-def test_texts_of_another_package_replace_none_of_this_one() -> None:
+def test_texts_of_another_package_cannot_replace_built_in_texts() -> None:
     for table in ("launch", "recorded"):
         with pytest.raises(ValueError, match="belongs to ScaleTrain"):
             register_texts(table, {})

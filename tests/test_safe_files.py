@@ -249,7 +249,7 @@ def test_an_existing_file_is_never_overwritten_by_create(root: Path) -> None:
 
 
 @needs_root
-def test_a_folder_of_another_user_is_named_with_its_owner(root: Path) -> None:
+def test_an_error_about_a_folder_of_another_user_names_the_owner(root: Path) -> None:
     safe_files.require_own(root, "the run", trust=False, remedy="Use another run id")
     os.chown(root, 65534, 65534)
     with pytest.raises(UsageError, match=r"belongs to .*65534.* --trust-owner"):

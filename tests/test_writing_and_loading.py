@@ -196,7 +196,7 @@ def test_calls_that_write_files_are_detected(source: str) -> None:
         "np.memmap(path, mode='r')",
     ],
 )
-def test_reading_is_no_writing(source: str) -> None:
+def test_opening_a_file_for_reading_is_not_reported(source: str) -> None:
     assert not list(writes(ast.parse(source)))
 
 
@@ -215,5 +215,5 @@ def test_reading_is_no_writing(source: str) -> None:
         "exec(text)",
     ],
 )
-def test_a_way_of_running_what_was_loaded_is_found(source: str) -> None:
+def test_each_call_that_can_run_loaded_code_is_found(source: str) -> None:
     assert list(loads(ast.parse(source)))

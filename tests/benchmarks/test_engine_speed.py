@@ -24,9 +24,7 @@ def test_a_steady_drift_cancels() -> None:
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.2B", 0.187), ("1B", 1.236), ("3B", 3.213), ("8B", 8.030)])
-def test_the_models_on_a_gpu_have_the_sizes_that_they_are_named_after(
-    name: str, billions: float, tmp_path: Path
-) -> None:
+def test_the_models_have_the_sizes_in_their_names(name: str, billions: float, tmp_path: Path) -> None:
     path = recipe_of(name, "h200-sxm-141gb", tmp_path)
     spec = load_spec(path, Case(name, compiled=True, checkpointing="full").overrides)
     assert parameter_count(spec.transformer) / 1e9 == pytest.approx(billions, abs=0.001)

@@ -20,19 +20,19 @@ def test_without_interruptions_only_the_saves_and_the_one_start_are_lost() -> No
     assert found.productive + found.save + found.restore == pytest.approx(DAY)
 
 
-def test_the_same_seed_is_the_same_month() -> None:
+def test_the_same_seed_simulates_the_same_interruptions() -> None:
     assert simulated(CHEAP, HOUR, DAY, seed=3) == simulated(CHEAP, HOUR, DAY, seed=3)
     assert simulated(CHEAP, HOUR, DAY, seed=3) != simulated(CHEAP, HOUR, DAY, seed=4)
 
 
-def test_attempts_that_never_come_to_train_are_all_restart() -> None:
+def test_attempts_that_never_train_count_as_restart_time() -> None:
     found = simulated(Costs(step=2.0, save=3.0, blocked=0.1, restart=1e6), HOUR, DAY, seed=0)
     assert found.restore == pytest.approx(DAY)
     assert found.share == 0
 
 
 @pytest.mark.parametrize("costs", [CHEAP, *LARGER.values()], ids=["cheap", *LARGER])
-def test_the_mean_goodput_is_the_plan_s(costs: Costs) -> None:
+def test_the_mean_goodput_is_that_of_the_plan(costs: Costs) -> None:
     between = 3 * HOUR
     interval = best_interval_steps(costs.step, costs.save, costs.blocked, 1 / between)
     planned = expected_goodput(interval * costs.step, costs.save, costs.blocked, costs.restart, 1 / between)

@@ -66,20 +66,20 @@ def test_no_measured_column_is_an_input(table: Table) -> None:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.file)
-def test_the_mapping_is_handed_the_inputs_alone(table: Table, tmp_path: Path) -> None:
+def test_the_mapping_receives_only_the_inputs(table: Table, tmp_path: Path) -> None:
     write(tmp_path, table.file, dict.fromkeys(sorted(table.input_columns | table.truth_columns), "1"))
     (row,) = table.read(tmp_path)
     assert set(row.inputs) == table.input_columns
     assert set(row.truth) == table.truth_columns
 
 
-def test_results_in_the_notes_are_struck_out(tmp_path: Path) -> None:
+def test_results_in_notes_are_removed(tmp_path: Path) -> None:
     note = {"row_id": "a", "notes": "A100 > 3D Topology | 31GB, 12.5 s, OOM; Tokens/sec (total): 1650 [arch from x]"}
     (row,) = train_runs.TABLE.read(write(tmp_path, train_runs.TABLE.file, note))
     assert row.inputs["notes"] == "A100 > 3D Topology | , , ; [arch from x]"
 
 
-def test_a_column_cannot_be_both() -> None:
+def test_a_column_cannot_be_both_input_and_measurement() -> None:
     with pytest.raises(ValueError, match="input and measured at once"):
         dataclasses.replace(nanotron.TABLE, truth_columns=nanotron.TABLE.truth_columns | {"mbs"})
 
@@ -108,7 +108,7 @@ def test_rows_that_cannot_be_mapped_are_counted_with_their_reason(tmp_path: Path
     assert "hidden is not a number" in outcome.skipped
 
 
-def test_a_crashed_run_counts_in_the_verdict_and_not_in_the_errors(tmp_path: Path) -> None:
+def test_a_crashed_run_counts_as_not_fitting_and_not_in_the_errors(tmp_path: Path) -> None:
     crashed = GIVEN | {"row_id": "b", "mbs": "32", "status": "crashed_or_oom"}
     crashed |= dict.fromkeys(("mfu_pct", "gpu_memory_gb", "step_time_s"), "")
     outcome = judge(nanotron.TABLE, write(tmp_path, nanotron.TABLE.file, GIVEN, crashed))
@@ -131,7 +131,7 @@ def test_a_layout_that_the_planner_refuses_counts_as_one_that_does_not_run(tmp_p
     assert (found.n, found.accuracy) == (1, 1.0)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     outcome = judge(nanotron.TABLE, tmp_path)
     assert outcome.missing
     assert score(set_named("nanotron-memory"), outcome).errors is None
@@ -164,7 +164,7 @@ def test_the_local_batch_of_torchtitan_is_cut_by_a_pipeline_into_single_sequence
     assert (flat.micro_batch_size, flat.gradient_accumulation_steps) == (2, 1)
 
 
-def test_the_script_says_what_it_wants_and_ends_well(monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_the_script_prints_its_usage_and_exits_with_0(monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
     import planner_accuracy
 
     monkeypatch.delenv(planner_accuracy.VARIABLE, raising=False)

@@ -34,7 +34,7 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> ToyCli:
     return ToyCli(tmp_path_factory.mktemp("toy"))
 
 
-def test_its_section_is_validated_with_the_line_of_the_spec_and_is_in_the_schema(cli: ToyCli) -> None:
+def test_the_section_of_a_back_end_is_validated_with_spec_lines_and_is_in_the_schema(cli: ToyCli) -> None:
     cli("validate", *cli.spec)
     wrong = cli("validate", *cli.spec, "--set", "cluster.toy.slot=3", "--set", "cluster.toy.slots=0", code=2)
     assert "cluster.toy.slot" in wrong
@@ -49,7 +49,7 @@ def test_its_section_is_validated_with_the_line_of_the_spec_and_is_in_the_schema
     assert "jobs that run at once" in json.dumps(cluster["toy"])
 
 
-def test_the_doctor_and_the_view_of_the_cluster_show_it(cli: ToyCli) -> None:
+def test_doctor_and_the_cluster_view_show_a_back_end_of_another_package(cli: ToyCli) -> None:
     checks = {check["name"]: check for check in cli.json("doctor")["checks"]}
     assert checks["toy"]["found"] == "jobs are processes of this machine"
     view = cli.json("status", "--cluster", "here")

@@ -112,7 +112,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_naming_it_is_one_error_with_its_package_and_the_cause(site: Path, name: str) -> None:
+def test_a_plug_in_that_cannot_be_loaded_is_one_error_with_its_package_and_the_cause(site: Path, name: str) -> None:
     group, _, said = BROKEN[name]
     done = scaletrain(site, *(word.format(name=name) for word in NAMED[group]), "--json")
     error = json.loads(done.stdout)["error"]
@@ -124,14 +124,14 @@ def test_naming_it_is_one_error_with_its_package_and_the_cause(site: Path, name:
 
 
 @pytest.mark.parametrize("arguments", [("validate", SPEC), ("schema",), ("list",), ("drill", "--list")])
-def test_other_commands_are_not_disturbed(site: Path, arguments: tuple[str, ...]) -> None:
+def test_a_plug_in_that_cannot_be_loaded_does_not_affect_other_commands(site: Path, arguments: tuple[str, ...]) -> None:
     done = scaletrain(site, *arguments, *(() if arguments == ("schema",) else ("--json",)))
     assert done.returncode == 0, done.stderr
     json.loads(done.stdout)
     assert scaletrain(site, "--help").returncode == 0
 
 
-def test_doctor_reports_each_with_the_cause(site: Path) -> None:
+def test_doctor_reports_each_plug_in_that_cannot_be_loaded_with_the_cause(site: Path) -> None:
     done = scaletrain(site, "doctor", "--json")
     found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     for name, (_, _, said) in BROKEN.items():

@@ -21,7 +21,7 @@ def remember_one(root: Path, number: int) -> None:
     remember_bad_nodes(root, [dataclasses.replace(BROKEN, node=f"n{number}")], now=100.0)
 
 
-def test_evidence_is_kept_until_it_expires_newest_first(tmp_path: Path) -> None:
+def test_evidence_is_kept_until_it_expires_and_listed_newest_first(tmp_path: Path) -> None:
     newer = dataclasses.replace(BROKEN, node="n1", time=200.0, expires=500.0)
     remember_bad_nodes(tmp_path, [BROKEN], now=100.0)
     remember_bad_nodes(tmp_path, [newer], now=200.0)
@@ -63,7 +63,7 @@ def test_a_damaged_file_excludes_no_nodes(tmp_path: Path) -> None:
     assert read_bad_nodes(tmp_path, now=100.0) == [BROKEN]
 
 
-def test_evidence_from_a_clock_that_was_ahead_is_kept_no_longer_than_other_evidence(tmp_path: Path) -> None:
+def test_evidence_from_a_clock_that_was_ahead_expires_like_other_evidence(tmp_path: Path) -> None:
     ahead = dataclasses.replace(BROKEN, time=50_000.0, expires=50_900.0)
     remember_bad_nodes(tmp_path, [ahead], now=50_000.0)
     assert read_bad_nodes(tmp_path, now=100.0) == [BROKEN]

@@ -410,7 +410,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_damaged(tmp_path: Pat
     assert steps(tmp_path) == []
 
 
-def test_only_the_folders_of_ended_attempts_are_removed_by_the_next(tmp_path: Path) -> None:
+def test_an_attempt_removes_only_the_folders_of_ended_attempts(tmp_path: Path) -> None:
     for name in ("my-notes.removed", "attempt-0001.77.removed"):
         (tmp_path / name).mkdir()
     open_attempt(tmp_path, ATTEMPT)

@@ -70,7 +70,7 @@ def attempt(run: RunDir, started: float, ended: float | None, spent: Ledger | No
         write_ledger(run, spent)
 
 
-def test_a_run_is_summed_from_its_directory(run: RunDir) -> None:
+def test_the_goodput_of_a_run_is_summed_from_its_directory(run: RunDir) -> None:
     assert run_goodput(run) is None
     attempt(run, 0, 60, None)
     assert run_goodput(run) is None

@@ -125,7 +125,7 @@ def test_rolled_back_steps_are_not_in_the_metrics(tmp_path: Path) -> None:
     assert "validation_loss" not in read_metrics(run)[1]
 
 
-def test_a_clock_that_is_set_back_hides_no_metrics_and_brings_none_back(
+def test_a_clock_that_is_set_back_neither_hides_metrics_nor_restores_rolled_back_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, now = RunDir(tmp_path), [1e9]
@@ -165,7 +165,7 @@ def test_an_event_of_an_earlier_version_divides_the_metrics_by_its_time(tmp_path
     assert [(line["step"], line["loss"]) for line in read_metrics(run)] == [(2, 14.0)]
 
 
-def test_only_the_newest_event_of_that_name_can_be_withdrawn(tmp_path: Path) -> None:
+def test_only_the_latest_event_of_a_name_can_be_withdrawn(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for event in ("submitted", "from-scratch"):
         record_event(run, event)

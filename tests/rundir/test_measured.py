@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> RunDir:
     return found
 
 
-def test_the_newest_attempt_that_measured_is_read_back_as_it_was(run: RunDir) -> None:
+def test_the_measurements_of_the_latest_attempt_are_read_back_unchanged(run: RunDir) -> None:
     assert read_measured(run) is None
     write_measured(run, measured(1))
     write_measured(run, measured(2))

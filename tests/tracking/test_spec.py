@@ -93,7 +93,7 @@ def test_the_schema_holds_the_options_of_each_tracker_and_takes_both_forms(form:
     assert list(validator.iter_errors(wrong)) != []
 
 
-def test_a_run_is_shown_where_the_package_of_its_tracker_is_not_installed() -> None:
+def test_a_run_whose_tracker_is_not_installed_can_be_shown() -> None:
     data = load(SPEC).model_dump(mode="json", by_alias=True)
     data["tracking"] = {"log_every": 1, "comet-of-mine": {"key": "value"}}
     spec = RunSpec.model_validate(data, context=dict(RECORDED))

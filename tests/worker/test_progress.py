@@ -31,5 +31,5 @@ def test_a_progress_line_of_any_program_gives_numbers_that_a_record_can_hold() -
 @pytest.mark.parametrize(
     "line", ["step      1/2  loss 2.25", '{"scaletrain": "other", "step": 1}', '{"scaletrain": "prog', "", "{}"]
 )
-def test_any_other_line_is_none(line: str) -> None:
+def test_any_other_line_is_not_a_progress_line(line: str) -> None:
     assert read_progress(line) is None
