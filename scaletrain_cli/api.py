@@ -30,6 +30,8 @@ from scaletrain_cli.errors import (
 )
 from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.cancel import Cancellation
+from scaletrain_cli.launch.cancel import cancel as cancel_run
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
@@ -45,10 +47,9 @@ from scaletrain_cli.launch.submit import (
     Submission,
     create_run,
     make_record,
-    open_request,
     plan_for_engine,
-    read_submission,
     submit_run,
+    submitted_before,
 )
 from scaletrain_cli.plan import RunPlan, make_plan
 from scaletrain_cli.reasons import Reason
@@ -60,7 +61,6 @@ from scaletrain_cli.rundir.record import (
     RunRecord,
     checkpoint_folder,
     read_record,
-    require_cancellable,
     require_changeable,
     require_own_checkpoints,
     require_own_run,
@@ -107,7 +107,6 @@ __all__ = [
     "wait",
 ]
 
-_OVER = ("finished", "failed", "cancelled")
 _POLL_SECONDS = 2.0
 
 
@@ -189,19 +188,6 @@ class Submitted:
     scheduler: str
     job_id: str
     created: bool
-
-
-@dataclass(frozen=True)
-class Cancellation:
-    """The result of cancel(). ``state``: before the call; ``cancelled``: False if the run had already ended.
-
-    ``removed``: what force removed in the cluster.
-    """
-
-    run_id: str
-    state: str
-    cancelled: bool
-    removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -372,7 +358,7 @@ def prepare_submission(
     plan, snapshot = plan_for_engine(spec, name), take_snapshot(spec)
     if run_id is not None and os.path.lexists(runs_root() / run_id):
         require_own_run(RunDir(runs_root() / run_id), trust_owner=trust_owner, remedy="Use another --run-id")
-    earlier = None if run_id is None or dry_run else _submitted_before(run_id)
+    earlier = None if run_id is None or dry_run else submitted_before(run_id)
     warnings = require_external(spec, snapshot) if earlier is None else ()
     return PreparedSubmission(spec, plan, backend, snapshot, warnings, earlier, run_id, trust_owner)
 
@@ -432,40 +418,4 @@ def cancel(
 
     ``force`` also removes what is left on dead nodes. ``seen`` is the latest status, if the caller has it.
     """
-    found = find_run(run)
-    record = read_record(found.directory)
-    seen = require_cancel(found, force=force, trust_owner=trust_owner, seen=seen)
-    if seen.state in _OVER:
-        return Cancellation(found.run_id, seen.state, cancelled=False)
-    backend = backend_for(record.spec.cluster.scheduler)
-    backend.cancel(found.directory, record)
-    removed = tuple(backend.force(found.directory, record)) if force else ()
-    return Cancellation(found.run_id, seen.state, cancelled=True, removed=removed)
-
-
-def require_cancel(
-    run: Run, *, force: bool = False, trust_owner: bool = False, seen: RunStatus | None = None
-) -> RunStatus:
-    """Return the status, which is ``seen`` where the caller has it.
-
-    Raises UsageError where this user may not cancel the run, or the back end has no force.
-    """
-    backend = backend_for(read_record(run.directory).spec.cluster.scheduler)
-    if force and not backend.can_force:
-        raise UsageError(
-            f"--force has no effect on {backend.traits.display_name}, where {run.run_id} is.",
-            remedy="Leave the option out.",
-        )
-    seen = seen or run_status(run.directory)
-    if seen.state not in _OVER:
-        require_cancellable(run.directory, trust_owner=trust_owner)
-    return seen
-
-
-def _submitted_before(run_id: str) -> Submission | None:
-    """Return the submission of an existing run with this id, or None if there is none to reuse."""
-    run = RunDir(runs_root() / run_id)
-    # os.path, unlike Path, answers False for a name that no file can have.
-    if not os.path.isfile(run.record) or open_request(run) is not None:
-        return None
-    return read_submission(run)
+    return cancel_run(find_run(run).directory, force=force, trust_owner=trust_owner, seen=seen)

@@ -58,7 +58,7 @@ def test_nothing_is_written_before_a_submission(spec: api.RunSpec, tmp_path: Pat
 def test_a_dry_run_checks_a_run_that_was_submitted_before_as_a_new_one(
     spec: api.RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scaletrain_cli.api._submitted_before", lambda run_id: object())
+    monkeypatch.setattr("scaletrain_cli.api.submitted_before", lambda run_id: object())
     assert api.prepare_submission(spec, run_id="same").earlier is not None
     assert api.prepare_submission(spec, run_id="same", dry_run=True).earlier is None
 

@@ -46,6 +46,7 @@ def command(
     """
     from scaletrain_cli import api
     from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.launch.cancel import require_cancel
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
     from scaletrain_cli.ui.console import say
 
@@ -54,7 +55,7 @@ def command(
         _cancel_sweep(named, force=force, trust_owner=trust_owner, yes=yes, as_json=as_json)
         return
     found = api.Run(named.path)
-    status = api.require_cancel(found, force=force, trust_owner=trust_owner)
+    status = require_cancel(named, force=force, trust_owner=trust_owner)
     if status.state in _ENDS:
         say(f"{found.run_id} is not running: it {_ENDS[status.state]}. Nothing was done.")
         _answer(as_json, found.run_id, status.state, cancelled=False)
@@ -105,7 +106,8 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     """
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
-    from scaletrain_cli.launch.sweep import OVER, cancel_members, look_at
+    from scaletrain_cli.launch.status import OVER
+    from scaletrain_cli.launch.sweep import cancel_members, look_at
     from scaletrain_cli.text import counted, listed
     from scaletrain_cli.ui.console import say
 

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 _DAMAGED = "damaged"  # whose record cannot be read
-_OVER = frozenset({"finished", "failed", "cancelled"})
 
 
 def state_groups() -> dict[str, frozenset[str]]:
     """Return the states selected by each value of --state."""
-    from scaletrain_cli.launch.status import RunState
+    from scaletrain_cli.launch.status import OVER, RunState
 
     states = frozenset((*get_args(RunState), _DAMAGED))
-    return {"active": states - _OVER - {_DAMAGED}, "over": _OVER, **{name: frozenset((name,)) for name in states}}
+    return {
+        "active": states - {*OVER, _DAMAGED},
+        "over": frozenset(OVER),
+        **{name: frozenset((name,)) for name in states},
+    }
 
 
 complete_state = completer(lambda: sorted(state_groups()))

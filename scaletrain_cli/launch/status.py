@@ -81,6 +81,7 @@ RunState = Literal[
     "queued", "running", "suspended", "ending", "preempted", "finished", "failed", "cancelled", "unknown",
 ]
 # fmt: on
+OVER: tuple[RunState, ...] = ("finished", "failed", "cancelled")  # only a resume continues the run
 # The number of latest lines that are searched for a validation loss.
 _LINES_SEARCHED = 10_000
 

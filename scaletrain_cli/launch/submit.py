@@ -236,6 +236,15 @@ def read_submission(run: RunDir) -> Submission | None:
     return None if data is None else _submission(run, data)
 
 
+def submitted_before(run_id: str) -> Submission | None:
+    """Return the submission of an existing run with this id; None if there is none that was answered."""
+    run = RunDir(runs_root() / run_id)
+    # os.path, unlike Path, returns False for a name that no file can have.
+    if not os.path.isfile(run.record) or open_request(run) is not None:
+        return None
+    return read_submission(run)
+
+
 def open_request(run: RunDir) -> Request | None:
     """Return the submission that was not answered; None if the latest one was."""
     data = read_document(_submission_path(run))

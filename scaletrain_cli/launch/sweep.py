@@ -11,14 +11,13 @@ from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
-from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.cancel import cancel
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
-from scaletrain_cli.launch.status import RunStatus, exit_code_of, is_over, run_statuses
+from scaletrain_cli.launch.status import OVER, RunStatus, exit_code_of, is_over, run_statuses
 from scaletrain_cli.launch.submit import CreatedRun, Submission, create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.record import read_record, require_cancellable
 from scaletrain_cli.rundir.sweeps import Sweep, SweepPlace, read_sweep_place, write_sweep_place
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.sections import CodeSpec
@@ -115,9 +114,6 @@ def _slug(override: str) -> str:
     return f"{key.rpartition('.')[2]}-{re.sub(r'[^A-Za-z0-9.+-]+', '-', value).strip('-') or 'empty'}".replace("+", "")
 
 
-OVER = ("finished", "failed", "cancelled")
-
-
 @dataclass(frozen=True)
 class Member:
     """One run of a sweep. If its record is damaged, ``status`` is None and ``error`` describes the damage."""
@@ -204,8 +200,7 @@ def cancel_members(members: Sequence[Member], *, force: bool = False, trust_owne
             done = replace(done, over=(name, *done.over))
             continue
         try:
-            require_cancellable(member.run, trust_owner=trust_owner)
-            _cancel(member.run, force)
+            cancel(member.run, force=force, trust_owner=trust_owner, seen=member.status)
             done = replace(done, cancelled=(name, *done.cancelled))
         except ScaletrainError as error:
             done = replace(done, refused=((name, error.message), *done.refused))
@@ -217,11 +212,3 @@ def _look(runs: Sequence[RunDir]) -> list[Member]:
         Member(run, None, found.message) if isinstance(found, UsageError) else Member(run, found)
         for run, found in zip(runs, run_statuses(runs), strict=True)
     ]
-
-
-def _cancel(run: RunDir, force: bool) -> None:
-    record = read_record(run)
-    backend = backend_for(record.spec.cluster.scheduler)
-    backend.cancel(run, record)
-    if force:
-        backend.force(run, record)

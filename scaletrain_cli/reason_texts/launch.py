@@ -264,6 +264,8 @@ TEXTS: dict[str, Text] = {
     "follows-not-job-over": Text("no attempt follows, since the job is over: {detail}"),
     "decided": Text("{decision}; {follows}"),
     "continue": Text("the latest valid checkpoint is used", (_CONTINUE,)),
+    # ---- cancel ----------------------------------------------------------------------------------------------------
+    "no-force": Text("--force has no effect on {scheduler}, where {run} is", ("Remove the option",)),
     # ---- resume ----------------------------------------------------------------------------------------------------
     "resume-finished": Text("{run} has finished; there is nothing to resume"),
     "resume-unknown": Text("whether {run} is still running is not known: {detail}", ("Resume it once that is known",)),

@@ -316,7 +316,7 @@ class Backend(ABC):
 
         Raises UsageError where can_force is False.
         """
-        raise UsageError(f"{run.run_id} is on {self.traits.display_name}, where --force has no effect.")
+        raise UsageError(Reason("launch.no-force", {"run": run.run_id, "scheduler": self.traits.display_name}))
 
     def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
         """Delete the objects that the scheduler keeps of a job that is over; return their names."""

@@ -1,0 +1,59 @@
+"""`scaletrain cancel`: ask the ranks of a run to save and stop; with force, remove what a dead node leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.status import OVER, RunStatus, run_status
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record, require_cancellable
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """The result of cancel(). ``state``: before the call; ``cancelled``: False if the run had already ended.
+
+    ``removed``: what force removed in the cluster.
+    """
+
+    run_id: str
+    state: str
+    cancelled: bool
+    removed: tuple[str, ...] = ()
+
+
+def cancel(
+    run: RunDir, *, force: bool = False, trust_owner: bool = False, seen: RunStatus | None = None
+) -> Cancellation:
+    """Cancel the run, without waiting for its ranks; no further attempt starts. Raises UsageError as require_cancel().
+
+    ``force`` also removes what is left on dead nodes. ``seen`` is the latest status, if the caller has it.
+    """
+    record = read_record(run)
+    seen = require_cancel(run, force=force, trust_owner=trust_owner, seen=seen)
+    if seen.state in OVER:
+        return Cancellation(run.run_id, seen.state, cancelled=False)
+    backend = backend_for(record.spec.cluster.scheduler)
+    backend.cancel(run, record)
+    removed = tuple(backend.force(run, record)) if force else ()
+    return Cancellation(run.run_id, seen.state, cancelled=True, removed=removed)
+
+
+def require_cancel(
+    run: RunDir, *, force: bool = False, trust_owner: bool = False, seen: RunStatus | None = None
+) -> RunStatus:
+    """Return the status, which is ``seen`` where the caller has it.
+
+    Raises UsageError where this user may not cancel the run, or the back end does not implement force.
+    """
+    backend = backend_for(read_record(run).spec.cluster.scheduler)
+    if force and not backend.can_force:
+        params = {"run": run.run_id, "scheduler": backend.traits.display_name}
+        raise UsageError(Reason("launch.no-force", params))
+    seen = seen or run_status(run)
+    if seen.state not in OVER:
+        require_cancellable(run, trust_owner=trust_owner)
+    return seen
