@@ -1,4 +1,4 @@
-"""A sweep as one thing: its runs are looked at, waited for and stopped, and one that resists hides no other."""
+"""The status and the cancellation of a sweep: one damaged run, or one that cannot be canceled, hides no other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from scaletrain_cli.errors import ExitCode, SchedulerError
-from scaletrain_cli.launch import status, sweep
+from scaletrain_cli.launch import cancel, status
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.submit import submit_run
@@ -22,18 +22,18 @@ from tests.launch.test_submit import CountingScheduler
 
 
 class Queue(CountingScheduler):
-    """Runs are queued until they are cancelled; some resist."""
+    """Runs are queued until they are canceled; those in ``refused`` cannot be canceled."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cancelled: list[str] = []
-        self.resists: Sequence[str] = ()
+        self.refused: Sequence[str] = ()
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
         return Job("7", "ended" if run.is_cancelled or run.attempts() else "queued")
 
     def cancel(self, run: RunDir, record: RunRecord) -> None:
-        if run.run_id in self.resists:
+        if run.run_id in self.refused:
             raise SchedulerError("was started on another host; cancel it there.")
         self.cancelled.append(run.run_id)
         run.stop_file.touch()
@@ -42,7 +42,7 @@ class Queue(CountingScheduler):
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
-    for module in (status, sweep):
+    for module in (status, cancel):
         monkeypatch.setattr(module, "backend_for", lambda name: queue)
     return queue
 
@@ -65,7 +65,7 @@ def end(made: MadeRun, code: int, reason: str) -> None:
     end_attempt(made.run, made.record.spec, number, outcome, Decision(False, code, "so it was decided"))
 
 
-def test_what_is_over_is_left_alone_and_the_rest_is_stopped_from_the_end(runs: list[MadeRun], queue: Queue) -> None:
+def test_runs_that_have_not_ended_are_canceled_the_last_first(runs: list[MadeRun], queue: Queue) -> None:
     end(runs[0], 0, "done")
     end(runs[1], 1, "crash")
     found = look_at(find_sweep("s"))
@@ -75,22 +75,20 @@ def test_what_is_over_is_left_alone_and_the_rest_is_stopped_from_the_end(runs: l
     assert queue.cancelled == ["s-4", "s-3"]  # none of a lane may start because the one before it is gone
 
 
-def test_one_that_resists_keeps_no_other_from_its_end_and_the_exit_code_says_so(
-    runs: list[MadeRun], queue: Queue
-) -> None:
-    queue.resists = ["s-3"]
+def test_a_run_that_cannot_be_canceled_stops_no_other_and_sets_the_exit_code(runs: list[MadeRun], queue: Queue) -> None:
+    queue.refused = ["s-3"]
     told = scaletrain("cancel", "s", "--yes")
     assert told.code == ExitCode.SCHEDULER
     assert "1 run of the sweep s could not be canceled" in told.err
     assert "s-3: was started on another host" in told.err
     assert queue.cancelled == ["s-4", "s-2", "s-1"]
-    queue.resists = ()
+    queue.refused = ()
     again = scaletrain("cancel", "s", "--yes")
     assert again.code == ExitCode.DONE
     assert "canceled 1 run of the sweep s; 3 had already ended" in again.err
 
 
-def test_a_damaged_run_hides_no_other(runs: list[MadeRun], queue: Queue) -> None:
+def test_a_damaged_run_hides_no_other_run(runs: list[MadeRun], queue: Queue) -> None:
     runs[1].run.record.write_text("{")
     found = look_at(find_sweep("s"))
     assert found.states_in_words == "3 queued, 1 damaged"
@@ -101,7 +99,7 @@ def test_a_damaged_run_hides_no_other(runs: list[MadeRun], queue: Queue) -> None
     assert len(queue.cancelled) == 3
 
 
-def test_a_sweep_has_the_exit_code_of_the_first_run_that_has_not_finished(runs: list[MadeRun], queue: Queue) -> None:
+def test_the_exit_code_of_a_sweep_is_that_of_its_first_unfinished_run(runs: list[MadeRun], queue: Queue) -> None:
     for made in runs:
         end(made, 0, "done") if made is not runs[2] else end(made, 93, "nan")
     members = look_at(find_sweep("s")).members
@@ -111,7 +109,7 @@ def test_a_sweep_has_the_exit_code_of_the_first_run_that_has_not_finished(runs: 
     assert scaletrain("status", "s", "--wait", "1s").code == ExitCode.DO_NOT_REQUEUE
 
 
-def test_who_waits_asks_no_more_of_what_is_over(runs: list[MadeRun], queue: Queue) -> None:
+def test_a_run_that_has_ended_is_not_queried_again(runs: list[MadeRun], queue: Queue) -> None:
     end(runs[0], 0, "done")
     before = look_at(find_sweep("s"))
     for made in runs[1:]:
@@ -120,14 +118,14 @@ def test_who_waits_asks_no_more_of_what_is_over(runs: list[MadeRun], queue: Queu
     assert look_again(before).states == {"finished": 4}
 
 
-def test_the_list_can_be_of_one_sweep_alone(runs: list[MadeRun], make_run: Callable[..., MadeRun]) -> None:
+def test_list_can_show_the_runs_of_one_sweep(runs: list[MadeRun], make_run: Callable[..., MadeRun]) -> None:
     make_run(run_id="alone")
     listed = scaletrain("list", "--sweep", "s", "--json").data["runs"]
     assert sorted(row["run_id"] for row in listed) == ["s-1", "s-2", "s-3", "s-4"]
     assert scaletrain("list", "--sweep", "t").code == ExitCode.USAGE
 
 
-def test_force_is_for_sweeps_on_kubernetes_alone(runs: list[MadeRun], queue: Queue) -> None:
+def test_force_is_refused_for_a_sweep_on_a_back_end_without_it(runs: list[MadeRun], queue: Queue) -> None:
     assert (
         "--force has no effect on this machine, where the sweep s runs"
         in scaletrain("cancel", "s", "--yes", "--force").err
