@@ -47,7 +47,6 @@ TEXTS: dict[str, Text] = {
     "stop-cancelled-before-start": Text("the run was cancelled before the attempt began"),
     "stop-before-start": Text("the job was stopped before an attempt began"),
     "job-stopped": Text("the job was stopped; `scaletrain resume` continues the run"),
-    "job-to-be-requeued": Text("the scheduler ended the job, and starts it again"),
     "stop-no-retry": Text("exit code {exit_code} means that a retry cannot help"),
     "stop-budget-used-up": Text("{exit_reason}: restarts.{budget} = {allowed} is used up"),
     "stop-no-progress": Text("{attempts} failed attempts in a row committed no newer checkpoint"),

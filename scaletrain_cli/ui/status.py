@@ -59,8 +59,10 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
         lost = f"; {status.steps_lost_total} steps lost so far" if status.attempt > 1 else ""
         table.add_row("  saved", escaped_text(f"step {status.last_checkpoint_step}{lost}"))
     where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
-    nodes = f" on {', '.join(status.nodes)}" if status.nodes else ""
-    says = f": {status.job.detail}" if status.state == "running" and status.job.detail else ""
+    waits_again = status.job.state == "queued" and status.attempt > 0  # `why` is then the end of the last attempt
+    nodes = f" on {', '.join(status.nodes)}" if status.nodes and not waits_again else ""
+    is_shown = status.reason != status.job.why if waits_again else status.state == "running"
+    says = f": {status.job.detail}" if is_shown and status.job.detail else ""
     table.add_row("  job", escaped_text(where + nodes + says))
     show(console, table)
     line(console, Text.assemble(("  files    ", "dim"), plain(status.run_dir)))

@@ -1,12 +1,15 @@
-"""Measured beside planned, in words."""
+"""The screen of `scaletrain status`: measured beside planned, in words, and what the scheduler reports."""
 
 from __future__ import annotations
 
 import pytest
 
+from scaletrain_cli.launch.backends.base import Job
+from scaletrain_cli.launch.status import RunStatus
+from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
-from scaletrain_cli.ui.status import goodput_text, memory_text
+from scaletrain_cli.ui.status import goodput_text, memory_text, show_status
 
 
 def measured(**figures: Figure) -> Measured:
@@ -35,3 +38,33 @@ def test_goodput_text_lists_the_other_activities_largest_first() -> None:
     spent = Goodput(9000, data=0.1, save=50, restore=600, evaluation=0, rollback=0, lost_work=350, idle=0, other=0)
     assert goodput_text(spent) == "90 % of 2 h 47 min; set-up 6.0 %, lost work 3.5 %, save 0.5 %"
     assert goodput_text(Goodput(0, 0, 0, 0, 0, 0, 0, 0, 0)) == "0 % of 0 ms"
+
+
+def test_a_run_that_waits_again_shows_how_it_ended_and_why_its_job_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    status = RunStatus(
+        run_id="r",
+        name="r",
+        state="queued",
+        scheduler="slurm",
+        job_id="7",
+        attempt=1,
+        step=5,
+        total_steps=10,
+        loss=None,
+        validation_loss=None,
+        tokens_per_second=None,
+        last_checkpoint_step=5,
+        steps_lost_total=0,
+        restarts=0,
+        nodes=("gpu01",),  # of the attempt that ended
+        agent_pids=(),
+        run_dir="/runs/r",
+        reason=recorded("attempt 1 ended: preempted"),
+        job=Job("7", "queued", "Priority"),
+        measured=None,
+        goodput=None,
+    )
+    show_status(status, ())
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "why    attempt 1 ended: preempted" in lines
+    assert "job    slurm job 7: Priority" in lines

@@ -4,8 +4,9 @@
 ranks save a checkpoint within ``cluster.grace_seconds``, and no attempt follows in this job. SIGUSR1 also makes them
 save, but another attempt follows. The exit code is that of the run (docs/exit-codes.md).
 
-With ``--requeued`` the scheduler starts the job again, under the same id, when it was preempted or killed. The restart
-budgets then count over all starts of the job.
+With ``--requeued`` the scheduler starts the job again, under the same id, when it was killed or ends with 75. It ends
+with 75 if SIGTERM ended an attempt that another one should follow, and only then: for a run that must not continue it
+ends with 93 in place of 75. The restart budgets count over all starts of the job.
 """
 
 from __future__ import annotations
@@ -105,19 +106,23 @@ class OneNodeJob:
             first = first_attempt_of_job(self.run, self.job_id, first)
             refusal = why_not_begin(self.run, self.record, self.job_id)
             if refusal is not None:
-                return conclude_run(self.run, refusal)
+                return self._conclude(refusal)
         while True:
             self.listen()
             if self.stopping or self.run.is_cancelled:
-                why = Reason("launch.stop-before-start")
-                decision = Decision.because(False, ExitCode.PREEMPTED, why, left_to_scheduler=self.requeued)
+                follows = self.requeued and not self.run.is_cancelled
+                decision = Decision.because(follows, ExitCode.PREEMPTED, Reason("launch.stop-before-start"))
                 self.on_begin()
             else:
                 decision = self._attempt(first)
-            if self.requeued and decision.left_to_scheduler and not self.run.is_cancelled:
-                return decision.exit_code
             if not decision.requeue:
-                return conclude_run(self.run, decision)
+                return self._conclude(decision)
+            if self.requeued and self.stopping:
+                return ExitCode.PREEMPTED
+
+    def _conclude(self, decision: Decision) -> int:
+        code = conclude_run(self.run, decision)
+        return ExitCode.DO_NOT_REQUEUE if self.requeued and code == ExitCode.PREEMPTED else code
 
     def _attempt(self, first: int) -> Decision:
         here = (socket.gethostname(),)
@@ -130,12 +135,9 @@ class OneNodeJob:
             number,
             first_attempt=first,
             launcher_exit_code=code,
-            stop_reason=self._stop_reason if self.stopping else None,  # may have been set while the agent ran
+            # SIGTERM may have come while the agent ran.
+            stop_reason=self.stop_reason if self.stopping and not self.requeued else None,
         )
-
-    @property
-    def _stop_reason(self) -> Reason:
-        return Reason("launch.job-to-be-requeued") if self.requeued else self.stop_reason
 
     def _run_agent(self, number: int) -> int:
         """Run one node agent to its end, kill all processes that it left, and return its exit code."""

@@ -57,8 +57,7 @@ def test_a_requeued_job_that_is_preempted_goes_on_under_its_id_and_the_run_has_n
     assert preempt(made, start(made, "--requeued"), 1) == 75
     (first,) = read_attempts(made.run)
     assert first.decision is not None
-    assert (first.reason, first.may_be_followed) == ("preempted", True)
-    assert first.decision.code == "launch.job-to-be-requeued"
+    assert (first.reason, first.decision.requeue) == ("preempted", True)
     assert made.events("stopped") == []
     assert preempt(made, start(made, "--requeued"), 2) == 75
     assert [attempt.job_id for attempt in read_attempts(made.run)] == ["17", "17"]
@@ -68,19 +67,20 @@ def test_the_budgets_of_a_requeued_job_count_over_all_its_starts(
     make_run: Callable[..., MadeRun], start: Start
 ) -> None:
     made = make_run(*ONE_RANK, "restarts.preemption=1", steps=10_000, step_seconds=0.02)
-    for attempt in (1, 2):
-        assert preempt(made, start(made, "--requeued"), attempt) == 75
-    assert start(made, "--requeued").wait(timeout=60) == 75
-    assert len(read_attempts(made.run)) == 2, "no third attempt"
-    (stopped,) = made.events("stopped")
-    assert stopped["code"] == "launch.stop-budget-used-up"
+    assert preempt(made, start(made, "--requeued"), 1) == 75
+    assert preempt(made, start(made, "--requeued"), 2) == 93, "no third attempt, and no further start of the job"
+    assert [event["code"] for event in made.events("stopped")] == ["launch.stop-budget-used-up"]
+    assert start(made, "--requeued").wait(timeout=60) == 93
+    assert len(read_attempts(made.run)) == 2
 
 
-def test_a_cancelled_run_is_over_also_if_its_job_is_requeued(make_run: Callable[..., MadeRun], start: Start) -> None:
+def test_a_requeued_job_of_a_cancelled_run_is_not_started_again(make_run: Callable[..., MadeRun], start: Start) -> None:
     made = make_run(*ONE_RANK, steps=10_000, step_seconds=0.02)
     job = start(made, "--requeued")
     wait_until(lambda: "up" in made.log(1, 0), "the attempt is up")
     made.run.stop_file.touch()
     job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=60) == 75
+    assert job.wait(timeout=60) == 93
     assert len(made.events("cancelled")) == 1
+    (attempt,) = read_attempts(made.run)
+    assert (attempt.exit_code, attempt.reason) == (75, "cancelled")
