@@ -129,8 +129,10 @@ PARSED: dict[str, str] = {
     "scaletrain cancel SWEEP": SWEPT,
     "scaletrain resume --from-scratch": "tests/drills runs it",
     "scaletrain submit --dry-run": "an option by its name",
+    "scaletrain cancel --force": "an option by its name",
 }
 OPTION_BY_NAME = ("scaletrain submit --probe", "scaletrain submit --dry-run", "scaletrain resume --from-scratch")
+OPTION_BY_NAME += ("scaletrain cancel --force",)
 
 
 def documented() -> Iterator[tuple[str, str]]:
