@@ -29,7 +29,34 @@ TEXTS: dict[str, Text] = {
     ),
     "other-node": Text("all ranks wait in step {step} ({phase}) for another node"),
     "no-suspect": Text("no rank stands out: all responded from step {step} ({phase})"),
-    # Why no rank was started.
+    # Why no rank was started: the job and the run directory.
+    "parent-ended": Text("the parent process {pid} has ended; no rank is started"),
+    "job-exists": Text("{run} has a job already"),
+    "no-free-port": Text("no TCP port between {first} and {last} is free on this machine"),
+    "run-missing": Text("{path} does not exist on {host}", ("Check that its file system is mounted there.",)),
+    "run-unwritable": Text("the run directory {path} cannot be written on {host}: {error}"),
+    "attempt-missing": Text(
+        "{path} has no attempt {attempt}", ("Check that the nodes and the launcher share this directory.",)
+    ),
+    "secrets-missing": Text("{path} does not hold {names:list}, named in secret_env"),
+    # Why no rank was started: the user's code.
+    "code-differs": Text(
+        "the code in {folder} differs from what was submitted ({code}): {files:list}", ("Submit it as a new run.",)
+    ),
+    "code-differs-in-image": Text(
+        "the code in {folder} differs from what was submitted ({code}): {files:list}",
+        ("Put the submitted tree into {folder}.",),
+    ),
+    "code-list-unreadable": Text("the list of the files of the run's code cannot be read: {error}"),
+    "code-list-differs": Text("{path} differs from what was submitted", ("Restore it, or submit a new run.",)),
+    "code-archive-differs": Text(
+        "{path} differs from the archive that was submitted: {error}", ("Submit it as a new run.",)
+    ),
+    "code-not-unpacked": Text("the run's code cannot be unpacked from {path}: {error}"),
+    "code-folder-not-private": Text(
+        "{folder} exists and is not private to this user; no code is unpacked there", ("Remove it, or set TMPDIR.",)
+    ),
+    # Why no rank was started: the node.
     "unfit": Text("{problems}"),
     "start-failed": Text("{error}"),
 }

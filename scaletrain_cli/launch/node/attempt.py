@@ -57,11 +57,11 @@ def run_node(options: AgentOptions) -> int:
     Raises UsageError for a damaged record, WrongNodesError for an unfit node.
     """
     if options.parent_pid is not None and not die_with_parent(options.parent_pid, signal.SIGTERM):
-        raise ScaletrainError(f"the parent process {options.parent_pid} has ended; no rank is started.")
+        raise ScaletrainError(Reason("node.parent-ended", {"pid": options.parent_pid}))
     adopt_orphans()
     run = RunDir(options.run_folder.absolute())
     if not run.path.is_dir():  # before the record is read: a missing record would be a UsageError
-        raise WrongNodesError(f"{run.path} does not exist on {socket.gethostname()}; is its file system mounted?")
+        raise WrongNodesError(Reason("node.run-missing", {"path": str(run.path), "host": socket.gethostname()}))
     record = read_record(run)
     set_up_logging(
         f"node agent {options.node_rank} on {options.node_name}", environment={**os.environ, **record.spec.env}
@@ -85,7 +85,7 @@ def run_node(options: AgentOptions) -> int:
         cause = Reason("node.unfit", {"problems": "; ".join(found.problems)})
         failure = observed_failure("wrong-nodes", cause, node.node, exit_code=ExitCode.WRONG_NODES)
         _record_failed_start(run, options.attempt, node, failure)
-        raise WrongNodesError(failure.message)
+        raise WrongNodesError(cause)
     # A user's training program may send no heartbeat.
     local_ranks = LocalRanks(math.inf) if record.spec.code.engine else LocalRanks()
     try:
@@ -95,7 +95,8 @@ def run_node(options: AgentOptions) -> int:
             code = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
             code = ExitCode.DO_NOT_REQUEUE if is_full(error) else code
             reason = "disk-full" if is_full(error) else "crash"
-            cause = Reason("node.start-failed", {"error": str(error)})
+            stated = error.reason if isinstance(error, ScaletrainError) else None
+            cause = stated or Reason("node.start-failed", {"error": str(error)})
             _record_failed_start(run, options.attempt, node, observed_failure(reason, cause, node.node, exit_code=code))
             _remove(*_own_folders(run, record, options))
             raise
@@ -129,12 +130,13 @@ def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:
     """Write the first node record, which proves that the run directory is shared and writable."""
     try:
         if not run.attempt(attempt).is_dir():
-            raise UsageError(f"{run.path} has no attempt {attempt}; is it the directory that the launcher sees?")
+            raise UsageError(Reason("node.attempt-missing", {"path": str(run.path), "attempt": attempt}))
         write_node_record(run, attempt, node)
     except OSError as error:
         if is_full(error):
             raise
-        raise WrongNodesError(f"the run directory {run.path} cannot be written on {node.hostname}: {error}") from error
+        params = {"path": str(run.path), "host": node.hostname, "error": str(error)}
+        raise WrongNodesError(Reason("node.run-unwritable", params)) from error
 
 
 def _record_failed_start(run: RunDir, attempt: int, node: NodeRecord, failure: Failure) -> None:
@@ -197,7 +199,7 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     given = set() if record.spec.cluster.traits.secrets_from_submitter else os.environ.keys()
     missing = set(record.spec.secret_env) - secrets.keys() - given
     if missing:
-        raise UsageError(f"{run.secrets} does not hold {', '.join(sorted(missing))}, which secret_env names.")
+        raise UsageError(Reason("node.secrets-missing", {"path": str(run.secrets), "names": sorted(missing)}))
     base = {**compiled_code(os.environ, record.spec.env), **os.environ}
     cores = usable_cores()
     per_node = record.spec.cluster.gpus_per_node

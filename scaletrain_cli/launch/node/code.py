@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError, WrongNodesError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_of
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import expand_home, make_folder, open_new
-from scaletrain_cli.text import listed
 
 
 def unpacked_folder(run: RunDir, attempt: int, node_rank: int, environment: Mapping[str, str]) -> Path:
@@ -45,9 +45,8 @@ def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
     place = folder if there is None else Path(there)
     differing = differences(place, expected)
     if differing:
-        remedy = f"Put the submitted tree into {place}." if there else "Submit it as a new run."
-        message = f"the code in {place} differs from what was submitted ({code.name}): {listed(differing)}."
-        raise UsageError(message, remedy=remedy)
+        params = {"folder": str(place), "code": code.name, "files": list(differing)}
+        raise UsageError(Reason("node.code-differs-in-image" if there else "node.code-differs", params))
     return place
 
 
@@ -67,9 +66,9 @@ def _listing(run: RunDir, code: CodeRecord) -> str:
     try:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
-        raise WrongNodesError(f"the list of the files of the run's code cannot be read: {error}") from error
+        raise WrongNodesError(Reason("node.code-list-unreadable", {"error": str(error)})) from error
     if hash_of(text) != code.sha256:
-        raise UsageError(f"{path} differs from what was submitted. Restore it, or submit a new run.")
+        raise UsageError(Reason("node.code-list-differs", {"path": str(path)}))
     return text
 
 
@@ -79,7 +78,7 @@ def _make_own(folder: Path) -> None:
     make_folder(parent, mode=0o700)
     found = parent.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise WrongNodesError(f"{parent} exists and is not private to this user; refusing to unpack code there.")
+        raise WrongNodesError(Reason("node.code-folder-not-private", {"folder": str(parent)}))
     shutil.rmtree(folder, ignore_errors=True)  # left by an agent that was killed
     make_folder(folder, exist_ok=False)
 
@@ -98,8 +97,6 @@ def _unpack(archive: Path, folder: Path) -> None:
                         shutil.copyfileobj(content, file)
                     path.chmod(entry.mode & 0o755)
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UsageError(
-            f"{archive} differs from the archive that was submitted: {error}. Submit it as a new run."
-        ) from error
+        raise UsageError(Reason("node.code-archive-differs", {"path": str(archive), "error": str(error)})) from error
     except OSError as error:
-        raise WrongNodesError(f"the run's code cannot be unpacked from {archive}: {error}") from error
+        raise WrongNodesError(Reason("node.code-not-unpacked", {"path": str(archive), "error": str(error)})) from error

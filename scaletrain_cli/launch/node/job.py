@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with locked(run.path / "job.lock", wait_seconds=0) as alone:
             if not alone:
-                raise SchedulerError(f"{run.run_id} has a job already.")
+                raise SchedulerError(Reason("node.job-exists", {"run": run.run_id}))
             job = OneNodeJob(run, read_record(run), options.scheduler, options.job_id, options.engine)
             job.requeued = options.requeued
             return job.run_to_end()

@@ -19,6 +19,7 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.node.heartbeats import START_SECONDS, Channel, LastBeat
 from scaletrain_cli.launch.node.record import RankRecord
 from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import closing_descriptor, open_to_append
 from scaletrain_cli.spec import RunSpec
 
@@ -42,7 +43,7 @@ def free_port(address: str) -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((address, port))
             return port
-    raise SchedulerError(f"no free TCP port between {_PORTS.start} and {_PORTS.stop - 1} on this machine.")
+    raise SchedulerError(Reason("node.no-free-port", {"first": _PORTS.start, "last": _PORTS.stop - 1}))
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def _table(lines: list[Line]) -> str:
 
 def _page(table: str, seed: int, minutes: float) -> str:
     return (
-        "# Faults that runs survive\n\n"
+        "# Recovery from faults\n\n"
         f"Made by `make drills` (seed {seed}, {minutes:.0f} minutes on two cores): real runs of a small model on CPU "
         "ranks, each\nrank an engine process.\n\n"
         f"{table}\n"

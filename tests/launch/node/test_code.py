@@ -23,6 +23,7 @@ from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, place_documents, read_record
+from scaletrain_cli.worker.failures import read_failures
 from tests.launch.conftest import Agent, MadeRun, make_plan, make_spec
 from tests.launch.test_resizing import Refusing
 from tests.launch.test_resume import Cluster
@@ -138,6 +139,9 @@ def test_code_in_the_image_is_verified_and_run_in_place(
     agent = start_agent(made)
     assert agent.wait() == 2
     assert "src/my_model/__init__.py differs, train.py is missing. Put the submitted tree into" in agent.errors
+    (failure,) = read_failures(made.run, 2)
+    assert failure.code == "node.code-differs-in-image"
+    assert failure.params["files"] == ["src/my_model/__init__.py differs", "train.py is missing"]
     assert image.is_dir()
 
 
