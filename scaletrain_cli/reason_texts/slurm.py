@@ -56,9 +56,9 @@ TEXTS: dict[str, Text] = {
     "job-accounted": Text("{state} (from the accounting)"),
     "job-not-listed": Text("Slurm no longer lists the job"),
     "request-pending": Text(
-        "sbatch was called at {asked} and got no answer; Slurm lists no job of this run yet, but may still accept it"
+        "sbatch was called at {time} and got no answer; Slurm lists no job of this run yet, but may still accept it"
     ),
-    "request-not-accepted": Text("sbatch was called at {asked} and got no answer; Slurm lists no job of this run"),
+    "request-not-accepted": Text("sbatch was called at {time} and got no answer; Slurm lists no job of this run"),
     # ---- restart decisions -----------------------------------------------------------------------------------------
     "job-being-ended": Text("Slurm is ending the job, and decides whether to requeue it"),
     "job-not-requeued": Text(
@@ -189,11 +189,11 @@ TEXTS: dict[str, Text] = {
         "nodes of partition {partition} have at most {most:of GPU}", ("Request {most} per node and more nodes",)
     ),
     "too-many-cpus": Text(
-        "nodes of partition {partition} have at most {most} CPUs; the job requests {asked} on each",
+        "nodes of partition {partition} have at most {most} CPUs; the job requests {requested} on each",
         ("Set it to {enough}",),
     ),
     "too-many-cpus-for-one": Text(
-        "nodes of partition {partition} have at most {most} CPUs; the job requests {asked} on each",
+        "nodes of partition {partition} have at most {most} CPUs; the job requests {requested} on each",
         ("Leave it out, or request fewer ranks per node",),
     ),
     "too-much-memory": Text("nodes of partition {partition} have at most {most} MiB", ("Set it to {most}MiB or less",)),
@@ -234,7 +234,7 @@ TEXTS: dict[str, Text] = {
         "{usable} of {fitting} nodes of {partition} that fit the job are usable ({down:list}): it waits for {nodes}"
     ),
     "note-quota-in-use": Text(
-        "{owner} has {used:g} of its {allowed:g} {resource} in use ({kind}): the job waits for {asked:g}"
+        "{owner} has {used:g} of its {allowed:g} {resource} in use ({kind}): the job waits for {requested:g}"
     ),
     "note-budget-used-up": Text(
         "{owner} has used up its {allowed:g} minutes of {resource} ({kind}): the job waits until the usage is reset"
@@ -269,8 +269,8 @@ TEXTS: dict[str, Text] = {
         "jobs of {where} are suspended when they are preempted (PreemptMode={mode}): the job keeps its memory and waits"
     ),
     "note-grace-too-short": Text(
-        "cluster.grace_seconds = {asked:g}, but {where} gives a preempted job {given:g} s ({source}). Set it to "
-        "{given:g}: a checkpoint that is not complete by then is lost"
+        "cluster.grace_seconds = {requested:g}, but {where} gives a preempted job {granted:g} s ({source}). Set it to "
+        "{granted:g}: a checkpoint that is not complete by then is lost"
     ),
     # ---- submit --probe --------------------------------------------------------------------------------------------
     "runs-root-unwritable": Text("the runs root {root} cannot be written here: {error}"),

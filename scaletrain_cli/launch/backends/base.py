@@ -183,7 +183,11 @@ class Backend(ABC):
     - **Errors.** SchedulerError where the scheduler refuses or cannot be reached, with nothing changed;
       SchedulerSilentError where it did not answer, so that it may or may not have done what was asked.
     - **Idempotent submit.** A submitter may die after the scheduler took the job. ``submit`` of a run whose latest
-      revision the scheduler already has returns the id of that job and makes no second one.
+      revision the scheduler already has returns the id of that job and creates no second one.
+    - **Lost answers.** The job of a submission that was not answered is found without its id: by its name, if that is
+      unique for the run and the submission, or by a mark in the job. While the scheduler may still accept the
+      request, ``job`` returns the state ``unknown`` with ``unsettled``, and ``submit`` repeats it only if that cannot
+      create a second job.
     - **Gang.** All nodes of an attempt start together or not at all, and end together.
     - **Grace period.** Before a job ends for any reason but its own, each node agent gets SIGTERM, and
       ``cluster.grace_seconds`` before it is killed. Ranks save a checkpoint in that time.

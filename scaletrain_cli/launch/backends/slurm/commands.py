@@ -22,7 +22,7 @@ _ANSWER_LOST = (
     *("Socket timed out", "Connection timed out", "Connection reset", "Broken pipe", "Zero Bytes were transmitted"),
     *("Message receive failure", "Unexpected message received", "Protocol authentication error"),
 )
-# The only variables of the submitter that the job gets: others may hold secrets, which Slurm would store.
+# The only variables of the submitter that the job gets: others may contain secrets, which Slurm would store.
 PASSED_ON = frozenset(
     "PATH HOME USER LOGNAME SHELL LANG LC_ALL TZ TMPDIR SLURM_CONF LD_LIBRARY_PATH CUDA_HOME VIRTUAL_ENV PYTHONPATH "
     "SSL_CERT_FILE XDG_CACHE_HOME MODULEPATH MODULESHOME LMOD_PKG".split()
@@ -59,10 +59,10 @@ def call_slurm(
     except subprocess.TimeoutExpired as error:
         raise SchedulerSilentError(Reason("slurm.no-answer", {"command": command[0], "seconds": seconds})) from error
     if answer.returncode and not any(phrase in answer.stderr for phrase in accept):
-        said = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
+        message = " ".join(answer.stderr.split()) or f"exit code {answer.returncode}"
         if answer.returncode < 0 or any(phrase in answer.stderr for phrase in _ANSWER_LOST):
-            raise SchedulerSilentError(Reason("slurm.answer-lost", {"command": command[0], "said": said}))
-        raise SchedulerError(Reason("slurm.command-failed", {"command": " ".join(command[:2]), "said": said}))
+            raise SchedulerSilentError(Reason("slurm.answer-lost", {"command": command[0], "said": message}))
+        raise SchedulerError(Reason("slurm.command-failed", {"command": " ".join(command[:2]), "said": message}))
     return answer
 
 

@@ -16,7 +16,7 @@ from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.logs import last_error
 from scaletrain_cli.reasons import Reason, recorded
 
-# Slurm's reasons of pending jobs, as regular expressions over the whole word; the first match applies. Each has a
+# Slurm's reasons of pending jobs, as regular expressions over the whole reason; the first match applies. Each has a
 # cause, the code ``slurm.wait-<key>`` of its text and remedies, and whether waiting does not help.
 _QUEUE_REASONS: tuple[tuple[str, str, str, bool], ...] = (
     (r"None|", "resources", "not-considered", False),
@@ -121,8 +121,8 @@ def parse_fields(text: str) -> dict[str, str]:
 def _queue_evidence(job_id: str, word: str, fields: dict[str, str]) -> Iterator[Evidence]:
     yield Evidence(f"scontrol show job {job_id}", f"Reason={word}")
     if fields:
-        asked = ("Partition", "Account", "QOS", "NumNodes", "TresPerNode", "TRES", "TimeLimit", "Dependency")
-        yield Evidence("requested", _listed(fields, asked))
+        requested = ("Partition", "Account", "QOS", "NumNodes", "TresPerNode", "TRES", "TimeLimit", "Dependency")
+        yield Evidence("requested", _listed(fields, requested))
     partition = fields.get("Partition", "")
     if partition:
         yield from _nodes_of(partition)

@@ -81,10 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def begin(run: RunDir, record: RunRecord, environment: Mapping[str, str]) -> int:
     """Claim the next attempt and print its rendezvous address; print nothing if the run must not continue."""
     job_id = environment["SLURM_JOB_ID"]
-    given, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
-    if given is not None and int(given) != planned:
+    allocated, planned = environment.get("SLURM_JOB_NUM_NODES"), record.spec.cluster.nodes
+    if allocated is not None and int(allocated) != planned:
         # Requeued manually after a resize. The run belongs to another job, so nothing is written here.
-        logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, given, planned)
+        logger.warning("job %s has %s nodes, and the run uses %s since it was resized", job_id, allocated, planned)
         return ExitCode.USAGE
     conclude_abandoned(run, record)  # of this job, which was killed before it could record the end
     refusal = why_not_begin(run, record, job_id)

@@ -147,7 +147,7 @@ def _shortage(spec: RunSpec, partition: str, nodes: Sequence[Node], key: str) ->
     elif key == "cluster.cpus_per_gpu":
         most = max(node.cpus for node in nodes)
         enough = most // cluster.gpus_per_node
-        params = where | {"most": most, "asked": cores_per_node(cluster), "enough": enough}
+        params = where | {"most": most, "requested": cores_per_node(cluster), "enough": enough}
         given, reason = cluster.cpus_per_gpu, Reason(f"slurm.too-many-cpus{'' if enough else '-for-one'}", params)
     else:
         most = max(node.memory_mib for node in nodes)
@@ -207,12 +207,12 @@ class _SiteCheck:
         return Problem.because(self.spec.where(key), key, Reason(f"slurm.{code}", params), given)
 
     def _partition_names(self, found: list[Partition]) -> Iterator[Problem]:
-        wanted = self.spec.cluster.slurm.partition
+        requested = self.spec.cluster.slurm.partition
         names = [partition.name for partition in self.site.partitions]
-        if wanted is None and not found and names:
+        if requested is None and not found and names:
             yield self._problem("cluster.slurm.partition", "no-default-partition", "null", partitions=names)
-        elif wanted is not None and names:
-            for name in wanted.split(","):
+        elif requested is not None and names:
+            for name in requested.split(","):
                 if name not in names:
                     near = nearest_name(name, names)
                     code = "unknown-partition" if near is None else "misspelled-partition"
@@ -238,9 +238,11 @@ class _SiteCheck:
         elif partition.state != "UP":
             notes.append(Reason("slurm.note-partition-not-up", {"partition": name, "state": partition.state}))
         longest = None if self.site.qos_may_lift("PartitionTimeLimit") else partition.max_seconds
-        if (wanted := slurm.time) is not None and longest is not None and wanted > longest:
+        if (requested := slurm.time) is not None and longest is not None and requested > longest:
             most = _duration(longest)
-            yield self._problem("cluster.slurm.time", "beyond-max-time", _duration(wanted), partition=name, most=most)
+            yield self._problem(
+                "cluster.slurm.time", "beyond-max-time", _duration(requested), partition=name, most=most
+            )
         most_nodes = None if self.site.qos_may_lift("PartitionMaxNodes") else partition.max_nodes
         if most_nodes is not None and cluster.nodes > most_nodes:
             yield self._problem("cluster.nodes", "beyond-max-nodes", cluster.nodes, partition=name, most=most_nodes)
@@ -314,7 +316,7 @@ class _SiteCheck:
         for limit in found.never:
             yield self._beyond(limit, request)
         for limit in found.busy:
-            params = _limit_params(limit) | {"used": limit.used, "asked": request.get(limit.resource, 1)}
+            params = _limit_params(limit) | {"used": limit.used, "requested": request.get(limit.resource, 1)}
             used_up = limit.kind == "GrpTRESMins"
             notes.append(Reason("slurm.note-budget-used-up" if used_up else "slurm.note-quota-in-use", params))
 
@@ -334,21 +336,21 @@ class _SiteCheck:
 
     def _reservation(self, notes: list[Reason]) -> Iterator[Problem]:
         """Check the requested reservation. Where Slurm hides reservations, sbatch --test-only checks it."""
-        wanted, site = self.spec.cluster.slurm.reservation, self.site
-        if site.qos_has("RequiresReservation") and wanted is None:
+        requested, site = self.spec.cluster.slurm.reservation, self.site
+        if site.qos_has("RequiresReservation") and requested is None:
             if site.may_rewrite_jobs:
                 notes.append(Reason("slurm.note-qos-needs-reservation", {"qos": site.qos}))
                 return
             yield self._problem("cluster.slurm.reservation", "qos-needs-reservation", "null", qos=site.qos)
         names = [one.name for one in site.reservations or ()]
         if site.reservations is None:
-            code = "note-maintenance-unknown" if wanted is None else "note-reservations-unknown"
-            notes.append(Reason(f"slurm.{code}", {"reservation": wanted}))
-        elif wanted is not None and wanted not in names and site.hides_reservations:
-            notes.append(Reason("slurm.note-reservation-hidden", {"reservation": wanted}))
-        elif wanted is not None and wanted not in names:
+            code = "note-maintenance-unknown" if requested is None else "note-reservations-unknown"
+            notes.append(Reason(f"slurm.{code}", {"reservation": requested}))
+        elif requested is not None and requested not in names and site.hides_reservations:
+            notes.append(Reason("slurm.note-reservation-hidden", {"reservation": requested}))
+        elif requested is not None and requested not in names:
             code = "unknown-reservation" if names else "no-reservations"
-            yield self._problem("cluster.slurm.reservation", code, wanted, reservations=names)
+            yield self._problem("cluster.slurm.reservation", code, requested, reservations=names)
 
     def _reserved(self, partition: Partition, fitting: list[Node]) -> Iterator[Reason]:
         """Yield a note for each reservation that begins before the job's end and leaves too few nodes."""

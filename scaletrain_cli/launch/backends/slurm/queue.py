@@ -150,7 +150,7 @@ def _forgotten_job(job_id: str, accounted: str) -> Job:
 
 def _job_of_lost_request(request: Request) -> Job:
     """Return the job of an unanswered sbatch of which Slurm has no job now."""
-    params = {"asked": time.strftime("%H:%M:%S", time.localtime(request.asked))}
+    params = {"time": time.strftime("%H:%M:%S", time.localtime(request.asked))}
     if time.time() - request.asked < _SETTLED_SECONDS:
         return Job.because("", "unknown", Reason("slurm.request-pending", params), unsettled=True)
     return Job.because("", "ended", Reason("slurm.request-not-accepted", params))

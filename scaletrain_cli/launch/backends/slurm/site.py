@@ -201,16 +201,16 @@ def preemption_notes(site: Site, cluster: ClusterSpec) -> Iterator[Reason]:
     """Yield notes on what the spec should change under the site's preemption rule."""
     for where, mode, grace in _rules(site, cluster):
         kill_wait = _kill_wait_seconds(site)
-        given = grace or kill_wait
+        granted = grace or kill_wait
         name = "GraceTime" if grace else "no GraceTime, so KillWait"
         if "OFF" in mode:
             continue
-        params = {"where": where, "mode": mode, "given": given, "source": name, "asked": cluster.grace_seconds}
+        params = {"where": where, "mode": mode, "granted": granted, "source": name, "requested": cluster.grace_seconds}
         if "CANCEL" in mode:
             yield Reason("slurm.note-preemption-cancels", params)
         elif "SUSPEND" in mode:
             yield Reason("slurm.note-preemption-suspends", params)
-        if "SUSPEND" not in mode and given < cluster.grace_seconds:
+        if "SUSPEND" not in mode and granted < cluster.grace_seconds:
             yield Reason("slurm.note-grace-too-short", params)
 
 

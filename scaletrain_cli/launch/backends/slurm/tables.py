@@ -285,12 +285,12 @@ def limits_of(
     """
     found: list[Limit] = []
     for limits in (_of_qos(text, name, uid, account) for name in qos):
-        said = {(limit.kind, limit.resource) for limit in found}
-        found += [limit for limit in limits if (limit.kind, limit.resource) not in said]
+        limited = {(limit.kind, limit.resource) for limit in found}
+        found += [limit for limit in limits if (limit.kind, limit.resource) not in limited]
     # An association's per-user limit applies where no QOS has a limit per user or per account on that resource.
-    said = {(_OVERRIDDEN.get(limit.kind, limit.kind), limit.resource) for limit in found}
+    limited = {(_OVERRIDDEN.get(limit.kind, limit.kind), limit.resource) for limit in found}
     for limit in _of_associations(text, user, account):
-        if (limit.kind, limit.resource) not in said:
+        if (limit.kind, limit.resource) not in limited:
             scaled = limit.kind in ("GrpTRES", "MaxTRESPJ")
             found.append(dataclasses.replace(limit, allowed=limit.allowed * factor) if scaled else limit)
     return tuple(found)
@@ -303,22 +303,22 @@ def fit(limits: Sequence[Limit], request: Mapping[str, float], seconds: float | 
     """
     never, busy = [], []
     for limit in limits:
-        asked = seconds if limit.resource == "seconds" else 1.0 if limit.resource == "jobs" else None
-        asked = request.get(limit.resource, asked)
-        if asked is None:
+        amount = seconds if limit.resource == "seconds" else 1.0 if limit.resource == "jobs" else None
+        amount = request.get(limit.resource, amount)
+        if amount is None:
             continue
         if limit.kind == AT_LEAST:
-            if asked < limit.allowed:
+            if amount < limit.allowed:
                 never.append(limit)
         elif limit.kind == PER_NODE:
-            if asked / nodes > limit.allowed:
+            if amount / nodes > limit.allowed:
                 never.append(limit)
         elif limit.kind == "GrpTRESMins":  # a budget of TRES minutes, which may be used up
             if limit.used is not None and limit.used >= limit.allowed:
                 busy.append(limit)
-        elif asked > limit.allowed:
+        elif amount > limit.allowed:
             never.append(limit)
-        elif limit.used is not None and asked > limit.allowed - limit.used:
+        elif limit.used is not None and amount > limit.allowed - limit.used:
             busy.append(limit)
     return Fit(tuple(never), tuple(busy))
 
