@@ -474,4 +474,15 @@ TEXTS: dict[str, Text] = {
         (_LOGS, "Correct what the message names (the volume, the GPUs, the spec); then `scaletrain resume {run}`"),
     ),
     "ended": Text("its job has ended: {state}", (_LOGS, _RESUME)),
+    # ---- status --cluster ------------------------------------------------------------------------------------------
+    "view-not-permitted": Text("not shown: {part}; you need the right to list {right}"),
+    "view-not-permitted-in-all-namespaces": Text(
+        "not shown: {part}; you need the right to list {right} in all namespaces"
+    ),
+    "view-nodes-not-ready": Text("not ready: {nodes:list}"),
+    "view-queue-not-active": Text("{kind} {queue} is not active: {said}"),
+    "view-ahead-in-namespace": Text("ahead counts only namespace {namespace}; {waiting} jobs wait for the same quota"),
+    "view-runs-elsewhere": Text(
+        "you also have runs in {namespaces:list}: set cluster.kubernetes.namespace in clusters.yaml"
+    ),
 }

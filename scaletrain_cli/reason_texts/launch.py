@@ -321,6 +321,7 @@ TEXTS: dict[str, Text] = {
         "{why}; these runs could not be cancelled again: {runs:list}",
         ("Cancel each with `scaletrain cancel`",),
     ),
+    "cluster-not-reported": Text("{scheduler} reports nothing about its nodes"),
     # ---- before a submission ---------------------------------------------------------------------------------------
     "start-unknown": Text("{scheduler} does not estimate when a job starts"),
     "runs-root-local": Text(

@@ -272,6 +272,8 @@ TEXTS: dict[str, Text] = {
         "cluster.grace_seconds = {requested:g}, but {where} gives a preempted job {granted:g} s ({source}). Set it to "
         "{granted:g}: a checkpoint that is not complete by then is lost"
     ),
+    # ---- status --cluster ------------------------------------------------------------------------------------------
+    "nodes-out-of-order": Text("out of order: {nodes:list}"),
     # ---- submit --probe --------------------------------------------------------------------------------------------
     "runs-root-unwritable": Text("the runs root {root} cannot be written here: {error}"),
     "probe-refused": Text("Slurm refused the probe: {error}"),

@@ -364,8 +364,9 @@ class Backend(ABC):
 
     def cluster_view(self, cluster: ClusterSpec) -> ClusterView:
         """Return the nodes, quotas and queue. Raises SchedulerError if the scheduler does not answer."""
-        note = f"{self.traits.display_name} reports nothing about its nodes"
-        return ClusterView(scheduler=self.name, cluster=self.traits.display_name, has_other_users=False, notes=(note,))
+        name = self.traits.display_name
+        note = Reason("launch.cluster-not-reported", {"scheduler": name})
+        return ClusterView(scheduler=self.name, cluster=name, has_other_users=False, warnings=(note,))
 
     def checks(self) -> Iterator[Check]:
         """Yield the lines of `scaletrain doctor` about this back end. Takes a few seconds at most."""

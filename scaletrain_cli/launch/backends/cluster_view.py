@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from scaletrain_cli.reasons import Reason
+
 SCHEMA = "scaletrain.cluster/v1"
 
 
@@ -72,8 +74,16 @@ class ClusterView:
     others_running: int = 0
     others_queued: int = 0
     has_other_users: bool = True  # False: jobs of other users are not shown
-    notes: tuple[str, ...] = ()
+    warnings: tuple[Reason, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The texts of ``warnings``."""
+        return tuple(map(str, self.warnings))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the stable JSON object."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        """Return the stable JSON object (docs/json.md)."""
+        rows = dataclasses.asdict(dataclasses.replace(self, warnings=()))
+        del rows["warnings"]
+        reasons = [warning.to_document() for warning in self.warnings]
+        return {"schema": SCHEMA, **rows, "notes": list(self.notes), "note_reasons": reasons}

@@ -33,6 +33,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
 from scaletrain_cli.launch.backends.kubernetes.capacity import requested
 from scaletrain_cli.launch.backends.kubernetes.conditions import job_of, size_of
 from scaletrain_cli.launch.backends.kubernetes.job_ref import read_job_ref
+from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import INSTANCE_LABEL, MANAGED, RUN_ID_ANNOTATION
 from scaletrain_cli.launch.backends.kubernetes.observation import (
     QUEUE_LABEL,
@@ -43,6 +44,7 @@ from scaletrain_cli.launch.backends.kubernetes.observation import (
     unix_time,
 )
 from scaletrain_cli.launch.backends.kubernetes.quota import parse_quantity
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import list_runs
 from scaletrain_cli.spec.kubernetes import KubernetesSpec
 
@@ -228,8 +230,7 @@ def kubernetes_view(settings: KubernetesSpec) -> ClusterView:
     )
     if not elsewhere:
         return view
-    note = f"you also have runs in {', '.join(elsewhere)}: set cluster.kubernetes.namespace in clusters.yaml"
-    return dataclasses.replace(view, notes=(*view.notes, note))
+    return dataclasses.replace(view, warnings=(*view.warnings, reason("view-runs-elsewhere", namespaces=elsewhere)))
 
 
 def _namespaces_of_runs(context: str | None) -> list[str]:
@@ -298,7 +299,7 @@ def make_view(seen: ClusterObjects, settings: KubernetesSpec, now: float) -> Clu
         queue=queue_rows(seen.runs, queues, settings.gpu_resource, now),
         others_running=running,
         others_queued=waiting,
-        notes=tuple(_notes(seen, reachable, settings)),
+        warnings=tuple(_warnings(seen, reachable, settings)),
     )
 
 
@@ -357,19 +358,20 @@ def _quotas(queue: Object, local: dict[str, str], gpu_resource: str) -> Iterator
                 yield QuotaRow(owner, limit, words, float(allowed / unit), float(held / unit))
 
 
-def _notes(seen: ClusterObjects, reachable: Iterable[Object], settings: KubernetesSpec) -> Iterator[str]:
+def _warnings(seen: ClusterObjects, reachable: Iterable[Object], settings: KubernetesSpec) -> Iterator[Reason]:
     for right in seen.forbidden:
-        where = " in all namespaces" if right == "pods" else ""
         if right in _PARTS:
-            yield f"not shown: {_PARTS[right]}; you need the right to list {right}{where}"
+            code = "view-not-permitted-in-all-namespaces" if right == "pods" else "view-not-permitted"
+            yield reason(code, part=_PARTS[right], right=right)
     down = [f"{node['metadata']['name']} {_state(node)}" for node in seen.nodes or () if _state(node) != "Ready"]
     if down:
-        yield f"not ready: {', '.join(down)}"
+        yield reason("view-nodes-not-ready", nodes=down)
     for queue in (*seen.local_queues, *reachable):
-        what = f"{queue['kind']} {queue['metadata']['name']}"
+        name = {"kind": queue["kind"], "queue": queue["metadata"]["name"]}
         for condition in queue.get("status", {}).get("conditions", ()):
             if condition["type"] == "Active" and condition["status"] == "False":
-                yield f"{what} is not active: {condition.get('message') or condition.get('reason', '')}"
+                said = condition.get("message") or condition.get("reason", "")
+                yield reason("view-queue-not-active", **name, said=said)
     waiting = sum(int(queue.get("status", {}).get("pendingWorkloads", 0)) for queue in reachable)
     if waiting and seen.runs.queue_known and waiting > seen.runs.waiting:
-        yield f"ahead counts only namespace {settings.namespace}; {waiting} jobs wait for the same quota"
+        yield reason("view-ahead-in-namespace", namespace=settings.namespace, waiting=waiting)

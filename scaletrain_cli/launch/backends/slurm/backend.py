@@ -169,10 +169,6 @@ class SlurmBackend(Backend):
                 why = Reason("slurm.no-mount-source", {"source": source})
                 yield problem(f"cluster.slurm.container.mounts.{index}", why, mount)
 
-    def secret_hint(self, name: str) -> str:
-        """Return the hint to export and name the variable: jobs get no other part of the environment."""
-        return f"Export {name} and name it in secret_env"
-
     def job_log(self, run: RunDir, job_id: str) -> Path | None:
         """Return the log of the batch script; None where it never started."""
         log = run.path / f"slurm-{job_id}.log"

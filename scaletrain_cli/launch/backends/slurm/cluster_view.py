@@ -11,6 +11,7 @@ from scaletrain_cli.launch.backends.slurm.commands import call_slurm
 from scaletrain_cli.launch.backends.slurm.queue import job_state
 from scaletrain_cli.launch.backends.slurm.site import Site, query_site
 from scaletrain_cli.launch.backends.slurm.tables import AT_LEAST, Limit, Node, gpus, moment, resource_in_words
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
 
 # Answers to `squeue --format=QUEUE`: job, user, state, reason, priority, nodes, GPUs per node, start, partition, name.
@@ -39,7 +40,7 @@ def make_view(site: Site, queue: str) -> ClusterView:
         queue=_mine(rows, site.user),
         others_running=sum(row[2] in _RUNNING for row in others),
         others_queued=sum(row[2] == "PENDING" for row in others),
-        notes=(f"out of order: {', '.join(down)}",) if down else (),
+        warnings=(Reason("slurm.nodes-out-of-order", {"nodes": down}),) if down else (),
     )
 
 
