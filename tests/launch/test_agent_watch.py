@@ -43,7 +43,7 @@ def test_a_stopped_agent_is_continued_by_its_ranks_and_forwards_the_signal_that_
     assert "was continued by its ranks" in event_sentence(event)
 
 
-def test_where_the_agent_does_not_stay_continued_the_ranks_save_and_leave_and_end_it(
+def test_if_a_continued_agent_stops_again_the_ranks_save_exit_and_kill_it(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
     agent = started(make_run, start_agent, FAST)
@@ -81,7 +81,7 @@ def test_ranks_that_end_leave_no_stopped_agent_behind(make_run: MakeRun, start_a
     assert agent.wait() == 0
 
 
-def test_a_job_that_is_suspended_as_a_whole_loses_nothing_and_counts_no_time(
+def test_suspending_the_whole_job_loses_nothing_and_counts_as_no_time(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
     agent = started(make_run, start_agent, FAST)
@@ -107,7 +107,7 @@ def in_state(process: subprocess.Popen[bytes], letter: str) -> bool:
     return True
 
 
-def test_an_agent_under_a_debugger_is_left_alone() -> None:
+def test_an_agent_under_a_debugger_is_not_continued() -> None:
     told: list[float] = []
     with running("import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)") as process:
         assert in_state(process, "t")
@@ -118,7 +118,7 @@ def test_an_agent_under_a_debugger_is_left_alone() -> None:
         assert (process_state(process.pid), told) == ("t", [])
 
 
-def test_only_looks_in_succession_count() -> None:
+def test_only_consecutive_polls_count() -> None:
     told: list[float] = []
     with running("input()") as process:
         watch = AgentWatch(process.pid, lambda seconds, ends: told.append(seconds), limit_seconds=2, look_seconds=1)

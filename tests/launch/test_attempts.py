@@ -48,7 +48,7 @@ def judged(
     return outcome.exit_code, outcome.reason, outcome.message
 
 
-def test_all_done_is_done_even_if_cancelled_too_late() -> None:
+def test_an_attempt_whose_ranks_all_finished_is_done_even_if_it_was_cancelled_later() -> None:
     assert judged([node(0, rank(0, 0))])[:2] == (0, "done")
     assert judged([node(0, rank(0, 0))], cancelled=True)[:2] == (0, "done")
 
@@ -57,23 +57,23 @@ def test_a_mix_of_done_and_preempted_is_preempted() -> None:
     assert judged([node(0, rank(0, 0)), node(75, rank(1, 75), number=1)], planned=2)[:2] == (75, "preempted")
 
 
-def test_a_cancelled_attempt_says_so_and_keeps_its_code() -> None:
+def test_a_cancelled_attempt_has_the_reason_cancelled_and_keeps_its_exit_code() -> None:
     assert judged([node(75, rank(0, 75))], cancelled=True)[:2] == (75, "cancelled")
 
 
-def test_a_rank_that_was_killed_is_named() -> None:
+def test_a_killed_rank_is_named() -> None:
     code, reason, message = judged([node(1, rank(0, 0), rank(1, -9))])
     assert (code, reason) == (1, "killed")
     assert "rank 1 on node-0000-n0 was ended by SIGKILL" in message
 
 
-def test_a_preemption_that_runs_out_of_grace_is_no_crash() -> None:
+def test_a_preemption_that_exceeds_the_grace_period_is_not_a_crash() -> None:
     code, reason, message = judged([node(1, rank(0, -9, killed_by_agent=True), rank(1, -9, killed_by_agent=True))])
     assert (code, reason) == (1, "out-of-grace")
     assert "had not saved its state when the grace period ended" in message
 
 
-def test_a_rank_that_cannot_be_killed_is_the_nodes_fault() -> None:
+def test_a_rank_that_cannot_be_killed_counts_as_a_node_failure() -> None:
     hanging = NodeRecord("n", "n", 0, 1, 1, 0.0, (RankRecord(0, 1, 0.0),), ended=9.0, exit_code=1, first_failure=0)
     code, reason, message = judged([hanging])
     assert (code, reason) == (1, "node")
@@ -85,19 +85,19 @@ def test_a_segmentation_fault_is_a_crash() -> None:
 
 
 @pytest.mark.parametrize(("reason", "code"), [("oom", 1), ("nan", 93), ("wrong-nodes", 5), ("crash", 1)])
-def test_a_rank_that_knows_why_it_failed_is_believed(reason: str, code: int) -> None:
+def test_the_failure_reason_that_a_rank_records_is_used(reason: str, code: int) -> None:
     failure = Failure(0, reason, "because", code)
     assert judged([node(code, rank(0, code))], failure) == (code, reason, "rank 0 on node-0000-n0: because")
 
 
-def test_running_out_of_memory_wins_over_the_broken_connections_it_causes() -> None:
+def test_out_of_memory_takes_precedence_over_broken_connections() -> None:
     failures = [Failure(0, "crash", "connection closed by peer", 1), Failure(3, "oom", "tried to allocate 2 GiB", 1)]
     nodes = [node(1, rank(0, 1)), node(1, rank(3, 1), number=1, ended=10.0)]
     assert judged(nodes, *failures, planned=2) == (1, "oom", "rank 3 on node-0001-n1: tried to allocate 2 GiB")
 
 
 @pytest.mark.parametrize("code", [2, 3, 4])
-def test_a_usage_error_is_no_crash(code: int) -> None:
+def test_a_usage_error_is_not_a_crash(code: int) -> None:
     assert judged([node(code, rank(0, code))])[:2] == (code, "usage")
 
 
@@ -105,14 +105,14 @@ def test_an_unknown_reason_is_a_crash() -> None:
     assert judged([node(1, rank(0, 1))], Failure(0, "gremlins", "boo", 1))[1] == "crash"
 
 
-def test_a_node_that_vanished_is_a_lost_node_whatever_the_rest_did() -> None:
+def test_a_node_that_disappeared_is_a_lost_node_whatever_the_other_nodes_did() -> None:
     assert judged([node(75, rank(0, 75)), node(None, number=1)], planned=2)[:2] == (1, "node")
     assert judged([node(75, rank(0, 75))], planned=2)[:2] == (1, "node")
     assert judged([])[:2] == (1, "node")
     assert "node-0000-n0" in judged([node(None)])[2]
 
 
-def test_a_lost_node_explains_crashes_and_hangs_elsewhere_but_not_what_a_rank_knows_better() -> None:
+def test_a_lost_node_explains_crashes_and_hangs_elsewhere_but_no_recorded_failure_reason() -> None:
     lost = node(None, number=1)
     code, reason, message = judged([node(1, rank(0, 1)), lost], planned=2)
     assert (code, reason) == (1, "node")
@@ -123,17 +123,19 @@ def test_a_lost_node_explains_crashes_and_hangs_elsewhere_but_not_what_a_rank_kn
     assert judged([node(1, rank(0, 1))], planned=2)[1] == "crash"  # the other may not have started yet
 
 
-def test_a_node_that_ended_its_ranks_because_of_another_is_not_blamed() -> None:
+def test_a_node_that_ended_its_ranks_because_of_another_node_is_not_the_cause() -> None:
     first_to_end = node(1, rank(0, -9, killed_by_agent=True), ended=8.0)
     assert judged([first_to_end, node(1, rank(1, 1), number=1)], planned=2)[2].startswith("rank 1 on node-0001")
 
 
-def test_an_agent_that_could_not_start_passes_its_verdict_on() -> None:
+def test_the_exit_code_of_an_agent_that_could_not_start_is_kept() -> None:
     outcome = classify_exit([], [], 1, cancelled=False, launcher_exit_code=2)
     assert (outcome.exit_code, outcome.reason) == (2, "usage")
 
 
-def test_an_attempt_is_recorded_from_its_start_to_what_was_decided(make_run: Callable[..., MadeRun]) -> None:
+def test_the_record_of_an_attempt_has_its_start_its_outcome_and_the_restart_decision(
+    make_run: Callable[..., MadeRun],
+) -> None:
     made = make_run()
     number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="77", nodes=("n1", "n2"))
     (began,) = read_attempts(made.run)
@@ -146,7 +148,7 @@ def test_an_attempt_is_recorded_from_its_start_to_what_was_decided(make_run: Cal
     assert (ended.exit_code, ended.reason, ended.decision) == (1, "killed", Decision(True, 1, "once more"))
 
 
-def test_an_attempt_whose_watcher_vanished_is_closed_by_its_evidence(make_run: Callable[..., MadeRun]) -> None:
+def test_an_attempt_without_a_live_supervisor_is_closed_by_its_records(make_run: Callable[..., MadeRun]) -> None:
     made = make_run()
     for code in (75, None):
         number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
@@ -156,7 +158,7 @@ def test_an_attempt_whose_watcher_vanished_is_closed_by_its_evidence(make_run: C
     assert close_unended(made.run, made.record.spec) == []
 
 
-def test_a_torn_attempt_record_is_passed_over(make_run: Callable[..., MadeRun]) -> None:
+def test_a_truncated_attempt_record_is_skipped(make_run: Callable[..., MadeRun]) -> None:
     made = make_run()
     for _ in range(2):
         number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))

@@ -24,13 +24,13 @@ LIMITS = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=[
 VIEW = make_view(dataclasses.replace(SITE, limits=LIMITS), answer("queue"))
 
 
-def test_gpus_are_counted_by_type_and_those_out_of_order_are_not_free() -> None:
+def test_gpus_are_counted_by_type_and_those_of_drained_nodes_are_not_free() -> None:
     assert VIEW.gpus == (GpuRow("h100", total=24, used=8, free=8, out_of_order=8, nodes=3, free_nodes=1),)
     assert VIEW.nodes == (NodesRow("mix", 1), NodesRow("idle", 1), NodesRow("drain", 1))
     assert VIEW.notes == ("out of order: n3 drain",)
 
 
-def test_my_jobs_stand_with_how_many_are_ahead_and_why_they_wait() -> None:
+def test_jobs_of_the_user_are_listed_with_the_jobs_ahead_and_the_reason_they_wait() -> None:
     running, first, second = VIEW.queue
     assert (running.job_id, running.state, running.gpus, running.ahead) == ("2400011", "running", 8, None)
     assert (first.name, first.gpus, first.ahead, first.reason) == ("mine2", 16, 0, "AssocGrpGRES")
@@ -48,12 +48,12 @@ def test_jobs_of_others_are_counted_and_come_before_mine_by_priority() -> None:
     assert len(view.queue) == 3
 
 
-def test_a_name_with_bars_does_not_move_the_columns() -> None:
+def test_a_job_name_with_separators_does_not_shift_the_columns() -> None:
     (row,) = make_view(SITE, "1|root|PENDING|None|1|2|gres:gpu:4|N/A|main|a|b\n").queue
     assert (row.name, row.gpus, row.queue) == ("a|b", 8, "main")
 
 
-def test_quotas_stand_with_what_is_used() -> None:
+def test_quotas_are_shown_with_their_use() -> None:
     rows = {(row.owner, row.limit): row for row in VIEW.quotas}
     gpus = rows["account lab", "GrpTRES"]
     assert (gpus.resource, gpus.allowed, gpus.used) == ("GPUs", 16.0, 8.0)
@@ -66,7 +66,7 @@ def test_the_json_is_the_same_for_every_scheduler() -> None:
     assert local["gpus"][0].keys() == VIEW.to_json()["gpus"][0].keys()
 
 
-def test_this_machine_has_gpus_as_its_driver_calls_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_this_machine_have_the_names_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     card = tmp_path / "0000:00:04.0" / "information"
     card.parent.mkdir()
@@ -75,7 +75,7 @@ def test_this_machine_has_gpus_as_its_driver_calls_them(tmp_path: Path, monkeypa
     assert (row.type, row.total, row.free) == ("NVIDIA H100 80GB HBM3", 2, 2)
 
 
-def test_a_local_run_that_has_ended_holds_nothing(make_run: Callable[..., MadeRun]) -> None:
+def test_an_ended_local_run_uses_no_gpus(make_run: Callable[..., MadeRun]) -> None:
     make_run()
     assert LocalBackend().cluster_view(ClusterSpec()).queue == ()
 
@@ -89,7 +89,7 @@ def test_the_table_fits_eighty_columns(capsys: pytest.CaptureFixture[str], monke
     assert "account lab                  8     8       16  GPUs (GrpTRES)" in shown
 
 
-def test_the_verb_shows_the_cluster_that_is_asked_for() -> None:
+def test_status_cluster_shows_the_requested_cluster() -> None:
     shown = scaletrain("status", "--cluster", "--scheduler", "local", "--json")
     assert (shown.code, shown.data["scheduler"]) == (0, "local")
     titles = scaletrain("status", "--cluster", "--scheduler", "local").out.splitlines()[2]
@@ -101,16 +101,16 @@ def test_the_verb_shows_the_cluster_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("words", [("--cluster", "r1"), ("--cluster", "--wait", "1s"), ("--scheduler", "slurm")])
-def test_words_that_have_no_sense_together_are_refused(words: tuple[str, ...]) -> None:
+def test_options_of_status_cluster_that_contradict_each_other_are_rejected(words: tuple[str, ...]) -> None:
     assert scaletrain("status", *words).code == 2
 
 
-def test_a_scheduler_that_is_unknown_is_refused_with_those_that_are_known() -> None:
+def test_an_unknown_scheduler_is_rejected_with_the_known_ones() -> None:
     refused = scaletrain("status", "--cluster", "--scheduler", "pbs")
     assert (refused.code, "use local, slurm, kubernetes" in refused.err) == (2, True)
 
 
-def test_a_cluster_of_the_users_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_of_the_clusters_file_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "clusters.yaml"
     file.write_text("clusters:\n  here: {scheduler: local}\n  typo: {scheduler: locale}\n")
     monkeypatch.setenv("SCALETRAIN_CLUSTERS", str(file))

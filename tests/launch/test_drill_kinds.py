@@ -15,12 +15,12 @@ from tests.launch.conftest import PROJECT, make_spec
 OF_THE_DATA = {"spike"}
 
 
-def test_the_variable_is_the_engines() -> None:
+def test_the_environment_variable_for_faults_is_that_of_the_engine() -> None:
     assert VARIABLE == faults.VARIABLE
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_fault_can_be_read_and_reaches_the_ranks_by_the_spec(name: str) -> None:
+def test_each_fault_parses_and_reaches_the_ranks_through_the_spec(name: str) -> None:
     settings = [one for one in KINDS[name].settings(step=27, world_size=2) if one.startswith("env.")]
     text = override_spec(make_spec(), settings, file="spec").env[VARIABLE]
     faults.Faults(text, rank=1, attempt=1)
@@ -32,6 +32,6 @@ def test_the_undisturbed_run_has_no_fault() -> None:
     assert UNDISTURBED.settings(step=27, world_size=2) == []
 
 
-def test_the_page_names_every_kind() -> None:
+def test_the_documentation_names_every_kind_of_drill() -> None:
     page = (PROJECT / "docs" / "drills.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `([a-z-]+)` \|", page, flags=re.MULTILINE) == list(KINDS)

@@ -34,7 +34,7 @@ def drifted(by: float, first: int = 30) -> tuple[dict[str, float], ...]:
     return tuple({**line, "loss": line["loss"] * (1 + by)} if line["step"] >= first else line for line in STEPS)
 
 
-def test_a_run_that_started_again_and_is_the_same_to_the_bit_has_survived() -> None:
+def test_a_run_that_restarted_and_is_identical_to_the_bit_has_survived() -> None:
     verdict = compare_runs(KINDS["sigkill"], "runs/x", RESTARTED, UNDISTURBED, exact=True)
     assert verdict.survived
     assert (verdict.attempts, verdict.steps_lost, verdict.seconds_lost) == (2, 6, 7.0)
@@ -65,7 +65,9 @@ def test_a_run_that_started_again_and_is_the_same_to_the_bit_has_survived() -> N
         ("sigkill", replace(RESTARTED, steps=()), "it is another run: nothing was logged"),
     ],
 )
-def test_a_run_that_did_otherwise_than_it_must_has_not(kind: str, faulted: Course, expected: str) -> None:
+def test_a_run_with_another_number_of_attempts_or_another_end_has_not_survived(
+    kind: str, faulted: Course, expected: str
+) -> None:
     assert complaints(kind, faulted).startswith(expected)
 
 
@@ -80,15 +82,15 @@ def test_a_run_that_did_otherwise_than_it_must_has_not(kind: str, faulted: Cours
         ("sigkill", replace(RESTARTED, final_files={"shard": "another"})),
     ],
 )
-def test_a_run_that_did_what_it_must_has(kind: str, faulted: Course) -> None:
+def test_a_run_with_the_expected_end_has_survived(kind: str, faulted: Course) -> None:
     assert complaints(kind, faulted) == ""
 
 
-def test_on_gpus_the_final_loss_may_differ_in_its_last_figures_and_no_more() -> None:
+def test_on_gpus_the_final_loss_may_differ_within_a_tolerance() -> None:
     assert complaints("sigkill", replace(RESTARTED, steps=drifted(5e-5)), exact=False) == ""
     assert "another run" in complaints("sigkill", replace(RESTARTED, steps=drifted(5e-4)), exact=False)
     assert "another run" in complaints("sigkill", replace(RESTARTED, steps=drifted(float("nan"))), exact=False)
 
 
-def test_a_run_that_learnt_less_after_it_went_back_has_not_survived() -> None:
+def test_a_run_with_a_higher_loss_after_a_rollback_has_not_survived() -> None:
     assert "another run" in complaints("spike", replace(UNDISTURBED, rolled_back=True, steps=drifted(0.5)))

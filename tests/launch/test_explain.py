@@ -33,7 +33,7 @@ def told(finding: Finding) -> str:
     return "\n".join(f"{evidence.source}: {evidence.text}" for evidence in finding.evidence)
 
 
-def test_every_way_to_end_has_a_meaning_and_what_to_do() -> None:
+def test_every_exit_reason_has_a_text_and_a_remedy() -> None:
     for reason in get_args(ExitReason):
         text = TEXTS[f"exit-{reason}"]
         assert text.text.startswith("attempt {attempt}")
@@ -44,7 +44,7 @@ def test_every_way_to_end_has_a_meaning_and_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("reason", get_args(ExitReason))
-def test_an_attempt_that_ended_in_any_way_is_explained(make_run: MakeRun, reason: ExitReason) -> None:
+def test_every_exit_reason_of_an_attempt_is_explained(make_run: MakeRun, reason: ExitReason) -> None:
     made = make_run()
     begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
     outcome, decision = Outcome(1, reason, recorded("these words")), Decision(False, 1, "the budget is used up")
@@ -58,7 +58,7 @@ def test_an_attempt_that_ended_in_any_way_is_explained(make_run: MakeRun, reason
         assert any(f"scaletrain resume {made.run.run_id}" in action for action in finding.actions)
 
 
-def test_a_crash_shows_the_reason_that_the_rank_gave_and_the_end_of_its_log(make_run: MakeRun) -> None:
+def test_a_crash_shows_the_failure_reason_of_the_rank_and_the_end_of_its_log(make_run: MakeRun) -> None:
     explanation = ran(make_run("restarts.crash=0", die={"*:1": 1}, reason="odd"))
     (finding,) = explanation.findings
     assert (explanation.state, finding.cause) == ("failed", "crash")
@@ -67,12 +67,12 @@ def test_a_crash_shows_the_reason_that_the_rank_gave_and_the_end_of_its_log(make
     assert "dying 1" in told(finding)
 
 
-def test_the_attempts_before_are_told_with_the_steps_they_reached(make_run: MakeRun) -> None:
+def test_earlier_attempts_are_listed_with_the_steps_they_reached(make_run: MakeRun) -> None:
     (finding,) = ran(make_run("restarts.crash=1", die={"*:1": 1})).findings
     assert "attempts before it: 1 crash at step" in told(finding)
 
 
-def test_a_run_that_was_never_submitted_says_so(make_run: MakeRun) -> None:
+def test_a_run_that_was_never_submitted_is_reported_as_such(make_run: MakeRun) -> None:
     (finding,) = explain(make_run().run).findings
     assert finding.cause == "never-began"
     assert "never started" in told(finding)

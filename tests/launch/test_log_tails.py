@@ -33,7 +33,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_of_tracebacks_the_last_one_with_the_users_own_frame(tmp_path: Path) -> None:
+def test_the_last_traceback_with_a_frame_of_the_users_code_is_shown(tmp_path: Path) -> None:
     lines = last_error(written(tmp_path, TRACEBACK)).splitlines()
     assert lines[:2] == ['File "/home/ada/train.py", line 14, in main', "report(index)"]
     assert lines[2:4] == ["ConnectionError: no route", "and a second line of it"]
@@ -44,17 +44,17 @@ def test_a_traceback_of_libraries_alone_shows_its_innermost_frame(tmp_path: Path
     assert last_error(written(tmp_path, text)) == 'File "/x/site-packages/a.py", line 1, in f\ng()\nValueError: no'
 
 
-def test_a_traceback_that_was_cut_short_still_shows_where(tmp_path: Path) -> None:
+def test_a_truncated_traceback_still_shows_its_location(tmp_path: Path) -> None:
     text = 'Traceback (most recent call last):\n  File "/home/ada/a.py", line 1, in f\n    g()\n'
     assert last_error(written(tmp_path, text)) == 'File "/home/ada/a.py", line 1, in f\ng()'
 
 
-def test_without_a_traceback_the_lines_that_speak_of_an_error(tmp_path: Path) -> None:
+def test_without_a_traceback_the_lines_with_an_error_are_shown(tmp_path: Path) -> None:
     text = "up\nslurmstepd: error: execve(): No such file or directory\nbye\n"
     assert last_error(written(tmp_path, text)) == "slurmstepd: error: execve(): No such file or directory"
     assert last_error(written(tmp_path, "a\nb\n")) == "a\nb"
 
 
-def test_a_log_that_is_empty_or_gone_says_nothing(tmp_path: Path) -> None:
+def test_an_empty_or_missing_log_shows_nothing(tmp_path: Path) -> None:
     assert last_error(written(tmp_path, "")) == ""
     assert last_error(tmp_path / "none.log") == ""

@@ -54,7 +54,7 @@ def test_an_attempt_or_rank_that_is_not_there_is_a_usage_error(made: MadeRun) ->
         log_files(made.run, rank=3)
 
 
-def test_a_follower_hands_out_each_whole_line_once_and_goes_on_into_the_next_attempt(made: MadeRun) -> None:
+def test_following_returns_each_complete_line_once_and_continues_with_the_next_attempt(made: MadeRun) -> None:
     follower = LogFollower(made.run)
     assert follower.new_lines() == []
     made.run.new_attempt()
@@ -70,7 +70,7 @@ def test_a_follower_hands_out_each_whole_line_once_and_goes_on_into_the_next_att
     assert follower.new_lines(to_the_end=True) == []
 
 
-def test_a_fifo_or_a_device_in_the_place_of_a_log_is_not_read(make_run: Callable[..., MadeRun]) -> None:
+def test_a_fifo_or_a_device_in_place_of_a_log_is_not_read(make_run: Callable[..., MadeRun]) -> None:
     made = make_run()
     logs = made.run.new_attempt()
     folder = made.run.attempt(logs) / "logs"
@@ -82,7 +82,7 @@ def test_a_fifo_or_a_device_in_the_place_of_a_log_is_not_read(make_run: Callable
     assert end_of(folder / "n-00000.log") == ""
 
 
-def test_lines_of_libraries_and_progress_lines_are_not_for_people(make_run: Callable[..., MadeRun]) -> None:
+def test_lines_of_libraries_and_progress_lines_are_hidden(make_run: Callable[..., MadeRun]) -> None:
     made = make_run()
     lines = [
         "2026-03-01T12:00:03.512Z INFO rank 0: step 1/20",

@@ -34,7 +34,7 @@ def test_bad_nodes_are_excluded_while_enough_others_are_left() -> None:
     assert exclusion(bad("n4", "n2"), usable=FIVE, needed=3).nodes == ("n2", "n4")
 
 
-def test_the_oldest_evidence_gives_way_and_that_is_said() -> None:
+def test_the_nodes_with_the_oldest_evidence_are_used_again_and_reported() -> None:
     found = exclusion(bad("n4", "n2", "n1"), usable=FIVE, needed=4)
     assert (found.nodes, found.spared) == (("n4",), ("n1", "n2"))
     assert "needs 4 of 5 usable nodes" in found.why
@@ -42,7 +42,7 @@ def test_the_oldest_evidence_gives_way_and_that_is_said() -> None:
     assert exclusion(bad("n4"), usable=["n4"], needed=2).nodes == ()  # there is no room already
 
 
-def test_a_node_that_is_down_costs_nothing_to_exclude_and_a_pinned_one_is_spared() -> None:
+def test_a_node_that_is_down_is_excluded_at_no_cost_and_a_pinned_one_is_not_excluded() -> None:
     assert exclusion(bad("n9"), usable=FIVE, needed=5).nodes == ("n9",)
     assert exclusion(bad("n1"), usable=FIVE, needed=1, pinned=["n1"]).nodes == ()
 
@@ -72,12 +72,12 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slurm")
-def test_usable_is_what_slurm_would_run_a_job_on_in_its_partition() -> None:
+def test_usable_nodes_are_those_on_which_slurm_would_start_a_job_of_the_partition() -> None:
     assert usable_nodes(make_spec("cluster.scheduler=slurm").cluster) == {"n1", "n2", "n5"}
 
 
 @pytest.mark.usefixtures("slurm")
-def test_the_users_own_exclusion_is_merged_with_ours(make_run: MakeRun) -> None:
+def test_nodes_that_the_user_excludes_are_merged_with_bad_nodes(make_run: MakeRun) -> None:
     made = make_run("cluster.scheduler=slurm", "cluster.slurm.exclude=n5", "cluster.nodes=1")
     remember_bad_nodes(made.run.path.parent, bad("n2", "n1"), now=1.0)
     excluded = exclusion_for(made.run, made.record.spec)
@@ -88,7 +88,7 @@ def test_the_users_own_exclusion_is_merged_with_ours(make_run: MakeRun) -> None:
 
 
 @pytest.mark.usefixtures("slurm")
-def test_the_time_is_up_when_the_ranks_were_warned_of_the_limit() -> None:
+def test_a_warning_before_the_time_limit_makes_the_end_a_time_limit() -> None:
     cluster = make_spec("cluster.scheduler=slurm", "cluster.grace_seconds=120").cluster
     for environment, end in (
         ({"SLURM_JOB_END_TIME": "5000"}, 5000.0),
@@ -106,7 +106,7 @@ def conclude(made: MadeRun, *failures: Failure, code: int = 1, **told: object) -
     conclude_attempt(made.run, made.record, number, first_attempt=1, **told)  # type: ignore[arg-type]
 
 
-def test_evidence_against_a_node_is_remembered_for_as_long_as_it_deserves(make_run: MakeRun) -> None:
+def test_evidence_against_a_node_expires_after_the_time_of_its_kind(make_run: MakeRun) -> None:
     made = make_run()
     root = made.run.path.parent
     for reason, days in (("hang", 0.25), ("wrong-nodes", 1.0), ("hardware", 7.0)):
@@ -119,13 +119,15 @@ def test_evidence_against_a_node_is_remembered_for_as_long_as_it_deserves(make_r
 
 
 @pytest.mark.parametrize("reason", ["crash", "oom", "host-oom", "nan", "communication", "disk-full"])
-def test_what_a_program_did_is_no_evidence_against_a_node(make_run: MakeRun, reason: str) -> None:
+def test_a_failure_of_the_program_is_no_evidence_against_a_node(make_run: MakeRun, reason: str) -> None:
     made = make_run()
     conclude(made, Failure(0, reason, "x", 1))
     assert read_bad_nodes(made.run.path.parent, time.time()) == []
 
 
-def test_a_silent_node_is_a_lost_one_only_if_the_scheduler_agrees_where_it_ended_the_job(make_run: MakeRun) -> None:
+def test_after_the_scheduler_ended_the_job_a_silent_node_is_lost_only_if_the_scheduler_reports_it(
+    make_run: MakeRun,
+) -> None:
     for down, names in ((frozenset({"n1"}), ["n1"]), (frozenset(), []), (None, ["n1"])):
         made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
         root = made.run.path.parent
@@ -138,7 +140,7 @@ def test_a_silent_node_is_a_lost_one_only_if_the_scheduler_agrees_where_it_ended
 
 
 @pytest.mark.parametrize(("down", "reason"), [(frozenset({"n1"}), "node"), (frozenset(), "out-of-grace")])
-def test_a_node_that_falls_silent_as_its_job_is_ended_ended_with_it_unless_the_scheduler_holds_it_to_be_down(
+def test_a_node_that_falls_silent_as_its_job_ends_is_not_lost_unless_the_scheduler_reports_it_down(
     make_run: MakeRun, down: frozenset[str], reason: str
 ) -> None:
     made = make_run("cluster.scheduler=slurm", "cluster.nodes=2")
@@ -153,7 +155,7 @@ def test_a_node_that_falls_silent_as_its_job_is_ended_ended_with_it_unless_the_s
     assert ("lost" in ended["message"]) == (reason == "node")
 
 
-def test_a_preemption_at_the_end_of_the_jobs_time_is_a_time_limit_and_free(make_run: MakeRun) -> None:
+def test_a_preemption_at_the_time_limit_counts_as_a_time_limit_and_uses_no_budget(make_run: MakeRun) -> None:
     made = make_run("restarts.preemption=0")
     conclude(made, code=75, time_is_up=lambda: True)
     (ended,) = made.events("attempt-ended")

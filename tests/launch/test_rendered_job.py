@@ -21,21 +21,21 @@ def settings(*pairs: str) -> list[str]:
     return [word for pair in pairs for word in ("--set", pair)]
 
 
-def test_a_submission_keeps_what_it_sent(make_run: Callable[..., MadeRun]) -> None:
+def test_a_submission_keeps_the_rendered_job(make_run: Callable[..., MadeRun]) -> None:
     made = make_run()
     assert changes_since_sent(made.run, "a") is None
     submit_run(made.run, made.record, LOCAL)
     assert changes_since_sent(made.run, LOCAL.render(made.run, made.record)) == []
 
 
-def test_only_lines_that_went_and_came_are_changes_and_a_new_number_is_none(make_run: Callable[..., MadeRun]) -> None:
+def test_changes_are_the_removed_and_added_lines_except_new_job_numbers(make_run: Callable[..., MadeRun]) -> None:
     run = make_run().run
     keep_sent(run, 'name: llama-s1\nscaletrain.dev/submission: "1"\nnodes: 4\nimage: a\n')
     told = changes_since_sent(run, 'name: llama-s2\nscaletrain.dev/submission: "2"\nnodes: 8\nimage: a\n')
     assert told == ["-nodes: 4", "+nodes: 8"]
 
 
-def test_a_script_is_a_script_or_json_and_no_yaml() -> None:
+def test_a_batch_script_is_written_as_a_script_or_as_json_and_not_as_yaml() -> None:
     on_slurm = settings("cluster.scheduler=slurm")
     script = scaletrain("submit", SMALL, "--run-id", "a", "--dry-run", *on_slurm).out
     assert scaletrain("submit", SMALL, "--run-id", "a", "--output", "script", *on_slurm).out == script
@@ -46,7 +46,7 @@ def test_a_script_is_a_script_or_json_and_no_yaml() -> None:
         in_format(LocalBackend(), "", "yaml")
 
 
-def test_objects_are_yaml_or_a_list_that_kubectl_reads() -> None:
+def test_objects_are_written_as_yaml_or_as_a_list_for_kubectl() -> None:
     there = settings(*KUBERNETES)
     text = scaletrain("submit", SMALL, "--run-id", "a", "--output", "yaml", *there).out
     assert text.count("\nkind: ") == 2
@@ -54,7 +54,7 @@ def test_objects_are_yaml_or_a_list_that_kubectl_reads() -> None:
     assert (told["kind"], [item["kind"] for item in told["items"]]) == ("List", ["ConfigMap", "JobSet"])
 
 
-def test_resume_shows_what_it_sends_otherwise(make_run: Callable[..., MadeRun]) -> None:
+def test_resume_shows_the_changes_of_the_rendered_job(make_run: Callable[..., MadeRun]) -> None:
     made = make_run("cluster.scheduler=slurm")
     keep_sent(made.run, "#!/bin/bash\n#SBATCH --nodes=9\n")
     told = scaletrain("resume", made.run.run_id, "--dry-run")

@@ -47,7 +47,7 @@ def ended_run(*overrides: str) -> MadeRun:
     return made
 
 
-def test_another_size_is_planned_anew_with_the_same_global_batch() -> None:
+def test_another_size_is_planned_again_with_the_same_global_batch() -> None:
     made = ended_run()
     old = made.record.plan.layout
     assert (old.data_parallel, old.gradient_accumulation_steps) == (2, 2)
@@ -59,7 +59,7 @@ def test_another_size_is_planned_anew_with_the_same_global_batch() -> None:
     assert revisions(made.run) == [], "planning writes nothing"
 
 
-def test_a_resized_run_is_handed_over_with_its_revision() -> None:
+def test_a_resized_run_is_submitted_with_its_revision() -> None:
     made, cluster = ended_run(), Cluster()
     resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=4"]), scheduler=cluster)
     record = read_record(made.run)
@@ -71,14 +71,14 @@ def test_a_resized_run_is_handed_over_with_its_revision() -> None:
     assert not [*made.run.path.glob("cancelled*"), *made.run.path.glob("stop*")]
 
 
-def test_what_was_changed_before_stays_changed() -> None:
+def test_earlier_overrides_stay_in_effect() -> None:
     made = ended_run()
     resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=4"]), scheduler=Cluster())
     resize = replan(made.run, ["checkpoint.every=7"])
     assert (resize.spec.world_size, resize.spec.checkpoint.every) == (4, 7)
 
 
-def test_overrides_that_the_run_has_already_make_no_revision() -> None:
+def test_overrides_that_the_run_already_has_make_no_revision() -> None:
     made, cluster = ended_run(), Cluster()
     resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=2"]), scheduler=cluster)
     assert (revisions(made.run), cluster.submitted) == ([], 1)
@@ -99,7 +99,7 @@ def test_overrides_that_the_run_has_already_make_no_revision() -> None:
         ("checkpoint.dir=/elsewhere", 'checkpoint.dir = "/elsewhere": the checkpoints of the run are in "auto".'),
     ],
 )
-def test_what_is_trained_cannot_be_changed(override: str, expected: str) -> None:
+def test_settings_that_change_what_is_trained_are_rejected(override: str, expected: str) -> None:
     made = ended_run()
     with pytest.raises(UsageError) as caught:
         replan(made.run, [override, "cluster.gpus_per_node=1"])
@@ -121,7 +121,7 @@ def test_every_forbidden_key_is_named_at_once() -> None:
         *("training.micro_batch_size=2", "env.EXTRA='1'", "cluster.grace_seconds=90"),
     ],
 )
-def test_what_does_not_change_the_result_can_be_changed(override: str) -> None:
+def test_settings_that_do_not_change_the_result_can_be_changed(override: str) -> None:
     assert len(replan(ended_run().run, [override]).changes) == 1
 
 
@@ -131,7 +131,7 @@ def test_an_invalid_override_names_the_option() -> None:
     assert str(caught.value.problems[0]).startswith("--set cluster.nodes = many: ")
 
 
-def test_a_pinned_degree_that_has_no_layout_is_named_with_its_remedy() -> None:
+def test_a_pinned_degree_without_a_layout_is_reported_with_a_remedy() -> None:
     made = ended_run("layout.data_parallel=2", "layout.tensor_parallel=1")
     with pytest.raises(InfeasibleError) as caught:
         replan(made.run, ["cluster.gpus_per_node=4"])
@@ -142,7 +142,7 @@ def test_a_pinned_degree_that_has_no_layout_is_named_with_its_remedy() -> None:
     assert not any("layout.tensor_parallel = 1: is pinned" in one for one in shown), "which alone would not help"
 
 
-def test_a_batch_that_does_not_divide_is_infeasible() -> None:
+def test_a_batch_that_cannot_be_divided_is_infeasible() -> None:
     made = ended_run("layout.tensor_parallel=1", "layout.pipeline_parallel=1")
     with pytest.raises(InfeasibleError, match=r"no layout of .* divides") as caught:
         replan(made.run, ["cluster.gpus_per_node=3"])
@@ -153,7 +153,7 @@ def test_a_batch_that_does_not_divide_is_infeasible() -> None:
     assert problem.hint == "Use a number of nodes that divides it.", "and not another batch, which a resume refuses"
 
 
-def test_a_refusal_leaves_the_run_as_it_was() -> None:
+def test_a_rejected_resize_leaves_the_run_unchanged() -> None:
     made, cluster = ended_run(), Refusing()
     with pytest.raises(SchedulerError):
         resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=1"]), scheduler=cluster)
@@ -165,7 +165,7 @@ def test_a_refusal_leaves_the_run_as_it_was() -> None:
     assert len(made.events("submitted")) == 1
 
 
-def test_a_scheduler_that_gives_no_answer_may_have_the_job_so_the_revision_stands() -> None:
+def test_without_an_answer_of_the_scheduler_the_revision_is_kept() -> None:
     made = ended_run()
     with pytest.raises(SchedulerSilentError):
         resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=1"]), scheduler=Refusing(SchedulerSilentError))
@@ -194,7 +194,7 @@ def test_only_one_of_two_concurrent_resizes_succeeds() -> None:
     assert read_record(made.run).spec.world_size == (1, 4)[won.index(True)]
 
 
-def test_quantized_states_are_not_sharded_again() -> None:
+def test_quantized_optimizer_states_are_not_resharded() -> None:
     made, cluster = ended_run("training.optimizer.name=adamw_8bit"), Cluster()
     with pytest.raises(UsageError, match="quantized in blocks") as caught:
         resume(made.run, resize=replan(made.run, ["cluster.gpus_per_node=1"]), scheduler=cluster)

@@ -227,7 +227,7 @@ def text_keys(node: dict[str, Any], definitions: dict[str, Any], key: tuple[str,
             yield from text_keys(field, definitions, (*key, "*"))
 
 
-def test_each_key_that_names_something_outside_has_its_row() -> None:
+def test_each_key_that_names_an_external_resource_has_a_row() -> None:
     schema = json_schema()
     found = {key for key in text_keys(schema, schema["$defs"]) if key}
     assert len(found) > 50
@@ -240,7 +240,7 @@ def test_each_key_that_names_something_outside_has_its_row() -> None:
     assert rows <= found | others, f"no such keys: {rows - found - others}"
 
 
-def test_the_page_shows_the_table_as_it_is(request: pytest.FixtureRequest) -> None:
+def test_the_documentation_shows_the_table(request: pytest.FixtureRequest) -> None:
     lines = [
         "| key | names | checked | when | where it cannot be, and what checks it then | code |",
         "|---|" + "---|" * 5,
@@ -256,7 +256,7 @@ def test_the_page_shows_the_table_as_it_is(request: pytest.FixtureRequest) -> No
     assert PAGE.read_text(encoding="utf-8") == text, "run this test with --accept-goldens to write the table"
 
 
-def test_each_row_names_code_that_is_there_and_a_test_that_holds_it() -> None:
+def test_each_row_names_an_existing_function_and_an_existing_test() -> None:
     cases = {key for key, *_ in CASES}
     for row in EXTERNAL_KEYS:
         module, _, name = row.by.partition(":")
@@ -347,7 +347,7 @@ def test_a_node_checks_before_it_starts_a_rank(
     ("scheduler", "begun", "error"),
     [("kubernetes", False, UsageError), ("kubernetes", True, WrongNodesError), ("slurm", False, WrongNodesError)],
 )
-def test_what_another_node_may_have_leaves_this_node_and_not_the_run(
+def test_a_resource_that_other_nodes_may_have_rejects_only_this_node(
     make_run: Callable[..., MadeRun], scheduler: str, begun: bool, error: type[Exception]
 ) -> None:
     made = make_run("model.weights=/data/w", "data.source=/data/x", "checkpoint.dir=/no-root-folder/c")
@@ -372,12 +372,12 @@ def record_with(record: RunRecord, **changes: Any) -> RunRecord:
     return dataclasses.replace(record, spec=record.spec.model_copy(update=changes))
 
 
-def test_a_module_that_is_kept_or_installed_is_found() -> None:
+def test_a_module_in_the_submitted_code_or_installed_is_found() -> None:
     for sets in (("code={path: tree, engine: train}",), ("code.engine=json.tool",), ("code.engine=unittest",)):
         assert submit(*sets).code == 0, sets
 
 
-def test_a_module_in_the_search_path_that_the_spec_gives_to_the_ranks_is_found(things: Path) -> None:
+def test_a_module_in_the_python_path_of_the_spec_is_found(things: Path) -> None:
     (things / "mine.py").write_text("")
     assert submit("code.engine=mine").code == 2
     assert submit("code.engine=mine", f"env.PYTHONPATH={things}").code == 0
@@ -391,7 +391,7 @@ def test_a_module_in_the_search_path_that_the_spec_gives_to_the_ranks_is_found(t
         ("model={hf_config: HERE/pipe/model.safetensors, seq_len: 64}",),
     ],
 )
-def test_a_pipe_in_the_place_of_a_file_holds_no_verb_up(things: Path, sets: tuple[str, ...]) -> None:
+def test_a_pipe_in_place_of_a_file_blocks_no_verb(things: Path, sets: tuple[str, ...]) -> None:
     (things / "pipe").mkdir()
     os.mkfifo(things / "pipe" / "model.safetensors")
     writer = os.open(things / "pipe" / "model.safetensors", os.O_RDWR)  # or a failure would wait for ever
@@ -405,7 +405,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_no_verb_up(things: Path, sets: tupl
     assert "not a regular file" in " ".join(told.err.split())
 
 
-def test_a_key_of_weights_and_biases_is_found_where_wandb_looks(things: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wandb_key_is_found_where_wandb_looks_for_it(things: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load_spec(SMALL, ["tracking.wandb.mode=online"])
     on_slurm = load_spec(SMALL, ["tracking.wandb.mode=online", ON_SLURM])
     named = load_spec(SMALL, ["tracking.wandb.mode=online", ON_SLURM, "secret_env=[WANDB_API_KEY]"])
@@ -442,7 +442,7 @@ def test_a_tokenizer_needs_an_end_of_text_token_and_ids_within_the_vocabulary(tm
     assert "is not a tokenizer.json" in problem({"a": "b"}, [{}])
 
 
-def test_files_that_are_not_read_are_a_warning(things: Path) -> None:
+def test_files_that_are_never_read_are_a_warning(things: Path) -> None:
     (things / "corpus").mkdir()
     for name in ("a.txt", "b.jsonl.zst", "c.jsonl.zst", "README.md"):
         (things / "corpus" / name).write_text("text " * 100)

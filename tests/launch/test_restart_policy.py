@@ -41,12 +41,12 @@ def decide_last(history: list[AttemptRecord], restarts: RestartsSpec | None = No
     return decide(last.exit_code, last.reason, history, restarts or RestartsSpec(), cancelled)
 
 
-def test_preemption_is_free_however_often() -> None:
+def test_preemptions_use_no_budget_by_default() -> None:
     history = attempts(*[("preempted", step) for step in range(200)])
     assert decide_last(history).requeue
 
 
-def test_a_preemption_budget_is_kept() -> None:
+def test_a_preemption_budget_is_respected() -> None:
     assert decide_last(attempts(*[("preempted", 1)] * 2), RestartsSpec(preemption=2)).requeue
     assert decide_last(attempts(*[("time-limit", 1)] * 2), RestartsSpec(preemption=0)).requeue  # nobody's fault
     decision = decide_last(attempts(*[("preempted", 1)] * 3), RestartsSpec(preemption=2))
@@ -63,17 +63,17 @@ def test_crashes_are_retried_within_their_budget_and_then_end_with_1() -> None:
     assert "restarts.crash = 3 is used up" in decision.why
 
 
-def test_a_budget_counts_the_whole_history_not_a_row() -> None:
+def test_a_budget_counts_all_failures_and_not_only_consecutive_ones() -> None:
     ends: list[tuple[ExitReason, int | None]] = [("crash", 10), ("preempted", 20), ("crash", 30), ("preempted", 40)]
     assert not decide_last(attempts(*ends, ("crash", 50)), RestartsSpec(crash=2)).requeue
 
 
-def test_out_of_memory_is_not_retried_unless_asked_for() -> None:
+def test_out_of_memory_is_not_retried_by_default() -> None:
     assert not decide_last(attempts(("oom", 10))).requeue
     assert decide_last(attempts(("oom", 10)), RestartsSpec(oom=1)).requeue
 
 
-def test_out_of_memory_on_the_host_is_no_better() -> None:
+def test_out_of_host_memory_is_not_retried_by_default() -> None:
     assert not decide_last(attempts(("host-oom", 10))).requeue
 
 
@@ -84,12 +84,12 @@ def test_lost_and_wrong_nodes_have_their_own_budget(reason: ExitReason) -> None:
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 93])
-def test_what_a_retry_cannot_cure_stops_with_its_own_code(code: int) -> None:
+def test_failures_that_a_restart_cannot_fix_stop_with_their_own_exit_code(code: int) -> None:
     decision = decide(code, "crash", attempts(("crash", 10)), RestartsSpec(), cancelled=False)
     assert (decision.requeue, decision.exit_code) == (False, code)
 
 
-def test_done_stops() -> None:
+def test_a_finished_attempt_stops() -> None:
     decision = decide_last(attempts(("done", 10)))
     assert (decision.requeue, decision.exit_code) == (False, 0)
 
@@ -107,19 +107,19 @@ def test_three_failures_in_a_row_without_a_newer_checkpoint_stop_with_93() -> No
         assert (decision.requeue, decision.exit_code) == (False, 93), ends
 
 
-def test_a_newer_checkpoint_in_between_is_progress() -> None:
+def test_a_newer_checkpoint_between_failures_counts_as_progress() -> None:
     history = attempts(("crash", None), ("crash", None), ("crash", 5), ("crash", 5), ("crash", 5))
     assert attempts_without_progress(history) == 2
     assert decide_last(history, RestartsSpec(crash=100)).requeue
 
 
-def test_preemptions_between_failures_neither_count_nor_excuse() -> None:
+def test_preemptions_between_failures_are_ignored() -> None:
     history = attempts(("crash", 5), ("crash", 5), ("preempted", 5), ("crash", 5), ("preempted", 5), ("crash", 5))
     assert decide_last(history, RestartsSpec(crash=100)).exit_code == 93
     assert decide_last([*history[:-1], attempts(("preempted", 5))[0]], RestartsSpec(crash=100)).requeue
 
 
-def test_ten_preemptions_in_a_row_without_a_step_stop_with_93_and_say_what_is_too_short() -> None:
+def test_ten_preemptions_in_a_row_without_a_step_stop_with_93_and_name_the_setting_that_is_too_short() -> None:
     assert decide_last(attempts(*[("preempted", None)] * 9)).requeue
     idle: list[tuple[ExitReason, int | None]] = [("preempted", None)] * 6 + [("time-limit", None)] * 4
     decision = decide_last(attempts(*idle))
@@ -130,7 +130,7 @@ def test_ten_preemptions_in_a_row_without_a_step_stop_with_93_and_say_what_is_to
     assert decide_last(with_a_crash).exit_code == 93
 
 
-def test_attempts_that_never_got_to_run_do_not_count_as_stuck() -> None:
+def test_attempts_that_never_started_do_not_count_as_stuck() -> None:
     assert decide_last(attempts(*[("wrong-nodes", None)] * 5)).requeue
 
 

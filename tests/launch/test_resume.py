@@ -54,7 +54,7 @@ def attempt(made: MadeRun, code: int, reason: str, requeue: bool = False) -> Non
     end_attempt(made.run, made.record.spec, number, outcome, Decision(requeue, code, "so it was decided"))
 
 
-def test_it_is_told_why_the_run_ended_what_is_taken_and_how_many_steps_are_lost(made: MadeRun) -> None:
+def test_a_resume_reports_why_the_run_ended_the_checkpoint_and_the_lost_steps(made: MadeRun) -> None:
     commit(made, 10)
     log_steps(made, *range(1, 15))
     attempt(made, 1, "oom")
@@ -66,13 +66,13 @@ def test_it_is_told_why_the_run_ended_what_is_taken_and_how_many_steps_are_lost(
     assert (report.finished, report.active, report.passed_over) == (False, False, [])
 
 
-def test_steps_lost_count_from_where_the_last_attempt_was_not_from_where_an_earlier_one_was(made: MadeRun) -> None:
+def test_lost_steps_are_counted_from_the_last_attempt(made: MadeRun) -> None:
     commit(made, 10)
     log_steps(made, *range(1, 20), *range(11, 13))
     assert inspect_resume(made.run, Cluster()).steps_lost == 2
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(made: MadeRun) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_reported(made: MadeRun) -> None:
     commit(made, 10)
     commit(made, 20)
     log_steps(made, 22)
@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(made: MadeRun) -> None:
     assert report.passed_over == ["step-00000020/shard: content does not match the recorded hash"]
 
 
-def test_resuming_submits_anew_with_fresh_budgets_and_lifts_a_cancellation(made: MadeRun) -> None:
+def test_a_resume_submits_a_new_job_with_fresh_budgets_and_clears_a_cancellation(made: MadeRun) -> None:
     cluster = Cluster()
     submit_run(made.run, made.record, cluster)
     attempt(made, 75, "cancelled")
@@ -110,14 +110,14 @@ def test_a_finished_run_is_not_resumed(made: MadeRun) -> None:
         resume(made.run, scheduler=Cluster())
 
 
-def test_a_run_that_never_got_going_is_simply_started(made: MadeRun) -> None:
+def test_a_run_that_never_started_is_started_by_resume(made: MadeRun) -> None:
     attempt(made, 5, "wrong-nodes")
     cluster = Cluster()
     report = resume(made.run, scheduler=cluster).report
     assert (report.checkpoint, report.steps_lost, cluster.submitted) == (None, 0, 1)
 
 
-def test_training_is_not_thrown_away_silently_when_no_checkpoint_can_be_loaded(made: MadeRun) -> None:
+def test_without_a_loadable_checkpoint_resume_requires_from_scratch(made: MadeRun) -> None:
     commit(made, 10)
     log_steps(made, 12)
     (made.run.checkpoints / "step-00000010" / "shard").unlink()
@@ -130,20 +130,20 @@ def test_training_is_not_thrown_away_silently_when_no_checkpoint_can_be_loaded(m
     assert len(made.events("from-scratch")) == 1
 
 
-def test_checkpoints_that_are_gone_altogether_are_missed(made: MadeRun) -> None:
+def test_a_missing_folder_of_checkpoints_is_reported(made: MadeRun) -> None:
     commit(made, 10)
     checkpoint_commit.delete_checkpoint(made.run.checkpoints / "step-00000010")
     with pytest.raises(UsageError, match="none of its checkpoints exists"):
         resume(made.run, scheduler=Cluster())
 
 
-def test_a_sound_checkpoint_is_not_thrown_away_on_request(made: MadeRun) -> None:
+def test_from_scratch_is_rejected_while_a_valid_checkpoint_exists(made: MadeRun) -> None:
     commit(made, 10)
     with pytest.raises(UsageError, match="step-00000010 is valid"):
         resume(made.run, from_scratch=True, scheduler=Cluster())
 
 
-def test_a_job_that_cannot_be_asked_is_not_doubled(made: MadeRun) -> None:
+def test_a_job_of_unknown_state_is_not_submitted_again(made: MadeRun) -> None:
     """A local run of another host that shares the file system, say."""
     commit(made, 10)
     attempt(made, 75, "preempted")
@@ -165,7 +165,7 @@ class Unwilling(Cluster):
         raise self.error
 
 
-def test_a_refused_resume_from_scratch_leaves_no_decision_to_start_over(made: MadeRun) -> None:
+def test_a_rejected_resume_from_scratch_records_no_start_from_scratch(made: MadeRun) -> None:
     commit(made, 10)
     (made.run.checkpoints / "step-00000010" / "shard").unlink()
     before = made.run.events.read_bytes()
@@ -174,7 +174,7 @@ def test_a_refused_resume_from_scratch_leaves_no_decision_to_start_over(made: Ma
     assert made.run.events.read_bytes() == before
 
 
-def test_a_scheduler_that_gives_no_answer_may_have_the_job_so_the_decision_stands(made: MadeRun) -> None:
+def test_without_an_answer_of_the_scheduler_the_start_from_scratch_is_kept(made: MadeRun) -> None:
     with pytest.raises(SchedulerSilentError):
         resume(made.run, from_scratch=True, scheduler=Unwilling(SchedulerSilentError("no answer")))
     assert len(made.events("from-scratch")) == 1

@@ -29,7 +29,7 @@ def revise(made: MadeRun, *overrides: str) -> None:
     add_revision(made.run, read_record(made.run), spec, make_plan(spec), overrides)
 
 
-def test_the_newest_revision_stands_in_for_what_was_submitted_and_run_json_stays(made: MadeRun) -> None:
+def test_the_latest_revision_replaces_the_submitted_spec_and_run_json_is_unchanged(made: MadeRun) -> None:
     before = made.run.record.read_bytes()
     revise(made, "cluster.gpus_per_node=1")
     revise(made, "cluster.gpus_per_node=4")
@@ -41,27 +41,27 @@ def test_the_newest_revision_stands_in_for_what_was_submitted_and_run_json_stays
     assert revisions(made.run) == [1, 2]
 
 
-def test_a_withdrawn_revision_leaves_the_one_before_it(made: MadeRun) -> None:
+def test_after_a_withdrawn_revision_the_previous_one_counts(made: MadeRun) -> None:
     revise(made, "cluster.gpus_per_node=1")
     revise(made, "cluster.gpus_per_node=4")
     withdraw_revision(made.run, 2)
     assert (read_record(made.run).revision, read_record(made.run).spec.world_size) == (1, 1)
 
 
-def test_a_damaged_revision_is_an_error_and_not_the_layout_before_it(made: MadeRun) -> None:
+def test_a_damaged_revision_is_an_error_and_the_previous_one_is_not_used(made: MadeRun) -> None:
     revise(made, "cluster.gpus_per_node=1")
     revision_path(made.run, 1).write_text("{")
     with pytest.raises(UsageError, match=r"revisions/0001\.json cannot be read"):
         read_record(made.run)
 
 
-def test_a_draft_that_a_crash_left_is_no_revision(made: MadeRun) -> None:
+def test_a_temporary_file_of_a_crash_is_no_revision(made: MadeRun) -> None:
     revise(made, "cluster.gpus_per_node=1")
     (made.run.path / "revisions" / ".0002.json.77.tmp").write_text("{")
     assert read_record(made.run).revision == 1
 
 
-def test_submitting_the_first_spec_again_still_finds_the_run(made: MadeRun) -> None:
+def test_submitting_the_original_spec_again_finds_the_run(made: MadeRun) -> None:
     revise(made, "cluster.gpus_per_node=1")
     again = create_run(made.record.spec, made.record.plan, "mine")
     assert (again.created, again.record.revision) == (False, 1)

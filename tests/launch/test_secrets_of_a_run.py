@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from scaletrain_cli.engine.metrics import trackers
+from scaletrain_cli.engine.metrics import reporting
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import submit_run
@@ -81,13 +81,13 @@ class Refused(Tracker[TrackerOptions]):
     def finish(self, outcome: Outcome) -> None: ...
 
 
-def test_what_a_failing_tracker_quotes_is_recorded_without_secrets(
+def test_the_error_message_of_a_tracker_is_recorded_without_secrets(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACKER_LOGIN", "swordfish")
-    monkeypatch.setattr(trackers, "_made", lambda name, options: Refused(options))
+    monkeypatch.setattr(reporting, "_new_tracker", lambda name, options: Refused(options))
     made = make_run("secret_env=[TRACKER_LOGIN]", "tracking=[tensorboard]")
-    started = trackers.start_trackers(made.run, made.record, 1)
+    started = reporting.start_trackers(made.run, made.record, 1)
     started.finish("failed")
     text = made.run.events.read_text()
     assert "request to " in text

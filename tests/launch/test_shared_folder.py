@@ -37,7 +37,7 @@ server:/late /late nfs rw 0 0
         ("/late/runs", "nfs"),
     ],
 )
-def test_the_innermost_mount_holds_a_folder(folder: str, kind: str) -> None:
+def test_a_folder_is_on_its_innermost_mount(folder: str, kind: str) -> None:
     assert file_system(Path(folder), MOUNTS) == kind
 
 

@@ -39,7 +39,7 @@ def begin(made: MadeRun) -> None:
     begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
 
 
-def test_a_job_in_the_queue_is_queued_and_one_that_was_preempted_is_preempted(made: MadeRun) -> None:
+def test_a_pending_job_is_queued_and_a_requeued_one_is_preempted(made: MadeRun) -> None:
     assert status(made, "queued").state == "queued"
     attempt(made, 75, "preempted", requeue=True)
     assert status(made, "queued").state == "preempted"
@@ -54,7 +54,7 @@ def test_a_job_in_the_queue_is_queued_and_one_that_was_preempted_is_preempted(ma
     ("code", "reason", "state"),
     [(0, "done", "finished"), (1, "crash", "failed"), (93, "nan", "failed"), (75, "preempted", "preempted")],
 )
-def test_a_job_that_is_over_is_what_its_last_attempt_was(made: MadeRun, code: int, reason: str, state: str) -> None:
+def test_an_ended_job_has_the_state_of_its_last_attempt(made: MadeRun, code: int, reason: str, state: str) -> None:
     attempt(made, code, reason)
     found = status(made, "ended")
     assert found.state == state
@@ -62,7 +62,7 @@ def test_a_job_that_is_over_is_what_its_last_attempt_was(made: MadeRun, code: in
     assert status(made, "unknown").state == state  # the scheduler has forgotten the job; the run directory has not
 
 
-def test_a_run_that_was_told_to_stop_is_cancelled_unless_it_finished_first(made: MadeRun) -> None:
+def test_a_cancelled_run_is_cancelled_unless_it_finished_first(made: MadeRun) -> None:
     made.run.stop_file.touch()
     begin(made)
     assert status(made, "running").state == "running"
@@ -100,7 +100,7 @@ NOTHING_LOST = [
 
 
 @pytest.mark.parametrize(("answer", "words", "state"), NOTHING_LOST)
-def test_no_node_is_said_to_be_lost_unless_the_scheduler_says_so(
+def test_a_node_is_reported_as_lost_only_if_the_scheduler_reports_it(
     made: MadeRun, answer: Job | SchedulerError, words: str, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(made)
@@ -120,7 +120,7 @@ def test_no_node_is_said_to_be_lost_unless_the_scheduler_says_so(
     )
 
 
-def test_a_node_that_the_scheduler_has_lost_is_named_as_the_cause(made: MadeRun) -> None:
+def test_a_node_that_the_scheduler_reports_as_lost_is_the_cause(made: MadeRun) -> None:
     begin(made)
     found = run_status(made.run, Says(Job("7", "ended", "NODE_FAIL", cause="node")))
     assert found.state == "failed"
@@ -144,7 +144,9 @@ def test_an_attempt_that_the_scheduler_ended_is_not_the_end_of_its_run(
     assert "no attempt follows" not in told
 
 
-def test_a_preempted_run_whose_job_is_over_waits_for_nothing(made: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_run_whose_job_has_ended_is_not_reported_as_waiting(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt(made, 75, "preempted", requeue=True)
     gone = Says(Job("7", "ended", "Slurm no longer lists the job"))
     status = run_status(made.run, gone)
@@ -165,7 +167,7 @@ def test_a_scheduler_that_does_not_answer_leaves_the_state_unknown_and_the_rest_
     assert job["code"] == "recorded.text"
 
 
-def test_of_a_run_that_is_done_no_scheduler_is_asked(made: MadeRun) -> None:
+def test_the_scheduler_is_not_queried_for_a_finished_run(made: MadeRun) -> None:
     class NotToBeAsked(Cluster):
         def job(self, run: RunDir, record: RunRecord) -> Job:
             raise AssertionError("nothing can follow, and two hundred questions to a controller are too many")
@@ -176,7 +178,7 @@ def test_of_a_run_that_is_done_no_scheduler_is_asked(made: MadeRun) -> None:
     assert (found.state, found.job_id) == ("finished", "job-1")
 
 
-def test_figures_come_from_the_newest_lines_that_have_them(made: MadeRun) -> None:
+def test_each_figure_is_taken_from_the_latest_line_that_has_it(made: MadeRun) -> None:
     submit_run(made.run, made.record, Cluster())
     append_line(made.run.metrics, {"step": 1, "loss": 3.0, "validation_loss": 3.1, "tokens_per_second": 10.0})
     append_line(made.run.metrics, {"step": 2, "loss": 2.5, "tokens_per_second": 11.0})
@@ -195,12 +197,12 @@ def test_figures_come_from_the_newest_lines_that_have_them(made: MadeRun) -> Non
     assert json.loads(json.dumps(found.to_json()))["schema"] == "scaletrain.status/v1"
 
 
-def test_a_run_that_was_never_started_is_unknown(made: MadeRun) -> None:
+def test_a_run_that_was_never_started_has_the_state_unknown(made: MadeRun) -> None:
     found = run_status(made.run)
     assert (found.state, found.why, found.step, found.loss) == ("unknown", "never started", 0, None)
 
 
-def test_a_cancelled_run_whose_scheduler_cannot_be_asked_is_unknown_since_it_may_still_run(made: MadeRun) -> None:
+def test_a_cancelled_run_has_the_state_unknown_while_the_scheduler_does_not_answer(made: MadeRun) -> None:
     made.run.stop_file.touch()
     begin(made)
     assert status(made, "unknown").state == "unknown"
@@ -208,13 +210,13 @@ def test_a_cancelled_run_whose_scheduler_cannot_be_asked_is_unknown_since_it_may
     assert status(made, "unknown").state == "cancelled"
 
 
-def test_a_restart_that_will_not_come_is_not_promised(made: MadeRun) -> None:
+def test_no_restart_is_reported_after_the_job_has_ended(made: MadeRun) -> None:
     attempt(made, 1, "crash", requeue=True)
     assert "will not happen; `scaletrain resume` continues the run" in status(made, "ended").why
     assert "will not come" not in status(made, "queued").why
 
 
-def test_what_was_measured_stands_in_the_answer(made: MadeRun) -> None:
+def test_status_contains_the_measurements(made: MadeRun) -> None:
     assert status(made, "running").to_json()["measured"] is None
     begin(made)
     figures = {name: Figure(100, 100) for name in MODEL_STATES}

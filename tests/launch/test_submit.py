@@ -58,7 +58,7 @@ class CountingScheduler(Backend):
         return None
 
 
-def test_a_run_is_made_with_all_that_the_engine_needs() -> None:
+def test_a_created_run_has_the_record_that_the_engine_reads() -> None:
     spec = make_spec()
     made = create_run(spec, make_plan(spec))
     assert made.created
@@ -94,12 +94,12 @@ def test_the_code_hash_is_over_the_files_of_the_package_alone(monkeypatch: pytes
         ("a" * 200, "a" * 48),
     ],
 )
-def test_any_name_makes_a_run_id_that_is_safe_everywhere(name: str, slug: str) -> None:
+def test_any_name_gives_a_run_id_that_is_a_safe_file_name(name: str, slug: str) -> None:
     assert re.fullmatch(re.escape(slug) + r"-\d{8}-\d{6}-[0-9a-f]{4}", new_run_id(name, 0.0))
 
 
 @pytest.mark.parametrize("name", ["it's", 'a "b"\nc', "$(touch pwned)", "../up"])
-def test_a_run_with_any_name_is_made_and_found_again(name: str) -> None:
+def test_a_run_with_any_name_is_created_and_found(name: str) -> None:
     spec = make_spec().model_copy(update={"name": name})
     made = create_run(spec, make_plan(spec))
     assert made.run.path.parent == runs_root()
@@ -107,7 +107,7 @@ def test_a_run_with_any_name_is_made_and_found_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("run_id", ["", ".", "..", "../up", "a/b", "a b", "a\nb", "-x", ".hidden", "$(id)", "x" * 200])
-def test_a_run_id_that_is_no_plain_file_name_is_refused(run_id: str) -> None:
+def test_a_run_id_that_is_not_a_plain_file_name_is_rejected(run_id: str) -> None:
     spec = make_spec()
     with pytest.raises(UsageError, match="run id"):
         create_run(spec, make_plan(spec), run_id)
@@ -122,7 +122,7 @@ def test_the_same_spec_under_the_same_id_is_the_same_run() -> None:
     assert second.record == first.record
 
 
-def test_another_spec_under_the_same_id_is_refused_with_what_differs() -> None:
+def test_another_spec_under_the_same_id_is_rejected_with_the_differences() -> None:
     spec = make_spec()
     create_run(spec, make_plan(spec), "mine")
     other = make_spec("training.steps=21")
@@ -130,7 +130,7 @@ def test_another_spec_under_the_same_id_is_refused_with_what_differs() -> None:
         create_run(other, make_plan(other), "mine")
 
 
-def test_of_many_submitters_of_one_id_exactly_one_makes_the_run() -> None:
+def test_concurrent_submissions_of_one_id_create_one_run() -> None:
     spec = make_spec()
     plan = make_plan(spec)
     with ThreadPoolExecutor(8) as pool:
@@ -140,7 +140,7 @@ def test_of_many_submitters_of_one_id_exactly_one_makes_the_run() -> None:
     assert [entry.name for entry in runs_root().iterdir()] == ["mine"]
 
 
-def test_of_many_submitters_of_one_run_exactly_one_hands_it_over(make_run: Callable[..., MadeRun]) -> None:
+def test_concurrent_submissions_of_one_run_submit_one_job(make_run: Callable[..., MadeRun]) -> None:
     made, scheduler = make_run(), CountingScheduler()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: submit_run(made.run, made.record, scheduler), range(8)))
@@ -150,7 +150,7 @@ def test_of_many_submitters_of_one_run_exactly_one_hands_it_over(make_run: Calla
     assert len(made.events("submitted")) == 1
 
 
-def test_a_folder_that_is_no_run_is_left_alone() -> None:
+def test_a_folder_that_is_not_a_run_is_not_changed() -> None:
     stranger = runs_root() / "mine"
     stranger.mkdir(parents=True)
     (stranger / "thesis.tex").touch()
@@ -161,7 +161,7 @@ def test_a_folder_that_is_no_run_is_left_alone() -> None:
     assert [entry.name for entry in runs_root().iterdir()] == ["mine"]
 
 
-def test_a_run_in_the_making_is_not_listed(make_run: Callable[..., MadeRun]) -> None:
+def test_a_run_that_is_being_created_is_not_listed(make_run: Callable[..., MadeRun]) -> None:
     made = make_run()
     draft = runs_root() / ".other.1234"
     draft.mkdir()
@@ -169,7 +169,7 @@ def test_a_run_in_the_making_is_not_listed(make_run: Callable[..., MadeRun]) -> 
     assert list_runs() == [made.run]
 
 
-def test_secrets_are_kept_from_all_but_their_owner_and_stand_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_in_one_file_that_only_the_owner_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
     value = "s3cr3t 'quoted'\nline"
     monkeypatch.setenv("API_KEY", value)
     old_mask = os.umask(0)
@@ -183,21 +183,21 @@ def test_secrets_are_kept_from_all_but_their_owner_and_stand_nowhere_else(monkey
     assert "s3cr3t" not in made.run.record.read_text()
 
 
-def test_a_secret_that_is_not_set_is_refused_before_anything_is_written() -> None:
+def test_an_unset_secret_is_rejected_before_anything_is_written() -> None:
     spec = make_spec("secret_env=[NOT_SET_ANYWHERE]")
     with pytest.raises(UsageError, match="NOT_SET_ANYWHERE"):
         create_run(spec, make_plan(spec))
     assert list_runs() == []
 
 
-def test_the_record_of_a_dry_run_writes_nothing() -> None:
+def test_a_dry_run_writes_no_record() -> None:
     spec = make_spec()
     record = make_record(spec, make_plan(spec), "dry")
     assert (record.run_id, record.spec) == ("dry", spec)
     assert not runs_root().exists()
 
 
-def test_a_scheduler_that_there_is_not_is_refused_openly() -> None:
+def test_an_unknown_scheduler_is_an_error() -> None:
     with pytest.raises(SchedulerError, match="no back end is named mesos") as caught:
         backend_for("mesos")
     assert caught.value.message.endswith("Installed: local, slurm, kubernetes.")

@@ -86,7 +86,7 @@ def test_any_values_make_names_that_are_unique_and_safe(found: list[tuple[str, .
     assert all(len(name) <= 100 and set(name) <= set("-._") | set(map(chr, range(48, 123))) for name in names)
 
 
-def test_a_cap_makes_lanes() -> None:
+def test_a_limit_makes_chains_of_runs() -> None:
     queue = Queue()
     done = submit_sweep("s", points(1, 2, 3, 4, 5), queue, cap=2)
     places = [read_sweep_place(one.run) for one in done]
@@ -95,7 +95,7 @@ def test_a_cap_makes_lanes() -> None:
     assert list(queue.jobs) == [one.run.run_id for one in done]
 
 
-def test_a_sweep_that_is_refused_halfway_leaves_nothing_and_can_be_submitted_again() -> None:
+def test_a_partly_rejected_sweep_leaves_nothing_and_can_be_submitted_again() -> None:
     queue = Queue(room=2)
     with pytest.raises(SchedulerError, match=r"s-seed-3 \(training\.seed=3\) could not be submitted") as caught:
         submit_sweep("s", points(1, 2, 3, 4), queue, cap=4)
@@ -115,7 +115,7 @@ def test_a_run_without_an_answer_is_kept_because_its_job_may_exist() -> None:
     assert [run.run_id for run in list_runs()] == ["s-seed-2"]
 
 
-def test_a_run_that_cannot_be_cancelled_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submitted_run_that_cannot_be_cancelled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(room=1)
 
     def refuse(run: RunDir, record: RunRecord) -> None:
@@ -144,7 +144,7 @@ def test_a_run_of_an_earlier_submission_is_not_cancelled() -> None:
     assert [run.run_id for run in list_runs()] == ["s-seed-1"]
 
 
-def test_a_point_that_a_crash_left_without_its_place_gets_it_when_the_sweep_is_submitted_again() -> None:
+def test_a_point_that_lost_its_place_in_a_crash_gets_it_from_the_next_submission() -> None:
     first, second = points(1, 2)
     create_run(second.spec, second.plan, second.run_id)
     done = submit_sweep("s", [first, second], Queue(), cap=1)
@@ -153,7 +153,7 @@ def test_a_point_that_a_crash_left_without_its_place_gets_it_when_the_sweep_is_s
     assert (place.number, place.after) == (2, first.run_id)
 
 
-def test_a_run_of_the_name_of_a_point_that_somebody_is_about_to_submit_is_left_alone() -> None:
+def test_a_run_with_the_name_of_a_point_that_is_being_submitted_is_not_changed() -> None:
     (mine,) = points(1)
     other = make_spec("training.seed=7")
     theirs = create_run(other, make_plan(other), mine.run_id).run
@@ -178,7 +178,7 @@ def test_a_back_end_that_starts_all_runs_at_once_refuses_a_limit() -> None:
         Queue().max_concurrent(cluster, 2, 3)
 
 
-def test_the_view_of_a_back_end_that_reports_nothing_claims_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_view_without_data_shows_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
     show_cluster(Queue().cluster_view(make_spec().cluster))
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["this machine  local", "this machine reports nothing about its nodes"]
@@ -195,7 +195,7 @@ def calls_of(recorded: Recorded, program: str) -> list[list[str]]:
     return [arguments for name, arguments, _ in recorded.calls if name == program and "--test-only" not in arguments]
 
 
-def test_on_slurm_the_cap_is_a_chain_of_dependencies(slurm: Recorded) -> None:
+def test_on_slurm_the_limit_is_a_chain_of_dependencies(slurm: Recorded) -> None:
     sweep = ("--sweep", "training.optimizer.lr=1e-3,2e-3,3e-3", "--max-concurrent", "2")
     ended = scaletrain("submit", SMALL, "--yes", "--json", "--run-id", "s", "--set", "cluster.scheduler=slurm", *sweep)
     assert ended.code == 0, ended.err
@@ -205,7 +205,7 @@ def test_on_slurm_the_cap_is_a_chain_of_dependencies(slurm: Recorded) -> None:
     assert read_record(RunDir(runs_root() / "s-lr-3e-3")).spec.training.optimizer.lr == 3e-3
 
 
-def test_a_sweep_of_one_value_is_a_plain_submission(slurm: Recorded) -> None:
+def test_a_sweep_of_one_value_is_a_single_submission(slurm: Recorded) -> None:
     on_slurm = ("--yes", "--set", "cluster.scheduler=slurm")
     scaletrain("submit", SMALL, *on_slurm, "--run-id", "plain", "--set", "training.seed=7")
     ended = scaletrain("submit", SMALL, *on_slurm, "--run-id", "swept", "--sweep", "training.seed=7")
@@ -219,7 +219,7 @@ def test_a_sweep_of_one_value_is_a_plain_submission(slurm: Recorded) -> None:
     assert read_sweep_place(RunDir(runs_root() / "swept")) is None
 
 
-def test_a_point_that_cannot_be_keeps_all_of_them_from_the_queue(slurm: Recorded) -> None:
+def test_one_infeasible_point_keeps_the_whole_sweep_from_the_queue(slurm: Recorded) -> None:
     for sweep, code, said in (
         ("training.optimizer.lr=1e-3,fast", 2, "--sweep training.optimizer.lr"),
         ("cluster.scheduler=slurm,local", 2, "all runs of a sweep use one scheduler"),
@@ -249,7 +249,7 @@ def test_the_list_shows_which_points_of_a_sweep_runs_are(make_run: Callable[...,
     assert (listed["s-seed-1"]["sweep"], listed["single"]) == ("s", None)
 
 
-def test_a_cap_without_a_sweep_is_an_error() -> None:
+def test_a_limit_without_a_sweep_is_an_error() -> None:
     assert scaletrain("submit", SMALL, "--max-concurrent", "2").code == 2
 
 

@@ -51,7 +51,7 @@ def ran(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "ran").iterdir())
 
 
-def test_no_program_that_a_repository_names_is_started(
+def test_no_program_that_a_repository_configures_is_started(
     tree: WorkingTree, program: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree.write(".gitattributes", "*.py filter=evil diff=evil\n*.sh filter=worse\n")
@@ -118,7 +118,7 @@ def test_no_program_that_a_repository_names_is_started(
     assert len(ran(tmp_path)) >= 3, "the traps must work, or this test shows nothing"
 
 
-def test_what_a_partial_clone_lacks_is_not_fetched_by_a_program_of_the_repository(
+def test_missing_objects_of_a_partial_clone_are_not_fetched_by_a_program_of_the_repository(
     tree: WorkingTree, program: Callable[..., str], tmp_path: Path
 ) -> None:
     blob = tree.git("rev-parse", "HEAD:train.py").strip()
@@ -140,7 +140,7 @@ def test_what_a_partial_clone_lacks_is_not_fetched_by_a_program_of_the_repositor
     assert ran(tmp_path) != [], "the trap must work, or this test shows nothing"
 
 
-def test_a_submodules_own_programs_are_not_started(
+def test_programs_that_a_submodule_configures_are_not_started(
     tree: WorkingTree, program: Callable[..., str], tmp_path: Path
 ) -> None:
     inner = tree.folder / "inner"
@@ -160,13 +160,13 @@ def test_a_submodules_own_programs_are_not_started(
     assert ran(tmp_path) != [], "the trap must work, or this test shows nothing"
 
 
-def test_a_filter_whose_name_no_option_could_switch_off_is_refused(tree: WorkingTree) -> None:
+def test_a_filter_whose_name_cannot_be_disabled_by_an_option_is_rejected(tree: WorkingTree) -> None:
     tree.git("config", "filter.a=b.clean", "false")
     with pytest.raises(UsageError, match="cannot be switched off"):
         snapshot(tree)
 
 
-def test_files_of_git_lfs_are_kept_whole_and_count_as_changed_when_they_are(
+def test_files_of_git_lfs_are_kept_with_their_content_and_compared_by_it(
     tree: WorkingTree, program: Callable[..., str], tmp_path: Path
 ) -> None:
     weights = "w" * 5000
@@ -189,7 +189,7 @@ def test_files_of_git_lfs_are_kept_whole_and_count_as_changed_when_they_are(
     assert ran(tmp_path) == []
 
 
-def test_a_repository_of_another_user_is_refused_with_what_to_do(
+def test_a_repository_of_another_user_is_rejected_with_a_remedy(
     tree: WorkingTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if os.geteuid() != 0:

@@ -38,7 +38,7 @@ def test_a_spec_without_code_keeps_none() -> None:
     assert take_snapshot(make_spec()) is None
 
 
-def test_a_clean_tree_is_what_git_archive_would_hold(tree: WorkingTree) -> None:
+def test_the_snapshot_of_a_clean_tree_equals_git_archive(tree: WorkingTree) -> None:
     taken = snapshot(tree)
     archived = subprocess.run(["git", "-C", str(tree.folder), "archive", "HEAD"], check=True, capture_output=True)
     assert files_in(taken.archive) == files_in(archived.stdout)
@@ -47,15 +47,13 @@ def test_a_clean_tree_is_what_git_archive_would_hold(tree: WorkingTree) -> None:
     assert taken.record.sha256 == hash_of(taken.listing)
 
 
-def test_the_listing_is_what_sha256sum_checks(tree: WorkingTree, tmp_path: Path) -> None:
+def test_the_listing_has_the_format_of_sha256sum(tree: WorkingTree, tmp_path: Path) -> None:
     listing = tmp_path / "listing"
     listing.write_text(snapshot(tree).listing, encoding="utf-8")
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", listing], cwd=tree.folder, check=True)
 
 
-def test_the_same_files_are_the_same_bytes_whenever_and_wherever_they_are_packed(
-    tree: WorkingTree, tmp_path: Path
-) -> None:
+def test_packing_the_same_files_gives_the_same_bytes(tree: WorkingTree, tmp_path: Path) -> None:
     first = snapshot(tree)
     os.utime(tree.folder / "train.py", (1, 1))
     copy = tmp_path / "copy"
@@ -64,12 +62,12 @@ def test_the_same_files_are_the_same_bytes_whenever_and_wherever_they_are_packed
     assert second == first
 
 
-def test_programs_stay_programs(tree: WorkingTree) -> None:
+def test_executable_files_stay_executable(tree: WorkingTree) -> None:
     with tarfile.open(fileobj=io.BytesIO(snapshot(tree).archive)) as packed:
         assert {entry.name: entry.mode for entry in packed}["run.sh"] == 0o755
 
 
-def test_what_is_not_committed_goes_along_and_the_patch_makes_it_of_the_commit(
+def test_uncommitted_changes_are_included_and_the_patch_reproduces_them_from_the_commit(
     tree: WorkingTree, tmp_path: Path
 ) -> None:
     tree.write("train.py", "print('two')\n")
@@ -88,7 +86,7 @@ def test_what_is_not_committed_goes_along_and_the_patch_makes_it_of_the_commit(
     assert not (elsewhere / "run.sh").exists()
 
 
-def test_a_change_of_the_same_length_in_the_instant_of_the_commit_is_in_the_patch(tree: WorkingTree) -> None:
+def test_a_change_of_the_same_length_at_the_time_of_the_commit_is_in_the_patch(tree: WorkingTree) -> None:
     for number in range(10, 20):
         tree.write("train.py", f"print({number})\n")
         tree.commit()
@@ -97,14 +95,14 @@ def test_a_change_of_the_same_length_in_the_instant_of_the_commit_is_in_the_patc
         assert f"+print({number + 50})".encode() in snapshot(tree).patch
 
 
-def test_a_staged_change_is_a_change_that_is_not_committed(tree: WorkingTree) -> None:
+def test_a_staged_change_counts_as_uncommitted(tree: WorkingTree) -> None:
     tree.write("train.py", "print('two')\n")
     tree.git("add", "train.py")
     assert snapshot(tree).record.uncommitted == 1
     assert b"+print('two')" in snapshot(tree).patch
 
 
-def test_looking_changes_nothing_in_the_repository(tree: WorkingTree) -> None:
+def test_taking_a_snapshot_does_not_change_the_repository(tree: WorkingTree) -> None:
     def everything() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in tree.folder.rglob("*") if path.is_file()}
 
@@ -114,7 +112,7 @@ def test_looking_changes_nothing_in_the_repository(tree: WorkingTree) -> None:
     assert everything() == before
 
 
-def test_a_tree_that_is_not_committed_is_refused_where_that_is_asked(tree: WorkingTree) -> None:
+def test_an_uncommitted_tree_is_rejected_if_the_spec_requires_it(tree: WorkingTree) -> None:
     assert snapshot(tree, "code.uncommitted=refuse").record.uncommitted == 0
     tree.write("train.py", "print('two')\n")
     tree.write("new.py", "")
@@ -122,7 +120,7 @@ def test_a_tree_that_is_not_committed_is_refused_where_that_is_asked(tree: Worki
         snapshot(tree, "code.uncommitted=refuse")
 
 
-def test_the_ignore_file_keeps_files_out_that_git_knows_and_their_changes_too(tree: WorkingTree) -> None:
+def test_the_ignore_file_excludes_tracked_files_and_their_changes(tree: WorkingTree) -> None:
     tree.write("notebooks/plot.ipynb", "{}")
     tree.write("notebooks/keep.py", "")
     tree.commit()
@@ -136,9 +134,7 @@ def test_the_ignore_file_keeps_files_out_that_git_knows_and_their_changes_too(tr
     assert taken.record.uncommitted == 1  # the ignore file itself
 
 
-def test_runs_that_are_kept_within_the_tree_are_no_part_of_it(
-    tree: WorkingTree, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runs_root_within_the_tree_is_excluded(tree: WorkingTree, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(tree)
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tree.folder / "runs"))
     tree.write("runs/llama-1/checkpoints/step-00000010/rank-0.safetensors", "0" * 100)
@@ -149,7 +145,7 @@ def test_runs_that_are_kept_within_the_tree_are_no_part_of_it(
     assert b"safetensors" not in after.patch
 
 
-def test_a_folder_of_a_repository_is_kept_alone(tree: WorkingTree) -> None:
+def test_only_the_selected_folder_of_a_repository_is_kept(tree: WorkingTree) -> None:
     tree.write("train.py", "print('two')\n")
     taken = take_snapshot(make_spec(f"code.path={tree.folder / 'src'}"))
     assert taken is not None
@@ -157,7 +153,7 @@ def test_a_folder_of_a_repository_is_kept_alone(tree: WorkingTree) -> None:
     assert taken.record.uncommitted == 0
 
 
-def test_a_tree_above_the_cap_is_refused_and_the_largest_files_are_named(tree: WorkingTree) -> None:
+def test_a_tree_above_the_size_limit_is_rejected_with_its_largest_files(tree: WorkingTree) -> None:
     tree.write("weights.bin", "0" * 3000)
     with pytest.raises(UsageError) as refused:
         snapshot(tree, "code.max_size=2000")
@@ -170,7 +166,7 @@ def test_a_tree_above_the_cap_is_refused_and_the_largest_files_are_named(tree: W
     ("target", "why"),
     [("/etc/hostname", "a link to /etc/hostname"), ("nowhere", "a link to nowhere"), ("src", "a link to src")],
 )
-def test_a_link_that_a_node_could_not_follow_is_refused(tree: WorkingTree, target: str, why: str) -> None:
+def test_a_link_out_of_the_tree_is_rejected(tree: WorkingTree, target: str, why: str) -> None:
     (tree.folder / "link").symlink_to(target)
     with pytest.raises(UsageError, match=why):
         snapshot(tree)
@@ -183,7 +179,7 @@ def test_a_link_to_a_file_of_the_tree_becomes_that_file(tree: WorkingTree) -> No
     assert files_in(snapshot(tree).archive)["same.py"] == "print('one')\n"
 
 
-def test_a_repository_within_the_tree_is_refused_by_name(tree: WorkingTree) -> None:
+def test_a_nested_repository_is_rejected_by_name(tree: WorkingTree) -> None:
     inner = tree.folder / "vendored"
     inner.mkdir()
     WorkingTree(inner)
@@ -193,14 +189,14 @@ def test_a_repository_within_the_tree_is_refused_by_name(tree: WorkingTree) -> N
         snapshot(tree)
 
 
-def test_a_folder_that_is_no_working_tree_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_working_tree_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"not a git repository.*git init"):
         take_snapshot(make_spec(f"code.path={tmp_path}"))
     with pytest.raises(UsageError, match="is no folder here"):
         take_snapshot(make_spec(f"code.path={tmp_path / 'gone'}"))
 
 
-def test_a_repository_without_a_commit_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_repository_without_a_commit_is_one_error(tmp_path: Path) -> None:
     subprocess.run(["git", "-C", tmp_path, "init", "--quiet"], check=True)
     with pytest.raises(UsageError, match=r"cannot be snapshotted: git rev-parse says.*git commit"):
         take_snapshot(make_spec(f"code.path={tmp_path}"))
@@ -215,12 +211,12 @@ def test_a_repository_without_a_commit_is_one_clear_error(tmp_path: Path) -> Non
         ("code.import_root=/src", "import_root"),
     ],
 )
-def test_a_setting_that_nothing_would_read_is_refused(override: str, message: str) -> None:
+def test_a_code_setting_without_effect_is_rejected(override: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_spec(override)
 
 
-def test_runs_of_another_root_are_no_code_and_their_secrets_stay_where_they_are(tree: WorkingTree) -> None:
+def test_runs_of_another_runs_root_within_the_tree_are_excluded_with_their_secrets(tree: WorkingTree) -> None:
     tree.write("old/mine/run.json", '{\n "schema": "scaletrain.run/v1"}')
     tree.write("old/mine/secrets.json", '{"TOKEN": "hush"}')
     tree.write("data.d/run.json", '{"of": "the user"}')
@@ -231,7 +227,7 @@ def test_runs_of_another_root_are_no_code_and_their_secrets_stay_where_they_are(
     assert b"hush" not in taken.patch
 
 
-def test_a_link_to_where_runs_are_kept_is_in_nobodys_way(
+def test_a_link_to_the_runs_root_does_not_prevent_a_snapshot(
     tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "scratch").mkdir()
@@ -240,7 +236,7 @@ def test_a_link_to_where_runs_are_kept_is_in_nobodys_way(
     assert "runs" not in files_in(snapshot(tree).archive)
 
 
-def test_the_ignore_file_of_a_folder_counts_from_there(tree: WorkingTree) -> None:
+def test_the_ignore_file_of_a_subfolder_applies_to_that_subfolder(tree: WorkingTree) -> None:
     tree.write("src/.scaletrainignore", "/big.bin\n")
     tree.write("src/big.bin", "0")
     tree.write("src/my_model/big.bin", "0")
@@ -250,7 +246,7 @@ def test_the_ignore_file_of_a_folder_counts_from_there(tree: WorkingTree) -> Non
     assert "src/big.bin" not in files_in(snapshot(tree).archive)
 
 
-def test_a_file_that_was_renamed_is_gone_under_its_old_name(tree: WorkingTree, tmp_path: Path) -> None:
+def test_a_renamed_file_is_not_kept_under_its_old_name(tree: WorkingTree, tmp_path: Path) -> None:
     tree.git("mv", "train.py", "training.py")
     taken = snapshot(tree)
     assert taken.record.uncommitted == 2
@@ -261,14 +257,14 @@ def test_a_file_that_was_renamed_is_gone_under_its_old_name(tree: WorkingTree, t
 
 
 @pytest.mark.parametrize("mark", ["--assume-unchanged", "--skip-worktree"])
-def test_a_file_that_git_was_told_not_to_look_at_is_refused_by_name(tree: WorkingTree, mark: str) -> None:
+def test_a_file_that_git_is_set_to_ignore_changes_of_is_rejected_by_name(tree: WorkingTree, mark: str) -> None:
     tree.git("update-index", mark, "train.py")
     tree.write("train.py", "print('two')\n")
     with pytest.raises(UsageError, match=r"train\.py \(git ignores changes to it; .* git update-index"):
         snapshot(tree)
 
 
-def test_many_files_that_are_not_committed_fit_into_a_patch(tree: WorkingTree, tmp_path: Path) -> None:
+def test_many_uncommitted_files_fit_into_a_patch(tree: WorkingTree, tmp_path: Path) -> None:
     for number in range(1200):
         tree.write(f"many/{number:04d}-{'x' * 100}.txt", f"{number}")
     taken = snapshot(tree)
@@ -288,7 +284,7 @@ def test_a_repository_whose_path_has_a_colon_has_a_patch_too(tmp_path: Path) -> 
     assert b"print('two')" in snapshot(odd).patch
 
 
-def test_variables_of_a_hook_do_not_lead_to_another_repository(
+def test_git_variables_of_a_hook_do_not_select_another_repository(
     tree: WorkingTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -301,7 +297,7 @@ def test_variables_of_a_hook_do_not_lead_to_another_repository(
     assert snapshot(tree) == expected
 
 
-def test_a_file_that_was_added_in_spite_of_gitignore_is_in_the_patch(tree: WorkingTree) -> None:
+def test_a_file_added_despite_gitignore_is_in_the_patch(tree: WorkingTree) -> None:
     tree.write("data/keep.py", "1\n")
     tree.git("add", "--force", "data/keep.py")
     tree.commit()
@@ -309,7 +305,7 @@ def test_a_file_that_was_added_in_spite_of_gitignore_is_in_the_patch(tree: Worki
     assert b"+2" in snapshot(tree).patch
 
 
-def test_a_folder_in_the_place_of_a_file_that_git_knows_is_kept_with_what_is_in_it(tree: WorkingTree) -> None:
+def test_a_folder_in_place_of_a_tracked_file_is_kept_with_its_content(tree: WorkingTree) -> None:
     (tree.folder / "train.py").unlink()
     tree.write("train.py/__init__.py", "")
     taken = snapshot(tree)
@@ -317,6 +313,6 @@ def test_a_folder_in_the_place_of_a_file_that_git_knows_is_kept_with_what_is_in_
     assert taken.record.uncommitted == 2
 
 
-def test_a_folder_without_anything_for_git_is_refused(tree: WorkingTree) -> None:
+def test_a_folder_without_tracked_files_is_rejected(tree: WorkingTree) -> None:
     with pytest.raises(UsageError, match="holds no file that git would take"):
         take_snapshot(make_spec(f"code.path={tree.folder / 'data'}"))
