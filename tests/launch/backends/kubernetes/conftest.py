@@ -1,4 +1,4 @@
-"""A run that is to be sent to a fake API server, and objects as controllers write them."""
+"""Fixtures: a run for a fake API server, and objects as controllers write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = (
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
-    """A server, with a kubeconfig whose current context is it. A lost answer is asked for again at once."""
+    """Yield a fake API server, the current context of the kubeconfig. Unanswered requests are repeated at once."""
     fake = FakeApi()
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._LOST_ANSWER_PAUSES", (0.0, 0.0))
     with serve(fake) as url:
@@ -45,7 +45,7 @@ def made(make_run: Callable[..., MadeRun]) -> MadeRun:
 def pod(
     workload: str, index: int = 0, *, phase: str = "Running", node: str | None = "node-a", **more: Any
 ) -> dict[str, Any]:
-    """A pod of a gang as the kubelet reports it."""
+    """Return a pod of a gang as the kubelet reports it."""
     state = {"Running": {"running": {}}, "Pending": {"waiting": {"reason": "ContainerCreating"}}}
     metadata = {
         "name": f"{workload}-node-0-{index}-abcde",
@@ -64,7 +64,7 @@ def pod(
 
 
 def ended(workload: str, index: int, exit_code: int, reason: str = "Error") -> dict[str, Any]:
-    """A pod whose container has ended."""
+    """Return a pod whose container has ended."""
     container = {"name": "node", "state": {"terminated": {"exitCode": exit_code, "reason": reason}}}
     return pod(workload, index, phase="Failed" if exit_code else "Succeeded", containerStatuses=[container])
 

@@ -1,12 +1,12 @@
-"""An API server that keeps what it is given, over HTTP on 127.0.0.1, for how this launcher calls and reads one.
+"""A fake API server over HTTP on 127.0.0.1 that stores objects, for tests of how the launcher calls and reads one.
 
-It validates nothing, runs no controller, and is no evidence of what a real server does. What it answers where it
-matters (a Status, a page of a list, a log with times) has the shape of what a real one answers. Of all webhooks it has
-one, Trainer's: it decides in which order, and how patiently, objects must be sent and taken away.
+It validates nothing, runs no controller, and is no evidence of how a real server behaves. Its answers (a Status, a page
+of a list, a log with times) have the structure of real ones. It has one webhook, Trainer's, which requires that the
+runtime of a TrainJob exists.
 
-Of the garbage collector it has what a cancel meets: what an object owns goes after it in the background; before it, and
-before the object itself, in the foreground; and a TrainJob whose TrainingRuntime went first stays for ever, since the
-webhook refuses the change that takes the finalizer off. A second, background deletion drops that finalizer.
+It has the part of the garbage collector that matters to a cancel: objects that an object owns are deleted after it in
+the background, and before it in the foreground. A TrainJob whose TrainingRuntime is deleted first is never deleted,
+since the webhook refuses the change that removes the finalizer; a second, background deletion removes that finalizer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INSTALLED = {
 
 
 class FakeApi:
-    """State and knobs of the server; a test changes both while it runs."""
+    """State and settings of the server; tests change both while it runs."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str, str], Object] = {}  # (group, plural, namespace, name)
@@ -49,19 +49,21 @@ class FakeApi:
         self.calls: set[tuple[str, str, str]] = set()  # (verb, group, resource)
         self.asked: list[str] = []  # every method and path with its query
         self.deletions: list[tuple[str, Object]] = []
-        self.lost: dict[tuple[str, str], int] = {}  # (verb, resource) -> how many answers are lost though it is done
-        self.after_lost: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals from the next lost answer on
-        self.strict = False  # about each kind, and not about its group's version alone
-        self.later: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals that take the place of one that was given
+        self.lost: dict[
+            tuple[str, str], int
+        ] = {}  # (verb, resource) -> number of answers that are lost after the request is applied
+        self.after_lost: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals after the next lost answer
+        self.strict = False  # whether each kind must be installed, and not only the version of its group
+        self.later: dict[tuple[str, str], tuple[int, Object]] = {}  # refusals that replace one after it was given
         self.page: int | None = None
         self.silent_pods: set[str] = set()  # their kubelet does not answer
-        self.dead_pods: set[str] = set()  # their node is never heard of, and the server waits for it
+        self.dead_pods: set[str] = set()  # their node never answers, and the server waits for it
         self.over = threading.Event()
-        self.stale = 0  # how often the webhook does not yet see a runtime that is there
+        self.stale = 0  # how often the webhook does not yet find an existing runtime
         self._made = 0
 
     def put(self, plural: str, body: Object, group: str = "", namespace: str = "ml") -> Object:
-        """Keep an object as if a controller had made it."""
+        """Store an object as if a controller had created it."""
         self._made += 1
         metadata = body.setdefault("metadata", {})
         metadata.setdefault("uid", f"uid-{self._made}")
@@ -73,7 +75,7 @@ class FakeApi:
         return [body for (_, kind, _, _), body in self.objects.items() if kind == plural]
 
     def forbid(self, verb: str, resource: str, group: str = "") -> None:
-        """Refuse as RBAC does."""
+        """Refuse requests as RBAC does."""
         message = (
             f'{resource} is forbidden: User "kim" cannot {verb} resource "{resource}" in API group "{group}" '
             'in the namespace "ml"'
@@ -82,14 +84,14 @@ class FakeApi:
 
 
 def status(code: int, reason: str, message: str, **details: Any) -> Object:
-    """The body of a refusal."""
+    """Return the body of a refusal."""
     body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
     return {**body, "message": message, "details": details}
 
 
 @contextmanager
 def serve(api: FakeApi) -> Iterator[str]:
-    """The server's URL while it runs."""
+    """Run the server and yield its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"api": api}))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -105,7 +107,7 @@ def serve(api: FakeApi) -> Iterator[str]:
 
 
 def write_kubeconfig(path: Path, url: str, context: str = "test") -> Path:
-    """A kubeconfig whose only context is this server."""
+    """Write a kubeconfig whose only context is this server, and return its path."""
     config = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -201,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         pods = [pod for pod in self.api.all("pods") if pod["metadata"]["labels"].get(_INSTANCE) == metadata["name"]]
         if plural == "pods":
             pods = []
-        for pod in pods:  # they have their grace period; the test says when they are gone
+        for pod in pods:  # they have their grace period; the test deletes them
             pod["metadata"]["deletionTimestamp"] = _DELETED
         if not background:
             for key, _ in owned:
@@ -216,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._remove(*key[:3], body, background=True)
 
     def _loses(self, verb: str, resource: str) -> bool:
-        """Answer as a gateway does that has waited long enough, where such answers are left."""
+        """Answer 504, as a gateway does, if the test has set such answers."""
         left = self.api.lost.get((verb, resource), 0)
         if left:
             self.api.lost[(verb, resource)] = left - 1
@@ -228,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _where(self) -> tuple[str, str, str, str, str, dict[str, str]]:
-        """Group, plural, namespace, name, subresource and query."""
+        """Return group, plural, namespace, name, subresource and query of the request."""
         self.api.asked.append(f"{self.command} {self.path}")
         url = urlsplit(self.path)
         match = _PATH.fullmatch(url.path)
@@ -255,7 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
         return refusal is not None
 
     def _sees_runtime(self, namespace: str, trainjob: Object) -> bool:
-        """As Trainer's webhook: by a cache, which lags behind; what a dry run would make is in none."""
+        """Validate as Trainer's webhook: with a cache, which lags behind and does not contain objects of a dry run."""
         key = ("trainer.kubeflow.org", "trainingruntimes", namespace, trainjob["spec"]["runtimeRef"]["name"])
         self.api.stale, is_stale = max(0, self.api.stale - 1), self.api.stale > 0
         return key in self.api.objects and not is_stale
@@ -299,7 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._chunk(new)
                 time.sleep(0.01)
             self.wfile.write(b"0\r\n\r\n")
-        except OSError:  # who followed has gone
+        except OSError:  # the client that followed has disconnected
             self.close_connection = True
 
     def _chunk(self, lines: list[str]) -> None:

@@ -22,7 +22,7 @@ WORKLOAD = "jobset/fake-s1"
 
 @dataclass
 class Gang:
-    """One incarnation of a workload's pods; ``volume`` is what they share, and the submitter does not see."""
+    """One gang of a workload's pods; ``volume`` is shared by them and not visible to the submitter."""
 
     made: MadeRun
     volume: Path
@@ -32,7 +32,7 @@ class Gang:
     port: int = field(default_factory=lambda: free_port("127.0.0.1"))
 
     def start(self, *numbers: int) -> Gang:
-        """These pods; without numbers all of them."""
+        """Start these pods; without numbers all of them."""
         documents = self.volume / ".documents"
         documents.mkdir(parents=True, exist_ok=True)
         for name, text in documents_of(self.made.run, self.made.record).items():
@@ -61,7 +61,7 @@ class Gang:
 
     @property
     def run(self) -> RunDir:
-        """As the pods see it."""
+        """The run directory as the pods see it."""
         return RunDir(self.volume / self.made.run.run_id)
 
     @property
@@ -69,23 +69,23 @@ class Gang:
         return read_attempts(self.run)
 
     def wait_until_up(self) -> None:
-        """Until all ranks of the newest attempt are there."""
+        """Wait until all ranks of the newest attempt run."""
         world = self.made.record.spec.world_size
         wait_until(lambda: len(self._logs_with("up")) == world, "all ranks are up")
 
     def wait_until_heeding(self) -> None:
-        """Until the agents have blocked SIGTERM, their first statement. Before that PID 1 ignores it, and these die."""
+        """Wait until the agents have blocked SIGTERM. Before that PID 1 ignores it, and these processes end."""
         bit = 1 << (signal.SIGTERM - 1)
         for pod in self.pods.values():
             wait_until(lambda pod=pod: _blocked(pod.pid) & bit, "SIGTERM is blocked")
 
     def signal(self, signum: int) -> None:
-        """To the first process of each pod, as the kubelet does."""
+        """Send a signal to the first process of each pod, as the kubelet does."""
         for pod in self.pods.values():
             pod.send_signal(signum)
 
     def wait(self) -> list[int]:
-        """The exit codes, by pod; what they printed is in ``output`` then."""
+        """Wait for the pods and return their exit codes; their output is then in ``output``."""
         self.output = {number: pod.communicate(timeout=60)[0] for number, pod in sorted(self.pods.items())}
         return [pod.returncode for _, pod in sorted(self.pods.items())]
 

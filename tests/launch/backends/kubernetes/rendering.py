@@ -1,4 +1,4 @@
-"""Runs rendered for Kubernetes from the recipes, and ways into the objects. No tests here."""
+"""Recipes rendered for Kubernetes, and functions that return parts of the objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKENDS = ("jobset", "volcano", "trainjob")
 IMAGE = f"registry.example:5000/ml/scaletrain@sha256:{'4b' * 32}"
 NEEDED = ("cluster.scheduler=kubernetes", f"cluster.kubernetes.image={IMAGE}", "cluster.kubernetes.runs.claim=runs")
 DOCUMENTS = {"run.json": '{"schema": "scaletrain.run/v1"}'}
-# What every backend knows. $(HOME) and $$ are what the kubelet would expand.
+# Options of every backend. The kubelet would expand $(HOME) and $$.
 EVERY_OPTION = (
     "cluster.kubernetes.namespace=ml",
     "cluster.kubernetes.queue=team-a",
@@ -60,7 +60,7 @@ def plan_of(name: str) -> RunPlan:
 
 
 def rendered(spec: RunSpec, *, run_id: str = "demo-1", plan: RunPlan | None = None, **more: Any) -> Manifest:
-    """The manifest of a spec; without a plan, of one whose figures nobody reads."""
+    """Return the manifest of a spec; without ``plan``, with a plan of arbitrary numbers."""
     record = RunRecord(
         run_id=run_id,
         created=0.0,
@@ -79,7 +79,7 @@ def rendered_recipe(name: str, *overrides: str, **more: Any) -> Manifest:
 
 
 def template_of(made: Manifest) -> dict[str, Any]:
-    """The pod template."""
+    """Return the pod template."""
     kinds = {one["kind"]: one for one in made.objects}
     if "tasks" in made.workload_object["spec"]:
         return made.workload_object["spec"]["tasks"][0]["template"]
@@ -93,5 +93,5 @@ def container_of(made: Manifest) -> dict[str, Any]:
 
 
 def environment_of(made: Manifest) -> dict[str, Any]:
-    """Values by name, references as they are."""
+    """Return the container's environment: values by name, references unchanged."""
     return {each["name"]: each.get("value", each.get("valueFrom")) for each in container_of(made)["env"]}

@@ -1,4 +1,4 @@
-"""What an API server refuses, or does not answer, comes out as one error that says where, what and what to do."""
+"""Refusals and missing answers of an API server become errors with the place, the cause and a remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def config_map(name: str = "c", **more: Any) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": "ml"}, **more}
 
 
-def test_an_object_that_is_applied_is_there_and_a_dry_run_leaves_nothing(cluster: Cluster, api: FakeApi) -> None:
+def test_an_applied_object_exists_and_a_dry_run_creates_none(cluster: Cluster, api: FakeApi) -> None:
     cluster.apply(config_map("dry"), dry_run=True)
     assert cluster.get(CONFIG_MAP, "ml", "dry") is None
     made = cluster.apply(config_map(data={"run.json": "{}"}))
@@ -28,17 +28,17 @@ def test_an_object_that_is_applied_is_there_and_a_dry_run_leaves_nothing(cluster
     assert any("fieldManager=scaletrain" in asked for asked in api.asked)
 
 
-def test_a_long_list_comes_whole_and_by_its_labels(cluster: Cluster, api: FakeApi) -> None:
+def test_a_list_of_several_pages_is_complete_and_can_be_selected_by_label(cluster: Cluster, api: FakeApi) -> None:
     api.page = 2
     for number in range(5):
         api.put("pods", {"metadata": {"name": f"p{number}", "labels": {"app": "a" if number else "b"}}})
     assert len(cluster.find(POD, "ml")) == 5
     assert [pod["metadata"]["name"] for pod in cluster.find(POD, "ml", labels="app=b")] == ["p0"]
     api.put("nodes", {"metadata": {"name": "n"}}, namespace="")
-    assert len(cluster.find(NODE, "ml")) == 1  # of no namespace
+    assert len(cluster.find(NODE, "ml")) == 1  # nodes have no namespace
 
 
-def test_annotations_are_added_and_a_missing_object_is_no_error(cluster: Cluster) -> None:
+def test_annotations_are_added_and_a_missing_object_is_ignored(cluster: Cluster) -> None:
     cluster.apply(config_map())
     cluster.annotate(CONFIG_MAP, "ml", "c", {"a": "1"})
     found = cluster.get(CONFIG_MAP, "ml", "c")
@@ -47,7 +47,7 @@ def test_annotations_are_added_and_a_missing_object_is_no_error(cluster: Cluster
     cluster.annotate(CONFIG_MAP, "ml", "none", {"a": "1"})
 
 
-def test_what_is_deleted_takes_its_children_along_first_and_a_successor_is_spared(
+def test_a_deletion_is_in_the_foreground_and_only_of_the_object_with_the_given_uid(
     cluster: Cluster, api: FakeApi
 ) -> None:
     uid = cluster.apply(config_map())["metadata"]["uid"]
@@ -56,10 +56,10 @@ def test_what_is_deleted_takes_its_children_along_first_and_a_successor_is_spare
     assert not cluster.delete(CONFIG_MAP, "ml", "c")
     ((_, options),) = api.deletions
     assert options["propagationPolicy"] == "Foreground"
-    assert "gracePeriodSeconds" not in options  # the pods' own
+    assert "gracePeriodSeconds" not in options  # the pods keep theirs
 
 
-def test_a_missing_resource_says_how_it_is_installed(cluster: Cluster, api: FakeApi) -> None:
+def test_a_missing_resource_is_reported_with_its_install_command(cluster: Cluster, api: FakeApi) -> None:
     assert cluster.serves(JOB_SET)
     del api.installed["jobset.x-k8s.io/v1alpha2"]
     assert not cluster.serves(JOB_SET)
@@ -69,7 +69,7 @@ def test_a_missing_resource_says_how_it_is_installed(cluster: Cluster, api: Fake
     assert not cluster.serves(VOLCANO_JOB)
 
 
-def test_a_missing_right_is_named_with_where_it_is_to_be_had(cluster: Cluster, api: FakeApi) -> None:
+def test_a_missing_right_is_named_with_the_file_that_grants_it(cluster: Cluster, api: FakeApi) -> None:
     api.forbid("list", "workloads", "kueue.x-k8s.io")
     with pytest.raises(RefusedError) as caught:
         cluster.find(WORKLOAD, "ml")
@@ -82,7 +82,7 @@ def test_a_missing_right_is_named_with_where_it_is_to_be_had(cluster: Cluster, a
     assert "namespace ml" in str(error)
 
 
-def test_a_quota_or_a_policy_is_not_taken_for_a_missing_right(cluster: Cluster, api: FakeApi) -> None:
+def test_a_refusal_by_a_quota_is_not_a_missing_right(cluster: Cluster, api: FakeApi) -> None:
     said = 'configmaps "c" is forbidden: exceeded quota: q, requested: count/configmaps=1'
     api.refusals[("create", "configmaps")] = (403, status(403, "Forbidden", said))
     with pytest.raises(RefusedError, match="exceeded quota") as caught:
@@ -90,7 +90,7 @@ def test_a_quota_or_a_policy_is_not_taken_for_a_missing_right(cluster: Cluster, 
     assert not caught.value.is_rights
 
 
-def test_every_field_that_is_wrong_is_reported(cluster: Cluster, api: FakeApi) -> None:
+def test_every_invalid_field_is_reported(cluster: Cluster, api: FakeApi) -> None:
     causes = [{"field": "spec.a", "message": "Invalid value: 1"}, {"field": "spec.b", "message": "Required value"}]
     refusal = status(422, "Invalid", "ConfigMap c is invalid", name="c", causes=causes)
     api.refusals[("create", "configmaps")] = (422, refusal)
@@ -113,7 +113,7 @@ def test_other_refusals_keep_the_servers_message(
     assert caught.value.said == "the server's words"
 
 
-def test_a_server_that_has_too_much_to_do_is_asked_again_a_few_times(
+def test_a_request_that_is_answered_with_429_is_repeated_a_few_times(
     cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api.refusals[("create", "configmaps")] = (429, status(429, "TooManyRequests", "please try again later"))
@@ -128,13 +128,13 @@ def test_a_server_that_has_too_much_to_do_is_asked_again_a_few_times(
     assert cluster.apply(config_map())["metadata"]["name"] == "c"
 
 
-def test_a_page_of_a_proxy_is_an_error_too(cluster: Cluster, api: FakeApi) -> None:
+def test_an_error_page_of_a_proxy_is_a_refusal(cluster: Cluster, api: FakeApi) -> None:
     api.refusals[("get", "pods")] = (502, {"html": "bad gateway"})
     with pytest.raises(RefusedError, match="502"):
         cluster.get(POD, "ml", "p")
 
 
-def test_a_login_page_is_not_taken_for_an_answer(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_page_is_not_accepted_as_an_answer(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     page = SimpleNamespace(data=b"<html>log in</html>")
     monkeypatch.setattr(cluster._client, "request", lambda *args, **options: page)
     for ask in (cluster.version, lambda: cluster.find(POD, "ml")):
@@ -142,17 +142,19 @@ def test_a_login_page_is_not_taken_for_an_answer(cluster: Cluster, monkeypatch: 
             ask()
 
 
-def test_a_server_that_is_not_there_is_reported_as_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_reported_and_not_asked_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "k", "http://127.0.0.1:9", "far")))
     cluster = connect("far", "ml")
     with pytest.raises(SchedulerError, match=r"context far, http://127.0.0.1:9, .* does not answer") as caught:
         cluster.version()
     assert not isinstance(caught.value, SchedulerSilentError)
     with pytest.raises(SchedulerError, match="did not answer a moment ago"):
-        cluster.version()  # who asks for many runs waits once
+        cluster.version()  # a list of many runs waits only once
 
 
-def test_a_change_that_is_not_answered_may_have_happened(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unanswered_change_may_have_been_applied(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster._client, "request", _never(cluster._client.request))
     with pytest.raises(SchedulerSilentError, match="The request may have been applied"):
         cluster.apply(config_map())
@@ -167,10 +169,10 @@ def _never(request: Any) -> Any:
     return silent
 
 
-def test_a_dead_node_is_not_taken_for_a_silent_server(
+def test_a_dead_node_does_not_count_as_an_unreachable_server(
     cluster: Cluster, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server asks the node for a log and waits for it; a list of runs must not stop at the first dead node."""
+    """The server waits for the node of a log; a list of runs must not stop at the first dead node."""
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.api._LOG_SECONDS", 0.05)
     api.dead_pods.add("p")
     with pytest.raises(RefusedError, match="the node of pod p does not answer"):
@@ -178,7 +180,7 @@ def test_a_dead_node_is_not_taken_for_a_silent_server(
     assert cluster.version() == "v1.36.2"
 
 
-def test_a_context_that_is_not_there_names_the_file(api: FakeApi, tmp_path: Path) -> None:
+def test_a_missing_context_is_reported_with_the_kubeconfig(api: FakeApi, tmp_path: Path) -> None:
     with pytest.raises(
         SchedulerError, match=r"context other of the kubeconfig \(.*kubeconfig\) cannot be used"
     ) as error:
@@ -186,13 +188,13 @@ def test_a_context_that_is_not_there_names_the_file(api: FakeApi, tmp_path: Path
     assert error.value.exit_code == 4
 
 
-def test_without_the_clients_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_client_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(UsageError, match=r"'\.\[k8s\]'"):
         connect(None, "ml")
 
 
-def test_a_log_is_read_line_by_line_from_a_second_on(cluster: Cluster, api: FakeApi) -> None:
+def test_a_log_is_read_line_by_line_from_a_given_second(cluster: Cluster, api: FakeApi) -> None:
     api.logs["p"] = ["2026-11-21T10:00:00.1Z one", "2026-11-21T10:00:05.2Z two", "2026-11-21T10:00:05.3Z thrée"]
     assert list(cluster.log("ml", "p", "node")) == api.logs["p"]
     assert list(cluster.log("ml", "p", "node", since="2026-11-21T10:00:05.2Z")) == api.logs["p"][1:]

@@ -1,4 +1,4 @@
-"""The calls of a run's life, in their order, against a server that keeps what it is given."""
+"""The methods of the back end over the life of a run, against a fake server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GROUP = "jobset.x-k8s.io"
 
 
 def submit(made: MadeRun) -> str:
-    """Hand it over; returns the workload's name."""
+    """Submit the run and return the name of its workload."""
     return submit_run(made.run, made.record, KubernetesBackend()).job_id.partition("/")[2]
 
 
@@ -61,7 +61,9 @@ def test_a_submission_sends_the_record_and_then_the_workload_that_owns_it(made: 
     assert read_submission(made.run).job_id == f"jobset/{name}"  # type: ignore[union-attr]
 
 
-def test_what_is_rendered_is_what_is_sent_and_rendering_sends_no_request(made: MadeRun, api: FakeApi) -> None:
+def test_the_rendered_objects_are_those_that_are_submitted_and_rendering_sends_no_request(
+    made: MadeRun, api: FakeApi
+) -> None:
     from ruamel.yaml import YAML
 
     text = KubernetesBackend().render(made.run, made.record)
@@ -72,16 +74,16 @@ def test_what_is_rendered_is_what_is_sent_and_rendering_sends_no_request(made: M
     assert config_map["data"] == api.all("configmaps")[0]["data"]
 
 
-def test_who_submits_twice_finds_the_first_job(made: MadeRun, api: FakeApi) -> None:
+def test_a_second_submit_returns_the_first_job(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     uid = workload(api, name)["metadata"]["uid"]
-    (made.run.path / "submission.json").unlink()  # the submitter died before it wrote that
+    (made.run.path / "submission.json").unlink()  # the submitter was interrupted before it wrote the file
     assert submit(made) == name
     assert workload(api, name)["metadata"]["uid"] == uid
     assert len(api.all("jobsets")) == 1
 
 
-def test_a_workload_of_another_run_or_of_another_layout_is_left_alone(made: MadeRun, api: FakeApi) -> None:
+def test_a_workload_of_another_run_or_layout_is_refused_and_not_changed(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     (made.run.path / "submission.json").unlink()
     marks = workload(api, name)["metadata"]["annotations"]
@@ -97,7 +99,7 @@ def test_a_workload_of_another_run_or_of_another_layout_is_left_alone(made: Made
         submit(made)
 
 
-def test_a_refused_workload_leaves_nothing_behind(made: MadeRun, api: FakeApi) -> None:
+def test_after_a_refused_workload_no_object_remains(made: MadeRun, api: FakeApi) -> None:
     api.refusals[("create", "jobsets")] = (403, status(403, "Forbidden", "the webhook says no"))
     with pytest.raises(SchedulerError, match="the webhook says no") as caught:
         submit(made)
@@ -106,10 +108,10 @@ def test_a_refused_workload_leaves_nothing_behind(made: MadeRun, api: FakeApi) -
     assert read_submission(made.run) is None
 
 
-def test_a_trainjob_is_sent_again_until_the_webhooks_know_its_runtime(
+def test_a_trainjob_is_created_again_until_the_webhooks_have_its_runtime(
     make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They read runtimes from a cache: one that was made a moment ago is not there yet."""
+    """They read runtimes from a cache, which does not yet contain a new one."""
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._RETRY_SECONDS", 0.0)
     trained = make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob")
     api.stale = 3
@@ -119,7 +121,7 @@ def test_a_trainjob_is_sent_again_until_the_webhooks_know_its_runtime(
     assert runtime["metadata"]["ownerReferences"][0]["uid"] == whole["metadata"]["uid"]
 
 
-def test_a_trainjob_whose_runtime_is_never_seen_leaves_nothing_behind(
+def test_after_a_trainjob_whose_runtime_is_never_found_no_object_remains(
     make_run: Callable[..., MadeRun], api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scaletrain_cli.launch.backends.kubernetes.objects._RUNTIME_SECONDS", 0.0)
@@ -129,7 +131,7 @@ def test_a_trainjob_whose_runtime_is_never_seen_leaves_nothing_behind(
     assert not api.objects
 
 
-def test_nodes_that_are_known_to_be_bad_are_kept_away_from(made: MadeRun, api: FakeApi) -> None:
+def test_bad_nodes_are_excluded(made: MadeRun, api: FakeApi) -> None:
     for name in ("a", "b", "c", "d"):
         api.put("nodes", {"metadata": {"name": name}, "status": {"allocatable": {}}}, namespace="")
     bad = BadNode("b", "hardware", "ECC", "r", 1, 0.0, 9e9)
@@ -140,7 +142,7 @@ def test_nodes_that_are_known_to_be_bad_are_kept_away_from(made: MadeRun, api: F
     assert made.events("nodes-excluded")[0]["nodes"] == ["b"]
 
 
-def test_a_run_on_a_volume_that_is_not_seen_here_has_its_state_from_the_cluster(made: MadeRun, api: FakeApi) -> None:
+def test_without_access_to_the_volume_the_state_comes_from_the_cluster(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     assert run_status(made.run).state == "queued"
     put_pods(api, made, name, pod(name, 0), pod(name, 1))
@@ -153,7 +155,7 @@ def test_a_run_on_a_volume_that_is_not_seen_here_has_its_state_from_the_cluster(
     assert found.nodes == ("node-a",)
 
 
-def test_a_finished_run_says_how_far_it_was_after_its_pods_are_gone(made: MadeRun, api: FakeApi) -> None:
+def test_the_progress_of_a_finished_run_is_kept_after_its_pods_are_deleted(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, made, name, ended(name, 0, 0), ended(name, 1, 0))
     api.logs[f"{name}-node-0-0-abcde"] = [f"2026-11-21T10:00:00Z rank 0: {progress_line(20, 20, 2.5)}"]
@@ -163,13 +165,13 @@ def test_a_finished_run_says_how_far_it_was_after_its_pods_are_gone(made: MadeRu
     assert (run_status(made.run).state, run_status(made.run).step) == ("finished", 20)
 
 
-def test_a_finished_run_whose_output_was_not_read_has_taken_all_its_steps(made: MadeRun, api: FakeApi) -> None:
+def test_a_finished_run_whose_output_was_not_read_has_all_its_steps(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     finish(api, name, "Completed")
     assert (run_status(made.run).state, run_status(made.run).step) == ("finished", 20)
 
 
-def test_the_log_of_a_dead_node_is_not_waited_for(made: MadeRun, api: FakeApi) -> None:
+def test_the_log_of_a_pod_on_a_dead_node_is_not_requested(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     lost = pod(name, 0, conditions=[condition("Ready", "False", "NodeNotReady")])
     put_pods(api, made, name, lost, pod(name, 1))
@@ -180,7 +182,7 @@ def test_the_log_of_a_dead_node_is_not_waited_for(made: MadeRun, api: FakeApi) -
 @pytest.mark.parametrize(
     ("kind", "code", "state"), [("Completed", 0, "finished"), ("Failed", 93, "failed"), ("Failed", 75, "preempted")]
 )
-def test_how_it_ended_is_kept_when_the_cluster_forgets_it(
+def test_the_end_of_a_job_is_kept_after_its_object_is_deleted(
     made: MadeRun, api: FakeApi, kind: str, code: int, state: str
 ) -> None:
     name = submit(made)
@@ -196,15 +198,13 @@ def test_how_it_ended_is_kept_when_the_cluster_forgets_it(
     assert exit_code_of(made.run, found) == code
 
 
-def test_a_job_that_went_without_being_seen_to_end_is_called_neither_finished_nor_failed(
-    made: MadeRun, api: FakeApi
-) -> None:
-    """Its time to live was over before anybody looked (ttlSecondsAfterFinished)."""
+def test_a_job_that_was_deleted_before_its_end_was_seen_has_an_unknown_state(made: MadeRun, api: FakeApi) -> None:
+    """ttlSecondsAfterFinished passed before any command read its state."""
     submit(made)
     api.objects.clear()
     found = run_status(made.run)
     assert (found.state, "does not report how it ended" in found.why) == ("unknown", True)
-    assert is_over(made.run, found), "or who waits for its end would wait for ever"
+    assert is_over(made.run, found), "or status --wait would never return"
     assert exit_code_of(made.run, found) == 4
     assert not inspect_resume(made.run).active
 
@@ -217,7 +217,7 @@ def test_a_server_that_does_not_answer_leaves_the_state_unknown(made: MadeRun, a
     assert "forbids it" in found.why
 
 
-def test_a_queued_run_shows_kueues_message_on_its_own_workload(made: MadeRun, api: FakeApi) -> None:
+def test_a_queued_run_shows_the_message_of_its_own_kueue_workload(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     whole = workload(api, name)
     whole["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
@@ -229,7 +229,7 @@ def test_a_queued_run_shows_kueues_message_on_its_own_workload(made: MadeRun, ap
     assert run_status(made.run).why == f"waits in queue q: words on {whole['metadata']['uid']}"
 
 
-def test_details_that_the_user_may_not_see_are_left_out(
+def test_details_that_the_user_may_not_read_are_left_out(
     made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = submit(made)
@@ -239,11 +239,13 @@ def test_details_that_the_user_may_not_see_are_left_out(
         api.forbid("list", resource, group)
     assert "workloads.kueue.x-k8s.io" in run_status(made.run).why
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    monkeypatch.setenv("KUBECONFIG", "another")  # no connection from before
+    monkeypatch.setenv("KUBECONFIG", "another")  # no cached connection
     assert "'.[k8s]'" in run_status(made.run).why
 
 
-def test_a_cancelled_run_gets_its_grace_and_is_not_over_until_its_pods_are_gone(made: MadeRun, api: FakeApi) -> None:
+def test_a_cancelled_run_gets_its_grace_period_and_is_active_until_its_pods_are_deleted(
+    made: MadeRun, api: FakeApi
+) -> None:
     name = submit(made)
     put_pods(api, made, name, pod(name, 0), pod(name, 1))
     scheduler = KubernetesBackend()
@@ -258,13 +260,13 @@ def test_a_cancelled_run_gets_its_grace_and_is_not_over_until_its_pods_are_gone(
     job = scheduler.job(made.run, made.record)
     assert (job.state, "cancelled" in job.detail) == ("ending", True)
     assert inspect_resume(made.run).active
-    scheduler.cancel(made.run, made.record)  # once more is no second SIGTERM
+    scheduler.cancel(made.run, made.record)  # a second cancel sends no second SIGTERM
     assert len(api.deletions) == 1
     api.objects.clear()
     assert run_status(made.run).state == "cancelled"
 
 
-def test_a_queued_run_just_goes(made: MadeRun, api: FakeApi) -> None:
+def test_a_queued_run_is_cancelled_at_once(made: MadeRun, api: FakeApi) -> None:
     submit(made)
     KubernetesBackend().cancel(made.run, made.record)
     assert not api.all("jobsets")
@@ -279,7 +281,7 @@ def test_a_run_on_a_shared_volume_records_its_end_itself(made: MadeRun, api: Fak
     assert not made.events("cancelled")
 
 
-def test_another_runs_workload_is_not_deleted(made: MadeRun, api: FakeApi) -> None:
+def test_the_workload_of_another_run_is_not_deleted(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     workload(api, name)["metadata"]["annotations"]["scaletrain.dev/run-id"] = "other"
     KubernetesBackend().cancel(made.run, made.record)
@@ -300,10 +302,10 @@ def test_a_resumed_run_is_a_new_workload_once_the_old_one_has_ended(made: MadeRu
         resume(made.run)
 
 
-def test_a_refused_resume_does_not_forget_how_the_last_job_ended(made: MadeRun, api: FakeApi) -> None:
+def test_a_refused_resume_keeps_the_end_of_the_last_job(made: MadeRun, api: FakeApi) -> None:
     put_pods(api, made, name := submit(made), ended(name, 0, 75), ended(name, 1, 75))
     finish(api, name, "Failed")
-    run_status(made.run)  # sees the end, and remembers it
+    run_status(made.run)  # records the end
     before = run_status(made.run)
     remembered = (made.run.path / "kubernetes.json").read_bytes()
     api.refusals[("create", "jobsets")] = (403, status(403, "Forbidden", "the webhook says no"))
@@ -313,14 +315,16 @@ def test_a_refused_resume_does_not_forget_how_the_last_job_ended(made: MadeRun, 
     assert run_status(made.run) == before
 
 
-def test_pods_that_a_lost_workload_has_left_keep_a_second_gang_away(made: MadeRun, api: FakeApi) -> None:
+def test_a_second_gang_does_not_start_while_pods_of_a_deleted_workload_exist(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, made, name, pod(name, 0))
     del api.objects[(GROUP, "jobsets", "ml", name)]
     assert inspect_resume(made.run).active
 
 
-def test_a_job_is_looked_for_where_it_was_sent(made: MadeRun, api: FakeApi, make_run: Callable[..., MadeRun]) -> None:
+def test_a_job_is_looked_up_in_the_namespace_of_its_submission(
+    made: MadeRun, api: FakeApi, make_run: Callable[..., MadeRun]
+) -> None:
     submit(made)
     spec = make_run(*SETTINGS, "cluster.kubernetes.namespace=other", run_id="other").record.spec
     assert spec.cluster.kubernetes.namespace == "other"
@@ -328,7 +332,7 @@ def test_a_job_is_looked_for_where_it_was_sent(made: MadeRun, api: FakeApi, make
     assert not any("/namespaces/other/" in asked for asked in api.asked)
 
 
-def test_pods_of_a_dead_node_are_removed_only_on_demand(made: MadeRun, api: FakeApi) -> None:
+def test_pods_of_a_dead_node_are_deleted_only_with_force(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     dead = pod(name, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"})
     put_pods(api, made, name, dead, pod(name, 1, node="m"))
@@ -343,10 +347,10 @@ def test_pods_of_a_dead_node_are_removed_only_on_demand(made: MadeRun, api: Fake
     assert made.events("pods-force-deleted")
 
 
-def test_a_cancelled_runs_pod_on_a_node_that_does_not_report_is_removed_without_its_grace_period(
+def test_force_deletes_a_cancelled_runs_pod_on_an_unreachable_node_without_its_grace_period(
     made: MadeRun, api: FakeApi
 ) -> None:
-    """Its grace period ends in the future, and nobody is there who could use it. The other pod saves."""
+    """Its grace period has not ended, but its node cannot use it. The other pod saves."""
     name = submit(made)
     put_pods(api, made, name, pod(name, 0, node="n"), pod(name, 1, node="m"))
     for node, ready in (("n", "Unknown"), ("m", "True")):
@@ -361,7 +365,7 @@ def test_a_cancelled_runs_pod_on_a_node_that_does_not_report_is_removed_without_
     assert scheduler.force(made.run, made.record) == [f"{name}-node-0-0-abcde"]
 
 
-def test_events_of_pods_that_are_gone_are_looked_for_after_an_eviction(made: MadeRun, api: FakeApi) -> None:
+def test_events_of_deleted_pods_are_read_after_an_eviction(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     whole = workload(api, name)
     whole["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"

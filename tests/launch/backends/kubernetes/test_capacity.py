@@ -15,7 +15,7 @@ def node(**allocatable: str) -> dict[str, Any]:
     return {"metadata": {"name": "n"}, "status": {"allocatable": allocatable}}
 
 
-def test_two_pods_of_a_gang_may_share_a_node_that_has_room_for_both() -> None:
+def test_two_pods_of_a_gang_may_share_a_node_with_resources_for_both() -> None:
     one = {"nvidia.com/gpu": Fraction(4), "cpu": Fraction(8), "ephemeral-storage": Fraction(0)}
     assert _pods_on(node(**{"nvidia.com/gpu": "8", "cpu": "64"}), one) == 2
     assert _pods_on(node(**{"nvidia.com/gpu": "8", "cpu": "12"}), one) == 1
@@ -29,11 +29,11 @@ def test_two_pods_of_a_gang_may_share_a_node_that_has_room_for_both() -> None:
         *(("2Gi", 2 * 2**30), ("1Ti", 2**40), ("1e3", 1000), ("12E", 12 * 10**18), ("1E2", 100), ("-1", -1)),
     ],
 )
-def test_a_quantity_is_the_number_that_it_says(text: str | int, number: Fraction | int) -> None:
+def test_a_quantity_is_parsed_as_kubernetes_defines_it(text: str | int, number: Fraction | int) -> None:
     assert parse_quantity(text) == number
 
 
-def test_amounts_are_shown_as_people_count_them() -> None:
+def test_amounts_are_shown_in_readable_units() -> None:
     assert [quantity_text(parse_quantity(text)) for text in ("16", "512Gi", "500m", "2M")] == [
         "16",
         "512.0Gi",

@@ -1,4 +1,4 @@
-"""A Kubernetes cluster at a glance: rows from objects as a real API server, Kueue and Volcano write them."""
+"""The cluster view: rows from objects as a real API server, Kueue and Volcano write them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def jobset(name: str, nodes: int = 2, **spec: Any) -> Object:
 
 
 def queued(owner: str, since: str, *conditions: Object, priority: int = 0, queue: str = "team-a") -> Object:
-    """Kueue's Workload of a JobSet."""
+    """Return Kueue's Workload of a JobSet."""
     return {
         "metadata": {
             "name": f"jobset-{owner}-1a2b3",
@@ -100,7 +100,7 @@ def view(runs: Runs | None = None, **seen: Any) -> ClusterView:
     return make_view(ClusterObjects(runs or Runs(), **seen), settings, unix_time("2026-11-21T12:00:00Z"))
 
 
-def test_gpus_are_counted_by_product_less_what_living_pods_hold() -> None:
+def test_free_gpus_are_counted_by_product_without_those_of_active_pods() -> None:
     nodes = (node("a"), node("b"), node("c", ready=False), node("d", unschedulable=True), node("e", well=7))
     shown = view(nodes=nodes, pods=(holding(pod("x", node="a")), holding(pod("y", node=None)), pod("z", node="b")))
     assert shown.gpus == (GpuRow(H100, total=40, used=8, free=15, out_of_order=17, nodes=5, free_nodes=1),)
@@ -108,19 +108,19 @@ def test_gpus_are_counted_by_product_less_what_living_pods_hold() -> None:
     assert shown.notes == ("not ready: c NotReady, d Ready,SchedulingDisabled",)
 
 
-def test_an_init_container_counts_where_it_asks_for_more_than_the_others_together() -> None:
+def test_an_init_container_counts_if_it_requests_more_than_all_other_containers() -> None:
     one = holding(pod("x", node="a"), 2)
     one["spec"]["initContainers"] = [{"resources": {"limits": {GPU: "4"}}}]
     assert view(nodes=(node("a"),), pods=(one,)).gpus[0].used == 4
 
 
-def test_without_a_look_at_all_pods_no_gpu_is_called_free() -> None:
+def test_without_the_right_to_list_all_pods_no_free_gpus_are_shown() -> None:
     shown = view(nodes=(node("a"),), pods=None, forbidden=("pods",))
     assert (shown.gpus, shown.nodes) == ((), (NodesRow("Ready", 1),))
     assert shown.notes[0].endswith("you need the right to list pods in all namespaces")
 
 
-def test_quotas_are_those_of_the_queues_of_the_namespace_and_say_what_may_be_borrowed() -> None:
+def test_quotas_are_those_of_the_namespaces_queues_and_include_what_may_be_borrowed() -> None:
     local = (local_queue("team-a"), local_queue("team-a-fast"))
     other = cluster_queue() | {"metadata": {"name": "team-b"}}
     assert view(local_queues=local, cluster_queues=(cluster_queue(), other)).quotas == (
@@ -132,13 +132,13 @@ def test_quotas_are_those_of_the_queues_of_the_namespace_and_say_what_may_be_bor
         assert view(local_queues=local, cluster_queues=(lent,)).quotas[0].limit == words
 
 
-def test_a_queue_that_is_not_active_says_why() -> None:
+def test_an_inactive_queue_is_shown_with_its_reason() -> None:
     inactive = condition("Active", "False", "ClusterQueueIsInactive", "Can't submit new workloads")
     shown = view(local_queues=(local_queue("team-a", conditions=[inactive]),))
     assert shown.notes == ("LocalQueue team-a is not active: Can't submit new workloads",)
 
 
-def test_runs_stand_in_the_order_of_the_queue_with_kueues_reason_and_how_many_are_ahead() -> None:
+def test_runs_are_listed_in_queue_order_with_kueues_reason_and_the_number_ahead() -> None:
     back = condition("Evicted", "True", "PodsReadyTimeout", "pods were not ready in time")  # at 10:00
     runs = Runs(
         workloads=tuple(("jobset", jobset(f"{name}-s1", suspend=True)) for name in ("late", "back", "high")),
@@ -161,7 +161,7 @@ def test_runs_stand_in_the_order_of_the_queue_with_kueues_reason_and_how_many_ar
     assert shown.notes == ("ahead counts only namespace ml; 9 jobs wait for the same quota",)
 
 
-def test_a_run_that_runs_says_since_when_and_one_that_is_over_is_left_out() -> None:
+def test_a_running_run_has_its_start_time_and_an_ended_one_is_left_out() -> None:
     over = jobset("over-s1") | {"status": {"conditions": [condition("Completed")]}}
     pods = tuple(holding(pod("mine-s1", index, startTime="2026-11-21T11:00:00Z")) for index in (0, 1))
     admitted = queued("mine-s1", "09:00:00", condition("QuotaReserved"))
@@ -202,7 +202,7 @@ def test_the_table_is_the_same_as_on_slurm(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.fixture
 def filled(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeApi:
-    """A cluster with one node, which another namespace holds, and the user's clusters.yaml that leads to it."""
+    """Set up a cluster with one node, used by another namespace, and a clusters.yaml that names it."""
     file = tmp_path / "clusters.yaml"
     file.write_text("default: k\nclusters:\n  k: {scheduler: kubernetes, kubernetes: {namespace: ml}}\n")
     monkeypatch.setenv("SCALETRAIN_CLUSTERS", str(file))
@@ -223,7 +223,7 @@ def ask() -> Any:
 
 
 @pytest.mark.usefixtures("filled")
-def test_the_cluster_is_asked_for_all_of_it_and_pods_of_every_namespace_hold_gpus() -> None:
+def test_the_view_counts_gpus_of_pods_in_every_namespace() -> None:
     data = ask()
     assert (data["gpus"][0]["total"], data["gpus"][0]["free"], data["others_running"]) == (8, 0, 1)
     assert [row["job_id"] for row in data["queue"]] == ["jobset/late-s1"]
@@ -231,11 +231,11 @@ def test_the_cluster_is_asked_for_all_of_it_and_pods_of_every_namespace_hold_gpu
     assert data["notes"] == []
 
 
-def test_a_right_that_is_missing_leaves_its_part_out_and_is_named(filled: FakeApi) -> None:
+def test_a_part_without_the_right_to_read_it_is_left_out_and_named(filled: FakeApi) -> None:
     filled.forbid("list", "workloads", KUEUE)
     filled.forbid("list", "clusterqueues", KUEUE)
     filled.forbid("list", "trainjobs", "trainer.kubeflow.org")
-    del filled.installed["trainer.kubeflow.org/v1alpha1"]  # a server forbids what it does not have, too
+    del filled.installed["trainer.kubeflow.org/v1alpha1"]  # a server also forbids resources that it does not have
     data = ask()
     assert data["quotas"] == []
     assert "why is unknown" in data["queue"][0]["reason"]
@@ -245,7 +245,7 @@ def test_a_right_that_is_missing_leaves_its_part_out_and_is_named(filled: FakeAp
     ]
 
 
-def test_without_a_namespace_in_the_settings_the_cluster_is_shown_where_the_users_runs_are(
+def test_without_a_configured_namespace_the_view_is_of_the_namespace_of_the_users_runs(
     api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., MadeRun]
 ) -> None:
     def shown() -> ClusterView:

@@ -1,4 +1,4 @@
-"""What controllers write on objects, in the shapes that were seen of real ones, means one state and the right words."""
+"""The state and the reason of a job from objects in the form that real controllers write."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def volcano(phase: str, reason: str = "", message: str = "") -> dict[str, Any]:
 
 
 def workload(*conditions: dict[str, str], **more: Any) -> dict[str, Any]:
-    """Kueue's own object."""
+    """Return Kueue's Workload."""
     spec = more.pop("spec", {})
     return {"metadata": {"name": "jobset-llama-s1-1a2b3"}, "spec": spec, "status": {"conditions": conditions, **more}}
 
@@ -58,7 +58,7 @@ def judged(whole: dict[str, Any] | None, *pods: dict[str, Any], **more: Any) -> 
     return job_of(Observation(whole, tuple(pods), **more), "jobset/llama-s1", NOW)
 
 
-def test_a_gang_whose_pods_all_run_runs_and_its_nodes_are_known() -> None:
+def test_a_gang_whose_pods_all_run_is_running_with_its_nodes() -> None:
     job = judged(jobset(), pod(NAME, 0, node="n1"), pod(NAME, 1, node="n2"))
     assert (job.state, job.nodes) == ("running", ("n1", "n2"))
     assert "all 2 pods running" in job.detail
@@ -70,22 +70,22 @@ def test_a_node_that_does_not_report_is_named() -> None:
     assert job.detail == "all 2 pods running; node n2 does not report, 1 pod on it may be lost"
 
 
-def test_a_restarted_gang_says_so() -> None:
+def test_the_restarts_of_a_gang_are_reported() -> None:
     job = judged(jobset(restarts=2), pod(NAME, 0), pod(NAME, 1))
     assert job.detail == "all 2 pods running; restart 2"
 
 
-def test_pods_that_end_one_after_another_still_run() -> None:
+def test_a_gang_whose_pods_end_one_by_one_is_running() -> None:
     assert judged(jobset(), ended(NAME, 0, 0), pod(NAME, 1)).state == "running"
 
 
-def test_a_completed_job_has_ended_well() -> None:
+def test_a_completed_job_has_ended_with_exit_code_0() -> None:
     done = condition("Completed", reason="AllJobsCompleted", message="jobset completed successfully")
     job = judged(jobset(done), ended(NAME, 0, 0), ended(NAME, 1, 0))
     assert (job.state, job.exit_code, job.detail) == ("ended", 0, "completed")
 
 
-def test_a_failed_job_says_why_and_with_which_code() -> None:
+def test_a_failed_job_has_its_reason_and_exit_code() -> None:
     message = "applying FailJobSet failure policy action"
     failed = condition("Failed", reason="FailJobSetFailurePolicyAction", message=message)
     job = judged(jobset(failed), ended(NAME, 0, 93), ended(NAME, 1, 137, "OOMKilled"))
@@ -94,7 +94,7 @@ def test_a_failed_job_says_why_and_with_which_code() -> None:
     assert "exit code 93" in job.detail
 
 
-def test_the_code_is_taken_from_the_jobs_message_when_the_pods_are_gone() -> None:
+def test_the_exit_code_is_taken_from_the_jobs_message_if_its_pods_are_deleted() -> None:
     said = "Container node for pod ml/llama-s1-node-0-0-x failed with exit code 3 matching FailJob rule at index 1"
     job = {"metadata": {"name": "j"}, "status": {"conditions": [condition("Failed", reason="P", message=said)]}}
     found = judged(jobset(condition("Failed", reason="FailJobSetFailurePolicyAction")), jobs=(job,))
@@ -102,18 +102,18 @@ def test_the_code_is_taken_from_the_jobs_message_when_the_pods_are_gone() -> Non
     assert judged(jobset(condition("Failed", reason="ReachedMaxRestarts"))).exit_code is None
 
 
-def test_a_container_beside_ours_has_no_say() -> None:
+def test_the_exit_code_of_another_container_is_ignored() -> None:
     ours = ended(NAME, 0, 93)
     ours["status"]["containerStatuses"].insert(0, {"name": "mesh", "state": {"terminated": {"exitCode": 1}}})
     assert judged(jobset(condition("Failed", reason="X")), ours).exit_code == 93
 
 
-def test_memory_that_ran_out_is_named() -> None:
+def test_a_container_that_was_killed_for_memory_is_reported() -> None:
     job = judged(jobset(condition("Failed", reason="ReachedMaxRestarts")), ended(NAME, 0, 137, "OOMKilled"))
     assert "exit code 137, OOMKilled" in job.detail
 
 
-def test_a_job_is_not_over_before_its_last_pod_is() -> None:
+def test_a_job_has_not_ended_before_its_last_pod() -> None:
     failed = jobset(condition("Failed", reason="FailedJobs"))
     job = judged(failed, ended(NAME, 0, 1), pod(NAME, 1))
     assert (job.state, "1 pod still ending" in job.detail) == ("ending", True)
@@ -129,7 +129,7 @@ def test_a_job_that_waits_for_quota_shows_kueues_message() -> None:
     assert (job.state, job.detail) == ("queued", f"waits in queue team-a: {said}")
 
 
-def test_a_preempted_job_says_by_whom_it_was_and_what_it_waits_for() -> None:
+def test_a_preempted_job_has_the_preemptor_and_the_reason_of_its_wait() -> None:
     waiting = workload(
         condition("Evicted", "True", "Preempted", "Preempted to accommodate a workload"),
         condition(
@@ -143,7 +143,7 @@ def test_a_preempted_job_says_by_whom_it_was_and_what_it_waits_for() -> None:
     assert job.detail.endswith("waits in queue team-a: insufficient unused quota")
 
 
-def test_a_preempted_gang_that_still_saves_is_said_so() -> None:
+def test_a_preempted_gang_that_still_saves_is_reported() -> None:
     """Kueue suspends the JobSet; its pods have their grace period and end with 75, which restarts the gang for free."""
     waiting = workload(condition("Evicted", "True", "Preempted", "to accommodate a workload"))
     saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
@@ -152,7 +152,7 @@ def test_a_preempted_gang_that_still_saves_is_said_so() -> None:
     assert job.detail.endswith("; 1 pod still saving and exiting")
 
 
-def test_a_job_that_kueue_gave_up_says_why() -> None:
+def test_a_job_that_kueue_deactivated_is_reported_with_its_reason() -> None:
     gone = condition("Evicted", "True", "DeactivatedDueToRequeuingLimitExceeded", "exceeding the maximum of requeues")
     held = workload(gone, spec={"active": False})
     detail = judged(jobset(queue="q", suspend=True), queued=held).detail
@@ -160,7 +160,7 @@ def test_a_job_that_kueue_gave_up_says_why() -> None:
     assert "(DeactivatedDueToRequeuingLimitExceeded: exceeding the maximum of requeues)" in detail
 
 
-def test_an_eviction_for_pods_that_did_not_come_up_says_when_it_is_tried_again() -> None:
+def test_an_eviction_of_pods_that_were_not_ready_has_the_time_of_the_next_try() -> None:
     waiting = workload(
         condition("Evicted", "True", "PodsReadyTimeout", "Exceeded the PodsReady timeout ml/x"),
         requeueState={"count": 1, "requeueAt": "2026-11-21T12:01:00Z"},
@@ -170,7 +170,7 @@ def test_an_eviction_for_pods_that_did_not_come_up_says_when_it_is_tried_again()
     assert "again at 2026-11-21T12:01:00Z" in detail
 
 
-def test_an_unknown_priority_class_is_recognised_by_the_silence_that_follows() -> None:
+def test_an_unknown_priority_class_is_recognized_by_the_missing_workload() -> None:
     whole = jobset(queue="q", suspend=True)
     whole["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = "urgent"
     job = judged(whole)
@@ -179,12 +179,12 @@ def test_an_unknown_priority_class_is_recognised_by_the_silence_that_follows() -
     assert "priority class urgent is unknown" in job.detail
 
 
-def test_a_user_who_may_not_read_the_queue_is_not_shown_that_there_is_nothing_in_it() -> None:
+def test_without_the_right_to_read_workloads_the_wait_is_reported_as_unknown() -> None:
     job = judged(jobset(queue="q", suspend=True), queue_known=False)
     assert "right to list workloads.kueue.x-k8s.io" in job.detail
 
 
-def test_a_queue_that_is_not_there_and_a_job_that_is_held_are_reported() -> None:
+def test_a_missing_queue_and_a_held_job_are_reported() -> None:
     nope = workload(condition("QuotaReserved", "False", "Inadmissible", "LocalQueue nope doesn't exist"))
     assert "LocalQueue nope doesn't exist" in judged(jobset(queue="nope", suspend=True), queued=nope).detail
     held = workload(spec={"active": False})
@@ -231,20 +231,20 @@ def test_pods_that_pull_their_image_are_starting() -> None:
     assert "being created" in judged(jobset()).detail
 
 
-def test_a_gang_that_makes_room_for_its_successor_is_queued() -> None:
+def test_a_restarting_gang_whose_old_pods_exit_is_queued() -> None:
     leaving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
     job = judged(jobset(restarts=1), leaving)
     assert (job.state, job.detail) == ("queued", "1 pod of the previous gang exiting; restart 1")
 
 
-def test_a_job_that_is_being_deleted_is_not_over_until_its_pods_are_gone() -> None:
+def test_a_job_in_deletion_has_not_ended_until_its_pods_are_deleted() -> None:
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {CANCELLED: "2026-11-21T11:59:00Z"}}
     saving = pod(NAME, 0, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
     assert judged(jobset(metadata=mark), saving).state == "ending"
     assert judged(jobset(metadata=mark), saving).detail == "cancelled; 1 pod saving and exiting"
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z"}
     assert judged(jobset(metadata=mark), saving).detail.startswith("being deleted")
-    assert judged(None, saving).state == "ending"  # two gangs must never meet
+    assert judged(None, saving).state == "ending"  # two gangs must never run at once
     assert judged(None).state == "ended"
 
 
@@ -252,13 +252,13 @@ def test_a_job_that_is_being_deleted_is_not_over_until_its_pods_are_gone() -> No
     ("phase", "state", "code"),
     [("Completed", "ended", 0), ("Failed", "ended", None), ("Aborted", "ended", None), ("Terminated", "ended", None)],
 )
-def test_a_volcano_job_ends_by_its_phase(phase: str, state: str, code: int | None) -> None:
+def test_a_volcano_job_has_ended_by_its_phase(phase: str, state: str, code: int | None) -> None:
     job = judged(volcano(phase, "Ended", "max retry reached"))
     assert (job.state, job.exit_code) == (state, code)
 
 
-def test_a_volcano_job_that_is_being_ended_is_not_called_queued() -> None:
-    """An exit code that no retry cures: Volcano is Terminating until the last pod is gone, and then Terminated."""
+def test_a_volcano_job_in_termination_is_not_queued() -> None:
+    """After a final exit code Volcano is Terminating until the last pod is deleted, then Terminated."""
     leaving = pod(NAME, 1, metadata={"deletionTimestamp": "2026-11-21T12:10:00Z"})
     job = judged(volcano("Terminating"), ended(NAME, 0, 93), leaving)
     assert (job.state, "1 pod still ending" in job.detail) == ("ending", True)
@@ -273,7 +273,7 @@ def test_a_volcano_gang_that_waits_shows_its_schedulers_message() -> None:
     assert judged(volcano("Running"), pod(NAME, 0), pod(NAME, 1)).state == "running"
 
 
-def test_a_trainjob_ends_by_its_conditions() -> None:
+def test_a_trainjob_has_ended_by_its_conditions() -> None:
     whole = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -285,7 +285,7 @@ def test_a_trainjob_ends_by_its_conditions() -> None:
     assert judged(whole, pod(NAME, 0), pod(NAME, 1)).state == "running"
 
 
-def test_a_child_that_the_server_refuses_never_starts() -> None:
+def test_a_job_whose_child_object_is_refused_never_starts() -> None:
     said = 'Job.batch "llama-s1-node-0" is invalid: spec.template.spec.containers[0].volumeMounts[0].name: Not found'
     refused = event("JobCreationFailed", said)
     job = judged(jobset(), events=(refused,))
@@ -294,7 +294,9 @@ def test_a_child_that_the_server_refuses_never_starts() -> None:
     assert said in job.detail
     (finding,) = stuck_jobs(Observation(jobset(), events=(refused,)), NOW)
     assert finding.kind == "child-refused"
-    assert judged(jobset(), pod(NAME, 0), pod(NAME, 1), events=(refused,)).state == "running"  # it was mended since
+    assert (
+        judged(jobset(), pod(NAME, 0), pod(NAME, 1), events=(refused,)).state == "running"
+    )  # the cause was fixed since
 
 
 @pytest.mark.parametrize(
@@ -305,14 +307,14 @@ def test_a_child_that_the_server_refuses_never_starts() -> None:
         'jobs.batch "llama-s1-node-0" is forbidden: exceeded quota: q, requested: count/jobs.batch=1',
     ],
 )
-def test_a_child_that_is_refused_for_now_may_still_start(said: str) -> None:
-    """JobSet tells of every attempt alike, and tries again."""
+def test_a_job_whose_child_object_is_refused_temporarily_may_still_start(said: str) -> None:
+    """JobSet writes the same event for every attempt, and retries."""
     refused = event("JobCreationFailed", said)
     assert not stuck_jobs(Observation(jobset(), events=(refused,)), NOW)
     assert said in judged(jobset(), events=(refused,)).detail
 
 
-def test_a_trainjob_of_which_no_jobset_can_be_made_never_starts() -> None:
+def test_a_trainjob_whose_jobset_is_refused_never_starts() -> None:
     said = 'TrainJob resources reconciliation failed: admission webhook "vjobset.kb.io" denied the request: name'
     refused = event("TrainJobResourcesCreationFailed", said, "TrainJob")
     (finding,) = stuck_jobs(Observation(jobset(), events=(refused,)), NOW)
@@ -323,7 +325,7 @@ def node(name: str, ready: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "status": {"conditions": [condition("Ready", ready, "NodeStatusUnknown")]}}
 
 
-def test_a_dead_node_whose_object_stays_is_named_with_what_to_do() -> None:
+def test_a_dead_node_whose_object_remains_is_named_with_the_remedy() -> None:
     overdue = pod(NAME, 1, node="n2", metadata={"deletionTimestamp": "2026-11-21T11:50:00Z"})
     seen = Observation(jobset(), (pod(NAME, 0), overdue), nodes=(node("n2", "Unknown"),))
     (finding,) = stuck_jobs(seen, NOW)
@@ -334,27 +336,27 @@ def test_a_dead_node_whose_object_stays_is_named_with_what_to_do() -> None:
     assert "node n2 is unreachable" in job_of(seen, "jobset/llama-s1", NOW).detail
 
 
-def test_a_pod_that_may_still_end_is_no_case_for_the_watchdog() -> None:
+def test_a_pod_that_may_still_end_does_not_make_the_job_stuck() -> None:
     in_time = pod(NAME, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T12:00:10Z"})
     overdue = pod(NAME, 0, node="n", metadata={"deletionTimestamp": "2026-11-21T11:00:00Z"})
     assert not stuck_jobs(Observation(jobset(), (in_time,), nodes=(node("n", "Unknown"),)), NOW)
     assert not stuck_jobs(Observation(jobset(), (overdue,), nodes=(node("n", "True"),)), NOW)
-    assert not stuck_jobs(Observation(jobset(), (overdue,)), NOW)  # the node object is gone: so will the pod
+    assert not stuck_jobs(Observation(jobset(), (overdue,)), NOW)  # without the Node object the pod will be deleted
     assert stuck_jobs(Observation(jobset(), (overdue,), nodes_known=False), NOW)
 
 
-def test_pods_are_numbered_by_whichever_controller_made_them() -> None:
+def test_the_index_of_a_pod_is_that_of_its_controller() -> None:
     assert index_of(pod(NAME, 7)) == 7
     assert index_of({"metadata": {"labels": {"volcano.sh/task-index": "3"}}}) == 3
     assert index_of({"metadata": {}}) == 0
 
 
-def test_times_are_read_as_the_server_writes_them() -> None:
+def test_time_stamps_of_the_server_are_parsed() -> None:
     assert unix_time("2026-11-21T12:00:00Z") == NOW
     assert unix_time("2026-11-21T12:00:00.000000Z") == NOW
 
 
-def test_the_cause_of_an_end_is_distinguished_from_the_job_and_from_what_the_pod_printed_last() -> None:
+def test_the_end_has_the_messages_of_the_jobset_and_the_job_and_the_last_line_of_the_pod() -> None:
     failed = condition("Failed", reason="FailJobSetFailurePolicyAction", message="applying FailJobSet")
     late = condition("Failed", reason="DeadlineExceeded", message="Job was active longer than specified deadline")
     job = {"metadata": {"name": "j"}, "status": {"conditions": [late]}}
@@ -366,7 +368,7 @@ def test_the_cause_of_an_end_is_distinguished_from_the_job_and_from_what_the_pod
     assert detail.endswith("ended with exit code 5: WrongNodesError: the volume cannot be written")
 
 
-def test_a_trainjob_has_the_cause_and_the_restarts_of_its_jobset() -> None:
+def test_a_trainjob_has_the_reason_and_the_restarts_of_its_jobset() -> None:
     whole = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -388,7 +390,7 @@ def test_a_trainjob_has_the_cause_and_the_restarts_of_its_jobset() -> None:
         ("FailedScheduling", "0/4 nodes are available"),
     ],
 )
-def test_pods_that_kueue_has_removed_say_why_they_did_not_come_up(reason: str, message: str) -> None:
+def test_the_events_of_pods_that_kueue_removed_show_why_they_were_not_ready(reason: str, message: str) -> None:
     waiting = workload(
         condition("Evicted", "True", "PodsReadyTimeout", "Exceeded the PodsReady timeout ml/x"),
         condition("QuotaReserved", "False", "Pending", "no quota"),
@@ -398,7 +400,7 @@ def test_pods_that_kueue_has_removed_say_why_they_did_not_come_up(reason: str, m
     assert f"; pod {NAME}-node-0-0-abcde: {reason}: {message}" in job.detail
 
 
-def test_pods_on_a_node_that_does_not_report_are_not_reported_as_saving_or_pulling() -> None:
+def test_pods_on_an_unreachable_node_are_not_reported_as_saving_or_pulling() -> None:
     nodes = (node("n1", "True"), node("n2", "Unknown"))
     mark = {"deletionTimestamp": "2026-11-21T11:59:00Z", "annotations": {CANCELLED: "2026-11-21T11:59:00Z"}}
     late = {"deletionTimestamp": "2026-11-21T12:10:00Z"}

@@ -1,4 +1,4 @@
-"""What is said of a run while controllers bring it through a disruption: each step as real ones left the objects."""
+"""The state of a run while controllers handle a disruption; each step has the objects that real controllers leave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IN_TIME, OVERDUE = "2026-11-21T12:03:00Z", "2026-11-21T11:50:00Z"
 
 
 class Step(NamedTuple):
-    """One look, and what it must say."""
+    """The objects at one time, and the state and text that status must show."""
 
     workload: dict[str, Any]
     pods: tuple[dict[str, Any], ...]
@@ -118,7 +118,7 @@ DRILLS = {
 
 
 @pytest.mark.parametrize("drill", DRILLS)
-def test_a_run_that_is_disrupted_is_reported_as_continuing_at_every_step(drill: str) -> None:
+def test_a_disrupted_run_has_the_right_state_at_every_step(drill: str) -> None:
     for step in DRILLS[drill]:
         job = job_of(Observation(step.workload, step.pods, **(step.more or {})), f"jobset/{NAME}", NOW)
         assert (job.state, step.words in job.detail) == (step.state, True), job.detail

@@ -1,4 +1,4 @@
-"""`scaletrain explain` on Kubernetes: a cause and what to do, with the cluster's own words for evidence."""
+"""`scaletrain explain` on Kubernetes: a cause and remedies, with the cluster's own messages as evidence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOUNT = {"reason": "FailedMount", "message": "x"}
 
 @pytest.fixture
 def whole(made: MadeRun, api: FakeApi) -> dict[str, Any]:
-    """The workload of a run that was submitted."""
+    """Submit a run and return its workload."""
     name = submit_run(made.run, made.record, KubernetesBackend()).job_id.partition("/")[2]
     return api.objects[(GROUP, "jobsets", "ml", name)]
 
@@ -50,7 +50,7 @@ def put_pod(api: FakeApi, made: MadeRun, one: dict[str, Any]) -> None:
     api.put("pods", one)
 
 
-def test_a_job_that_kueue_does_not_know_waits_indefinitely(made: MadeRun, whole: dict[str, Any]) -> None:
+def test_a_job_without_a_kueue_workload_waits_indefinitely(made: MadeRun, whole: dict[str, Any]) -> None:
     whole["metadata"]["labels"] |= {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/priority-class": "urgent"}
     whole["spec"]["suspend"] = True
     found = explained(made)
@@ -59,9 +59,7 @@ def test_a_job_that_kueue_does_not_know_waits_indefinitely(made: MadeRun, whole:
     assert f"scaletrain cancel {made.run.run_id}" in found.actions[0]
 
 
-def test_a_child_that_is_refused_and_a_dead_node_are_reported_first(
-    made: MadeRun, api: FakeApi, whole: dict[str, Any]
-) -> None:
+def test_a_refused_child_and_a_dead_node_are_reported_first(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
     name = whole["metadata"]["name"]
     about = {"kind": "JobSet", "name": name}
     event = {"metadata": {"name": "e"}, "reason": "JobCreationFailed", "message": "invalid", "involvedObject": about}
@@ -74,7 +72,7 @@ def test_a_child_that_is_refused_and_a_dead_node_are_reported_first(
     assert "kubectl delete node n" in found.actions[0]
 
 
-def test_a_run_that_runs_says_how_far_it_is_and_one_that_ended_shows_the_clusters_message(
+def test_a_running_run_has_its_progress_and_an_ended_one_the_clusters_message(
     made: MadeRun, api: FakeApi, whole: dict[str, Any]
 ) -> None:
     name = whole["metadata"]["name"]
@@ -102,7 +100,7 @@ def test_a_run_that_runs_says_how_far_it_is_and_one_that_ended_shows_the_cluster
         (1, "has ended: failed", "continues from the latest valid checkpoint"),
     ],
 )
-def test_after_an_end_only_that_is_advised_which_helps(
+def test_the_remedies_after_an_end_depend_on_the_exit_code(
     made: MadeRun, api: FakeApi, whole: dict[str, Any], code: int, headline: str, action: str
 ) -> None:
     put_pod(api, made, ended(whole["metadata"]["name"], 0, code))
@@ -113,7 +111,7 @@ def test_after_an_end_only_that_is_advised_which_helps(
     assert bool(found.actions) == bool(code)
 
 
-def test_a_job_that_is_gone_without_a_trace_is_not_reported_as_failed(
+def test_a_deleted_job_with_an_unknown_end_is_not_reported_as_failed(
     made: MadeRun, api: FakeApi, whole: dict[str, Any]
 ) -> None:
     api.objects.clear()
@@ -121,7 +119,7 @@ def test_a_job_that_is_gone_without_a_trace_is_not_reported_as_failed(
     assert (found.cause, "how it ended is not known" in found.headline) == ("unknown", True)
 
 
-def test_a_server_that_is_down_ends_no_job_of_which_it_has_not_answered(made: MadeRun, api: FakeApi) -> None:
+def test_an_unanswered_submission_is_not_ended_while_the_server_is_down(made: MadeRun, api: FakeApi) -> None:
     api.refusals[("patch", "jobsets")] = (503, {})
     with pytest.raises(SchedulerError):
         submit_run(made.run, made.record, KubernetesBackend())
@@ -130,7 +128,7 @@ def test_a_server_that_is_down_ends_no_job_of_which_it_has_not_answered(made: Ma
     assert (found.cause, "is not known" in found.headline) == ("unknown", True)
 
 
-def test_a_cluster_that_is_silent_is_reported(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
+def test_an_unreachable_cluster_is_reported(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
     api.forbid("list", "jobsets", GROUP)
     assert "forbids it" in explained(made).evidence[0].text
 

@@ -1,6 +1,6 @@
-"""A job whose submission was not answered, a cancel that is refused, and jobs of others under the same run id.
+"""Unanswered submissions, refused cancels, and jobs of other runs with the same id.
 
-The server is the fake one: it does what it is asked and answers 504, as a gateway before a slow API server does.
+The fake server applies a request and answers 504, as a gateway in front of a slow API server does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def names(api: FakeApi, plural: str) -> list[str]:
 
 @contextlib.contextmanager
 def server_away_after_the_first_request(api: FakeApi) -> Iterator[None]:
-    """It makes the workload, and nothing is heard of it afterwards."""
+    """Let the server create the workload and answer no request afterwards."""
     api.lost[("create", "jobsets")] = 1
     api.after_lost = {("get", "jobsets"): UNAVAILABLE, ("patch", "jobsets"): UNAVAILABLE}
     try:
@@ -62,18 +62,18 @@ def server_away_after_the_first_request(api: FakeApi) -> Iterator[None]:
 
 
 def unanswered(made: MadeRun, api: FakeApi, *, hand_over: Callable[[MadeRun], Any] = submit) -> None:
-    """Hand it over so that the job is made and no answer comes, however often it is asked for."""
+    """Submit the run such that the job is created and no request is answered."""
     with server_away_after_the_first_request(api), pytest.raises(SchedulerSilentError, match="scaletrain status fake"):
         hand_over(made)
 
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Lets the time pass in which an API server may still do what it has not answered."""
+    """Return a function that lets the time pass in which an API server may still apply an unanswered request."""
     return lambda: monkeypatch.setattr(job_ref, "_SETTLED_SECONDS", 0.0)
 
 
-def test_a_lost_answer_is_asked_for_again_and_makes_no_second_job(made: MadeRun, api: FakeApi) -> None:
+def test_a_request_whose_answer_was_lost_is_repeated_and_creates_no_second_job(made: MadeRun, api: FakeApi) -> None:
     api.lost[("create", "configmaps")] = 1
     api.lost[("create", "jobsets")] = 1
     name = submit(made).partition("/")[2]
@@ -81,7 +81,7 @@ def test_a_lost_answer_is_asked_for_again_and_makes_no_second_job(made: MadeRun,
     assert api.all("configmaps")[0]["metadata"]["ownerReferences"]
 
 
-def test_a_job_without_an_answer_is_found_shown_and_cancelled(made: MadeRun, api: FakeApi) -> None:
+def test_an_unanswered_job_is_found_shown_and_cancelled(made: MadeRun, api: FakeApi) -> None:
     unanswered(made, api)
     assert read_submission(made.run) is None
     (name,) = names(api, "jobsets")
@@ -94,7 +94,7 @@ def test_a_job_without_an_answer_is_found_shown_and_cancelled(made: MadeRun, api
     assert resume(made.run).submission.job_id == f"jobset/{name[:-1]}2", "its attempts count against no old budget"
 
 
-def test_a_job_without_an_answer_is_taken_over_by_the_next_submit(made: MadeRun, api: FakeApi) -> None:
+def test_an_unanswered_job_is_adopted_by_the_next_submit(made: MadeRun, api: FakeApi) -> None:
     for look in (lambda: None, lambda: run_status(made.run)):
         unanswered(made, api)
         (name,) = names(api, "jobsets")
@@ -106,7 +106,7 @@ def test_a_job_without_an_answer_is_taken_over_by_the_next_submit(made: MadeRun,
         api.objects.clear()
 
 
-def test_a_resume_without_an_answer_is_found_and_two_gangs_never_meet(made: MadeRun, api: FakeApi) -> None:
+def test_an_unanswered_resume_is_found_and_two_gangs_never_run_at_once(made: MadeRun, api: FakeApi) -> None:
     first = submit(made)
     cancel(made)
     unanswered(made, api, hand_over=lambda made: resume(made.run))
@@ -120,7 +120,7 @@ def test_a_resume_without_an_answer_is_found_and_two_gangs_never_meet(made: Made
     assert resume(made.run).submission.job_id.endswith("-s3")
 
 
-def test_a_request_that_may_still_be_done_is_neither_over_nor_cancelled(
+def test_an_unsettled_request_has_not_ended_and_cannot_be_cancelled(
     made: MadeRun, api: FakeApi, later: Callable[[], None]
 ) -> None:
     api.refusals[("create", "jobsets")] = UNAVAILABLE
@@ -133,15 +133,15 @@ def test_a_request_that_may_still_be_done_is_neither_over_nor_cancelled(
     with pytest.raises(SchedulerError, match="Repeat `scaletrain cancel"):
         cancel(made)
     assert not made.run.is_cancelled
-    assert api.all("configmaps"), "nothing owns it yet"
+    assert api.all("configmaps"), "it has no owner yet"
     later()
     cancel(made)
-    assert not api.objects, "what was made for the job that never came"
+    assert not api.objects, "objects of the job that was never created"
     assert not job(made).may_be_active
     assert submit(made).endswith("-s1")
 
 
-def test_a_resume_of_which_nothing_came_leaves_the_job_before_it(
+def test_an_unanswered_resume_without_a_job_leaves_the_previous_job(
     made: MadeRun, api: FakeApi, later: Callable[[], None]
 ) -> None:
     first = submit(made)
@@ -158,10 +158,10 @@ def test_a_resume_of_which_nothing_came_leaves_the_job_before_it(
 
 
 @pytest.mark.parametrize("answered", [True, False])
-def test_the_submitter_knows_better_than_who_looked_meanwhile(
+def test_an_answer_overrides_what_status_recorded_in_the_meantime(
     made: MadeRun, api: FakeApi, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch, answered: bool
 ) -> None:
-    """A server that takes minutes: `status` sees nothing of the job and takes the request for lost."""
+    """The server takes minutes: `status` finds no job and takes the request for lost."""
     first = submit(made)
     api.objects[("jobset.x-k8s.io", "jobsets", "ml", first.partition("/")[2])]["status"] = {
         "conditions": [condition("Failed")]
@@ -171,7 +171,7 @@ def test_the_submitter_knows_better_than_who_looked_meanwhile(
     look = KubernetesBackend()._cluster(made.record.spec).apply
 
     def slow(self: Any, body: Any, **more: Any) -> Any:
-        assert job(made).id == first, "nothing of the second is there, so the first counts"
+        assert job(made).id == first, "the second does not exist, so the first counts"
         made_of_it = look(body, **more)
         if not answered and body["kind"] == "JobSet":
             raise SchedulerSilentError("no answer")
@@ -184,7 +184,7 @@ def test_the_submitter_knows_better_than_who_looked_meanwhile(
     assert (job(made).id, job(made).state) == (first[:-1] + "2", "queued")
 
 
-def test_a_resume_of_which_nothing_came_leaves_an_ended_job_that_is_still_there(
+def test_an_unanswered_resume_without_a_job_leaves_the_ended_job(
     made: MadeRun, api: FakeApi, later: Callable[[], None]
 ) -> None:
     first = submit(made)
@@ -199,17 +199,15 @@ def test_a_resume_of_which_nothing_came_leaves_an_ended_job_that_is_still_there(
     assert job(made) == before
 
 
-def test_a_refusal_after_a_lost_answer_is_believed_only_if_nothing_is_there(made: MadeRun, api: FakeApi) -> None:
-    """The first request may have made the job, and what refuses the second one may be new."""
+def test_a_refusal_after_a_lost_answer_counts_only_if_no_object_exists(made: MadeRun, api: FakeApi) -> None:
+    """The first request may have created the job, and the cause of the refusal may be new."""
     api.lost[("create", "jobsets")] = 1
     api.after_lost = {("patch", "jobsets"): (403, status(403, "Forbidden", "a webhook says no"))}
     assert submit(made).endswith("-s1")
     assert api.all("configmaps")
 
 
-def test_a_refusal_after_an_answer_that_was_lost_before_anything_was_done_is_a_refusal(
-    made: MadeRun, api: FakeApi
-) -> None:
+def test_a_refusal_after_a_lost_answer_without_an_object_is_raised(made: MadeRun, api: FakeApi) -> None:
     api.refusals[("create", "jobsets")] = UNAVAILABLE
     api.later = {("create", "jobsets"): (403, status(403, "Forbidden", "a webhook says no"))}
     with pytest.raises(SchedulerError, match="a webhook says no") as caught:
@@ -218,10 +216,10 @@ def test_a_refusal_after_an_answer_that_was_lost_before_anything_was_done_is_a_r
     assert not api.objects
 
 
-def test_who_may_only_read_the_run_directory_sees_the_job_all_the_same(
+def test_a_user_who_may_only_read_the_run_directory_sees_the_job(
     made: MadeRun, api: FakeApi, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A colleague's `status`: what it learns is kept by whoever may write."""
+    """`status` of another user: only a user who may write records its result."""
     first = submit(made)
     unanswered(made, api, hand_over=lambda made: hand_over(made.run, made.record, KubernetesBackend()))
 
@@ -236,10 +234,8 @@ def test_who_may_only_read_the_run_directory_sees_the_job_all_the_same(
     assert (job(made).id, job(made).state) == (first, "ended")
 
 
-def test_who_looked_at_the_job_before_never_writes_over_the_one_that_was_sent_since(
-    made: MadeRun, api: FakeApi
-) -> None:
-    """`status` takes seconds on a slow server, in which somebody else may have resumed the run."""
+def test_a_status_of_an_earlier_job_does_not_overwrite_a_later_submission(made: MadeRun, api: FakeApi) -> None:
+    """`status` takes seconds on a slow server, and meanwhile another command may have resumed the run."""
     submit(made)
     cancel(made)
     stale = job_ref.job_ref_of(made.run, made.record)
@@ -254,7 +250,7 @@ def test_who_looked_at_the_job_before_never_writes_over_the_one_that_was_sent_si
 @pytest.mark.parametrize(
     "damage", [{"job_id": "slurm/7"}, {"namespace": 7}, {"surprise": 1}, {"before": []}, {"progress": "x"}]
 )
-def test_a_damaged_place_is_named_with_its_file(made: MadeRun, api: FakeApi, damage: dict[str, Any]) -> None:
+def test_a_damaged_job_reference_is_reported_with_its_file(made: MadeRun, api: FakeApi, damage: dict[str, Any]) -> None:
     submit(made)
     path = made.run.path / "kubernetes.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
@@ -262,7 +258,7 @@ def test_a_damaged_place_is_named_with_its_file(made: MadeRun, api: FakeApi, dam
         job(made)
 
 
-def test_a_preflight_whose_submission_was_not_answered_keeps_what_finds_its_job(
+def test_a_preflight_whose_submission_was_not_answered_keeps_its_run_directory(
     made: MadeRun, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
@@ -272,7 +268,7 @@ def test_a_preflight_whose_submission_was_not_answered_keeps_what_finds_its_job(
     assert run_status(RunDir(folder)).state == "queued"
 
 
-def test_jobs_of_the_run_are_found_by_its_label_whatever_the_run_directory_says(made: MadeRun, api: FakeApi) -> None:
+def test_jobs_of_a_run_are_found_by_its_label_without_the_run_directory(made: MadeRun, api: FakeApi) -> None:
     submit(made)
     (name,) = names(api, "jobsets")
     data = json.loads((made.run.path / "kubernetes.json").read_text())
@@ -284,10 +280,10 @@ def test_jobs_of_the_run_are_found_by_its_label_whatever_the_run_directory_says(
     assert not api.all("jobsets")
 
 
-def test_the_job_of_another_run_with_the_same_id_is_neither_taken_over_nor_deleted(
+def test_the_job_of_another_run_with_the_same_id_is_neither_adopted_nor_deleted(
     made: MadeRun, api: FakeApi, make_run: Callable[..., MadeRun]
 ) -> None:
-    """Two people, two run directories, one namespace and one --run-id."""
+    """Two users with two run directories, one namespace and one --run-id."""
     submit(made)
     theirs = MadeRun(
         make_run(*SETTINGS, run_id="elsewhere").run,
@@ -303,8 +299,8 @@ def test_the_job_of_another_run_with_the_same_id_is_neither_taken_over_nor_delet
 
 
 @pytest.mark.parametrize("verb", ["delete", "patch"])
-def test_a_cancel_that_is_refused_changes_nothing_that_matters(made: MadeRun, api: FakeApi, verb: str) -> None:
-    """Without the right to delete nothing is changed; without that to annotate, the job is deleted all the same."""
+def test_a_refused_cancel_changes_nothing(made: MadeRun, api: FakeApi, verb: str) -> None:
+    """Without the right to delete nothing is changed; without the right to annotate, the job is deleted."""
     submit(made)
     api.forbid(verb, "jobsets", "jobset.x-k8s.io")
     if verb == "patch":
@@ -318,7 +314,7 @@ def test_a_cancel_that_is_refused_changes_nothing_that_matters(made: MadeRun, ap
     assert not made.events("cancelled")
 
 
-def test_a_refusal_after_the_dry_run_takes_the_stop_file_and_the_mark_back(
+def test_a_refusal_after_the_dry_run_removes_the_stop_file_and_the_annotation(
     made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(made)
@@ -342,7 +338,7 @@ def trainjob_run(make_run: Callable[..., MadeRun]) -> MadeRun:
     return make_run(*SETTINGS, "cluster.kubernetes.backend=trainjob")
 
 
-def test_a_cancelled_trainjob_goes_and_its_pods_keep_their_grace(
+def test_a_cancelled_trainjob_is_deleted_and_its_pods_keep_their_grace_period(
     make_run: Callable[..., MadeRun], api: FakeApi
 ) -> None:
     made = trainjob_run(make_run)
@@ -357,14 +353,12 @@ def test_a_cancelled_trainjob_goes_and_its_pods_keep_their_grace(
     assert not api.all("configmaps")
     found = job(made)
     assert (found.state, found.detail) == ("ending", "cancelled; 1 pod saving and exiting")
-    assert saving["metadata"]["deletionTimestamp"], "the kubelet tells it to end; nobody kills it"
+    assert saving["metadata"]["deletionTimestamp"], "the kubelet sends SIGTERM; the pod is not killed"
     api.objects.clear()
     assert run_status(made.run).state == "cancelled"
 
 
-def test_a_trainjob_that_is_stuck_in_its_deletion_goes_when_it_is_cancelled_again(
-    make_run: Callable[..., MadeRun], api: FakeApi
-) -> None:
+def test_a_second_cancel_ends_the_stuck_deletion_of_a_trainjob(make_run: Callable[..., MadeRun], api: FakeApi) -> None:
     made = trainjob_run(make_run)
     name = submit(made).partition("/")[2]
     scheduler = KubernetesBackend()
@@ -376,7 +370,7 @@ def test_a_trainjob_that_is_stuck_in_its_deletion_goes_when_it_is_cancelled_agai
     assert not api.all("trainjobs")
 
 
-def test_a_jobset_of_a_trainjob_that_is_gone_is_not_over(make_run: Callable[..., MadeRun], api: FakeApi) -> None:
+def test_the_jobset_of_a_deleted_trainjob_keeps_the_run_active(make_run: Callable[..., MadeRun], api: FakeApi) -> None:
     made = trainjob_run(make_run)
     name = submit(made).partition("/")[2]
     marks = api.all("trainjobs")[0]["metadata"]["annotations"]
@@ -391,7 +385,7 @@ def test_a_jobset_of_a_trainjob_that_is_gone_is_not_over(make_run: Callable[...,
     assert job(made).state == "ending"
 
 
-def test_cancel_never_says_cancelled_while_the_object_lives(made: MadeRun, api: FakeApi) -> None:
+def test_a_run_is_not_cancelled_while_its_object_exists(made: MadeRun, api: FakeApi) -> None:
     name = submit(made).partition("/")[2]
     one = pod(name, 0)
     one["metadata"]["labels"]["scaletrain.dev/run"] = made.run.run_id
@@ -399,4 +393,4 @@ def test_cancel_never_says_cancelled_while_the_object_lives(made: MadeRun, api: 
     cancel(made)
     assert run_status(made.run).state == "ending"
     api.objects[("jobset.x-k8s.io", "jobsets", "ml", name)]["status"] = {"conditions": [condition("Failed")]}
-    assert run_status(made.run).state == "ending", "until the server has removed it"
+    assert run_status(made.run).state == "ending", "until the server has deleted it"

@@ -1,4 +1,4 @@
-"""What is sent to Kubernetes: golden texts of every recipe on every backend, and what each part is there for."""
+"""The rendered objects: golden manifests of every recipe and backend, and the purpose of each part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPOT, SMALL = "llama-70b-spot", "llama-10m-cpu"
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_on_every_backend_is_as_accepted(
+def test_the_manifest_of_every_recipe_and_backend_is_the_accepted_one(
     name: str, backend: str, golden: Callable[[str, str], None]
 ) -> None:
     made = rendered_recipe(name, f"cluster.kubernetes.backend={backend}", plan=plan_of(name), run_id=name)
@@ -44,7 +44,7 @@ def test_every_recipe_on_every_backend_is_as_accepted(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_option_is_rendered_as_accepted(backend: str, golden: Callable[[str, str], None]) -> None:
+def test_the_manifest_with_every_option_is_the_accepted_one(backend: str, golden: Callable[[str, str], None]) -> None:
     made = rendered_recipe(
         "llama-7b-h100",
         *EVERY_OPTION,
@@ -59,7 +59,7 @@ def test_every_option_is_rendered_as_accepted(backend: str, golden: Callable[[st
     golden(f"kubernetes/{backend}/every-option-notes.txt", "".join(f"{note}\n" for note in map(str, made.notes)))
 
 
-def test_a_gang_is_one_indexed_job_that_replaces_no_pod() -> None:
+def test_a_gang_is_one_indexed_job_whose_pods_are_not_replaced() -> None:
     job = child_job(rendered_recipe(SPOT).workload_object)["spec"]
     assert (job["completionMode"], job["parallelism"], job["completions"]) == ("Indexed", 16, 16)
     assert (job["backoffLimit"], job["podReplacementPolicy"]) == (0, "Failed")
@@ -69,7 +69,7 @@ def test_a_gang_is_one_indexed_job_that_replaces_no_pod() -> None:
 @pytest.mark.parametrize(
     ("message", "reason", "action"),
     [
-        # As kube-controller-manager 1.36 words them.
+        # Messages of kube-controller-manager 1.36.
         (
             "Container node for pod ml/demo-1-s1-node-0-0-x failed with exit code 93 matching FailJob rule at index 1",
             "PodFailurePolicy",
@@ -94,7 +94,9 @@ def test_a_gang_is_one_indexed_job_that_replaces_no_pod() -> None:
         ("Job was active longer than specified deadline", "DeadlineExceeded", "FailJobSet"),
     ],
 )
-def test_the_end_of_a_job_decides_who_pays_for_the_restart(message: str, reason: str, action: str) -> None:
+def test_the_failure_message_of_a_job_decides_whether_a_restart_is_charged(
+    message: str, reason: str, action: str
+) -> None:
     policy = rendered_recipe(SPOT).workload_object["spec"]["failurePolicy"]
 
     def matches(rule: dict[str, list[str]]) -> bool:
@@ -106,23 +108,23 @@ def test_the_end_of_a_job_decides_who_pays_for_the_restart(message: str, reason:
     assert policy["restartStrategy"] == "BlockingRecreate"
 
 
-def test_preemptions_that_are_not_allowed_end_the_run() -> None:
+def test_a_preemption_ends_a_run_that_allows_none() -> None:
     rules = rendered_recipe(SPOT, "restarts.preemption=0").workload_object["spec"]["failurePolicy"]["rules"]
     assert {rule["name"]: rule["action"] for rule in rules}["disruption"] == "FailJobSet"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_gpu_pod_takes_a_whole_node_of_gpus_and_its_request_is_its_limit(backend: str) -> None:
+def test_a_gpu_pod_requests_all_gpus_of_a_node_as_its_limit(backend: str) -> None:
     resources = container_of(rendered_recipe(SPOT, f"cluster.kubernetes.backend={backend}"))["resources"]
     for name in ("nvidia.com/gpu", "memory"):
         assert resources["requests"][name] == resources["limits"][name]
     assert resources["limits"]["nvidia.com/gpu"] == "8"
-    assert "cpu" not in resources["limits"]  # a guess must not throttle
+    assert "cpu" not in resources["limits"]  # a default must not throttle the pod
     asked = container_of(rendered_recipe(SPOT, "cluster.cpus_per_gpu=12"))["resources"]
     assert asked["requests"]["cpu"] == asked["limits"]["cpu"] == "96"
 
 
-def test_a_cpu_run_asks_for_no_device_and_tolerates_no_gpu_taint() -> None:
+def test_a_cpu_run_requests_no_device_and_tolerates_no_gpu_taint() -> None:
     made = rendered_recipe(SMALL, plan=plan_of(SMALL))
     resources = container_of(made)["resources"]
     assert resources["requests"].keys() == {"cpu", "memory"}
@@ -130,7 +132,7 @@ def test_a_cpu_run_asks_for_no_device_and_tolerates_no_gpu_taint() -> None:
     assert "nvidia.com/gpu" not in [each.get("key") for each in template_of(made)["spec"]["tolerations"]]
 
 
-def test_memory_holds_the_copy_of_checkpoints_shared_memory_and_every_rank() -> None:
+def test_memory_includes_the_checkpoint_copy_shared_memory_and_every_rank() -> None:
     plan = plan_of(SPOT)
     made = rendered_recipe(SPOT, plan=plan)
     asked = int(container_of(made)["resources"]["limits"]["memory"].removesuffix("Gi")) * 2**30
@@ -148,7 +150,7 @@ def plan_with_host_memory(host_bytes: int):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_pod_has_no_rights_it_does_not_need(backend: str) -> None:
+def test_a_pod_has_no_token_and_no_capability(backend: str) -> None:
     made = rendered_recipe(SPOT, f"cluster.kubernetes.backend={backend}")
     pod, container = template_of(made)["spec"], container_of(made)
     assert pod["automountServiceAccountToken"] is False
@@ -158,7 +160,7 @@ def test_a_pod_has_no_rights_it_does_not_need(backend: str) -> None:
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def test_a_pod_meets_the_restricted_pod_security_standard_unless_asked_otherwise() -> None:
+def test_a_pod_meets_the_restricted_pod_security_standard_by_default() -> None:
     made = rendered_recipe(SPOT)
     pod, container = template_of(made)["spec"], container_of(made)
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
@@ -172,13 +174,13 @@ def test_a_pod_meets_the_restricted_pod_security_standard_unless_asked_otherwise
     assert "ports" not in container
 
 
-def test_no_autoscaler_moves_a_pod_to_free_a_node() -> None:
+def test_pods_are_annotated_against_eviction_by_autoscalers() -> None:
     annotations = template_of(rendered_recipe(SPOT))["metadata"]["annotations"]
     assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
     assert annotations["karpenter.sh/do-not-disrupt"] == "true"
 
 
-def test_rdma_brings_its_capability_and_the_reason_why_that_is_not_enough() -> None:
+def test_rdma_adds_ipc_lock_and_a_note_on_the_memory_limit() -> None:
     made = rendered_recipe(SPOT, "cluster.kubernetes.rdma_resource=rdma/ib")
     assert container_of(made)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert container_of(made)["resources"]["limits"]["rdma/ib"] == "1"
@@ -205,7 +207,7 @@ def test_rdma_brings_its_capability_and_the_reason_why_that_is_not_enough() -> N
         ("none", set()),
     ],
 )
-def test_spot_taints_are_tolerated_by_runs_that_may_be_taken_away(taint: str, keys: set[str]) -> None:
+def test_only_spot_runs_tolerate_spot_taints(taint: str, keys: set[str]) -> None:
     usual = {"nvidia.com/gpu", "node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"}
     option = f"cluster.kubernetes.spot_taint={taint}"
     found = [each["key"] for each in template_of(rendered_recipe(SPOT, option))["spec"]["tolerations"]]
@@ -214,7 +216,7 @@ def test_spot_taints_are_tolerated_by_runs_that_may_be_taken_away(taint: str, ke
     assert {each["key"] for each in steady} == usual
 
 
-def test_a_node_that_does_not_answer_is_left_after_the_seconds_of_the_spec() -> None:
+def test_pods_leave_an_unreachable_node_after_not_ready_seconds() -> None:
     made = rendered_recipe(SPOT, "cluster.kubernetes.not_ready_seconds=7.5")
     seconds = [
         each["tolerationSeconds"] for each in template_of(made)["spec"]["tolerations"] if "tolerationSeconds" in each
@@ -223,7 +225,7 @@ def test_a_node_that_does_not_answer_is_left_after_the_seconds_of_the_spec() -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_agent_is_the_first_process_and_hears_of_its_end_before_the_ranks_grace_is_over(backend: str) -> None:
+def test_the_agent_is_pid_1_and_has_more_time_than_the_grace_period(backend: str) -> None:
     made = rendered_recipe(SPOT, f"cluster.kubernetes.backend={backend}", "cluster.grace_seconds=90.5")
     container = container_of(made)
     assert container["command"] == ["python", *python_words("scaletrain_cli.launch.backends.kubernetes.pod_agent")]
@@ -239,7 +241,7 @@ def test_the_agent_is_the_first_process_and_hears_of_its_end_before_the_ranks_gr
         ("volcano", "demo-1-s1-node-0.demo-1-s1", "volcano.sh/task-index"),
     ],
 )
-def test_the_ranks_meet_at_pod_0_by_the_headless_service(backend: str, address: str, rank: str) -> None:
+def test_the_master_address_is_pod_0_under_the_headless_service(backend: str, address: str, rank: str) -> None:
     environment = environment_of(rendered_recipe(SPOT, f"cluster.kubernetes.backend={backend}"))
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == (address, "29500")
     assert environment["SCALETRAIN_WORKLOAD"] == f"{backend}/demo-1-s1"
@@ -247,7 +249,7 @@ def test_the_ranks_meet_at_pod_0_by_the_headless_service(backend: str, address: 
     assert environment["SCALETRAIN_GANG"]["fieldRef"]["fieldPath"].endswith(("restart-attempt']", "job-version']"))
 
 
-def test_secrets_are_in_no_object_but_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_contain_only_references_to_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     made = rendered_recipe(
         SPOT, "cluster.kubernetes.secrets={HF_TOKEN: {secret: hub, key: token}}", "secret_env=[HF_TOKEN]"
@@ -268,13 +270,13 @@ def test_kueue_reads_labels_of_the_workload_and_topology_of_the_pods() -> None:
     assert template_of(anywhere)["metadata"]["annotations"]["kueue.x-k8s.io/podset-unconstrained-topology"] == "true"
 
 
-def test_a_run_alone_in_its_domain_is_the_jobsets_own_annotation() -> None:
+def test_exclusive_topology_is_an_annotation_of_the_jobset() -> None:
     made = rendered_recipe(SPOT, "cluster.kubernetes.topology={kind: exclusive, key: example.com/rack}")
     annotations = made.workload_object["metadata"]["annotations"]
     assert annotations["alpha.jobset.sigs.k8s.io/exclusive-topology"] == "example.com/rack"
 
 
-def test_volcano_starts_all_pods_or_none_and_says_what_its_retries_count() -> None:
+def test_volcano_schedules_the_gang_and_a_note_explains_its_retries() -> None:
     options = ("cluster.kubernetes.backend=volcano", "cluster.kubernetes.queue=gold")
     made = rendered_recipe(SPOT, *options, "cluster.kubernetes.topology={kind: required, key: rack}")
     job = made.workload_object["spec"]
@@ -287,14 +289,14 @@ def test_volcano_starts_all_pods_or_none_and_says_what_its_retries_count() -> No
     assert counted["maxRetry"] == 50 + 3 + 5 + 1
 
 
-def test_budgets_beyond_32_bits_are_as_good_as_unlimited() -> None:
+def test_budgets_beyond_32_bits_are_limited() -> None:
     many = "restarts={preemption: 1000000000, node: 1000000000, crash: 1000000000, oom: 1000000000}"
     assert rendered_recipe(SPOT, many).workload_object["spec"]["failurePolicy"]["maxRestarts"] == 1_000_000
     volcano = rendered_recipe(SPOT, many, "cluster.kubernetes.backend=volcano")
     assert volcano.workload_object["spec"]["maxRetry"] == 1_000_000
 
 
-def test_a_trainjob_brings_its_own_runtime_before_it() -> None:
+def test_the_runtime_of_a_trainjob_precedes_it() -> None:
     made = rendered_recipe(SPOT, "cluster.kubernetes.backend=trainjob", "cluster.kubernetes.queue=team-a")
     kinds = [one["kind"] for one in made.objects]
     assert kinds == ["ConfigMap", "TrainingRuntime", "TrainJob"]
@@ -304,7 +306,7 @@ def test_a_trainjob_brings_its_own_runtime_before_it() -> None:
     assert jobset["spec"]["failurePolicy"] == rendered_recipe(SPOT).workload_object["spec"]["failurePolicy"]
 
 
-def test_the_native_gang_is_rendered_only_when_asked_for() -> None:
+def test_the_native_gang_is_rendered_only_if_the_spec_sets_it() -> None:
     assert "PodGroup" not in [one["kind"] for one in rendered_recipe(SPOT).objects]
     made = rendered_recipe(SPOT, "cluster.kubernetes.native_gang=v1alpha2")
     group = made.objects[1]
@@ -313,7 +315,7 @@ def test_the_native_gang_is_rendered_only_when_asked_for() -> None:
     assert template_of(made)["spec"]["schedulingGroup"] == {"podGroupName": group["metadata"]["name"]}
 
 
-def test_without_a_queue_a_run_of_several_nodes_is_warned_that_it_is_no_gang() -> None:
+def test_a_run_of_several_nodes_without_a_queue_has_a_note() -> None:
     assert any("nothing schedules 16 pods together" in note for note in map(str, rendered_recipe(SPOT).notes))
     for option in ("queue=team-a", "backend=volcano", "native_gang=v1alpha2"):
         assert not any(
@@ -321,7 +323,7 @@ def test_without_a_queue_a_run_of_several_nodes_is_warned_that_it_is_no_gang() -
         )
 
 
-def test_bad_nodes_are_kept_off_by_label_and_by_name() -> None:
+def test_bad_nodes_are_excluded_by_label_and_by_name() -> None:
     affinity = template_of(rendered_recipe(SPOT, avoid=("gpu-1", "gpu-2")))["spec"]["affinity"]
     (term,) = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert term["matchExpressions"][0]["values"] == ["gpu-1", "gpu-2"]
@@ -336,7 +338,7 @@ def test_a_claim_that_is_mounted_twice_is_one_volume() -> None:
     assert mounts == ["/runs", "/data"]
 
 
-def test_the_record_reaches_the_pods_in_an_object_that_cannot_change() -> None:
+def test_the_record_is_in_an_immutable_config_map() -> None:
     made = rendered_recipe(SPOT, documents={"run.json": "{}", "0001.json": "{}"}, revision=1)
     config_map = made.objects[0]
     assert config_map["immutable"] is True
@@ -349,19 +351,19 @@ def test_the_record_reaches_the_pods_in_an_object_that_cannot_change() -> None:
     assert other.objects[0]["metadata"]["annotations"][key] != config_map["metadata"]["annotations"][key]
 
 
-def test_a_record_that_no_object_can_hold_is_refused_with_a_message() -> None:
+def test_a_record_that_is_too_large_for_a_config_map_is_refused() -> None:
     with pytest.raises(UsageError, match="ConfigMap"):
         rendered_recipe(SPOT, documents={"run.json": "x" * 1_000_001})
 
 
-def test_code_that_is_too_large_for_an_object_is_refused_with_what_to_do_about_it() -> None:
+def test_code_that_is_too_large_for_a_config_map_is_refused_with_a_remedy() -> None:
     packed = {**DOCUMENTS, "0123456789ab.tar.gz": bytes(1_000_000)}
     with pytest.raises(UsageError, match=r"1,000,000 of them the packed code; .*\.scaletrainignore.*code\.on_nodes"):
         rendered_recipe("llama-7b-h100", documents=packed)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_code_reaches_the_pods_byte_for_byte(backend: str) -> None:
+def test_the_config_map_has_the_code_byte_for_byte(backend: str) -> None:
     content = bytes(range(256))
     named = {**DOCUMENTS, "0123456789ab.tar.gz": content}
     made = rendered_recipe("llama-7b-h100", f"cluster.kubernetes.backend={backend}", documents=named)
@@ -373,7 +375,7 @@ def test_code_reaches_the_pods_byte_for_byte(backend: str) -> None:
     kubernetes_validate.validate(config_map, "1.36", strict=True)
 
 
-def test_what_only_a_submission_needs_is_named_all_at_once_and_where_it_belongs() -> None:
+def test_all_settings_that_a_submission_lacks_are_named_with_their_place() -> None:
     spec = load_spec(PROJECT / "recipes" / f"{SPOT}.yaml", (NEEDED[0],))
     with pytest.raises(SpecError) as caught:
         rendered(spec)
@@ -385,14 +387,14 @@ def test_what_only_a_submission_needs_is_named_all_at_once_and_where_it_belongs(
     assert f"{SPOT}.yaml" in str(caught.value)
 
 
-def test_the_example_of_the_page_is_rendered_and_nothing_is_wrong_with_it() -> None:
+def test_the_example_of_the_documentation_renders_valid_objects() -> None:
     (example,) = re.findall(r"```yaml\n(.*?)```", (PROJECT / "docs" / "kubernetes.md").read_text(), flags=re.DOTALL)
     head, _, _ = (PROJECT / "recipes" / f"{SPOT}.yaml").read_text(encoding="utf-8").partition("cluster:\n")
     spec = parse_spec(head + example, file="example.yaml", base_dir=PROJECT)
     assert problems(rendered(spec).objects) == ()
 
 
-def test_what_the_launcher_sets_itself_is_set_once() -> None:
+def test_variables_that_the_launcher_sets_are_set_once() -> None:
     spec = make_spec("cluster.kubernetes.runs.claim=runs", "cluster.kubernetes.image=a/b:1", env={"MASTER_PORT": "1"})
     made = rendered(spec)
     names = [each["name"] for each in container_of(made)["env"]]
@@ -402,7 +404,7 @@ def test_what_the_launcher_sets_itself_is_set_once() -> None:
     assert any("a/b:1" in note and "digest" in note for note in map(str, made.notes))
 
 
-def test_a_priority_that_no_label_can_hold_is_refused_with_a_queue_of_kueue() -> None:
+def test_a_priority_that_is_too_long_for_a_label_is_refused_with_kueue() -> None:
     priority = f"cluster.kubernetes.priority={'p' * 64}"
     with pytest.raises(SpecError) as caught:
         rendered_recipe(SPOT, priority, "cluster.kubernetes.queue=q")
@@ -410,7 +412,7 @@ def test_a_priority_that_no_label_can_hold_is_refused_with_a_queue_of_kueue() ->
     assert rendered_recipe(SPOT, priority, "cluster.kubernetes.queue=q", "cluster.kubernetes.backend=volcano")
 
 
-def test_a_secret_under_the_name_of_a_variable_that_the_launcher_sets_is_refused() -> None:
+def test_a_secret_with_the_name_of_a_launcher_variable_is_refused() -> None:
     with pytest.raises(SpecError) as caught:
         rendered_recipe(SPOT, "cluster.kubernetes.secrets={MASTER_ADDR: {secret: s, key: k}}")
     assert [problem.key for problem in caught.value.problems] == ["cluster.kubernetes.secrets.MASTER_ADDR"]
@@ -427,7 +429,7 @@ def test_a_secret_under_the_name_of_a_variable_that_the_launcher_sets_is_refused
         ("checkpoint.dir=/runs/checkpoints", ""),
     ],
 )
-def test_a_path_that_pods_do_not_see_is_reported(setting: str, words: str) -> None:
+def test_a_path_outside_the_mounted_volumes_has_a_note(setting: str, words: str) -> None:
     volumes = "cluster.kubernetes.volumes=[{claim: text, path: /data}]"
     told = [
         note

@@ -1,4 +1,4 @@
-"""What runs in the pods: real processes that meet, train, are told to leave and pass one verdict on."""
+"""The agents of a gang as real processes: rendezvous, training, SIGTERM, and one decision for all pods."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def start_gang(tmp_path: Path) -> Iterator[StartGang]:
         gang.end()
 
 
-def test_pods_meet_train_and_end_with_0(make_run: MakeRun, start_gang: StartGang) -> None:
+def test_pods_rendezvous_train_and_exit_with_0(make_run: MakeRun, start_gang: StartGang) -> None:
     gang = start_gang(make_run(*TWO_NODES))
     assert gang.wait() == [0, 0]
     (attempt,) = gang.attempts
     assert (attempt.scheduler, attempt.job_id, attempt.reason) == ("kubernetes", WORKLOAD, "done")
     assert attempt.nodes == ("gpu-0.ec2.internal", "gpu-1.ec2.internal")
-    assert "rank 0: up\n" in gang.output[0]  # what ranks write to the volume is in the pods' logs too
+    assert "rank 0: up\n" in gang.output[0]  # the ranks' files on the volume are also in the pods' logs
     assert "rank 3: up\n" in gang.output[1]
     assert "attempt 1 begins in a run directory of the pods' own\n" in gang.output[1]
 
@@ -52,7 +52,7 @@ def test_a_preflight_alone_leaves_nothing_on_the_volume(make_run: MakeRun, start
     assert not gang.run.path.exists()
 
 
-def test_pods_that_are_evicted_end_with_75_and_the_next_gang_goes_on(make_run: MakeRun, start_gang: StartGang) -> None:
+def test_evicted_pods_exit_with_75_and_the_next_gang_continues(make_run: MakeRun, start_gang: StartGang) -> None:
     made = make_run(*TWO_NODES, stay={"1:*": 1})
     gang = start_gang(made)
     gang.wait_until_up()
@@ -67,7 +67,7 @@ def test_pods_that_are_evicted_end_with_75_and_the_next_gang_goes_on(make_run: M
     assert [attempt.reason for attempt in gang.attempts] == ["preempted", "done"]
 
 
-def test_a_crash_ends_all_pods_with_1_while_the_budget_lasts_and_with_93_then(
+def test_after_a_crash_all_pods_exit_with_1_while_the_budget_lasts_then_with_93(
     make_run: MakeRun, start_gang: StartGang
 ) -> None:
     made = make_run(*TWO_NODES, "restarts.crash=1", die={"*:2": 7}, checkpoint_every=1, steps=200)
@@ -78,7 +78,7 @@ def test_a_crash_ends_all_pods_with_1_while_the_budget_lasts_and_with_93_then(
     assert read_events(gang.run)[-1]["event"] == "stopped"
 
 
-def test_a_gang_that_must_not_begin_again_ends_with_the_verdict(make_run: MakeRun, start_gang: StartGang) -> None:
+def test_a_gang_of_an_ended_run_exits_with_its_decision(make_run: MakeRun, start_gang: StartGang) -> None:
     made = make_run(*TWO_NODES)
     gang = start_gang(made)
     gang.wait()
@@ -88,7 +88,7 @@ def test_a_gang_that_must_not_begin_again_ends_with_the_verdict(make_run: MakeRu
     assert len(gang.attempts) == 1
 
 
-def test_a_pod_that_is_terminated_before_all_have_joined_ends_with_75_and_begins_nothing(
+def test_a_pod_that_is_terminated_before_all_have_joined_exits_with_75_and_begins_no_attempt(
     make_run: MakeRun, start_gang: StartGang
 ) -> None:
     for number in (0, 1):
@@ -111,7 +111,7 @@ def test_an_attempt_whose_pods_were_all_lost_is_closed_by_the_next_gang(
     assert [attempt.reason for attempt in gang.attempts] == ["node", "done"]
 
 
-def test_a_volume_that_holds_another_run_of_the_name_is_left_alone(
+def test_another_run_with_the_same_id_on_the_volume_is_not_changed(
     make_run: MakeRun, start_gang: StartGang, tmp_path: Path
 ) -> None:
     made = make_run(*TWO_NODES, run_id="same")
@@ -124,12 +124,12 @@ def test_a_volume_that_holds_another_run_of_the_name_is_left_alone(
     (gang.volume / ".documents" / "run.json").write_text(
         documents["run.json"].replace('"run_id": "other"', '"run_id": "same"')
     )
-    with pytest.raises(Exception, match="another run of the same name"):
+    with pytest.raises(Exception, match="another run with the same name"):
         place_documents(gang.volume / ".documents", gang.volume)
     assert gang.run.record.read_bytes() == before
 
 
-def test_the_newest_revision_reaches_a_volume_that_has_none(make_run: MakeRun, tmp_path: Path) -> None:
+def test_the_newest_revision_is_written_to_a_volume_without_it(make_run: MakeRun, tmp_path: Path) -> None:
     made = make_run(*TWO_NODES)
     smaller = made.record.spec.model_copy(update={"cluster": made.record.spec.cluster.model_copy(update={"nodes": 1})})
     revised = add_revision(made.run, made.record, smaller, make_plan(smaller), ["cluster.nodes=1"])
@@ -158,15 +158,15 @@ def test_the_newest_revision_reaches_a_volume_that_has_none(make_run: MakeRun, t
         (Decision(False, 93, ""), 93),
     ],
 )
-def test_the_exit_code_alone_says_whether_kubernetes_may_try_again(decision: Decision, code: int) -> None:
+def test_the_exit_code_decides_whether_kubernetes_restarts(decision: Decision, code: int) -> None:
     assert exit_code_for(decision) == code
 
 
-def test_nodes_that_are_taken_away_cost_nothing_even_where_no_time_was_left_to_save() -> None:
+def test_a_preemption_without_time_to_save_is_not_charged() -> None:
     assert exit_code_for(Decision(True, 1, ""), "out-of-grace") == 75
     assert exit_code_for(Decision(True, 1, ""), "crash") == 1
     assert exit_code_for(Decision(False, 1, ""), "out-of-grace") == 93
 
 
-def test_kubernetes_leaves_the_pods_the_time_that_their_agents_take() -> None:
+def test_the_pods_grace_period_includes_the_agents_time() -> None:
     assert AGENT_SECONDS >= UNKILLABLE_SECONDS + DECISION_SECONDS

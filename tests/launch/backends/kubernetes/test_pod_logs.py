@@ -1,4 +1,4 @@
-"""What pods print is brought into the run directory once, where it outlives them, unless their files are seen there."""
+"""The output of pods is copied into the run directory once, unless this machine sees the pods' files."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ OWN, SHARED = attempt_start_line(1, shared=False), attempt_start_line(1, shared=
 
 @pytest.fixture
 def name(made: MadeRun, api: FakeApi) -> str:
-    """The workload of a run that was submitted."""
+    """Submit a run and return its workload."""
     return submit_run(made.run, made.record, KubernetesBackend()).job_id.partition("/")[2]
 
 
 def printed(api: FakeApi, one: dict[str, Any], *lines: str, second: int = 0) -> None:
-    """The pod, with these lines in its log, a second apart."""
+    """Add a pod with these lines in its log, a second apart."""
     api.put("pods", one)
     log = api.logs.setdefault(one["metadata"]["name"], [])
     for line in lines:
@@ -54,7 +54,7 @@ def lines(made: MadeRun, attempt: int, rank: int) -> list[str]:
     return [line.text for line in read_logs(made.run, attempt, rank)]
 
 
-def test_every_rank_gets_a_file_in_the_attempt_that_its_pod_names(made: MadeRun, api: FakeApi, name: str) -> None:
+def test_every_rank_has_a_log_in_the_attempt_that_its_pod_announced(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, pod(name, 0, node="n1"), OWN, "rank 0: a", "rank 1: b", "of the agent")
     printed(api, pod(name, 1, node="n2"), OWN, "rank 2: c", "rank 3: d")
     bring(made)
@@ -73,7 +73,9 @@ def test_lines_are_written_once_however_often_they_are_fetched(made: MadeRun, ap
     assert any("sinceTime=" in asked for asked in api.asked)
 
 
-def test_a_restarted_gangs_logs_stand_beside_those_of_the_one_before(made: MadeRun, api: FakeApi, name: str) -> None:
+def test_logs_of_a_restarted_gang_do_not_replace_those_of_the_previous_one(
+    made: MadeRun, api: FakeApi, name: str
+) -> None:
     printed(api, ended(name, 0, 75), OWN, "rank 0: first gang")
     bring(made)
     api.objects = {key: body for key, body in api.objects.items() if key[1] != "pods"}
@@ -84,7 +86,7 @@ def test_a_restarted_gangs_logs_stand_beside_those_of_the_one_before(made: MadeR
     assert lines(made, 2, 0)[-1] == "second gang"
 
 
-def test_what_a_pod_says_before_any_attempt_is_kept_by_pod(made: MadeRun, api: FakeApi, name: str) -> None:
+def test_lines_before_the_first_attempt_go_to_a_file_of_the_pod(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, ended(name, 0, 1), "No module named scaletrain_cli")
     bring(made)
     assert not made.run.attempts()
@@ -92,15 +94,15 @@ def test_what_a_pod_says_before_any_attempt_is_kept_by_pod(made: MadeRun, api: F
     assert kept.read_text() == "No module named scaletrain_cli\n"
 
 
-def test_where_the_pods_files_are_seen_nothing_is_fetched(made: MadeRun, api: FakeApi, name: str) -> None:
+def test_no_log_is_fetched_if_this_machine_sees_the_pods_files(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, pod(name, 0), SHARED, "rank 0: a")
-    bring(made)  # before this machine sees the attempt, as over a slow file system
+    bring(made)  # before this machine sees the attempt, as on a slow file system
     assert not made.run.attempts()
     begin_attempt(made.run, made.record.spec, scheduler="kubernetes", job_id=f"jobset/{name}", nodes=("n",))
     assert KubernetesBackend().logs(made.run, made.record) is None
 
 
-def test_logs_of_a_job_that_was_seen_to_end_are_still_fetched(made: MadeRun, api: FakeApi, name: str) -> None:
+def test_logs_of_an_ended_job_are_fetched(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, ended(name, 0, 0), OWN, "rank 0: the end")
     api.objects[("jobset.x-k8s.io", "jobsets", "ml", name)]["status"] = {"conditions": [condition("Completed")]}
     assert KubernetesBackend().job(made.run, made.record).state == "ended"
@@ -108,7 +110,7 @@ def test_logs_of_a_job_that_was_seen_to_end_are_still_fetched(made: MadeRun, api
     assert lines(made, 1, 0)[-1] == "the end"
 
 
-def test_a_pod_whose_node_is_silent_does_not_hide_the_others(made: MadeRun, api: FakeApi, name: str) -> None:
+def test_a_pod_on_an_unreachable_node_does_not_hide_the_logs_of_others(made: MadeRun, api: FakeApi, name: str) -> None:
     printed(api, pod(name, 0, node="dead"), OWN, "rank 0: a")
     printed(api, pod(name, 1), OWN, "rank 2: c")
     api.silent_pods.add(f"{name}-node-0-0-abcde")
@@ -117,13 +119,13 @@ def test_a_pod_whose_node_is_silent_does_not_hide_the_others(made: MadeRun, api:
     assert lines(made, 1, 2) == ["c"]
 
 
-def test_pods_that_have_not_begun_are_not_asked(made: MadeRun, api: FakeApi, name: str) -> None:
+def test_logs_of_pods_that_have_not_started_are_not_requested(made: MadeRun, api: FakeApi, name: str) -> None:
     api.put("pods", pod(name, 0, phase="Pending"))
     bring(made)
     assert not any("/log" in asked for asked in api.asked)
 
 
-def test_who_follows_sees_pods_that_come_later(
+def test_following_includes_pods_that_start_later(
     made: MadeRun, api: FakeApi, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pod_logs, "_LOOK_EVERY_SECONDS", 0.05)
@@ -141,7 +143,7 @@ def test_who_follows_sees_pods_that_come_later(
         wait_until(lambda: _text(made, 2, 0).endswith("three\n"), "what a later gang prints")
         other = KubernetesBackend().logs(made.run, made.record)
         assert other is not None
-        other.fetch()  # leaves it to the one that follows
+        other.fetch()  # does nothing while another command follows
     assert _text(made, 1, 0) == "one\ntwo\n"
 
 
@@ -150,7 +152,7 @@ def _text(made: MadeRun, attempt: int, rank: int) -> str:
     return paths[0].read_text() if paths else ""
 
 
-def test_lines_are_read_as_pods_write_them() -> None:
+def test_attempt_lines_are_parsed_as_pods_write_them() -> None:
     assert read_pod_line(SHARED) == {"scaletrain": "attempt-start", "attempt": 1, "shared": True}
     end = read_pod_line(attempt_end_line(3, 75, requeue=True, reason=recorded("preempted")))
     assert end is not None

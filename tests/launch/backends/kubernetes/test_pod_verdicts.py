@@ -1,4 +1,4 @@
-"""What a pod ends with where its volume refuses it, or where another node of the gang is lost. In this process."""
+"""The exit codes of pods that cannot use their volume, or whose gang has lost a node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEEDED = (
     restart,
     restart,
     attempt,
-)  # before a user is taken who may read no library
+)  # before the process becomes a user who may not read the libraries
 
 
 def options(volume: Path, *, gang: int = 0, rank: int = 0, workload: str = "jobset/fake-s1") -> PodOptions:
@@ -56,7 +56,7 @@ def options(volume: Path, *, gang: int = 0, rank: int = 0, workload: str = "jobs
 
 
 def place(made: MadeRun, volume: Path) -> Path:
-    """A volume with the documents of a run."""
+    """Return a volume with the documents of a run."""
     (volume / ".documents").mkdir(parents=True)
     for name, text in documents_of(made.run, made.record).items():
         (volume / ".documents" / name).write_text(text)
@@ -65,14 +65,14 @@ def place(made: MadeRun, volume: Path) -> Path:
 
 @pytest.fixture
 def folder_for_all() -> Iterator[Path]:
-    """A folder that every user can go into; pytest's own are private."""
+    """Return a folder that every user may enter; those of pytest are private."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
 def ended_as(uid: int, volume: Path, gang: int) -> tuple[int, str]:
-    """The exit code of pod 0 as a process of that user, and what it printed."""
+    """Run pod 0 as a process of that user; return its exit code and output."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         with contextlib.suppress(BaseException):
@@ -108,7 +108,7 @@ def ended_as(uid: int, volume: Path, gang: int) -> tuple[int, str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.parametrize(("gang", "code"), [(0, 5), (1, 5), (2, 93)])
-def test_a_volume_that_the_pods_may_not_write_ends_them_with_the_cause_and_without_thirteen_restarts(
+def test_pods_that_cannot_write_to_the_volume_exit_with_the_cause_and_few_restarts(
     make_run: MakeRun, folder_for_all: Path, gang: int, code: int
 ) -> None:
     nobody = pwd.getpwnam("nobody").pw_uid
@@ -123,7 +123,7 @@ def test_a_volume_that_the_pods_may_not_write_ends_them_with_the_cause_and_witho
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_a_run_directory_of_another_user_is_named_and_not_the_volume(make_run: MakeRun, folder_for_all: Path) -> None:
+def test_an_unwritable_run_directory_is_named_instead_of_the_volume(make_run: MakeRun, folder_for_all: Path) -> None:
     made = make_run(*TWO_NODES)
     volume = place(made, folder_for_all / "runs")
     volume.chmod(0o777)
@@ -132,7 +132,7 @@ def test_a_run_directory_of_another_user_is_named_and_not_the_volume(make_run: M
     assert (ended, f"{volume / made.run.run_id} cannot be written by the pods" in text) == (5, True), text
 
 
-def test_a_full_volume_ends_the_run_and_a_broken_one_is_tried_elsewhere(tmp_path: Path) -> None:
+def test_a_full_volume_ends_the_run_and_a_broken_one_is_tried_on_another_node(tmp_path: Path) -> None:
     full = volume_error(options(tmp_path), OSError(errno.ENOSPC, "No space left on device"))
     assert isinstance(full, DoNotRequeueError)
     assert "is full" in full.message
@@ -140,7 +140,7 @@ def test_a_full_volume_ends_the_run_and_a_broken_one_is_tried_elsewhere(tmp_path
 
 
 def lose_a_node(made: MadeRun, number: int, lost: int) -> None:
-    """Write what is left in the run directory when a node vanishes and the ranks of the other lose their peers."""
+    """Write the run directory as a lost node leaves it: the ranks of the other node lose their peers."""
     for rank in (0, 1):
         node = NodeRecord(f"node-{rank:04d}-gpu-{rank}", f"gpu-{rank}", rank, 1, 1, 1.0)
         if rank != lost:
@@ -158,14 +158,14 @@ def begin(made: MadeRun, workload: str) -> int:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pod waits for a word that does not come."""
+    """Let no pod wait for a decision that never comes."""
     monkeypatch.setattr(pod_agent, "DECISION_SECONDS", 0.05)
     monkeypatch.setattr(pod_agent, "_POLL_SECONDS", 0.01)
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_lost_node_is_not_charged_however_often_it_happens(make_run: MakeRun) -> None:
-    """The survivors fail first, of connections; what they end with says whether the restart is free of charge."""
+def test_a_lost_node_is_never_charged(make_run: MakeRun) -> None:
+    """The other nodes fail first, with connection errors; their exit code decides whether the restart is charged."""
     made = make_run(*TWO_NODES)
     for _ in range(4):
         number = begin(made, "jobset/fake-s1")
@@ -179,7 +179,7 @@ def test_a_lost_node_is_not_charged_however_often_it_happens(make_run: MakeRun) 
 
 
 @pytest.mark.usefixtures("at_once")
-def test_nodes_that_are_lost_before_any_step_is_saved_end_the_run_at_last(make_run: MakeRun) -> None:
+def test_repeated_losses_of_nodes_before_any_saved_step_end_the_run(make_run: MakeRun) -> None:
     made, codes = make_run(*TWO_NODES), []
     for _ in range(10):
         number = begin(made, "jobset/fake-s1")
@@ -189,7 +189,7 @@ def test_nodes_that_are_lost_before_any_step_is_saved_end_the_run_at_last(make_r
 
 
 @pytest.mark.usefixtures("at_once")
-def test_volcano_counts_every_restart_so_a_lost_node_is_charged_there(make_run: MakeRun) -> None:
+def test_on_volcano_a_lost_node_is_charged(make_run: MakeRun) -> None:
     made, workload = make_run(*TWO_NODES), "volcano/fake-s1"
     for code in (1, 93):
         number = begin(made, workload)
@@ -199,7 +199,7 @@ def test_volcano_counts_every_restart_so_a_lost_node_is_charged_there(make_run: 
 
 
 @pytest.mark.usefixtures("at_once")
-def test_who_is_left_when_pod_0_is_lost_ends_with_75_and_keeps_a_verdict_of_its_own(make_run: MakeRun) -> None:
+def test_pods_exit_with_75_if_pod_0_is_lost_unless_they_know_their_own_cause(make_run: MakeRun) -> None:
     made = make_run(*TWO_NODES)
     number = begin(made, "jobset/fake-s1")
     lose_a_node(made, number, lost=0)
@@ -210,4 +210,4 @@ def test_who_is_left_when_pod_0_is_lost_ends_with_75_and_keeps_a_verdict_of_its_
     assert ended.free_of_charge
     other = begin(made, "jobset/fake-s1")
     lose_a_node(made, other, lost=2)
-    assert pod_agent._decision(made.run, other, 1) == 1, "pod 0 has ended, so nothing was lost"
+    assert pod_agent._decision(made.run, other, 1) == 1, "pod 0 has ended, so no node was lost"

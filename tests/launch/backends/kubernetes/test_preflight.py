@@ -1,4 +1,4 @@
-"""What would keep a job from starting is found before anything is made: all of it at once."""
+"""Everything that would keep a job from starting is reported at once, and nothing is created."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ QUEUE = (*GPU, "cluster.kubernetes.queue=team-a")
 
 @pytest.fixture
 def preflight(outlook: Callable[..., PreflightResult]) -> Callable[..., list[str]]:
-    """Checks a spec against the server; returns its notes."""
+    """Return a function that checks a spec and returns its notes."""
     return lambda *settings: list(outlook(*settings).notes)
 
 
 @pytest.fixture
 def outlook(make_run: Callable[..., MadeRun], api: FakeApi) -> Callable[..., PreflightResult]:
-    """Checks a spec against a server that has room for it."""
+    """Return a function that checks a spec against a server with enough resources."""
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
     api.put("persistentvolumeclaims", claim("runs"))
     for number in range(4):
@@ -45,7 +45,7 @@ def outlook(make_run: Callable[..., MadeRun], api: FakeApi) -> Callable[..., Pre
         try:
             return KubernetesBackend().preflight(record.spec, record.plan)
         finally:
-            assert api.objects == before  # nothing left behind
+            assert api.objects == before  # nothing is left behind
 
     return check
 
@@ -64,7 +64,7 @@ def gpu_node(name: str, gpus: int = 8, product: str = "H100", **spec: Any) -> di
 
 
 def put_queue(api: FakeApi, gpus: int = 16, cpus: str = "1k", **more: Any) -> dict[str, Any]:
-    """A LocalQueue, its ClusterQueue and a flavor. The memory is plenty."""
+    """Add a LocalQueue, its ClusterQueue and a flavor with enough memory."""
     active = {"conditions": [condition("Active", reason="Ready")]}
     local = {"kind": "LocalQueue", "metadata": {"name": "team-a"}, "spec": {"clusterQueue": "training"}}
     api.put("localqueues", {**local, "status": active}, KUEUE)
@@ -84,7 +84,7 @@ def problems(preflight: Callable[..., list[str]], *settings: str) -> str:
     return str(caught.value)
 
 
-def test_a_job_that_can_run_has_no_problem_and_every_object_was_validated(
+def test_a_job_that_can_run_has_no_problem_and_every_object_is_validated(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     assert not [note for note in preflight(*GPU) if "not checked" in note]
@@ -94,7 +94,7 @@ def test_a_job_that_can_run_has_no_problem_and_every_object_was_validated(
     assert len(dry) == len([asked for asked in api.asked if asked.startswith("PATCH")])
 
 
-def test_all_problems_come_at_once(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_all_problems_are_reported_at_once(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     del api.installed["jobset.x-k8s.io/v1alpha2"]
     api.put("localqueues", {"metadata": {"name": "team-b"}, "spec": {}}, KUEUE)
     text = problems(
@@ -155,7 +155,7 @@ def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
     assert outlook(*QUEUE).start.why == "the quota of queue team-a cannot be read"
 
 
-def test_what_can_be_borrowed_counts(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_borrowable_quota_counts(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     whole = put_queue(api, gpus=8, cohortName="all")
     lender = {"metadata": {"name": "b"}, "spec": {**whole["spec"]}}
     api.put("clusterqueues", lender, KUEUE, "")
@@ -219,7 +219,9 @@ def test_a_queue_that_admits_no_jobs_of_the_namespace_is_reported(
         assert preflight(*QUEUE) is not None if taken else refused in problems(preflight, *QUEUE)
 
 
-def test_a_claim_that_waits_for_its_first_pod_is_a_note(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_claim_that_waits_for_its_first_consumer_has_a_note(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
     api.put("persistentvolumeclaims", claim("runs", "Pending"))
     assert "the claim is not bound to a volume" in problems(preflight, *GPU)
     about = {"kind": "PersistentVolumeClaim", "name": "runs"}
@@ -231,7 +233,7 @@ def test_a_claim_that_waits_for_its_first_pod_is_a_note(preflight: Callable[...,
     assert "the claim is Lost" in problems(preflight, *GPU)
 
 
-def test_secrets_and_their_keys_are_checked_and_need_not_be_readable(
+def test_secrets_and_their_keys_are_checked_if_they_are_readable(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     wanted = ("cluster.kubernetes.secrets.TOKEN={secret: hub, key: token}", *GPU)
@@ -244,9 +246,7 @@ def test_secrets_and_their_keys_are_checked_and_need_not_be_readable(
     assert any("you may not read Secrets" in note for note in preflight(*wanted))
 
 
-def test_without_a_queue_nodes_that_could_ever_do_are_counted(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_without_a_queue_the_suitable_nodes_are_counted(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     text = problems(preflight, *GPU, "cluster.kubernetes.gpu_product=B200")
     assert (
         "the 4 nodes can run at most 0 of its pods, and 2 are needed (4 lack label nvidia.com/gpu.product=B200)" in text
@@ -264,7 +264,7 @@ def test_without_a_queue_nodes_that_could_ever_do_are_counted(
     assert any("not checked" in note and "list nodes" in note for note in preflight(*GPU))
 
 
-def test_a_namespaces_own_limit_is_reported(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_resource_quota_of_the_namespace_is_checked(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     quota = {"metadata": {"name": "q"}, "spec": {}, "status": {"hard": {"requests.nvidia.com/gpu": "8"}, "used": {}}}
     api.put("resourcequotas", quota)
     assert "ResourceQuota q of the namespace allows 8 requests.nvidia.com/gpu" in problems(preflight, *GPU)
@@ -272,7 +272,7 @@ def test_a_namespaces_own_limit_is_reported(preflight: Callable[..., list[str]],
     assert any("the job waits for the rest" in note for note in preflight(*GPU))
 
 
-def test_an_object_that_the_server_would_refuse_is_a_problem_with_its_message(
+def test_a_refused_object_is_a_problem_with_the_servers_message(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     causes = [{"field": "spec.failurePolicy.rules[0].name", "message": "Invalid value"}]
@@ -280,7 +280,9 @@ def test_an_object_that_the_server_would_refuse_is_a_problem_with_its_message(
     assert "JobSet as it would be created: spec.failurePolicy.rules[0].name: Invalid value" in problems(preflight, *GPU)
 
 
-def test_a_template_that_no_job_may_have_is_a_problem(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_a_pod_template_that_is_invalid_for_a_job_is_a_problem(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
     causes = [{"field": "spec.template.spec.restartPolicy", "message": "Unsupported value"}]
     api.refusals[("create", "jobs")] = (422, status(422, "Invalid", "invalid", name="j", causes=causes))
     text = problems(preflight, *GPU)
@@ -289,7 +291,7 @@ def test_a_template_that_no_job_may_have_is_a_problem(preflight: Callable[..., l
     )
 
 
-def test_a_user_who_may_not_create_jobs_is_warned_that_the_child_was_not_checked(
+def test_without_the_right_to_create_jobs_a_note_says_that_the_child_was_not_checked(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     api.forbid("create", "jobs", "batch")
@@ -316,20 +318,18 @@ def test_every_backend_is_validated(preflight: Callable[..., list[str]], api: Fa
     ],
     ids=["Trainer", "Kueue"],
 )
-def test_a_trainjob_is_not_refused_for_the_runtime_that_a_dry_run_does_not_make(
+def test_a_trainjob_is_not_refused_because_a_dry_run_creates_no_runtime(
     preflight: Callable[..., list[str]], api: FakeApi, said: str
 ) -> None:
-    """Both webhooks look for the runtime among what is there; a dry run leaves nothing there."""
+    """Both webhooks read existing runtimes; a dry run creates none."""
     api.refusals[("create", "trainjobs")] = (403, status(403, "Forbidden", said))
     preflight(*GPU, "cluster.kubernetes.backend=trainjob")
     api.refusals[("create", "trainjobs")] = (403, status(403, "Forbidden", "webhook denied the request: name"))
     assert "webhook denied the request: name" in problems(preflight, *GPU, "cluster.kubernetes.backend=trainjob")
 
 
-def test_a_pod_that_the_namespace_never_takes_is_a_problem_before_anything_is_sent(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
-    """The API server takes a Job whose pods break the namespace's security level, and refuses each pod of it."""
+def test_a_pod_that_the_namespace_never_admits_is_a_problem(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+    """The API server accepts a Job whose pods violate the namespace's security level, and refuses each of its pods."""
     said = 'pods "x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities (IPC_LOCK)'
     api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
     assert f"the Pod that would be created from it is refused: {said}" in problems(preflight, *GPU)
@@ -344,7 +344,7 @@ def test_a_pod_that_the_namespace_never_takes_is_a_problem_before_anything_is_se
         ('admission webhook "policy.example" denied the request: no naked pods', "perhaps only because no Job owns it"),
     ],
 )
-def test_a_pod_that_is_refused_for_now_is_a_note(
+def test_a_pod_that_is_refused_temporarily_has_a_note(
     preflight: Callable[..., list[str]], api: FakeApi, said: str, note: str
 ) -> None:
     api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
@@ -369,10 +369,10 @@ def test_a_topology_that_no_flavor_has_is_reported(preflight: Callable[..., list
     preflight(*QUEUE, "cluster.kubernetes.topology={kind: required, key: topology.example/block}")
     preflight(*QUEUE, "cluster.kubernetes.topology={kind: unconstrained}")
     api.forbid("list", "topologies", KUEUE)
-    preflight(*rack)  # what may not be seen is for Kueue to judge
+    preflight(*rack)  # Kueue checks what the user may not read
 
 
-def test_a_job_without_a_topology_has_no_flavor_with_one_unless_all_have(
+def test_a_job_without_a_topology_cannot_use_a_flavor_with_one_unless_all_have_one(
     preflight: Callable[..., list[str]], api: FakeApi
 ) -> None:
     whole = put_queue(api, gpus=8)
@@ -386,7 +386,9 @@ def test_a_job_without_a_topology_has_no_flavor_with_one_unless_all_have(
     preflight(*QUEUE)
 
 
-def test_pods_are_counted_where_a_queue_counts_them(preflight: Callable[..., list[str]], api: FakeApi) -> None:
+def test_the_number_of_pods_is_checked_if_the_queue_limits_it(
+    preflight: Callable[..., list[str]], api: FakeApi
+) -> None:
     whole = put_queue(api)
     (group,) = whole["spec"]["resourceGroups"]
     group["coveredResources"].append("pods")
@@ -417,7 +419,7 @@ def test_a_volcano_queue_that_can_never_hold_the_gang_is_distinguished_from_one_
 def put_volume(
     api: FakeApi, policy: str | None = None, modes: tuple[str, ...] = ("ReadWriteMany",), **spec: Any
 ) -> None:
-    """A volume for the claim, of a CSI driver with this policy unless it is of another kind."""
+    """Add a volume for the claim: of a CSI driver with this policy, or of another kind."""
     body = claim("runs", modes=modes)
     body["spec"]["volumeName"] = "v"
     api.put("persistentvolumeclaims", body)
@@ -430,27 +432,25 @@ def put_volume(
 @pytest.mark.parametrize(
     "volume", [{"policy": "None"}, {"policy": "ReadWriteOnceWithFSType"}, {"nfs": {"server": "x"}}]
 )
-def test_a_volume_to_which_no_fs_group_is_applied_is_reported(
+def test_a_volume_that_ignores_fs_group_has_a_note(
     preflight: Callable[..., list[str]], api: FakeApi, volume: dict[str, Any]
 ) -> None:
     put_volume(api, **volume)
     assert any("fs_group 1000 has no effect on claim runs" in note for note in preflight(*GPU))
 
 
-def test_a_volume_that_is_given_to_the_pods_group_needs_no_word(
-    preflight: Callable[..., list[str]], api: FakeApi
-) -> None:
+def test_a_volume_with_the_fs_group_applied_has_no_note(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     put_volume(api, "File")
     assert not [note for note in preflight(*GPU) if "fs_group" in note]
     put_volume(api, "None")
     api.forbid("get", "persistentvolumes")
-    assert not [note for note in preflight(*GPU) if "fs_group" in note], "what may not be looked at is not claimed"
+    assert not [note for note in preflight(*GPU) if "fs_group" in note], "no note without the right to read the volume"
 
 
-def test_a_run_directory_that_the_pods_could_not_write_is_refused_before_anything_is_sent(
+def test_a_run_directory_that_the_pods_cannot_write_is_a_problem(
     outlook: Callable[..., PreflightResult], api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where this machine's runs root is the path that the pods have: the run directory will be this user's."""
+    """If the runs root of this machine is the path in the pods, this user will own the run directory."""
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
     settings = (
         *GPU,
@@ -476,7 +476,7 @@ def test_a_run_directory_that_the_pods_could_not_write_is_refused_before_anythin
         (1, 1, 0o775, False),
     ],
 )
-def test_owner_group_and_mode_decide_what_the_pods_may_write(uid: int, gid: int, mode: int, may: bool) -> None:
+def test_owner_group_and_mode_decide_whether_the_pods_can_write(uid: int, gid: int, mode: int, may: bool) -> None:
     assert _may_write(KubernetesSpec(run_as_user=1000, fs_group=2000), uid, gid, mode) is may
 
 
@@ -495,10 +495,8 @@ def test_a_run_directory_of_another_user_is_refused_by_resume(api: FakeApi, make
         KubernetesBackend().preflight(made.record.spec, made.record.plan, made.run)
 
 
-def test_a_queue_that_is_held_takes_the_job_and_makes_it_wait(
-    outlook: Callable[..., PreflightResult], api: FakeApi
-) -> None:
-    """Kueue calls both queues inactive then; only a queue that is out of order is a problem."""
+def test_a_job_for_a_held_queue_is_accepted_and_waits(outlook: Callable[..., PreflightResult], api: FakeApi) -> None:
+    """Kueue then reports both queues as inactive; only a misconfigured queue is a problem."""
     whole = put_queue(api, stopPolicy="Hold")
     local = api.objects[(KUEUE, "localqueues", "ml", "team-a")]
     whole["status"] = {"conditions": [condition("Active", "False", "Stopped", "Can't admit new workloads: is stopped")]}
@@ -520,7 +518,7 @@ def test_a_queue_that_is_held_takes_the_job_and_makes_it_wait(
         ((), {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}, "a toleration of team=b:NoSchedule"),
     ],
 )
-def test_nodes_that_will_never_do_are_a_problem_although_the_queue_has_quota(
+def test_unsuitable_nodes_are_a_problem_although_the_queue_has_quota(
     preflight: Callable[..., list[str]], api: FakeApi, settings: tuple[str, ...], spec: dict[str, Any], told: str
 ) -> None:
     whole = put_queue(api)
@@ -529,7 +527,7 @@ def test_nodes_that_will_never_do_are_a_problem_although_the_queue_has_quota(
     assert told in problems(preflight, *QUEUE, *settings)
     whole["spec"]["admissionChecksStrategy"] = {
         "admissionChecks": [{"name": "provision"}]
-    }  # it may make nodes, or send the job to another cluster
+    }  # it may add nodes, or run the job on another cluster
     assert any(told in note for note in preflight(*QUEUE, *settings))
 
 
@@ -544,9 +542,7 @@ def test_a_job_whose_nodes_are_cordoned_does_not_start_now_although_the_queue_ha
     assert any("3 suitable nodes are cordoned" in note for note in found.notes)
 
 
-def test_a_queue_may_put_the_job_on_the_nodes_of_any_flavor(
-    outlook: Callable[..., PreflightResult], api: FakeApi
-) -> None:
+def test_nodes_of_any_flavor_of_the_queue_count(outlook: Callable[..., PreflightResult], api: FakeApi) -> None:
     """The flavor's labels and tolerations count, and one flavor with enough nodes is enough."""
     whole = put_queue(api)
     first = whole["spec"]["resourceGroups"][0]["flavors"][0]
@@ -561,10 +557,8 @@ def test_a_queue_may_put_the_job_on_the_nodes_of_any_flavor(
     assert outlook(*QUEUE).start.at is not None
 
 
-def test_a_kueue_of_before_v1beta2_is_spoken_to_in_its_own_version(
-    outlook: Callable[..., PreflightResult], api: FakeApi
-) -> None:
-    """Its ClusterQueue calls the cohort `cohort`, and its Cohorts and Topologies are v1alpha1."""
+def test_an_older_kueue_is_read_in_its_own_api_version(outlook: Callable[..., PreflightResult], api: FakeApi) -> None:
+    """Its ClusterQueue names the cohort `cohort`, and its Cohorts and Topologies are v1alpha1."""
     del api.installed["kueue.x-k8s.io/v1beta2"]
     api.strict = True
     api.installed["kueue.x-k8s.io/v1beta1"] = ("localqueues", "clusterqueues", "resourceflavors")

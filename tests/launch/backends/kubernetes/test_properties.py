@@ -1,4 +1,4 @@
-"""Whatever a legal spec says: the manifest is valid, every YAML reads the same, and every value arrives unchanged."""
+"""Properties of every valid spec: the manifest is valid, YAML readers agree, and every value arrives unchanged."""
 
 from __future__ import annotations
 
@@ -141,14 +141,14 @@ def specs(draw: st.DrawFn) -> RunSpec:
 
 
 def expanded(text: str, environment: dict[str, str]) -> str:
-    """What the kubelet makes of a value: $$ is $, and $(NAME) another variable's value where there is one."""
+    """Expand a value as the kubelet does: $$ to $, and $(NAME) to the value of another variable, if it exists."""
     known = lambda match: "$" if match[0] == "$$" else environment.get(match[1], match[0])  # noqa: E731
     return re.sub(r"\$\$|\$\(([^)]*)\)", known, text)
 
 
 @settings(max_examples=25)
 @given(specs(), run_ids, st.integers(1, 50))
-def test_whatever_a_legal_spec_says_its_manifest_is_valid_and_says_the_same(
+def test_the_manifest_of_every_valid_spec_is_valid_and_has_its_values(
     spec: RunSpec, run_id: str, submission: int
 ) -> None:
     made = rendered(spec, run_id=run_id, submission=submission, avoid=("node-1",))
@@ -179,14 +179,14 @@ trees = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dic
 
 @given(st.lists(st.dictionaries(texts, trees, min_size=1, max_size=3), min_size=1, max_size=2))
 @example([{"a": [[], {}, [1, [2]], {"b": {"c": []}}], "": {"": ""}}])
-def test_every_reader_of_yaml_reads_what_was_written(documents: list[dict[str, Any]]) -> None:
+def test_yaml_1_1_and_1_2_read_the_same_values(documents: list[dict[str, Any]]) -> None:
     text = to_yaml(documents)
     assert list(yaml.safe_load_all(text)) == documents
     assert list(YAML(typ="safe", pure=True).load_all(io.StringIO(text))) == documents
 
 
 @given(workloads)
-def test_every_generated_name_is_one_that_dns_knows(workload: Workload) -> None:
+def test_every_generated_name_is_a_dns_label(workload: Workload) -> None:
     for name in (workload.name, *workload.master_address.split("."), workload.config_map):
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name)
     assert longest_pod_name(workload.name, 100_000) <= 63

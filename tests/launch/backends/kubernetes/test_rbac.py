@@ -1,4 +1,4 @@
-"""k8s/rbac.yaml grants the calls that this launcher makes, all of them and no others."""
+"""k8s/rbac.yaml grants exactly the requests of the launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.launch.backends.kubernetes.fake_api import FakeApi, status
 from tests.launch.conftest import MadeRun
 
 PROJECT = Path(__file__).parents[4]
-# Asked, and better not granted: who may read a Secret can read its values. Without it there is a note.
+# Requested, and better not granted: the right to get a Secret includes its values. Without it there is a note.
 NOT_GRANTED = {("get", "", "secrets")}
 NAMED = (
     "cluster.kubernetes.pod_priority=p",
@@ -37,7 +37,7 @@ BACKENDS = {
 
 
 def granted(kind: str) -> set[tuple[str, str, str]]:
-    """(verb, group, resource) of the submitters' Role or ClusterRole."""
+    """Return (verb, group, resource) of each rule of the submitters' Role or ClusterRole."""
     documents = YAML(typ="safe").load_all((PROJECT / "k8s" / "rbac.yaml").read_text(encoding="utf-8"))
     rules = [rule for body in documents if body["kind"] == kind for rule in body["rules"]]
     return {
@@ -50,14 +50,14 @@ def granted(kind: str) -> set[tuple[str, str, str]]:
 
 
 def live(api: FakeApi, made: MadeRun) -> None:
-    """Everything that this launcher ever does with a run."""
+    """Send every request that the launcher sends for a run."""
     scheduler = KubernetesBackend()
-    with contextlib.suppress(SchedulerError):  # nothing is there, so every name is looked up and the others listed
+    with contextlib.suppress(SchedulerError):  # no object exists, so every name is read and the others listed
         scheduler.preflight(made.record.spec, made.record.plan)
     _refuse_the_workload(api, made)
     _lose_the_workload(api, made)
     submit_run(made.run, made.record, scheduler)
-    (made.run.path / "submission.json").unlink()  # who did not live to write it finds the job again
+    (made.run.path / "submission.json").unlink()  # an interrupted submitter finds the job again
     workload = submit_run(made.run, made.record, scheduler).job_id.partition("/")[2]
     scheduler.job(made.run, made.record)
     waiting = pod(workload, 1, phase="Pending")
@@ -75,7 +75,7 @@ def live(api: FakeApi, made: MadeRun) -> None:
 
 
 def _refuse_the_workload(api: FakeApi, made: MadeRun) -> None:
-    """The objects that were made for it are taken back."""
+    """Submit a workload that is refused, so that its other objects are deleted."""
     whole = KubernetesBackend()._manifest(made.run, made.record, lambda: pytest.fail("asked"))[0].workload_object
     plural = f"{whole['kind'].lower()}s"
     api.refusals[("create", plural)] = (422, status(422, "Invalid", "no"))
@@ -85,7 +85,7 @@ def _refuse_the_workload(api: FakeApi, made: MadeRun) -> None:
 
 
 def _lose_the_workload(api: FakeApi, made: MadeRun) -> None:
-    """What was made for a workload that the server never took is removed by cancel."""
+    """Cancel an unanswered submission without a workload, so that its other objects are deleted."""
     whole = KubernetesBackend()._manifest(made.run, made.record, lambda: pytest.fail("asked"))[0].workload_object
     plural = f"{whole['kind'].lower()}s"
     api.refusals[("create", plural)] = (503, status(503, "ServiceUnavailable", "later"))
@@ -115,7 +115,7 @@ def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> set[tuple[str, str,
     volume = {"metadata": {"name": "v"}, "spec": {"csi": {"driver": "d"}}}
     api.put("persistentvolumes", volume, namespace="")
     for name, more in BACKENDS.items():
-        live(api, make_run(*SETTINGS, *NAMED, *more, run_id=name))  # with no queue there, its like are listed
+        live(api, make_run(*SETTINGS, *NAMED, *more, run_id=name))  # without the queue, existing queues are listed
     put_queue(api)
     api.put("persistentvolumeclaims", pending)
     near = "cluster.kubernetes.topology={kind: unconstrained}"
@@ -124,13 +124,13 @@ def calls(api: FakeApi, make_run: Callable[..., MadeRun]) -> set[tuple[str, str,
     return api.calls - NOT_GRANTED
 
 
-def test_a_submitter_may_do_what_is_done_for_it_and_no_more(calls: set[tuple[str, str, str]]) -> None:
+def test_the_role_grants_exactly_the_requests_of_the_launcher(calls: set[tuple[str, str, str]]) -> None:
     may = granted("Role") | granted("ClusterRole")
     assert calls - may == set(), "called, not granted"
     assert may - calls == set(), "granted, never called"
 
 
-def test_what_has_no_namespace_is_granted_for_the_cluster_and_only_to_be_read() -> None:
+def test_the_cluster_role_grants_only_reading_of_resources_without_a_namespace() -> None:
     cluster_wide = granted("ClusterRole")
     assert {verb for verb, _, _ in cluster_wide} <= {"get", "list"}
-    assert granted("Role") & cluster_wide == {("list", "", "pods")}, "pods of others hold GPUs, too"
+    assert granted("Role") & cluster_wide == {("list", "", "pods")}, "pods of others use GPUs, too"

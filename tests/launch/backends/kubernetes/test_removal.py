@@ -1,4 +1,4 @@
-"""rm: what is left in the cluster of a run that is over goes with its run directory."""
+"""`scaletrain rm` deletes the objects of an ended run with its run directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.launch.backends.kubernetes.test_backend import finish, put_pods, subm
 from tests.launch.conftest import MadeRun
 
 
-def test_the_objects_of_a_run_that_is_over_are_deleted_with_it(made: MadeRun, api: FakeApi) -> None:
+def test_the_objects_of_an_ended_run_are_deleted_with_it(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     put_pods(api, made, name, ended(name, 0, 0), ended(name, 1, 0))
     with pytest.raises(UsageError, match="scaletrain cancel"):
@@ -23,7 +23,7 @@ def test_the_objects_of_a_run_that_is_over_are_deleted_with_it(made: MadeRun, ap
     assert api.deletions
 
 
-def test_an_object_of_another_run_stays(made: MadeRun, api: FakeApi) -> None:
+def test_an_object_of_another_run_is_kept(made: MadeRun, api: FakeApi) -> None:
     name = submit(made)
     finish(api, name, "Completed")
     found = plan_removal(made.run, with_checkpoints=False)
@@ -32,7 +32,7 @@ def test_an_object_of_another_run_stays(made: MadeRun, api: FakeApi) -> None:
     assert workload(api, name)["metadata"].get("deletionTimestamp") is None
 
 
-def test_a_cluster_that_cannot_be_asked_keeps_the_run(
+def test_a_run_is_kept_if_the_cluster_does_not_answer(
     made: MadeRun, api: FakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = submit(made)

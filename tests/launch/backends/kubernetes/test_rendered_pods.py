@@ -1,7 +1,7 @@
-"""What is rendered is what runs: the pods of each backend's manifest as processes, with its arguments and environment.
+"""The pods of each backend's manifest as processes, with its arguments and environment.
 
-A kubelet of a few lines stands in: it resolves fields and mounts, and expands nothing else. Names are not resolved, so
-pod 0 is looked for on this machine.
+A minimal kubelet resolves fields and mounts, and expands nothing else. Host names are not resolved: pod 0 is this
+machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONS = (
 
 
 def fields(backend: str, number: int) -> dict[str, str]:
-    """As the API server and the backend's controller make them."""
+    """Return the pods as the API server and the backend's controller create them."""
     index = {
         "volcano": {"metadata.labels['volcano.sh/task-index']": str(number)},
         "jobset": {"metadata.annotations['batch.kubernetes.io/job-completion-index']": str(number)},
@@ -79,7 +79,7 @@ def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int
 
 
 def run_pods(made: Manifest, backend: str, folder: Path) -> list[str]:
-    """Run both to a good end; what each printed."""
+    """Run both pods, require exit code 0, and return the output of each."""
     (folder / "documents").mkdir()
     config: dict[str, Any] = made.objects[0]
     for name, text in config["data"].items():
@@ -94,9 +94,7 @@ def run_pods(made: Manifest, backend: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_pods_of_a_manifest_train_the_run_that_it_was_made_of(
-    backend: str, make_run: Callable[..., MadeRun], tmp_path: Path
-) -> None:
+def test_the_pods_of_a_manifest_train_its_run(backend: str, make_run: Callable[..., MadeRun], tmp_path: Path) -> None:
     note = 'it\'s $(HOME) $$5 \\ "and" so on'
     options = (*OPTIONS, f"cluster.kubernetes.backend={backend}")
     made_run = make_run(*options, env={"NOTE": note}, echo=["NOTE", "HF_TOKEN"])
@@ -109,7 +107,7 @@ def test_the_pods_of_a_manifest_train_the_run_that_it_was_made_of(
     assert "hf_0123" not in str(made.objects)
 
 
-def test_pods_that_see_no_file_of_the_submitters_run_the_code_that_was_submitted(
+def test_pods_without_the_submitters_files_run_the_submitted_code(
     tree: WorkingTree, make_run: Callable[..., MadeRun], tmp_path: Path
 ) -> None:
     tree.write("train.py", "import os\nprint('submitted, as', os.environ['RANK'])\n")

@@ -1,4 +1,4 @@
-"""The pods' meeting: who counts as there, and who does not."""
+"""The rendezvous of pods: which connections count, and which are ignored."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attending(number: int, words: dict[int, Any], seal: GangKey = SEAL, seconds:
     return thread
 
 
-def test_all_hear_the_same_word_and_the_first_learns_who_is_there(host: RendezvousServer) -> None:
+def test_all_pods_receive_the_same_message_and_pod_0_those_of_all(host: RendezvousServer) -> None:
     words: dict[int, Any] = {}
     threads = [attending(number, words) for number in (2, 1)]
     said = host.gather(60, never)
@@ -59,7 +59,7 @@ def test_all_hear_the_same_word_and_the_first_learns_who_is_there(host: Rendezvo
     assert words == {1: {"attempt": 3}, 2: {"attempt": 3}}
 
 
-def test_strangers_are_not_counted(host: RendezvousServer) -> None:
+def test_connections_of_other_gangs_are_ignored(host: RendezvousServer) -> None:
     words: dict[int, Any] = {}
     threads = [attending(1, words, GangKey("an older gang", SEAL.key), seconds=1), attending(7, words, seconds=1)]
     with socket.create_connection(("127.0.0.1", PORT)) as scan:
@@ -71,7 +71,7 @@ def test_strangers_are_not_counted(host: RendezvousServer) -> None:
     assert "timed out after 1 s" in str(words[1])
 
 
-def test_a_pod_that_went_and_came_again_counts_once(host: RendezvousServer) -> None:
+def test_a_pod_that_reconnects_counts_once(host: RendezvousServer) -> None:
     words: dict[int, Any] = {}
     with socket.create_connection(("127.0.0.1", PORT)) as gone:
         gone.sendall(SEAL.line({"number": 1, "node": "old"}))
@@ -92,7 +92,7 @@ def test_a_pod_that_is_terminated_does_not_wait(host: RendezvousServer) -> None:
         join("127.0.0.1", PORT, SEAL, 1, {}, 20, lambda: True)
 
 
-def test_a_process_that_knows_the_name_of_the_gang_and_not_its_key_can_neither_join_nor_answer(
+def test_a_process_without_the_key_of_the_gang_can_neither_join_nor_answer(
     host: RendezvousServer,
 ) -> None:
     words: dict[int, Any] = {}
@@ -139,7 +139,7 @@ def test_a_connection_that_sends_a_byte_at_a_time_delays_no_other(host: Rendezvo
     assert words == {1: {"attempt": 1}, 2: {"attempt": 1}}
 
 
-def test_a_pod_is_heard_leaving_while_another_one_sends_a_byte_at_a_time(host: RendezvousServer) -> None:
+def test_a_connection_that_sends_a_byte_at_a_time_does_not_delay_a_pod_that_leaves(host: RendezvousServer) -> None:
     told = threading.Event()
     with socket.create_connection(("127.0.0.1", PORT)) as slow:
         slow.send(b"{")
@@ -167,7 +167,7 @@ def test_slow_large_and_many_connections_are_closed(host: RendezvousServer, monk
         one.close()
 
 
-def test_a_pod_that_is_answered_a_byte_at_a_time_leaves_when_it_is_terminated() -> None:
+def test_a_terminated_pod_exits_while_its_answer_arrives_a_byte_at_a_time() -> None:
     port = free_port("127.0.0.1")
     told = threading.Event()
     with socket.create_server(("127.0.0.1", port)) as impostor:

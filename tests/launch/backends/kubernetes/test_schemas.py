@@ -1,7 +1,7 @@
-"""What is rendered, against published schemas: Kubernetes' own, Trainer's models, and the CRDs where they are given.
+"""The rendered objects against published schemas: those of Kubernetes, Trainer's models, and the CRDs if given.
 
-`SCALETRAIN_CRDS=FOLDER` names a folder with CustomResourceDefinitions of JobSet, Volcano and Trainer. What no schema
-says, test_rules.py is for; what only a server says is not shown here.
+`SCALETRAIN_CRDS=FOLDER` names a folder with CustomResourceDefinitions of JobSet, Volcano and Trainer. test_rules.py has
+the rules that no schema states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from tests.launch.backends.kubernetes.rendering import BACKENDS, EVERY_OPTION, RECIPES, plan_of, rendered_recipe
 from tests.launch.backends.kubernetes.rules.objects import problems
 
-CRDS = os.environ.get("SCALETRAIN_CRDS")  # before the tests' clean environment
+CRDS = os.environ.get("SCALETRAIN_CRDS")  # read before the tests clear the environment
 SERVER = "1.36"
 MODELS = {
     "JobSet": models.JobsetV1alpha2JobSet,
@@ -43,7 +43,7 @@ CASES = [
 
 
 def objects(case: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What is sent, and what controllers make of it."""
+    """Return the rendered objects and those that controllers create from them."""
     sent = rendered_recipe(*case, plan=plan_of(case[0])).objects
     return [*sent, *children(sent)]
 
@@ -53,7 +53,7 @@ def identity(case: tuple[str, ...]) -> str:
 
 
 def leaves(data: Any, path: str = "") -> Iterator[str]:
-    """Paths of everything in an object; empty sections are as good as none."""
+    """Return the paths of all values in an object; empty sections count as absent."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from leaves(value, f"{path}.{key}")
@@ -65,13 +65,13 @@ def leaves(data: Any, path: str = "") -> Iterator[str]:
 
 
 def as_core(one: dict[str, Any]) -> bool:
-    """Whether Kubernetes itself defines the kind."""
+    """Return whether Kubernetes itself defines the kind."""
     group, slash, _ = one["apiVersion"].rpartition("/")
     return not slash or group == "batch" or (group.endswith(".k8s.io") and not group.startswith("jobset."))
 
 
 @pytest.mark.parametrize("case", CASES, ids=identity)
-def test_core_objects_and_what_controllers_make_of_the_rest_are_valid_to_the_field(case: tuple[str, ...]) -> None:
+def test_core_objects_and_those_that_controllers_create_are_valid(case: tuple[str, ...]) -> None:
     kinds = []
     for one in objects(case):
         if as_core(one):
@@ -82,7 +82,7 @@ def test_core_objects_and_what_controllers_make_of_the_rest_are_valid_to_the_fie
 
 
 @pytest.mark.parametrize("case", CASES, ids=identity)
-def test_the_models_of_trainer_lose_no_field_of_what_is_sent(case: tuple[str, ...]) -> None:
+def test_the_models_of_trainer_keep_every_rendered_field(case: tuple[str, ...]) -> None:
     known = [one for one in objects(case) if one["kind"] in MODELS]
     for one in known:
         read_back = MODELS[one["kind"]].from_dict(copy.deepcopy(one))
@@ -91,7 +91,7 @@ def test_the_models_of_trainer_lose_no_field_of_what_is_sent(case: tuple[str, ..
 
 
 @pytest.mark.parametrize("case", CASES, ids=identity)
-def test_our_own_rules_find_nothing(case: tuple[str, ...]) -> None:
+def test_the_rules_find_no_problem(case: tuple[str, ...]) -> None:
     sent = list(rendered_recipe(*case).objects)
     assert [str(problem) for problem in problems(sent)] == []
 
@@ -106,7 +106,7 @@ def test_custom_resources_are_valid_by_the_released_crds(case: tuple[str, ...]) 
         assert [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in found] == []
 
 
-def test_the_models_notice_a_field_that_nobody_knows() -> None:
+def test_the_models_reject_an_unknown_field() -> None:
     jobset = copy.deepcopy(rendered_recipe("llama-7b-h100").workload_object)
     jobset["spec"]["failurePolicy"]["restartStragety"] = "BlockingRecreate"
     read_back = MODELS["JobSet"].from_dict(jobset)
@@ -116,7 +116,7 @@ def test_the_models_notice_a_field_that_nobody_knows() -> None:
 
 @cache
 def crds() -> dict[tuple[str, str], jsonschema.Draft7Validator]:
-    """A strict validator of each custom kind below the folder."""
+    """Return a strict validator of each custom kind below the folder."""
     assert CRDS is not None
     found = {}
     for path in sorted(Path(CRDS).rglob("*.yaml")):
@@ -135,7 +135,7 @@ def crds() -> dict[tuple[str, str], jsonschema.Draft7Validator]:
 
 
 def strict(schema: Any) -> Any:
-    """The JSON Schema of an OpenAPI schema of Kubernetes, in which a field that is not named is an error."""
+    """Return the JSON Schema of an OpenAPI schema of Kubernetes; an unknown field is an error."""
     if not isinstance(schema, dict):
         return schema
     if schema.get("x-kubernetes-int-or-string"):

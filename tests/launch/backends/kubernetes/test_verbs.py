@@ -1,4 +1,4 @@
-"""The verbs, against a server that keeps what it is given: the same words on Kubernetes as anywhere else."""
+"""The commands against a fake server: the same output on Kubernetes as on other back ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUP = "jobset.x-k8s.io"
 
 @pytest.fixture
 def ready(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeApi:
-    """A cluster that the run fits on, and a folder of its own for runs."""
+    """Set up a cluster with enough resources for the run, and a runs root."""
     monkeypatch.chdir(tmp_path)
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
     bound = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
@@ -46,7 +46,7 @@ def put_pods(api: FakeApi, *pods: dict[str, Any]) -> None:
         api.put("pods", one)
 
 
-def test_a_run_is_submitted_looked_at_read_cancelled_and_resumed(ready: FakeApi) -> None:
+def test_a_run_is_submitted_shown_read_cancelled_and_resumed(ready: FakeApi) -> None:
     sent = submit("--json")
     assert sent.code == ExitCode.DONE, sent.err
     assert sent.data["job_id"] == "jobset/r1-s1"
@@ -67,13 +67,13 @@ def test_a_run_is_submitted_looked_at_read_cancelled_and_resumed(ready: FakeApi)
     for name in ("jobsets", "pods"):
         ready.objects = {key: body for key, body in ready.objects.items() if key[1] != name}
     assert scaletrain("status", "r1", "--json").data["state"] == "cancelled"
-    assert "step      7/100" in scaletrain("logs", "r1", "--rank", "0").out  # of pods that are gone
+    assert "step      7/100" in scaletrain("logs", "r1", "--rank", "0").out  # of deleted pods
     resumed = scaletrain("resume", "r1", "--yes", "--json")
     assert resumed.code == ExitCode.DONE, resumed.err
     assert resumed.data["job_id"] == "jobset/r1-s2"
 
 
-def test_a_submission_without_an_answer_is_shown_explained_and_cancelled_by_its_run_id(ready: FakeApi) -> None:
+def test_an_unanswered_submission_is_shown_explained_and_cancelled(ready: FakeApi) -> None:
     unavailable = (503, status(503, "ServiceUnavailable", "later"))
     ready.lost[("create", "jobsets")] = 1
     ready.after_lost = {("get", "jobsets"): unavailable, ("patch", "jobsets"): unavailable}
@@ -92,7 +92,7 @@ def test_a_submission_without_an_answer_is_shown_explained_and_cancelled_by_its_
     assert scaletrain("resume", "r1", "--yes", "--json").data["job_id"] == "jobset/r1-s2"
 
 
-def test_a_dry_run_prints_the_objects_and_sends_nothing(ready: FakeApi) -> None:
+def test_a_dry_run_prints_the_objects_and_sends_no_request(ready: FakeApi) -> None:
     shown = submit("--dry-run")
     assert shown.code == ExitCode.DONE, shown.err
     assert "kind: JobSet" in shown.out
@@ -107,7 +107,7 @@ def test_a_preflight_that_fails_leaves_no_run(ready: FakeApi, tmp_path: Path) ->
     assert not ready.all("jobsets")
 
 
-def test_a_resume_that_could_never_start_is_refused_and_changes_nothing(ready: FakeApi, tmp_path: Path) -> None:
+def test_a_resume_that_can_never_start_is_refused_and_changes_nothing(ready: FakeApi, tmp_path: Path) -> None:
     submit("--yes")
     ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
     scaletrain("status", "r1")
@@ -121,7 +121,7 @@ def test_a_resume_that_could_never_start_is_refused_and_changes_nothing(ready: F
     assert len(ready.objects) == asked
 
 
-def test_a_resume_asks_about_the_code_that_is_kept_and_not_about_the_tree(ready: FakeApi, tree: WorkingTree) -> None:
+def test_a_resume_is_checked_with_the_kept_code_instead_of_the_working_tree(ready: FakeApi, tree: WorkingTree) -> None:
     sent = submit("--yes", "--set", f"code.path={json.dumps(str(tree.folder))}")
     assert sent.code == ExitCode.DONE, sent.err
     ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Failed")]}
@@ -130,14 +130,14 @@ def test_a_resume_asks_about_the_code_that_is_kept_and_not_about_the_tree(ready:
     assert resumed.code == ExitCode.DONE, resumed.err
 
 
-def test_the_question_says_what_is_sent_where_and_when_it_could_start(ready: FakeApi) -> None:
+def test_the_confirmation_shows_the_job_its_place_and_possible_start(ready: FakeApi) -> None:
     shown = [" ".join(row.split()) for row in submit("--yes").err.splitlines()]
     assert "Job r1: 2 nodes × 2 CPU processes = 4 on Kubernetes, namespace ml" in shown
     assert "submitted as objects for the API server; --dry-run prints it" in shown
     assert any(row.startswith("Start unknown: there is no queue: the gang of 2 pods starts once") for row in shown)
 
 
-def test_what_a_pod_said_before_any_attempt_is_shown(ready: FakeApi) -> None:
+def test_lines_of_a_pod_before_any_attempt_are_shown(ready: FakeApi) -> None:
     submit("--yes")
     put_pods(ready, ended("r1-s1", 0, 1))
     ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z No module named scaletrain_cli"]
@@ -148,7 +148,7 @@ def test_what_a_pod_said_before_any_attempt_is_shown(ready: FakeApi) -> None:
     assert "No module" in scaletrain("logs", "r1").out
 
 
-def test_who_follows_stops_when_the_run_has_ended(ready: FakeApi) -> None:
+def test_following_stops_when_the_run_has_ended(ready: FakeApi) -> None:
     submit("--yes")
     put_pods(ready, ended("r1-s1", 0, 0), ended("r1-s1", 1, 0))
     ready.objects[(GROUP, "jobsets", "ml", "r1-s1")]["status"] = {"conditions": [condition("Completed")]}
@@ -159,7 +159,7 @@ def test_who_follows_stops_when_the_run_has_ended(ready: FakeApi) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_who_follows_sees_what_pods_say_that_end_before_their_attempt(ready: FakeApi, more: tuple[str, ...]) -> None:
+def test_following_shows_pods_that_end_before_their_attempt(ready: FakeApi, more: tuple[str, ...]) -> None:
     submit("--yes")
     put_pods(ready, ended("r1-s1", 0, 1))
     ready.logs["r1-s1-node-0-0-abcde"] = ["2026-11-21T10:00:00Z No module named scaletrain_cli"]
@@ -169,7 +169,7 @@ def test_who_follows_sees_what_pods_say_that_end_before_their_attempt(ready: Fak
     assert "No module named scaletrain_cli" in followed.out
 
 
-def test_a_resume_claims_nothing_of_checkpoints_on_a_volume_that_is_not_seen(ready: FakeApi) -> None:
+def test_a_resume_reports_checkpoints_on_an_unmounted_volume_as_unknown(ready: FakeApi) -> None:
     submit("--yes")
     put_pods(ready, ended("r1-s1", 0, 1))
     ready.logs["r1-s1-node-0-0-abcde"] = [f"2026-11-21T10:00:00Z rank 0: {progress_line(84, 100, 2.5)}"]
@@ -181,7 +181,7 @@ def test_a_resume_claims_nothing_of_checkpoints_on_a_volume_that_is_not_seen(rea
     assert scaletrain("resume", "r1", "--dry-run", "--json").data["checkpoints_unseen"] is True
 
 
-def test_logs_that_were_fetched_are_shown_when_the_cluster_is_away(ready: FakeApi) -> None:
+def test_fetched_logs_are_shown_if_the_cluster_does_not_answer(ready: FakeApi) -> None:
     submit("--yes")
     put_pods(ready, pod("r1-s1", 0))
     begins = f"2026-11-21T10:00:00Z {attempt_start_line(1, shared=False)}"
@@ -193,7 +193,7 @@ def test_logs_that_were_fetched_are_shown_when_the_cluster_is_away(ready: FakeAp
     assert "the right to list pods" in shown.err
 
 
-def test_the_doctor_asks_the_cluster_where_a_context_is_configured(
+def test_doctor_checks_the_cluster_of_a_configured_context(
     ready: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def kubernetes() -> dict[str, str]:
@@ -207,7 +207,7 @@ def test_the_doctor_asks_the_cluster_where_a_context_is_configured(
     assert kubernetes()["state"] == "none"
 
 
-def test_cancel_by_force_removes_the_pods_of_a_dead_node_and_no_others(ready: FakeApi) -> None:
+def test_cancel_with_force_deletes_only_the_pods_of_a_dead_node(ready: FakeApi) -> None:
     submit()
     dead = pod("r1-s1", 0, node="n0", metadata={"deletionTimestamp": "2026-11-21T10:00:00Z"})
     put_pods(ready, dead, pod("r1-s1", 1, node="n1"))
@@ -220,7 +220,7 @@ def test_cancel_by_force_removes_the_pods_of_a_dead_node_and_no_others(ready: Fa
     assert [path.rpartition("/")[2] for path, _ in ready.deletions] == ["r1-s1", dead["metadata"]["name"]]
 
 
-def test_force_is_for_kubernetes_alone(make_run: Callable[..., MadeRun]) -> None:
+def test_force_is_refused_for_other_back_ends(make_run: Callable[..., MadeRun]) -> None:
     told = scaletrain("cancel", make_run().run.run_id, "--yes", "--force")
     assert told.code == ExitCode.USAGE
     assert "--force has no effect on this machine" in told.err

@@ -1,4 +1,4 @@
-"""What controllers make of a workload, as the real ones did: JobSet 0.12, Volcano 1.15, Trainer 2.3."""
+"""The objects that controllers create from a workload, as JobSet 0.12, Volcano 1.15 and Trainer 2.3 do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.launch.backends.kubernetes.rendering import environment_of, rendered_
 RECIPE = "llama-7b-h100"
 
 
-def test_a_jobset_becomes_a_job_whose_pods_find_one_another() -> None:
+def test_a_jobset_becomes_a_job_whose_pods_have_host_names() -> None:
     made = rendered_recipe(RECIPE, "cluster.kubernetes.namespace=ml")
     job = child_job(made.workload_object)
     assert (job["apiVersion"], job["kind"], job["metadata"]["namespace"]) == ("batch/v1", "Job", "ml")
@@ -18,7 +18,7 @@ def test_a_jobset_becomes_a_job_whose_pods_find_one_another() -> None:
     assert children(made.objects) == [job, child_pod(job)]
 
 
-def test_a_job_becomes_pods_that_know_their_number_and_answer_to_the_name_of_the_first() -> None:
+def test_a_job_becomes_pods_with_an_index_and_the_host_name_of_the_master_address() -> None:
     made = rendered_recipe(RECIPE)
     pod = child_pod(child_job(made.workload_object))
     assert f"{pod['spec']['hostname']}.{pod['spec']['subdomain']}" == environment_of(made)["MASTER_ADDR"]
@@ -27,7 +27,7 @@ def test_a_job_becomes_pods_that_know_their_number_and_answer_to_the_name_of_the
     assert len(pod["metadata"]["name"]) == len(pod["spec"]["hostname"]) + 6
 
 
-def test_the_label_that_tells_gangs_apart_is_on_the_pods() -> None:
+def test_the_label_of_the_gang_is_on_the_pods() -> None:
     made = rendered_recipe(RECIPE)
     labels = child_job(made.workload_object)["spec"]["template"]["metadata"]["labels"]
     path = environment_of(made)["SCALETRAIN_GANG"]["fieldRef"]["fieldPath"]
@@ -35,13 +35,13 @@ def test_the_label_that_tells_gangs_apart_is_on_the_pods() -> None:
     assert labels.items() >= template_of(made)["metadata"]["labels"].items()
 
 
-def test_the_workload_itself_stays_as_it_is() -> None:
+def test_deriving_objects_does_not_change_the_workload() -> None:
     first, second = rendered_recipe(RECIPE), rendered_recipe(RECIPE)
     children(first.objects)
     assert first == second
 
 
-def test_a_task_of_volcano_becomes_pods_with_its_number() -> None:
+def test_a_task_of_volcano_becomes_pods_with_an_index() -> None:
     made = rendered_recipe(RECIPE, "cluster.kubernetes.backend=volcano")
     (pod,) = children(made.objects)
     assert f"{pod['metadata']['name']}.{pod['spec']['subdomain']}" == environment_of(made)["MASTER_ADDR"]
@@ -51,7 +51,7 @@ def test_a_task_of_volcano_becomes_pods_with_its_number() -> None:
     assert any(gang == f"metadata.annotations['{name}']" for name in pod["metadata"]["annotations"])
 
 
-def test_a_trainjob_becomes_the_jobset_that_would_have_been_sent_without_it() -> None:
+def test_a_trainjob_becomes_the_jobset_of_the_jobset_backend() -> None:
     jobset, job, _ = children(rendered_recipe(RECIPE, "cluster.kubernetes.backend=trainjob").objects)
     plain = rendered_recipe(RECIPE).workload_object
     for one in (jobset, plain):

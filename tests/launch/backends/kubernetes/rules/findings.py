@@ -1,4 +1,4 @@
-"""How a rule says what is wrong with an object: where in it, what stands there, what is allowed. Checks nothing."""
+"""The finding of a rule: the path in the object, the given value and what is allowed; and checks that rules share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
 class RuleFinding(NamedTuple):
-    """``path`` within the object, dotted; ``given`` None where something is missing."""
+    """``path`` is the dotted path in the object; ``given`` is None if the value is missing."""
 
     path: str
     given: Any
@@ -21,7 +21,7 @@ class RuleFinding(NamedTuple):
 
 
 def one_of(path: str, value: Any, allowed: Collection[Any], *, needed: bool = False) -> Iterator[RuleFinding]:
-    """A value of an enumeration, which most schemas write as mere text."""
+    """Check a value of an enumeration, which most schemas type as a string."""
     if value is None and not needed:
         return
     if value not in allowed:
@@ -29,7 +29,7 @@ def one_of(path: str, value: Any, allowed: Collection[Any], *, needed: bool = Fa
 
 
 def below(path: str, findings: Iterable[RuleFinding]) -> Iterator[RuleFinding]:
-    """The same findings, of a part that is at ``path``."""
+    """Return the findings of a part, with ``path`` before the path of each."""
     return (each._replace(path=f"{path}.{each.path}" if each.path else path) for each in findings)
 
 
@@ -39,7 +39,7 @@ def dns_label(path: str, value: Any) -> Iterator[RuleFinding]:
 
 
 def service_name(path: str, value: Any) -> Iterator[RuleFinding]:
-    """Also of what a Service gets its name from."""
+    """Check a name that also becomes the name of a Service."""
     if not isinstance(value, str) or not SERVICE_NAME.fullmatch(value):
         yield RuleFinding(path, value, "must be at most 63 lower-case letters, digits and dashes, a letter first.")
 
@@ -50,7 +50,7 @@ def dns_subdomain(path: str, value: Any) -> Iterator[RuleFinding]:
 
 
 def label_map(path: str, labels: Any, *, values: bool = True) -> Iterator[RuleFinding]:
-    """Labels or, without ``values``, annotations, whose values may be any text."""
+    """Check labels; without ``values`` annotations, whose values may be any text."""
     for key, value in labels.items() if isinstance(labels, Mapping) else ():
         prefix, slash, name = str(key).rpartition("/")
         if not QUALIFIED.fullmatch(name) or (slash and not DNS_SUBDOMAIN.fullmatch(prefix)):
@@ -62,7 +62,7 @@ def label_map(path: str, labels: Any, *, values: bool = True) -> Iterator[RuleFi
 
 
 def twice(path: str, values: Iterable[Any], what: str) -> Iterator[RuleFinding]:
-    """Each value that stands there more than once."""
+    """Yield each value that occurs more than once."""
     seen: set[Any] = set()
     for value in values:
         if value in seen:

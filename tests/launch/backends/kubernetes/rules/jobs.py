@@ -1,6 +1,6 @@
-"""Rules for Jobs and JobSets that no schema knows: some the webhooks apply, some a Job's own validation, some nobody.
+"""Rules for Jobs and JobSets that no schema states. Webhooks or the validation of Jobs apply some of them.
 
-What a JobSet's template breaks shows only when the controller makes the Job of it, in an event.
+A JobSet with a template that violates one is accepted; an event shows the error when the controller creates the Job.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _JOBSET_ACTIONS = (
 )
 _RULE_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]{0,126}[A-Za-z0-9_])?")
 _POD_SUFFIX = 6
-# Python reads these in a pattern, Go does not: a rule with one never matches anything.
+# Python accepts these in a pattern, Go does not: a rule with one never matches.
 _NOT_IN_GO = re.compile(r"\(\?(<?[=!]|P=|\(|>)|\\[1-9Z]")
 
 
 def job_findings(job: Object) -> Iterator[RuleFinding]:
-    """What is wrong with a batch/v1 Job, its pods included."""
+    """Yield the problems of a batch/v1 Job and its pods."""
     spec = job.get("spec", {})
     template = spec.get("template", {})
     yield from below("spec.template", pod_findings(template))
@@ -108,7 +108,7 @@ def _exit_code_findings(codes: Object, containers: list[Any]) -> Iterator[RuleFi
 
 
 def jobset_findings(jobset: Object) -> Iterator[RuleFinding]:
-    """What is wrong with a JobSet itself; its Jobs are judged as Jobs."""
+    """Yield the problems of a JobSet, without those of its Jobs."""
     spec, metadata = jobset.get("spec", {}), jobset.get("metadata", {})
     yield from service_name("metadata.name", metadata.get("name"))
     names = [replicated.get("name") for replicated in spec.get("replicatedJobs", [])]

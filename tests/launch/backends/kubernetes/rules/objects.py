@@ -1,7 +1,7 @@
-"""What is wrong with the objects of a submission and no schema tells: each a problem with its place. Pure.
+"""Problems of the objects of a submission that no schema states, each with its path. Pure.
 
-Schemas know fields and types. Enumerations, quantities, references from one part to another, and limits on generated
-names are checked by webhooks, by controllers hours later, or by nobody.
+Schemas state fields and types. Enumerations, quantities, references between parts, and limits on generated names are
+checked by webhooks, by controllers much later, or not at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGEST_ANNOTATIONS_BYTES = 256 * 1024
 
 
 def problems(objects: Iterable[Object]) -> tuple[Problem, ...]:
-    """Everything that is wrong with them, alone and together."""
+    """Return all problems of the objects, of each and of their references."""
     known = list(objects)
     found: dict[Problem, None] = {}
     for one in known:
@@ -65,7 +65,7 @@ def _kind_findings(one: Object, known: Sequence[Object]) -> Iterator[RuleFinding
 
 def _job_set_children(jobset: Object) -> Iterator[RuleFinding]:
     for index, job in enumerate(child_jobs(jobset)):
-        # Its name is the controller's doing: what is wrong with it is wrong with the JobSet's.
+        # The controller derives its name: a problem of it is one of the JobSet's name.
         for finding in job_findings(job):
             if finding.path == "metadata.name":
                 yield finding._replace(given=jobset.get("metadata", {}).get("name"))
@@ -110,7 +110,7 @@ def _pod_group_findings(group: Object, known: Sequence[Object]) -> Iterator[Rule
 
 
 def _reference_findings(one: Object, known: Sequence[Object]) -> Iterator[RuleFinding]:
-    """References between objects that are sent together."""
+    """Yield the problems of references between the objects."""
     namespaces = {other.get("metadata", {}).get("namespace") for other in known}
     if len(namespaces) > 1:
         given = one.get("metadata", {}).get("namespace")
@@ -136,7 +136,7 @@ def _reference_findings(one: Object, known: Sequence[Object]) -> Iterator[RuleFi
 
 
 def _templates(objects: Iterable[Object]) -> Iterator[tuple[Object, int]]:
-    """Every pod template in them, with the number of its pods."""
+    """Yield every pod template in the objects, with the number of its pods."""
     for one in objects:
         spec = one.get("spec", {})
         inner = spec.get("template", {}).get("spec", {}) if one.get("kind") == "TrainingRuntime" else spec

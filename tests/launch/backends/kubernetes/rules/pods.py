@@ -1,7 +1,7 @@
-"""Rules for a pod template that its schema does not know, and that the API server applies late, or nobody does. Pure.
+"""Rules for a pod template that its schema does not state. Pure.
 
-A workload's controller finds them when it makes the pods, long after the workload was accepted. A misspelt capability
-or an unmounted volume nobody finds.
+The controller of a workload violates them when it creates the pods, long after the workload was accepted. A misspelled
+capability or an unmounted volume is never reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.launch.backends.kubernetes.rules.findings import (
 )
 
 Object = dict[str, Any]
-# capabilities(7), without the CAP_ that Kubernetes leaves out.
+# capabilities(7), without the prefix CAP_, as Kubernetes names them.
 CAPABILITIES = frozenset(
     "ALL AUDIT_CONTROL AUDIT_READ AUDIT_WRITE BLOCK_SUSPEND BPF CHECKPOINT_RESTORE CHOWN DAC_OVERRIDE DAC_READ_SEARCH "
     "FOWNER FSETID IPC_LOCK IPC_OWNER KILL LEASE LINUX_IMMUTABLE MAC_ADMIN MAC_OVERRIDE MKNOD NET_ADMIN "
@@ -39,7 +39,7 @@ _FIELD = re.compile(
 
 
 def pod_findings(template: Object) -> Iterator[RuleFinding]:
-    """What is wrong with ``metadata`` and ``spec`` of a pod template."""
+    """Yield the problems of ``metadata`` and ``spec`` of a pod template."""
     metadata, pod = template.get("metadata", {}), template.get("spec", {})
     yield from label_map("metadata.labels", metadata.get("labels"))
     yield from label_map("metadata.annotations", metadata.get("annotations"), values=False)

@@ -1,4 +1,4 @@
-"""Each thing that schemas let through is broken on purpose, and the rules must say so, there and nowhere else."""
+"""Each rule finds its violation, at its path and nowhere else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NODE = f"{POD}.containers.0"
 RULES = "spec.failurePolicy.rules"
 TASK_POD = "spec.tasks.0.template.spec"
 
-# Where in the JobSet, what is put there (or None of it), and a part of what must be said.
+# The path in the JobSet, the value to set (None removes it), and a part of the expected problem.
 JOBSET = {
     "an action that does not exist": (f"{RULES}.0.action", "FailJobset", "must be one of FailJobSet"),
     "a dash in the name of a rule": (f"{RULES}.1.name", "host-maintenance", "letters, digits"),
@@ -134,7 +134,7 @@ VOLCANO = {
 
 
 def changed(one: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with one thing put elsewhere than it belongs; `~` in a key stands for a dot."""
+    """Return a copy with one value changed; `~` in a key stands for a dot."""
     made = copy.deepcopy(one)
     *parents, last = (int(part) if part.isdigit() else part.replace("~", ".") for part in path.split("."))
     place: Any = made
@@ -168,7 +168,7 @@ def test_a_volcano_job_with(case: str) -> None:
     assert any(message in one for one in found), found
 
 
-def test_a_trainjob_is_validated_by_what_its_runtime_makes_of_it() -> None:
+def test_a_trainjob_is_validated_by_its_derived_jobset() -> None:
     config_map, runtime, trainjob = rendered_recipe("llama-70b-spot", "cluster.kubernetes.backend=trainjob").objects
     assert problems([config_map, runtime, trainjob]) == ()
     alone = problems([config_map, trainjob])
@@ -188,7 +188,7 @@ def test_a_pod_group_is_the_whole_gang() -> None:
     assert any("group of no pod" in str(problem) for problem in problems([config_map, strange, jobset]))
 
 
-def test_a_config_map_must_fit_and_have_keys_that_files_can_have() -> None:
+def test_a_config_map_has_a_largest_size_and_valid_keys() -> None:
     config_map, jobset = rendered_recipe("llama-70b-spot").objects
     large = changed(config_map, "data", {"run.json": "x" * 2**20})
     assert any("must not exceed 1048576" in str(problem) for problem in problems([large, jobset]))
@@ -196,7 +196,7 @@ def test_a_config_map_must_fit_and_have_keys_that_files_can_have() -> None:
     assert any("data.a/b" in str(problem) for problem in problems([strange, jobset]))
 
 
-def test_what_is_wrong_in_a_template_is_also_wrong_in_the_job_that_is_made_of_it() -> None:
+def test_a_problem_of_a_template_is_also_one_of_the_derived_job() -> None:
     (jobset,) = [one for one in rendered_recipe("llama-70b-spot").objects if one["kind"] == "JobSet"]
     job = child_job(changed(jobset, f"{NODE}.resources.limits.nvidia~com/gpu", "4"))
     assert "spec.template.spec.containers[0].resources.requests.nvidia.com/gpu" in [

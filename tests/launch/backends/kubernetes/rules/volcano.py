@@ -1,4 +1,4 @@
-"""Rules for a Volcano Job that its schema does not know and that apply only where its webhook runs. Pure."""
+"""Rules for a Volcano Job that its schema does not state; only Volcano's webhook applies them. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLUGINS = ("env", "svc", "ssh", "tensorflow", "mpi", "pytorch", "ray", "hcclran
 
 
 def volcano_findings(job: Object) -> Iterator[RuleFinding]:
-    """What is wrong with it, its pods included."""
+    """Yield the problems of a Volcano Job and its pods."""
     spec, name = job.get("spec", {}), str(job.get("metadata", {}).get("name", ""))
     yield from service_name("metadata.name", name)
     tasks = spec.get("tasks", [])
