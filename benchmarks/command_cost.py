@@ -1,4 +1,4 @@
-"""CPU time of the verbs that people and scripts call often, beside what they may cost: submit --dry-run, list, status.
+"""CPU time of frequent verbs (submit --dry-run, list, status), compared with their limits.
 
 CPU (user + system, children included), not wall time, so that a busy machine does not change the figures much. Each row
 is the median of nine runs, taken in turns. The 200 runs are of this machine's scheduler and have ended, each with 500
@@ -29,12 +29,12 @@ ON_KUBERNETES = (
 
 
 def dry_run(recipe: str, *overrides: str) -> list[str]:
-    """The words after `scaletrain`."""
+    """Return the arguments of a dry run of a recipe."""
     sets = [word for override in overrides for word in ("--set", override)]
     return ["submit", str(RECIPES / recipe), "--dry-run", *sets]
 
 
-# What is called, and the seconds of CPU that it may cost; None: only for comparison.
+# Arguments of each command and its limit in seconds of CPU; None: for comparison only.
 COMMANDS: dict[str, tuple[list[str], float | None]] = {
     "--help": (["--help"], None),
     "submit --dry-run, local, 10M": (dry_run("llama-10m-cpu.yaml"), SUBMIT_TARGET_SECONDS),
@@ -49,7 +49,7 @@ COMMANDS: dict[str, tuple[list[str], float | None]] = {
 
 
 def cpu_seconds(arguments: list[str], root: Path) -> float:
-    """User and system time of one command, its children included."""
+    """Return user and system time of one command, including its children."""
     environment = {**os.environ, "SCALETRAIN_RUNS": str(root)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # users have the compiled files
     before = os.times()
@@ -61,7 +61,7 @@ def cpu_seconds(arguments: list[str], root: Path) -> float:
 
 
 def make_runs(root: Path, count: int) -> None:
-    """Finished runs, as the launcher and the engine leave them."""
+    """Create finished runs with the files that the launcher and the engine write."""
     from scaletrain_cli.errors import ExitCode
     from scaletrain_cli.launch.attempts import Decision, begin_attempt, end_attempt
     from scaletrain_cli.launch.exit_classification import Outcome

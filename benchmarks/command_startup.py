@@ -1,4 +1,4 @@
-"""CPU time that the command line costs before it does anything useful, beside an empty interpreter and `import torch`.
+"""CPU time of starting the command line, compared with an empty interpreter and `import torch`.
 
 CPU (user + system), not wall time, so that a busy machine does not change the figures much. Each row is the median of
 nine runs, taken in turns.
@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 def cpu_seconds(arguments: list[str]) -> float:
-    """User and system time of one run of the interpreter, its children included."""
+    """Return user and system time of one run of the interpreter, including its children."""
     before = os.times()
     subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     after = os.times()

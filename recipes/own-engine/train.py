@@ -45,7 +45,7 @@ class Gpt(nn.Module):
 
 
 def batches(text: bytes, seq_len: int, per_rank: int, seed: int, first: int) -> Iterator[Tensor]:
-    """Yield this rank's batch of each step after ``first``. A function of the step alone: a resume needs no state."""
+    """Yield this rank's batch of each step after ``first``. Depends on the step only, so a resume needs no state."""
     data, step = torch.frombuffer(bytearray(text), dtype=torch.uint8), first
     while True:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -57,7 +57,7 @@ def batches(text: bytes, seq_len: int, per_rank: int, seed: int, first: int) -> 
 
 def train() -> int:
     """Train to the last step, or until the run is preempted, and return the exit code."""
-    # 2. The resolved spec and the plan, so that what was planned is what runs.
+    # 2. The resolved spec and the plan: train exactly what was planned.
     spec, total_steps, every = rank.resolved.spec, rank.resolved.total_steps, rank.resolved.checkpoint_interval_steps
     model, training = spec["model"], spec["training"]
     dist.init_process_group("nccl" if GPU else "gloo")
@@ -76,7 +76,7 @@ def train() -> int:
         gpt.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     if PLACE.rank == 0:
-        rank.checkpoints.open()  # from here on no earlier attempt can commit
+        rank.checkpoints.open()  # no earlier attempt can commit from here on
     rank.record_event("resumed" if step else "started", step=step)
     if step >= total_steps:  # the last attempt saved, and was killed before it recorded the end
         rank.record_event("finished", step=step)
@@ -92,13 +92,13 @@ def train() -> int:
         loss.backward()
         optimizer.step()
         rank.log_metrics(step, loss=loss.item())
-        # 5. Ranks agree on exiting: a signal may have reached only some of them. Exit code 75 requeues free of charge.
+        # 5. Ranks agree on exiting: a signal may have reached only some of them. A requeue after exit code 75 is not limited.
         preempted = torch.tensor(float(rank.preemption.raised), device=DEVICE)
         dist.all_reduce(preempted, dist.ReduceOp.MAX)
         done = step >= total_steps
         if done or preempted or step % every == 0:
             rank.heartbeat.beat(step, "save")
-            if PLACE.rank == 0:  # 6. A kill during a save leaves the checkpoint before it.
+            if PLACE.rank == 0:  # 6. After a kill during a save, the previous checkpoint is still there.
                 staged = rank.checkpoints.stage(step)
                 with staged.file("state.pt") as file:
                     torch.save({"model": gpt.state_dict(), "optimizer": optimizer.state_dict()}, file)

@@ -1,6 +1,6 @@
 """The `scaletrain` command and its table of verbs.
 
-The module of a verb is imported when the verb is called; `--help` reads the table alone. Other packages add verbs by
+The module of a verb is imported when the verb is called; `--help` reads the table only. Other packages add verbs by
 the entry-point group `scaletrain.verbs`: each entry names a module like those in this folder.
 """
 

@@ -54,16 +54,16 @@ def verify(
 
     folder, entries = _inventory(run)
     # Incomplete checkpoints and those moved aside are never resumed from.
-    wanted = [entry for entry in entries if entry.path.name.startswith("step-") and str(entry.path.parent) == folder]
+    chosen = [entry for entry in entries if entry.path.name.startswith("step-") and str(entry.path.parent) == folder]
     if step is not None:
-        wanted = [entry for entry in wanted if entry.step == step]
-        if not wanted:
+        chosen = [entry for entry in chosen if entry.step == step]
+        if not chosen:
             known = ", ".join(str(entry.step) for entry in entries) or "none"
             raise UsageError(f"--step {step}: no such checkpoint in {folder}. Available steps: {known}.")
-    total_bytes = sum(entry.checkpoint.size_bytes for entry in wanted if entry.checkpoint)
+    total_bytes = sum(entry.checkpoint.size_bytes for entry in chosen if entry.checkpoint)
     problems: dict[str, list[str]] = {}
     with VerifyingLine(total_bytes) as line:
-        for entry in wanted:
+        for entry in chosen:
             line.begin(entry.path.name)
             checkpoint = entry.checkpoint
             problems[entry.path.name] = verify_files(checkpoint, line.advance) if checkpoint else [entry.problem]
@@ -98,7 +98,7 @@ def export(
 
     The checkpoint is verified first and may have any parallel layout. Prints the folder to stdout.
     """
-    from scaletrain_cli.cli.engine_process import ask_engine
+    from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import checkpoint_folder, read_record, require_own_run
     from scaletrain_cli.safe_files import create_file
@@ -117,7 +117,7 @@ def export(
         options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]
         # Relative paths in the spec refer to the folder that the run was submitted from.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
-        exported = ask_engine("export", *map(str, places), *options, needs=_NEEDS, cwd=start)
+        exported = run_engine_command("export", *map(str, places), *options, needs=_NEEDS, cwd=start)
     exported |= {"step": checkpoint.step, "dtype": dtype}
     if as_json:
         _print(exported)

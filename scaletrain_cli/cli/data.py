@@ -23,7 +23,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
 
     A run prepares its data itself if necessary; prepared data are reused.
     """
-    from scaletrain_cli.cli.engine_process import ask_engine
+    from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
@@ -35,7 +35,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
         # A separate process keeps the tokenizer and numpy out of the command line; its stderr is passed on.
-        prepared = ask_engine("prepare", str(resolved), str(runs_root()), needs=_NEEDS)
+        prepared = run_engine_command("prepare", str(resolved), str(runs_root()), needs=_NEEDS)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 

@@ -106,7 +106,7 @@ def _packages() -> Iterator[Check]:
             except PackageNotFoundError:
                 missing.append(name)
         text = ", ".join([*found, *(f"no {name}" for name in missing)])
-        untested = [f"{name} {wanted}" for name in names if (wanted := _untested(name, tested))]
+        untested = [f"{name} {expected}" for name in names if (expected := _untested(name, tested))]
         if missing:
             yield Check(f"[{extra}]", "none", text, f"{purpose}: {install_command(extra)}")
         elif untested:
@@ -128,8 +128,8 @@ def _untested(name: str, tested: dict[str, str]) -> str | None:
     except PackageNotFoundError:
         return None
     parts = _COMPARED_PARTS.get(name, 1)
-    wanted = tested.get(name, installed)
-    return wanted if wanted.split(".")[:parts] != installed.split(".")[:parts] else None
+    expected = tested.get(name, installed)
+    return expected if expected.split(".")[:parts] != installed.split(".")[:parts] else None
 
 
 def _cores() -> Check:

@@ -46,7 +46,7 @@ def _end(exit_code: int) -> str:
     return f"was killed by {signal.Signals(-exit_code).name}" if -exit_code in _SIGNALS else "was killed"
 
 
-def ask_engine(*words: str, needs: Sequence[str], cwd: str | Path | None = None) -> dict[str, Any]:
+def run_engine_command(*words: str, needs: Sequence[str], cwd: str | Path | None = None) -> dict[str, Any]:
     """Run ``engine/commands.py`` with these arguments and return the JSON object that it prints.
 
     Its stderr is passed on. ``needs`` are the packages that it imports, all from the extra ``train``. Raises

@@ -11,7 +11,7 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 def command(run: RunName, as_json: AsJson = False) -> None:
     """Explain why a run is pending, or why its last attempt ended: the evidence, then what to do.
 
-    Reads the run directory and queries the scheduler; also works if the scheduler no longer knows the job or does not
+    Reads the run directory and queries the scheduler; also works if the scheduler has forgotten the job or does not
     answer.
     """
     from scaletrain_cli.launch.explain import explain

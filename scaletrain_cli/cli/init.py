@@ -139,7 +139,7 @@ def _known() -> dict[str, list[str]]:
 
 
 def _recipe(name: str, target: Path) -> dict[Path, str]:
-    """Return the files of a recipe by the path to write: its spec at ``target``, other files beside it."""
+    """Return the files of a recipe by the path to write: its spec at ``target``, other files in the same folder."""
     from scaletrain_cli.project_files import recipes
     from scaletrain_cli.text import did_you_mean
 

@@ -63,15 +63,15 @@ def command(
     from scaletrain_cli.rundir.paths import list_runs, runs_root
     from scaletrain_cli.rundir.sweeps import find_sweep
 
-    wanted = _wanted(state or ())
+    states = _states(state or ())
     chosen = list_runs() if sweep is None else find_sweep(sweep).runs
     runs = [run for _, run in sorted(_with_times(chosen), key=lambda found: found[0], reverse=True)]
-    if wanted is None:
+    if states is None:
         shown = runs[:limit] if limit else runs
         found = list(zip(shown, run_statuses(shown), strict=True))
         left = len(runs) - len(shown)
     else:
-        fitting = [pair for pair in zip(runs, run_statuses(runs), strict=True) if _state(pair[1]) in wanted]
+        fitting = [pair for pair in zip(runs, run_statuses(runs), strict=True) if _state(pair[1]) in states]
         found = fitting[:limit] if limit else fitting
         left = len(fitting) - len(found)
     if as_json:
@@ -95,7 +95,7 @@ def command(
         say(f"{counted(left, 'older run')} not shown; --limit 0 shows all")
 
 
-def _wanted(given: Sequence[str]) -> frozenset[str] | None:
+def _states(given: Sequence[str]) -> frozenset[str] | None:
     """Return the states selected by --state, or None without the option. Raises UsageError."""
     if not given:
         return None

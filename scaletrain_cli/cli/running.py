@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> int:
         from scaletrain_cli.log_setup import set_up_logging
 
         set_up_logging("scaletrain")
-    as_json = asks_for_json(words)
+    as_json = requests_json(words)
     if as_json:
         from scaletrain_cli.ui.json import forget_answer
 
@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
     return int(code)
 
 
-def asks_for_json(words: Sequence[str]) -> bool:
+def requests_json(words: Sequence[str]) -> bool:
     """Return True if ``--json`` is among the options, even if the rest of the command line is invalid."""
     options = words[: words.index("--")] if "--" in words else words
     return "--json" in options

@@ -240,20 +240,20 @@ def submit_points(
         return
 
     require_writable(runs_root(), "no run can be submitted")
-    asked: dict[str, Point] = {}  # one preflight per distinct cluster section
+    distinct: dict[str, Point] = {}  # one preflight per distinct cluster section
     for point in planned:
-        asked.setdefault(point.spec.cluster.model_dump_json(), point)
-    outlooks = [scheduler.preflight(point.spec, point.plan) for point in asked.values()]
+        distinct.setdefault(point.spec.cluster.model_dump_json(), point)
+    results = [scheduler.preflight(point.spec, point.plan) for point in distinct.values()]
     largest = max(planned, key=lambda point: point.plan.durability.checkpoint_bytes)
     space = disk_space_notes(largest.spec, largest.plan, runs_root(), runs=len(planned))
-    of_scheduler = [warning for outlook in outlooks for warning in outlook.warnings]
+    of_scheduler = [warning for result in results for warning in result.warnings]
     warnings = list(dict.fromkeys([*not_checked, *of_scheduler, *space]))
     for warning in warnings:
         warn(sentences(warning))
     if not as_json:
         from scaletrain_cli.ui.submission import show_points
 
-        show_points(planned, outlooks[0].start, cap)
+        show_points(planned, results[0].start, cap)
     at_once = "all at once" if cap == len(planned) else f"{cap} at a time"
     confirm(f"Submit {len(planned)} runs to {section.scheduler}, {at_once}?", yes)
     done = submit_sweep(sweep, planned, scheduler, cap, snapshots)
@@ -266,7 +266,7 @@ def submit_points(
             for one, point in zip(done, planned, strict=True)
         ]
         head = _SWEEP_SCHEMA | {"sweep": sweep, "scheduler": section.scheduler, "max_concurrent": cap}
-        print_json(head | {"start": outlooks[0].start.to_json()} | notes_json(warnings) | {"runs": rows})
+        print_json(head | {"start": results[0].start.to_json()} | notes_json(warnings) | {"runs": rows})
         return
     new = sum(one.created for one in done)
     before = f"; {len(done) - new} were already submitted" if new < len(done) else ""

@@ -77,10 +77,10 @@ def find_defects(checkpoint: Checkpoint, names: Collection[str] | None = None) -
     """Read the files (all, or ``names``) and return the defect of each; empty when every byte is as written."""
     from concurrent.futures import ThreadPoolExecutor  # loads logging and more, which most commands do not need
 
-    wanted = sorted(checkpoint.files if names is None else names)
+    chosen = sorted(checkpoint.files if names is None else names)
     with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:  # hashing and reading release the interpreter lock
-        found = threads.map(lambda name: _defect_of(checkpoint.path / name, checkpoint.files[name]), wanted)
-        return {name: defect for name, defect in zip(wanted, found, strict=True) if defect is not None}
+        found = threads.map(lambda name: _defect_of(checkpoint.path / name, checkpoint.files[name]), chosen)
+        return {name: defect for name, defect in zip(chosen, found, strict=True) if defect is not None}
 
 
 def verify(checkpoint: Checkpoint, names: Collection[str] | None = None) -> list[str]:
@@ -169,7 +169,7 @@ def _defect_of(path: Path, expected: FileDigest) -> Defect | None:
 
 
 def _os_defect(error: OSError, where: str = "") -> Defect:
-    """Return ``damaged`` for a missing file, which is missing on every node; other errors may be this node's alone."""
+    """Return ``damaged`` for a missing file, which is missing on every node; others may be local."""
     everywhere = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError) or (
         error.errno == errno.ELOOP
     )

@@ -64,9 +64,9 @@ def differences(folder: Path, text: str) -> list[str]:
     """Return the files of the listing that are missing below ``folder`` or differ there, each with which of the two."""
     found = []
     for line in filter(None, text.split("\n")):
-        wanted, _, path = line.partition("  ")
+        expected, _, path = line.partition("  ")
         try:
-            differs = file_hash(folder / path) != wanted
+            differs = file_hash(folder / path) != expected
         except OSError:
             found.append(f"{path} is missing")
         else:

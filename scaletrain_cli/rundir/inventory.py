@@ -1,6 +1,6 @@
 """Everything in a run's checkpoint folder, valid or not, for listing, verifying and pruning.
 
-Knows the names of the folder and the manifests; what the files hold is hashed only where it is asked for.
+Reads names and manifests; the content of files is hashed only by verify_files().
 """
 
 from __future__ import annotations

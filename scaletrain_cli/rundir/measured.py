@@ -1,4 +1,4 @@
-"""attempts/NNNN/measured.json: memory measured once per attempt, beside the plan's figures."""
+"""attempts/NNNN/measured.json: memory measured once per attempt, with the planned values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Measured:
         return Figure(sum(figure.planned for figure in known), sum(figure.measured for figure in known))
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values as stored, with each difference beside its figures."""
+        """Return JSON values as stored, with the difference of each figure from the plan."""
         stages = [
             {"stage": stage.stage}
             | {

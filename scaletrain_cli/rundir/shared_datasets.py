@@ -52,7 +52,7 @@ def owner_of_dataset(folder: Path) -> str | None:
     return None if uid is None else user_name(uid)
 
 
-def require_room_for_datasets(root: Path) -> None:
+def require_writable_datasets(root: Path) -> None:
     """Raise UsageError with a remedy if this user cannot prepare data below the runs root."""
     folder = root / "datasets"
     for path in (root, folder):
@@ -69,7 +69,7 @@ def shared_root_notes(root: Path, *, prepares: bool) -> list[Reason]:
             notes.append(Reason("launch.runs-root-unprotected", {"folder": str(root)}))
     try:
         if prepares:
-            require_room_for_datasets(root)
+            require_writable_datasets(root)
     except UsageError as error:
         notes.append(Reason("launch.no-new-datasets", {"cause": error.reason or recorded(error.message)}))
     return notes
@@ -82,10 +82,10 @@ def building(folder: Path) -> Iterator[Path | None]:
     One process of a user builds at a time. Raises UsageError where nothing can be written there, and OSError.
     """
     root = folder.parent.parent
-    require_room_for_datasets(root)
+    require_writable_datasets(root)
     make_folder(root, mode=0o777)
     make_shared_folder(folder.parent)
-    require_room_for_datasets(root)
+    require_writable_datasets(root)
     with locked(folder.parent / f".{folder.name}.{os.geteuid()}.lock"):
         if is_readable(folder):
             yield None

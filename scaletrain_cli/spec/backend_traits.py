@@ -2,7 +2,7 @@
 
 A back end declares one ``BackendTraits``. Those of this package are defined here; another package registers its own
 through the entry-point group ``scaletrain.backends`` (docs/extending.md). No module but this one and launch/backends/
-names a scheduler: everything else asks for a trait, or for a method of the back end.
+names a scheduler: all other code uses a trait, or a method of the back end.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,7 @@
       lab: {scheduler: slurm, gpu: h100-sxm-80gb, gpus_per_node: 8, slurm: {account: team-a, partition: gpu}}
       cloud: {scheduler: kubernetes, kubernetes: {context: gke-1, namespace: ml, queue: team-a}}
 
-The default cluster fills in what a spec leaves open; one that was asked for by name stands above the spec, and --set
+The default cluster supplies keys that a spec leaves out. A cluster given by name overrides the spec, and --set
 above both. Its keys are validated with the spec.
 """
 

@@ -1,6 +1,6 @@
 """The files that ``data.source`` names, and problems with them that can be detected without a library.
 
-The standard library alone: verbs that only look at a spec use it, and so does the engine.
+Uses the standard library only, because verbs that only read a spec import it; the engine uses it too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def kind_of(path: Path) -> str:
 
 
 class NoCorpusError(UsageError):
-    """The source has no files that can be read (exit 2); ``why`` is the reason alone."""
+    """The source has no files that can be read (exit 2); ``why`` is the reason without the source."""
 
     def __init__(self, source: str, why: str) -> None:
         super().__init__(f"data.source = {source}: {why}. {SOURCES}")

@@ -1,4 +1,4 @@
-"""The config.json beside Hugging Face weights: compared with the spec on import, written on export."""
+"""The config.json of Hugging Face weights: compared with the spec on import, written on export."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _llama(model: ModelSpec) -> dict[str, Any]:
 def _rope_scaling(model: ModelSpec) -> dict[str, object] | None:
     if model.rope_scaling is None:
         return None
-    # transformers 4 reads the type and the original context here; transformers 5 reads both from here alone.
+    # transformers 4 reads the type and the original context here; transformers 5 reads both only from here.
     found = {"original_max_position_embeddings": model.max_position_embeddings} | model.rope_scaling.to_hugging_face()
     if model.rope_scaling.rope_type == "linear":
         del found["original_max_position_embeddings"]

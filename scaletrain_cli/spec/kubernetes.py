@@ -165,7 +165,7 @@ class TopologySpec(Section):
     """The required distance between nodes. ``key`` is the node label of a rack or block.
 
     ``required``, ``preferred`` and ``unconstrained`` are Kueue's, or Volcano's hard and soft with ``key`` as the tier;
-    ``exclusive`` is JobSet's: the run alone in one domain.
+    ``exclusive`` is JobSet's: no other job in the domain of the run.
     """
 
     kind: Literal["required", "preferred", "unconstrained", "exclusive"]
@@ -271,8 +271,8 @@ class KubernetesSpec(BackendSection):
     @property
     def summary(self) -> str:
         """The namespace, and the queue and the context if given."""
-        asked = {"namespace": self.namespace, "queue": self.queue, "context": self.context}
-        return "".join(f", {what} {value}" for what, value in asked.items() if value is not None)
+        given = {"namespace": self.namespace, "queue": self.queue, "context": self.context}
+        return "".join(f", {what} {value}" for what, value in given.items() if value is not None)
 
     @property
     def host_memory_per_node(self) -> float | None:

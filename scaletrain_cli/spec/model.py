@@ -10,7 +10,7 @@ from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, base_family, model
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Text, Whole, WholeOrZero
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
-# Keys of each kind beside factor; the first ones are required.
+# Keys of each kind besides factor; the first ones are required.
 _NEEDED = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),

@@ -79,7 +79,7 @@ _PLUGINS_OFF = "PYDANTIC_DISABLE_PLUGINS"
 class Section(BaseModel):
     """A frozen section of the spec that rejects unknown keys."""
 
-    # Deferred, because the validator of a whole spec includes those of its sections, which are seldom used alone.
+    # Deferred, because the validator of a whole spec includes those of its sections, which are rarely used separately.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True)
 
     @model_validator(mode="before")

@@ -118,9 +118,9 @@ class SlurmSpec(BackendSection):
     @property
     def summary(self) -> str:
         """Return the partition, account, QOS, reservation and time limit, if given."""
-        asked = {"partition": self.partition, "account": self.account, "QOS": self.qos, "reservation": self.reservation}
+        given = {"partition": self.partition, "account": self.account, "QOS": self.qos, "reservation": self.reservation}
         limit = f", requeued after {seconds_text(self.time)}" if self.time is not None else ""
-        return "".join(f", {what} {value}" for what, value in asked.items() if value is not None) + limit
+        return "".join(f", {what} {value}" for what, value in given.items() if value is not None) + limit
 
     @property
     def host_memory_per_node(self) -> float | None:

@@ -1,6 +1,6 @@
 """The text of a run spec: YAML, ``--set`` overrides and ``--vary`` variants as plain data, with the line of each key.
 
-This module does not know the keys of the schema.
+Independent of the keys of the schema.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def show_cluster(view: ClusterView, now: float | None = None) -> None:
     parts += ["", _queue(view, now)] if view.queue else []
     show(console, Group(*parts))
     others = f"{view.others_running} running and {view.others_queued} queued jobs of other users"
-    asked = view.nodes or view.gpus or view.has_other_users  # otherwise the back end does not report it
-    mine = "" if view.queue or not asked else "no jobs of yours; "
+    reported = view.nodes or view.gpus or view.has_other_users  # otherwise the back end does not report it
+    mine = "" if view.queue or not reported else "no jobs of yours; "
     for note in (
         f"{mine}{others}" if view.has_other_users else mine.removesuffix("; "),
         *view.notes,
