@@ -92,7 +92,7 @@ def train() -> int:
         loss.backward()
         optimizer.step()
         rank.log_metrics(step, loss=loss.item())
-        # 5. Ranks agree on exiting: a signal may have reached only some of them. A requeue after exit code 75 is not limited.
+        # 5. Ranks agree on exiting: a signal may have reached only some of them. Requeues after 75 are unlimited.
         preempted = torch.tensor(float(rank.preemption.raised), device=DEVICE)
         dist.all_reduce(preempted, dist.ReduceOp.MAX)
         done = step >= total_steps

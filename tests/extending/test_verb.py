@@ -32,7 +32,7 @@ def test_the_json_answer_and_the_errors_of_a_verb_have_the_common_envelope(cli: 
         "schema": "scaletrain.du/v1", "ok": True, "bytes": {"r1": 1500},
     }  # fmt: skip
     error = cli.json("du", "--min-bytes", "-1", code=2)["error"]
-    assert (error["code"], error["remedy"]) == ("usage", "Give 0 or more.")
+    assert (error["code"], error["remedy"]) == ("usage", "Use 0 or more.")
 
 
 def test_a_verb_that_cannot_be_imported_is_one_error_and_disturbs_no_other_verb(cli: Cli) -> None:
