@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.text import listed
 
 BACKENDS = "scaletrain.backends"
 TRACKERS = "scaletrain.trackers"
@@ -86,6 +87,24 @@ class Plugin:
 def plugins(group: str, built_in: Iterable[str] = ()) -> dict[str, Plugin]:
     """Return the plug-ins of a group by name, sorted; a built-in name cannot be taken. Imports none of them."""
     return {name: found for name, found in _all_plugins()[group].items() if name not in built_in}
+
+
+def package_that_raised(error: BaseException) -> str | None:
+    """Return the package of the plug-in whose code, or a library that it called, raised the error; else None."""
+    import traceback
+
+    packages = {
+        plugin.reference.partition(":")[0].partition(".")[0]: listed(plugin.packages)
+        for group in GROUPS
+        for plugin in plugins(group).values()
+    }
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        top = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if top == "scaletrain_cli":
+            return None
+        if top in packages:
+            return packages[top]
+    return None
 
 
 def load_reference(reference: str) -> Any:

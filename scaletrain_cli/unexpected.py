@@ -13,6 +13,7 @@ import sys
 
 from scaletrain_cli.errors import MissingPackageError, ScaletrainError
 from scaletrain_cli.extras import extra_of, install_command
+from scaletrain_cli.plugins import package_that_raised
 
 _LONGEST_MESSAGE = 500
 _REMEDIES = {
@@ -73,7 +74,9 @@ def error_of_bug(error: Exception) -> ScaletrainError:
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_MESSAGE].rstrip(": ")
     remedy = _traceback_kept(text)
-    found = ScaletrainError(f"internal error: {what}{place}. This is a bug in ScaleTrain.", remedy=remedy)
+    package = package_that_raised(error)
+    owner = "ScaleTrain" if package is None else f"the package {package}"
+    found = ScaletrainError(f"internal error: {what}{place}. This is a bug in {owner}.", remedy=remedy)
     found.code = "internal"
     return found
 

@@ -205,7 +205,7 @@ def test_a_full_disk_is_an_error_in_one_line(options: list[str]) -> None:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=PROJECT, check=False)
     assert ended.returncode == ExitCode.CRASHED
     said = "error: the answer could not be written: No space left on device. Free some space on that disk, or set "
-    assert ended.stderr == f"{said}$SCALETRAIN_RUNS (runs) or $TMPDIR to another one.\n"
+    assert ended.stderr == f"{said}$SCALETRAIN_RUNS (runs) or $TMPDIR to a folder on another one.\n"
 
 
 def test_a_message_that_quotes_a_sentence_has_one_full_stop() -> None:

@@ -139,6 +139,15 @@ def test_doctor_reports_each_plug_in_that_cannot_be_loaded_with_the_cause(site: 
         assert said in found[name]["advice"]
 
 
+def test_an_exception_in_the_code_of_a_plug_in_is_reported_as_a_bug_of_its_package(tmp_path: Path) -> None:
+    source = "import json\nEXIT_CODES = ()\ndef command() -> None:\n    json.loads('no json')\n"
+    add_package(tmp_path / "site", "my-verb", "broken", "verbs", source)
+    done = scaletrain(tmp_path / "site", "broken")
+    assert done.returncode == 1
+    assert "JSONDecodeError" in done.stderr
+    assert "This is a bug in the package my-verb. Report it with the traceback in " in " ".join(done.stderr.split())
+
+
 def test_a_name_that_two_packages_register_is_refused(tmp_path: Path) -> None:
     source = "from scaletrain_cli.spec.extensions import OptimizerExtension\nX = OptimizerExtension(4, 'a:b')"
     for package in ("one-lamb", "two-lamb"):
