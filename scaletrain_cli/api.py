@@ -7,6 +7,9 @@
     run = submit(spec).run
     print(run.wait(timeout_seconds=3600).state)
 
+The verbs submit, resume and cancel call this module. Those that only read call the same functions of ``launch``: they
+need neither the planner nor the checks of a submission, whose import takes longer than their work.
+
 No function prints or prompts. Each raises a ScaletrainError: SpecError for a wrong spec, InfeasibleError for a run that
 does not fit, SchedulerError where the scheduler refuses or does not answer, UsageError for the rest. The names in
 ``__all__`` are the stable surface, versioned by API_VERSION as semver.org describes.
@@ -79,6 +82,7 @@ __all__ = [
     "LogLine",
     "PreparedResume",
     "PreparedSubmission",
+    "Reason",
     "RenderedJob",
     "ResumeReport",
     "Run",
@@ -179,9 +183,8 @@ class RenderedJob:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A run that the scheduler has. ``created`` is False where its run directory existed before.
-
-    An earlier submission made it, also one that the scheduler refused.
+    """A submitted run. ``created`` is False if its run directory existed: an earlier submission, even a refused one,
+    created it.
     """
 
     run: Run
@@ -207,13 +210,13 @@ class PreparedSubmission:
     trust_owner: bool
 
     def render(self) -> RenderedJob:
-        """Return what would be handed to the scheduler. Asks no server, and writes nothing."""
+        """Return the job that submit() would hand to the scheduler. Contacts no server and writes nothing."""
         record = make_record(self.spec, self.plan, self.run_id, self.snapshot)
         folder = runs_root() / record.run_id
         return RenderedJob(record.run_id, folder, self.backend.render(RunDir(folder), record))
 
     def check(self) -> SubmissionSummary:
-        """Ask the scheduler, and return the cost, the start and all warnings. Raises SchedulerError if it cannot run.
+        """Query the scheduler; return the cost, the start and all warnings. Raises SchedulerError if it cannot run.
 
         Leaves nothing behind.
         """
@@ -226,10 +229,9 @@ class PreparedSubmission:
         return SubmissionSummary(self.spec, self.plan, found.start, warnings=warnings, code=code)
 
     def submit(self, on_created: Callable[[Run], None] = lambda run: None) -> Submitted:
-        """Make the run directory and hand the job over, once: a run with this id and spec is returned as it is.
+        """Create the run directory and submit the job, once: a second call with the same ``run_id`` submits nothing.
 
-        ``on_created`` is called before the scheduler is asked, whose answer may be lost (SchedulerSilentError). A
-        second call with the same ``run_id`` makes no second job.
+        ``on_created`` is called before the request to the scheduler, whose answer may be lost (SchedulerSilentError).
         """
         made = create_run(
             self.spec, self.plan, self.run_id, snapshot=self.snapshot, trust_owner=self.trust_owner
@@ -268,16 +270,16 @@ class PreparedResume:
         return require_external_to_resume(run, self.record, None if self.resize is None else self.resize.snapshot)
 
     def render(self) -> RenderedJob:
-        """Return what would be handed to the scheduler."""
+        """Return the job that submit() would hand to the scheduler."""
         run = self.run.directory
         return RenderedJob(run.run_id, run.path, self.backend.render(run, self.record))
 
     def changes(self, job: RenderedJob) -> list[str] | None:
-        """Return the lines in which what render() returned differs from the last submission; None where none was."""
+        """Return the lines in which ``job`` differs from the last submission; None if there was none."""
         return changes_since_sent(self.run.directory, job.text)
 
     def check(self) -> SubmissionSummary:
-        """Ask the scheduler, and return the cost of the steps left, the start and its warnings. Raises SchedulerError.
+        """Query the scheduler; return the cost of the remaining steps, the start and warnings. Raises SchedulerError.
 
         Leaves nothing behind.
         """
@@ -292,7 +294,7 @@ class PreparedResume:
         return SubmissionSummary(spec, plan, found.start, step, (*found.warnings, *space), record.code)
 
     def submit(self) -> Submitted:
-        """Hand the job over."""
+        """Submit the job."""
         done = resume_run(self.run.directory, from_scratch=self.from_scratch, resize=self.resize).submission
         return Submitted(self.run, done.scheduler, done.job_id, created=False)
 
@@ -313,7 +315,7 @@ def status(run: str | Path | Run) -> RunStatus:
 
 
 def wait(run: str | Path | Run, timeout_seconds: float | None = None) -> RunStatus:
-    """Return the state once the run has ended, or after ``timeout_seconds``; the scheduler is asked every 2 s."""
+    """Return the state once the run has ended, or after ``timeout_seconds``. Queries the scheduler every 2 s."""
     found = find_run(run)
     deadline = float("inf") if timeout_seconds is None else time.monotonic() + timeout_seconds
     while True:
@@ -349,7 +351,7 @@ def prepare_submission(
     name: str | Path = "the run spec",
     dry_run: bool = False,
 ) -> PreparedSubmission:
-    """Plan a run and check on this machine what the spec names; write nothing and ask no scheduler.
+    """Plan a run and check what the spec refers to on this machine. Writes nothing and contacts no scheduler.
 
     ``run_id`` (default: a new one) makes the submission repeatable. ``trust_owner`` accepts a run directory of another
     user. ``name`` is what errors call the spec. ``dry_run``: check it as if it had not been submitted before.
@@ -414,7 +416,7 @@ def resume(
 def cancel(
     run: str | Path | Run, *, force: bool = False, trust_owner: bool = False, seen: RunStatus | None = None
 ) -> Cancellation:
-    """Ask the ranks to save and stop; no further attempt starts. Does not wait for them.
+    """Let the ranks save and stop, without waiting for them; no further attempt starts.
 
     ``force`` also removes what is left on dead nodes. ``seen`` is the latest status, if the caller has it.
     """
