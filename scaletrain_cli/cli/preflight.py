@@ -48,7 +48,7 @@ def command(
     try:
         plan, scheduler = plan_for_engine(run_spec, spec), backend_for(run_spec.cluster.scheduler)
     except InfeasibleError as error:
-        error.message += " (preflight always runs the built-in engine)"
+        error.message = f"{error.message.rstrip('.')} (preflight always runs the built-in engine)"
         raise
     outlook = scheduler.preflight(run_spec, plan)
     for note in outlook.notes:

@@ -297,7 +297,7 @@ def checkpoint_interval(steps: int) -> int:
 def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
     """Return the spec cut down to ``steps``, with four checkpoints and one validation. Raises SpecError."""
     if steps < FEWEST_STEPS:
-        raise UsageError(f"--steps {steps}: a drill needs at least {FEWEST_STEPS}, for four checkpoints.")
+        raise UsageError(Reason("runs.too-few-steps", {"steps": steps, "least": FEWEST_STEPS}))
     schedule, every = spec.training.schedule, checkpoint_interval(steps)
     settings = {
         "name": "drill",
@@ -329,7 +329,8 @@ def make_folder() -> Path:
         safe_files.make_shared_folder(datasets)
         (folder / "datasets").symlink_to(datasets)  # runs expect datasets beside their folder; all drills share one
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror or error}. $SCALETRAIN_RUNS moves it.") from error
+        params = {"folder": str(root), "said": error.strerror or str(error)}
+        raise UsageError(Reason("runs.root-not-writable", params)) from error
     return folder
 
 

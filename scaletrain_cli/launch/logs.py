@@ -13,6 +13,7 @@ from pathlib import Path
 from scaletrain_cli.errors import SchedulerError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.log_setup import is_library_noise
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.worker.progress import read_progress
@@ -42,8 +43,8 @@ def log_files(run: RunDir, attempt: int | None = None, rank: int | None = None) 
     """Return the logs of an attempt (default: the last) by rank. Raises UsageError for an unknown attempt or rank."""
     numbers = run.attempts()
     if attempt is not None and attempt not in numbers:
-        known = f"its attempts are 1 to {numbers[-1]}" if numbers else "it has none yet"
-        raise UsageError(f"{run.run_id} has no attempt {attempt}; {known}.")
+        params = {"run": run.run_id, "attempt": attempt, "last": max(numbers, default=0)}
+        raise UsageError(Reason("runs.no-such-attempt" if numbers else "runs.no-attempts", params))
     if not numbers:
         return []
     found = _files_of(run, attempt if attempt is not None else numbers[-1])
@@ -51,9 +52,8 @@ def log_files(run: RunDir, attempt: int | None = None, rank: int | None = None) 
         return found
     chosen = [file for file in found if file.rank == rank]
     if found and not chosen:
-        raise UsageError(
-            f"attempt {found[0].attempt} of {run.run_id} has no rank {rank}; it has 0 to {found[-1].rank}."
-        )
+        params = {"run": run.run_id, "attempt": found[0].attempt, "rank": rank, "last": found[-1].rank}
+        raise UsageError(Reason("runs.no-such-rank", params))
     return chosen
 
 

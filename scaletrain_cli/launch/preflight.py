@@ -18,6 +18,7 @@ from scaletrain_cli.launch.status import RunStatus, exit_code_of
 from scaletrain_cli.launch.submit import create_run, submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import make_folder
@@ -65,7 +66,8 @@ def run_preflight(
         make_folder(runs_root(), mode=0o777)
         make_folder(folder)
     except OSError as error:
-        raise UsageError(f"the runs root {folder.parent} cannot be written here: {error}") from error
+        params = {"folder": str(runs_root()), "said": str(error)}
+        raise UsageError(Reason("runs.root-not-writable", params)) from error
     kept = False
     try:
         settings = [*_SETTINGS, *scheduler.preflight_settings()]

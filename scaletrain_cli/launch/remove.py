@@ -23,6 +23,7 @@ from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_lock
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.inventory import Pruning, plan_pruning, take_inventory
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record, require_own_run
@@ -43,18 +44,12 @@ def pruning(
         record, submission = read_record(run), read_submission(run)
         name = submission.scheduler if submission else record.spec.cluster.scheduler
         if (scheduler or backend_for(name)).job(run, record).may_be_active:
-            raise UsageError(
-                f"{run.run_id} is still active, or was started on a host that must be asked: it prunes by itself. "
-                f"Set checkpoint.keep, or wait for its end."
-            )
+            raise UsageError(Reason("runs.prune-active", {"run": run.run_id}))
         own = record.spec.checkpoint
         every = own.keep_every if keep_every is None else keep_every
         found = plan_pruning(checkpoint_folder(run, record.spec), own.keep if keep is None else keep, every)
         if found is None:
-            raise ScaletrainError(
-                f"no checkpoint of {run.run_id} verifies, so none was deleted. "
-                f"`scaletrain checkpoint verify {run.run_id}` says what is wrong with each."
-            )
+            raise ScaletrainError(Reason("runs.prune-none-valid", {"run": run.run_id}))
         yield found
 
 
@@ -127,7 +122,7 @@ def remove(found: Removal, *, with_checkpoints: bool) -> list[str]:
         run.path.rename(doomed)
         if _identity(doomed) != found.identity:
             doomed.rename(run.path)
-            raise UsageError(f"{run.path} was replaced by another folder; nothing was deleted.")
+            raise UsageError(Reason("runs.replaced", {"folder": str(run.path)}))
     _empty(doomed, run.run_id)
     return objects
 
@@ -162,7 +157,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 def _require_folder(run: RunDir) -> None:
     if run.path.is_symlink():
-        raise UsageError(f"{run.path} is a symbolic link, not a run directory: nothing behind it is deleted.")
+        raise UsageError(Reason("runs.is-link", {"folder": str(run.path)}))
 
 
 def _require_over(run: RunDir, record: RunRecord) -> None:
@@ -171,22 +166,21 @@ def _require_over(run: RunDir, record: RunRecord) -> None:
     try:
         job: Job = backend_for(name).job(run, record)
     except SchedulerError as error:
-        raise SchedulerError(
-            f"{run.run_id} is not deleted, as it may be active: {error.message.rstrip('.')}.",
-            remedy=f"Once you know that its job is gone, delete the folder {run.path} yourself.",
-        ) from error
+        cause = error.reason or recorded(error.message.rstrip("."))
+        params = {"run": run.run_id, "cause": cause, "folder": str(run.path)}
+        raise SchedulerError(Reason("runs.state-unknown", params)) from error
     if job.is_active:
-        raise UsageError(f"{run.run_id} is {job.state}. Stop it first: scaletrain cancel {run.run_id}.")
+        raise UsageError(Reason("runs.active", {"run": run.run_id, "state": job.state}))
     if job.may_be_active:
-        raise UsageError(f"{run.run_id} may be active: {job.detail}. Delete it where that can be seen.")
+        raise UsageError(Reason("runs.maybe-active", {"run": run.run_id, "detail": job.why}))
 
 
 def _require_own_folder(folder: Path) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or not folder.is_absolute():
-        raise UsageError(f"{folder} is not a folder of checkpoints: delete it by hand, or leave out --checkpoints.")
+        raise UsageError(Reason("runs.no-checkpoint-folder", {"folder": str(folder)}))
     if found.st_uid not in (os.geteuid(), 0):
-        raise UsageError(f"{folder} belongs to another user. Leave out --checkpoints, and it stays.")
+        raise UsageError(Reason("runs.checkpoints-of-other-user", {"folder": str(folder)}))
 
 
 def _remove_checkpoints(folder: Path) -> None:
@@ -194,7 +188,7 @@ def _remove_checkpoints(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(descriptor).st_uid not in (os.geteuid(), 0):
-            raise UsageError(f"{folder} belongs to another user: nothing was deleted.")
+            raise UsageError(Reason("runs.checkpoints-of-other-user", {"folder": str(folder)}))
         here = Path(f"/proc/self/fd/{descriptor}")  # this folder, even if another one takes its name meanwhile
         for entry in take_inventory(here):
             if not entry.path.is_symlink():
@@ -203,10 +197,7 @@ def _remove_checkpoints(folder: Path) -> None:
     finally:
         os.close(descriptor)
     if left:
-        raise ScaletrainError(
-            f"{', '.join(left[:3])} in {folder} cannot be deleted: check the owner and permissions. The run is still "
-            "there, without its other checkpoints."
-        )
+        raise ScaletrainError(Reason("runs.checkpoints-left", {"names": left, "folder": str(folder)}))
     with contextlib.suppress(OSError):  # it contains something that is not a checkpoint
         folder.rmdir()
 
@@ -222,9 +213,6 @@ def _empty(folder: Path, run_id: str) -> None:
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)  # the rest of it
         if os.path.lexists(folder):
-            raise ScaletrainError(
-                f"{run_id} is no longer a run, but not all of its files can be deleted: {error.filename}: "
-                f"{error.strerror or error}.",
-                remedy=f"Correct the permissions and delete {folder} by hand.",
-                file=str(folder),
-            ) from error
+            params = {"run": run_id, "file": error.filename, "said": error.strerror or str(error)}
+            why = Reason("runs.files-left", params | {"folder": str(folder)})
+            raise ScaletrainError(why, file=str(folder)) from error

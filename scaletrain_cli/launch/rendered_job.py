@@ -12,6 +12,7 @@ from typing import Any
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.base import Backend
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import replace_file
 from scaletrain_cli.spec.source import read_documents
@@ -44,7 +45,8 @@ def in_format(backend: Backend, text: str, wanted: str) -> str:
         return text
     if wanted == "json":
         return json.dumps(_as_json(backend, text), indent=1) + "\n"
-    raise UsageError(f"--output {wanted}: {backend.name} gets a {usual}. Use {usual} or json.")
+    params = {"requested": wanted, "scheduler": backend.traits.display_name, "format": usual}
+    raise UsageError(Reason("runs.output-format", params))
 
 
 def _as_json(backend: Backend, text: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
 from scaletrain_cli.launch.rendered_job import keep_sent
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
@@ -59,7 +60,7 @@ def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:
     broken = submittable(spec, plan)
     if broken:
         problems = tuple(rule.problem(spec.where(rule.key)) for rule in broken)
-        raise InfeasibleError(f"{file} can be planned, but not run by this version", problems)
+        raise InfeasibleError(Reason("runs.not-runnable", {"file": str(file)}), problems)
     return plan
 
 
@@ -114,7 +115,7 @@ def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None, snapsho
     now = time.time()
     run_id = run_id if run_id is not None else new_run_id(spec.name, now)
     if not _RUN_ID.fullmatch(run_id):
-        raise UsageError(f"run id {run_id!r} must be letters, digits, '.', '_' and '-', at most 128, no leading dot.")
+        raise UsageError(Reason("runs.invalid-id", {"id": run_id}))
     return RunRecord(
         run_id=run_id,
         created=now,
@@ -169,7 +170,7 @@ def create_run(
         if run.record.exists():
             require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")
             return _existing(run, record)
-        raise UsageError(f"the run directory {run.path} cannot be created: {error}") from error
+        raise UsageError(Reason("runs.not-created", {"folder": str(run.path), "said": str(error)})) from error
     return CreatedRun(run, record, created=True)
 
 
@@ -271,13 +272,11 @@ def _existing(run: RunDir, wanted: RunRecord) -> CreatedRun:
     first = read_first_record(run)  # as first submitted: a resize since then does not make it another run
     if first.spec != wanted.spec:
         differing = [f"{key} was {old}, now {new}" for key, (old, new) in changed_keys(first.spec, wanted.spec).items()]
-        shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more." if len(differing) > 3 else ".")
-        raise UsageError(f"run {run.run_id} exists with another spec: {shown} Use another run id.")
+        shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more" if len(differing) > 3 else "")
+        raise UsageError(Reason("runs.other-spec", {"run": run.run_id, "differences": shown}))
     if first.code is not None and wanted.code is not None and first.code.sha256 != wanted.code.sha256:
-        raise UsageError(
-            f"run {run.run_id} exists with other code: it was {first.code.name}, now {wanted.code.name}. Use another "
-            f"run id, or give the run the new code with `scaletrain resume {run.run_id} --new-code`."
-        )
+        params = {"run": run.run_id, "before": first.code.name, "given": wanted.code.name}
+        raise UsageError(Reason("runs.other-code", params))
     return CreatedRun(run, read_record(run), created=False)
 
 
@@ -292,7 +291,7 @@ def keep_secrets(run: RunDir, spec: RunSpec) -> None:
     values = {name: os.environ.get(name, before.get(name)) for name in spec.secret_env}
     missing = [name for name, value in values.items() if value is None]
     if missing:
-        raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before resuming.")
+        raise UsageError(Reason("runs.secret-not-set", {"names": missing}))
     if values != before:
         replace_file(run.secrets, json.dumps(values), private=True)
 
@@ -302,7 +301,7 @@ def _secret_values(spec: RunSpec) -> dict[str, str]:
         return {}  # the scheduler stores them; the values are not needed here
     missing = [name for name in spec.secret_env if name not in os.environ]
     if missing:
-        raise UsageError(f"secret_env names {', '.join(missing)}, which is not set here. Export it before submitting.")
+        raise UsageError(Reason("runs.secret-not-set", {"names": missing}))
     return {name: os.environ[name] for name in spec.secret_env}
 
 

@@ -100,7 +100,7 @@ def test_pruning_never_deletes_the_checkpoint_that_a_resume_would_load(folder: P
     before = names(folder)
     refused = scaletrain("checkpoint", "prune", "r1", "--keep", "1")
     assert (refused.code, names(folder)) == (ExitCode.CRASHED, before)
-    assert "no checkpoint of r1 verifies, so none was deleted" in refused.err
+    assert "no checkpoint of r1 is valid, so none was deleted" in refused.err
 
 
 @pytest.mark.parametrize("job", [Job("7", "running"), Job("7", "queued"), Job("7", "unknown")])

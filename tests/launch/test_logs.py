@@ -43,12 +43,12 @@ def test_only_the_last_lines_are_read_on_request(made: MadeRun) -> None:
 
 def test_an_attempt_or_rank_that_is_not_there_is_a_usage_error(made: MadeRun) -> None:
     assert log_files(made.run) == []
-    with pytest.raises(UsageError, match="none yet"):
+    with pytest.raises(UsageError, match="none has started"):
         log_files(made.run, attempt=1)
     made.run.new_attempt()
     assert log_files(made.run, rank=3) == []  # its ranks have not started
     log(made, 1, 0).touch()
-    with pytest.raises(UsageError, match="no attempt 2; its attempts are 1 to 1"):
+    with pytest.raises(UsageError, match="no attempt 2; it has the attempts 1 to 1"):
         log_files(made.run, attempt=2)
     with pytest.raises(UsageError, match="no rank 3"):
         log_files(made.run, rank=3)

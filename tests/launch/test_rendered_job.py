@@ -42,7 +42,7 @@ def test_a_batch_script_is_written_as_a_script_or_as_json_and_not_as_yaml() -> N
     told = scaletrain("submit", SMALL, "--run-id", "a", "--output", "json", *on_slurm).data
     assert (told["scheduler"], told["script"]) == ("slurm", script)
     assert scaletrain("submit", SMALL, "--output", "yaml", *on_slurm).code == 2
-    with pytest.raises(UsageError, match="local gets a script"):
+    with pytest.raises(UsageError, match="jobs of this machine have the format script"):
         in_format(LocalBackend(), "", "yaml")
 
 

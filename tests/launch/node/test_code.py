@@ -149,7 +149,7 @@ def test_a_run_of_the_same_name_with_other_code_is_another_run(program: WorkingT
     first = submit(program, run_id="mine")
     assert submit(program, run_id="mine").record == first.record
     program.write("src/my_model/__init__.py", "VERSION = 'newer'\n")
-    with pytest.raises(UsageError, match=r"exists with other code: it was .* Use another run id"):
+    with pytest.raises(UsageError, match=r"exists with other code: it has .* Use another run id"):
         submit(program, run_id="mine")
 
 

@@ -1,0 +1,65 @@
+"""The texts of the verbs that create, show, prune and delete runs."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+_OTHER_ID = ("Use another run id",)
+_EXPORT = ("Export the value first",)
+
+TEXTS: dict[str, Text] = {
+    # ---- submit ----------------------------------------------------------------------------------------------------
+    "not-runnable": Text("{file} can be planned, but not run by this version"),
+    "invalid-id": Text(
+        "run id {id!r} is invalid: use at most 128 letters, digits, '.', '_' and '-', with no leading dot"
+    ),
+    "other-spec": Text("run {run} exists with another spec: {differences}", _OTHER_ID),
+    "other-code": Text(
+        "run {run} exists with other code: it has {before}, not {given}",
+        ("Use another run id, or give the run the new code with `scaletrain resume {run} --new-code`",),
+    ),
+    "not-created": Text("the run directory {folder} cannot be created: {said}"),
+    "secret-not-set": Text("secret_env names {names:list}, which is not set here", _EXPORT),
+    "output-format": Text(
+        "--output {requested}: jobs of {scheduler} have the format {format}", ("Use {format} or json",)
+    ),
+    "root-not-writable": Text("the runs root {folder} is not writable: {said}", ("$SCALETRAIN_RUNS moves it",)),
+    # ---- logs ------------------------------------------------------------------------------------------------------
+    "no-such-attempt": Text("{run} has no attempt {attempt}; it has the attempts 1 to {last}"),
+    "no-attempts": Text("{run} has no attempt {attempt}; none has started"),
+    "no-such-rank": Text("attempt {attempt} of {run} has no rank {rank}; it has 0 to {last}"),
+    # ---- drill -----------------------------------------------------------------------------------------------------
+    "too-few-steps": Text("--steps {steps}: a drill needs at least {least}, for four checkpoints"),
+    # ---- checkpoint prune ------------------------------------------------------------------------------------------
+    "prune-active": Text(
+        "{run} is or may be active; an active run prunes its checkpoints itself",
+        ("Set checkpoint.keep, or wait until the run has ended",),
+    ),
+    "prune-none-valid": Text(
+        "no checkpoint of {run} is valid, so none was deleted",
+        ("`scaletrain checkpoint verify {run}` lists what is wrong with each",),
+    ),
+    # ---- rm --------------------------------------------------------------------------------------------------------
+    "is-link": Text("{folder} is a symbolic link, not a run directory; nothing was deleted"),
+    "replaced": Text("{folder} was replaced by another folder; nothing was deleted"),
+    "active": Text("{run} is {state}", ("Cancel it first: `scaletrain cancel {run}`",)),
+    "maybe-active": Text("{run} may be active: {detail}", ("Delete it where its state is known",)),
+    "state-unknown": Text(
+        "{run} was not deleted, because it may be active: {cause}",
+        ("If its job no longer exists, delete the folder {folder} yourself",),
+    ),
+    "no-checkpoint-folder": Text(
+        "{folder} is not a folder of checkpoints", ("Delete it yourself, or leave out --checkpoints",)
+    ),
+    "checkpoints-of-other-user": Text(
+        "{folder} belongs to another user; nothing was deleted", ("Leave out --checkpoints to keep it",)
+    ),
+    "checkpoints-left": Text(
+        "{names:list} in {folder} cannot be deleted; the run still exists, without its other checkpoints",
+        ("Check the owner and the permissions",),
+    ),
+    "files-left": Text(
+        "{run} is no longer a run, but not all of its files can be deleted: {file}: {said}",
+        ("Correct the permissions and delete {folder} yourself",),
+    ),
+}
