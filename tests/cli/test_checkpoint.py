@@ -108,7 +108,7 @@ def test_an_active_run_is_not_pruned(folder: Path, job: Job, monkeypatch: pytest
     monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.LocalBackend.job", lambda *_: job)
     refused = scaletrain("checkpoint", "prune", "r1", "--keep", "1")
     assert (refused.code, len(names(folder))) == (ExitCode.USAGE, 6)
-    assert "still active" in refused.err
+    assert "is or may be active" in refused.err
 
 
 @pytest.mark.parametrize(
