@@ -83,7 +83,7 @@ class Drill:
         os.kill(self.agent_pid(), number)
 
     def rank_pids(self) -> list[int]:
-        """Of the latest attempt, by rank."""
+        """Return the process ids of the latest attempt, by rank."""
         attempt = self.wait_for(self.run.attempts)[-1]
         nodes = self.wait_for(lambda: read_node_records(self.run, attempt))
         return [rank.pid for rank in nodes[0].ranks]
@@ -146,7 +146,7 @@ def submit_drill(dataset: Path, **overrides: Any) -> Drill:
 
 
 def differences(first: Any, second: Any, path: str = "") -> list[str]:
-    """Where two nested states differ, to the bit."""
+    """Return the places at which two nested states differ, to the bit."""
     if isinstance(first, torch.Tensor):
         same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
         return [] if same else [path]

@@ -1,4 +1,4 @@
-"""What killed processes may leave behind: descendants, and shared memory that nobody has any more."""
+"""Find what killed processes may leave behind: descendants, and shared memory without a user."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class RanksFailedError(AssertionError):
 def on_ranks(
     world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60.0, connected: bool = True
 ) -> list[Any]:
-    """What ``function(*arguments)`` returned on each rank, in rank order.
+    """Return the results of ``function(*arguments)`` on each rank, in rank order.
 
     The function must be one of a module's own, and arguments and results must pickle. The environment is the caller's
     and that of a rank (RANK, WORLD_SIZE, MASTER_ADDR, ...); ``connected``: with a gloo process group. Raises
@@ -124,7 +124,7 @@ def _start(rank: int, world_size: int, port: int, work: bytes, connected: bool) 
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> list[_Outcome]:
-    """What became of each, failures first as they happened."""
+    """Return the outcome of each rank, failures first, in the order in which they happened."""
     outcomes: list[_Outcome] = []
     waiting = {rank.connection: rank for rank in ranks}
     while waiting:

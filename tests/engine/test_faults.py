@@ -131,7 +131,7 @@ def test_a_node_fault_kills_the_agent_and_every_rank(kind: str, alive: list[str]
 
 
 def states(pids: list[int]) -> list[str]:
-    """Of the processes that live; T is stopped."""
+    """Return the states of the processes that still run; T is stopped."""
     found = []
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

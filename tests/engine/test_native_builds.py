@@ -21,7 +21,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class SlowOperator:
-    """What torch does for a DeepSpeed builder, but for the compiling: it takes the lock, or waits until it is gone."""
+    """Act like torch for a DeepSpeed builder, without compiling: take the lock, or wait until it is removed."""
 
     def __init__(self, folder: Path, begun: Connection | None = None) -> None:
         self.baton, self.begun = FileBaton(str(folder / "operator" / "lock"), wait_seconds=0.01), begun
@@ -38,7 +38,7 @@ class SlowOperator:
 
 @contextmanager
 def process(begin: Callable[..., Any], *arguments: Any) -> Generator[Any]:
-    """Runs beside, and has told that it has begun; killed at the latest here."""
+    """Run a builder in another process that has begun; it is killed on exit."""
     ours, theirs = FORK.Pipe()
     child = FORK.Process(target=begin, args=(theirs, *arguments))
     child.start()

@@ -13,7 +13,7 @@ VALUES = [2.5, -1e300, math.inf, -math.inf, math.nan, -0.0, 5e-324]
 
 
 def agreed_on() -> tuple[dict[str, float], dict[str, float]]:
-    """As in a pipeline whose second stage alone has experts."""
+    """Return the agreed values in a pipeline in which only the second stage has experts."""
     consensus, rank = RankConsensus(30), dist.get_rank()
     own = {"loss": 2.0 + rank, "grad_norm": 0.5} | ({"router_balance": 1.5} if rank else {})
     _, _, values = consensus.reach(StepDecision.CONTINUE, False, in_slots(own))

@@ -1,4 +1,4 @@
-"""What an end is taken for: by the rank itself, by its agent, and by who weighs what all of them say."""
+"""Exit reasons: from the rank itself, from its agent, and from the classification of all reports."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
 
 
 class DistBackendError(RuntimeError):
-    """By the name of torch's own."""
+    """Has the name of torch's exception."""
 
 
 class OutOfMemoryError(RuntimeError):
-    """By the name of torch's own."""
+    """Has the name of torch's exception."""
 
 
 class DivergedError(DoNotRequeueError):

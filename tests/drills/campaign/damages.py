@@ -19,7 +19,7 @@ _KINDS = ("truncate", "flip", "delete")
 
 @dataclass
 class Damages:
-    """What came of them."""
+    """The counts of the damaged checkpoints and of violated claims."""
 
     damages: int = 0
     full_disks: int = 0

@@ -34,7 +34,7 @@ _BATCH = {"training__global_batch_size": 12, "training__micro_batch_size": 1, "c
 
 @dataclass
 class Elastic:
-    """What came of the chains. ``loss``: the final one's difference from the undisturbed run's, relative."""
+    """The results of the chains. ``loss``: relative difference of the final loss from the undisturbed run's."""
 
     reshards: int = 0
     values: int = 0
@@ -44,7 +44,7 @@ class Elastic:
 
 
 def reshard(dataset: Path) -> Elastic:
-    """Both chains."""
+    """Run both chains and return the sum of their results."""
     found = Elastic()
     spec = drill_spec(dataset, **_BATCH)
     undisturbed = ForkedRun.create(spec, noting_samples)
@@ -67,7 +67,7 @@ def reshard(dataset: Path) -> Elastic:
 
 
 def _resize(run: ForkedRun, overrides: list[str]) -> None:
-    """As `scaletrain resume` does, without handing the run to a scheduler."""
+    """Plan the run again as `scaletrain resume` does, without a scheduler."""
     resize = replan(run.run, overrides)
     if resize.changes:
         add_revision(run.run, resize.before, resize.spec, resize.plan, overrides)

@@ -46,14 +46,14 @@ class Attempt:
     exit_codes: list[int] | None = None  # None where a rank died or failed
 
     def pids(self) -> list[int]:
-        """Of the ranks, by rank, once all have begun."""
+        """Return the process ids by rank, once all ranks have begun."""
         paths = [_pid_file(self.run, self.number, rank) for rank in range(self.world_size)]
         while not all(path.exists() for path in paths) and not self.over.is_set():
             time.sleep(0.001)
         return [int(path.read_text()) for path in paths if path.exists()]
 
     def wait_for(self, reached: Callable[[], Any]) -> bool:
-        """Whether it came to that before the attempt was over."""
+        """Return True if the condition became true before the attempt ended."""
         while not self.over.is_set():
             if reached():
                 return True
@@ -114,11 +114,11 @@ class ForkedRun:
         return float(self.events("finished")[0]["time"]) - began
 
     def newest_step(self) -> int:
-        """Of what is committed; 0 before that."""
+        """Return the step of the latest committed checkpoint; 0 without one."""
         return max((checkpoint.step for checkpoint in list_checkpoints(self.run.checkpoints)), default=0)
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        """Of these names, oldest first."""
+        """Return the events of these names, oldest first."""
         return [event for event in read_events(self.run) if event["event"] in names]
 
     def log(self) -> str:
@@ -152,7 +152,7 @@ def _pid_file(run: RunDir, number: int, rank: int) -> Path:
 
 
 def strays(hurt: ForkedRun, undisturbed: ForkedRun) -> list[str]:
-    """Where two finished runs differ, to the bit: losses by step, and every value of the last checkpoint."""
+    """Return the differences of two finished runs, to the bit: losses by step, and values of the last checkpoint."""
     losses = [
         {line["step"]: line["loss"] for line in read_metrics(run.run) if "loss" in line} for run in (hurt, undisturbed)
     ]

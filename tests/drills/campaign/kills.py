@@ -17,7 +17,7 @@ _SLOW_SAVE = "slow-save seconds=0.15"
 
 @dataclass
 class Kills:
-    """What came of them."""
+    """The counts of the kills and of violated claims."""
 
     kills: int = 0
     in_saves: int = 0

@@ -22,7 +22,7 @@ _OPTIONS = {
 
 @dataclass
 class Requests:
-    """What came of them. ``unanswered``: no checkpoint of the step at which the run left, or was asked."""
+    """The counts of the requests and of violated claims. ``unanswered``: no checkpoint of the step of the request."""
 
     requests: int = 0
     unanswered: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ def request(dataset: Path, requests: int, chance: random.Random) -> Requests:
 
 
 def _ask_once(run: ForkedRun, took: float, fault: str, found: Requests, chance: random.Random) -> float:
-    """How long the run takes as far as is known now: later ones find what the first one compiled."""
+    """Return the expected seconds of a run: later runs use what the first one compiled."""
     kind = chance.choice(("SIGTERM", "SIGUSR1", "both, twice", "save file"))
     before, asked = run.newest_step(), [False]
 
@@ -86,6 +86,6 @@ def _ask_once(run: ForkedRun, took: float, fault: str, found: Requests, chance: 
 
 
 def _is_left_over(run: ForkedRun) -> bool:
-    """Whether there is a file that nobody took, although it was there before the last checkpoint was."""
+    """Return True if a save file that is older than the last checkpoint still exists."""
     file = run.run.save_file
     return file.exists() and file.stat().st_mtime < run.events("checkpoint")[-1]["time"]

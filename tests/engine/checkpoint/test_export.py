@@ -63,7 +63,7 @@ def spec_of(dims: dict[str, Any]) -> RunSpec:
 
 
 def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ...] = ("weight",)) -> Path:
-    """As three ranks would save it: matrices cut by columns over two of them, the rest whole in the third's file."""
+    """Save a checkpoint as three ranks would: two have shards of matrices by columns, the third has the rest."""
     folder.mkdir()
     files = {}
     for rank in range(3):

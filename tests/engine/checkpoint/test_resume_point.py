@@ -1,4 +1,4 @@
-"""Where an attempt resumes: never at step 0 while there is, or should be, a checkpoint."""
+"""The step that an attempt resumes from: never 0 if there is, or should be, a checkpoint."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Job:
         return read_checkpoint(path)
 
     def begin(self) -> list[ResumePoint | Exception]:
-        """What each rank comes to."""
+        """Return the result or the exception of each rank."""
         with ThreadPoolExecutor(4) as threads:
             return list(threads.map(self._rank, range(4)))
 

@@ -1,4 +1,4 @@
-"""In every layout the ranks together read the same batch, and count the same tokens."""
+"""The ranks of every layout together read the same batch, and count the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two ranks hold of a model under each stage of ZeRO, counted to the byte."""
+"""The bytes of model states on two ranks in each ZeRO stage, counted exactly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train_all() -> list[ModelStateBytes]:
 
 @pytest.fixture(scope="module")
 def counted() -> list[list[ModelStateBytes]]:
-    """By rank, by case; all in the same processes."""
+    """Return the counted bytes by rank and case; all cases run in the same processes."""
     return on_ranks(RANKS, train_all, seconds=180)
 
 

@@ -40,7 +40,7 @@ def kept(p: float = 0.1, seed: int = 0, place: str = "first", samples: Tensor = 
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """In standard deviations of what independent masks would show."""
+    """Return the difference from independent masks, in standard deviations."""
     a, b = a.flatten() - a.mean(), b.flatten() - b.mean()
     return float((a @ b) / (a.norm() * b.norm()) * math.sqrt(a.numel()))
 

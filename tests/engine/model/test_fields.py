@@ -85,7 +85,7 @@ def other(name: str, base: ModelSpec) -> Any:
 
 
 def output(spec: ModelSpec) -> tuple[int, float]:
-    """How many numbers are trained, and the first loss."""
+    """Return the number of parameters, and the first loss."""
     tokens = torch.arange(32).view(1, -1) * 7 % 500
     model = build_model(spec, seed=0)
     with torch.no_grad():

@@ -24,7 +24,7 @@ def test_a_linear_product_equals_that_of_torch(bias: bool, transposed: bool) -> 
 
 
 def test_a_transposed_layer_saves_its_parameter_and_no_view_of_it() -> None:
-    """Of a parameter, autograd keeps a reference, whose values ZeRO-3 may take away and bring back; of a view, all."""
+    """Autograd saves a reference to a parameter, which ZeRO-3 may empty and gather again, but all values of a view."""
     layer, saved = Conv1D(4, 6), []
 
     def note(tensor: Tensor) -> Tensor:

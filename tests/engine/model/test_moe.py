@@ -86,7 +86,7 @@ def test_an_expert_that_no_token_chose_has_a_gradient_of_zero() -> None:
 
 
 def test_experts_save_their_parameters_and_no_view_of_them() -> None:
-    """Of a parameter, autograd keeps a reference, whose values ZeRO-3 may take away and bring back; of a view, all."""
+    """Autograd saves a reference to a parameter, which ZeRO-3 may empty and gather again, but all values of a view."""
     made, saved = mixture(), []
 
     def note(tensor: Tensor) -> Tensor:

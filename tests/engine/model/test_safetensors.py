@@ -49,7 +49,7 @@ def model_of(dims: dict[str, Any]) -> CausalLM:
 
 
 def contents(dims: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """What Hugging Face would save for these dimensions, with random values."""
+    """Return the tensors of a Hugging Face file for these dimensions, with random values."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in named_matrices(model_of(dims))}
 
@@ -93,7 +93,7 @@ def test_files_in_shards_and_in_16_bits_become_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dims", "prefix"), [(GPT, "transformer."), (LLAMA, "model.")], ids=["gpt2", "llama"])
 def test_the_outermost_name_and_old_constants_do_not_matter(dims: dict[str, Any], prefix: str, tmp_path: Path) -> None:
-    """As in the files of openai-community/gpt2."""
+    """Names have no prefix in the files of openai-community/gpt2."""
     saved = contents(dims)
     bare = {name.removeprefix(prefix): tensor for name, tensor in saved.items()}
     save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, tmp_path / "model.safetensors")

@@ -58,7 +58,7 @@ def run_spec(training: dict[str, Any] | None = None, vocab_size: int = 64, **lay
 
 
 def layout_of(spec: RunSpec, zero_stage: int, accumulation: int = 1, replicas: int = 1) -> Layout:
-    """What the planner would say."""
+    """Return the layout that the planner would choose."""
     return Layout(
         world_size=replicas,
         data_parallel=replicas,
@@ -133,7 +133,7 @@ def train(small: Small, step: int, change: Callable[[Tensor], Tensor] | None = N
 
 
 def dtype(engine: Any) -> torch.dtype:
-    """What the model computes in."""
+    """Return the dtype of the forward pass."""
     if engine.fp16_enabled():
         return torch.float16
     return torch.bfloat16 if engine.bfloat16_enabled() else torch.float32

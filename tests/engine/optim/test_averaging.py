@@ -75,7 +75,7 @@ def test_offloaded_weights_are_averaged_too(stage: int, offload: str) -> None:
 
 
 class PlainEngine:
-    """As much of DeepSpeed's engine as stage 0 in fp32 has."""
+    """The parts of DeepSpeed's engine that stage 0 in fp32 uses."""
 
     def __init__(self) -> None:
         self.module, self.optimizer = small_model(), object()
@@ -100,7 +100,7 @@ def lent_after(engine: PlainEngine, average: WeightAverage) -> float:
 
 
 def average_of(values: list[float], **averaging: Any) -> float:
-    """What is lent after steps that left the weights at these values."""
+    """Return the averaged weight after steps with these weights."""
     engine = PlainEngine()
     average = WeightAverage(engine, AveragingSpec.model_validate(averaging), len(values))
     for step, value in enumerate(values, 1):

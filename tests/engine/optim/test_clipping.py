@@ -65,7 +65,7 @@ def test_too_few_norms_set_no_threshold() -> None:
 
 
 def test_the_threshold_is_two_and_a_half_deviations_above_the_mean() -> None:
-    """Of 1.1 and 0.9 in turn the mean is 1 and the deviation 0.1."""
+    """The mean of alternating norms of 1.1 and 0.9 is 1, and their deviation 0.1."""
     assert observed(NOISE).threshold() == pytest.approx(1.25, abs=0.01)
 
 
@@ -106,7 +106,7 @@ def test_it_goes_on_from_a_checkpoint(at: int) -> None:
 
 
 def thresholds_obeyed(precision: str, stage: int) -> list[float]:
-    """How far the weights move in steps of rate 1 under thresholds that are set between the steps."""
+    """Return how far the weights move in steps with learning rate 1, under thresholds that change between steps."""
     settings: dict[str, Any] = {"precision": precision, "optimizer": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}}
     small, moved = start(run_spec(settings), stage, clip=1.0), []
     for step, threshold in enumerate((0.5, 0.25, 0.125)):

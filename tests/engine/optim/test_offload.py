@@ -57,7 +57,7 @@ def resumed(offload: str, folder: Path) -> tuple[list[float], list[float], Tenso
 
 
 def nvme_missing() -> str:
-    """Why the native operator is not to be had without minutes of compiling; empty when it is."""
+    """Return why the native operator is not available without a compilation of minutes; empty if it is."""
     if ctypes.util.find_library("aio") is None:
         return "no libaio"
     built = list(extensions_folder().rglob("async_io/async_io.so"))

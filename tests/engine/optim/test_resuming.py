@@ -1,4 +1,4 @@
-"""With every optimizer, a restart continues bit-exactly."""
+"""A restart continues bit-exactly with every optimizer."""
 
 from __future__ import annotations
 

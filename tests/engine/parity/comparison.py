@@ -16,7 +16,7 @@ class Difference:
     weight: float
 
     def within(self, limit: Difference) -> bool:
-        """Whether none of the three is larger, or no number."""
+        """Return True if no difference exceeds its limit, and none is NaN."""
         return self.loss <= limit.loss and self.norm <= limit.norm and self.weight <= limit.weight
 
 

@@ -39,7 +39,7 @@ _SECONDS = 300.0  # of one row, on a machine that does much else
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a parameter: a slice by the cut, of the experts that the expert rank has."""
+    """A rank's part of a parameter: its shard, of the experts on its expert rank."""
 
     shard_spec: ShardSpec | None
     expert_rank: int

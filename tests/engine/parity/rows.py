@@ -116,7 +116,7 @@ _SMOOTHING = ("training.label_smoothing=0.1",)
 
 
 def features() -> list[Row]:
-    """What else an option may change, each in layouts that it might go wrong in."""
+    """Return rows for further options, each in layouts that could make a difference."""
     cubed = Row(1, tensor=2, pipeline=2, sequence=2, accumulation=4)
     return [
         with_features(Row(2, data=2), "offload optimizer", "layout.offload=optimizer"),

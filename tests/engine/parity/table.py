@@ -19,7 +19,7 @@ ACTIVATIONS = 0.05  # run beside plan
 
 @dataclass(frozen=True)
 class Line:
-    """What became of a row. ``states``: bytes of the rank that strays furthest from its plan, run minus plan.
+    """The result of a row. ``states``: bytes of the rank that differs most from its plan, run minus plan.
 
     ``activations``: of the rank that does, run / plan - 1. ``problem``: why there are no figures.
     """

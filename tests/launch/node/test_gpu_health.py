@@ -1,4 +1,4 @@
-"""What is concluded from NVML, with a fake of the module pynvml: there is no GPU here.
+"""GPU health from NVML, with a fake of the module pynvml, because there is no GPU here.
 
 Not shown: that a driver reports these figures as NVIDIA documents them. One test holds the fake to the real module.
 """

@@ -30,7 +30,7 @@ StartAgent = Callable[..., Agent]
 
 
 class Line:
-    """The rank's and the agent's ends of one heartbeat, on a clock that a test turns."""
+    """Both ends of one heartbeat, with a clock that the test sets."""
 
     def __init__(self, several_nodes: bool = False) -> None:
         self.now = 0.0
@@ -39,7 +39,7 @@ class Line:
         self.heart = Heartbeat(self.writes, several_nodes=several_nodes, clock=lambda: self.now)
 
     def allowed(self) -> float:
-        """What the newest beat allows, in seconds."""
+        """Return the time limit in the latest beat, in seconds."""
         return float(json.loads(self.file.readlines()[-1])["allowed"])
 
     def steps(self, count: int, seconds: float, first: int = 1) -> float:

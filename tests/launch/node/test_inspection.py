@@ -1,4 +1,4 @@
-"""What an agent finds out about its node before it starts a rank."""
+"""The inspection of a node before its agent starts ranks."""
 
 from __future__ import annotations
 

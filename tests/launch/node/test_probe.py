@@ -1,4 +1,4 @@
-"""What a node says of itself, and which answers keep a plan from being queued."""
+"""The facts of a node, and which of them reject a plan before it is queued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is started with, and what a node must have for it."""
+"""The environment of a rank, and the GPUs that a node must have for its ranks."""
 
 from __future__ import annotations
 
