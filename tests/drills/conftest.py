@@ -32,7 +32,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The run that nothing happened to, for these overrides; trained once."""
+    """Return the undisturbed run with these overrides; it is trained once."""
     finished: dict[str, Drill] = {}
 
     def run(**overrides: Any) -> Drill:
@@ -51,7 +51,7 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Undi
 
 @pytest.fixture
 def chance(request: pytest.FixtureRequest) -> random.Random:
-    """A new seed each time, shown when the test fails, so that the moment can be repeated."""
+    """Return a generator with a new seed, which is shown if the test fails, so that it can be repeated."""
     seed = int(os.environ.get("DRILL_SEED", time.time_ns() % 10**9))
     print(f"repeat with DRILL_SEED={seed}")
     return random.Random(seed)

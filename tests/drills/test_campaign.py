@@ -1,4 +1,4 @@
-"""The campaign that `make drills` runs whole, in short: the same kills, requests and damages, a few of each."""
+"""A short form of the campaign of `make drills`: a few kills, requests and damages of each kind."""
 
 from __future__ import annotations
 

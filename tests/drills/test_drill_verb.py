@@ -1,4 +1,4 @@
-"""`scaletrain drill` on this machine with the real engine: what it says of a killed rank and of a cut file is so."""
+"""`scaletrain drill` on this machine with the real engine: its results are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests themselves are killed while ranks train; nothing is left that the next run would trip over."""
+"""The tests themselves are killed while ranks train: no process, shared memory or lock is left."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_rank_killed_and_a_preemption_at_random_steps_change_nothing(
     chance: random.Random,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Killed, the run goes on from its newest checkpoint; asked to leave, however often, it loses no step."""
+    """A killed run resumes from its latest checkpoint; a preempted one loses no step, however often."""
     monkeypatch.setenv(VARIABLE, slowed({1: LAST_MOMENT, 2: LAST_MOMENT}))
     drill = submit_drill(dataset, **kind)
     drill.wait_for_step(chance.randrange(1, LAST_MOMENT))

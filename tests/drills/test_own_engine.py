@@ -20,7 +20,7 @@ SHORT = ("--set", "training.steps=60", "--set", "checkpoint.every=20", "--yes")
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkingTree:
-    """The example as the repository of somebody who stands in it."""
+    """Create a repository with the example, and make it the current folder."""
     shutil.copytree(PROJECT / "recipes/own-engine", tmp_path / "mine")
     monkeypatch.chdir(tmp_path / "mine")
     return WorkingTree(tmp_path / "mine")

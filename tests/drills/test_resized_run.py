@@ -1,4 +1,4 @@
-"""A run that goes on with other ranks trains on the same samples: its losses are those of one that never moved."""
+"""A run that resumes on other ranks trains on the same samples: its losses are those of an undisturbed run."""
 
 from __future__ import annotations
 

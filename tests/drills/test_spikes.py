@@ -1,4 +1,4 @@
-"""A run that bad data poisoned comes, in one attempt, to the state of a run that never saw them."""
+"""A run with a loss spike reaches, in one attempt, the state of a run that skipped the bad data from the start."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.drill
 
 
 def tensorboard_scalars(drill: Drill) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values by tag, as TensorBoard itself reads them."""
+    """Return steps and values by tag, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(drill.run.path / "tensorboard"), size_guidance={"scalars": 0})
@@ -30,7 +30,7 @@ def tensorboard_scalars(drill: Drill) -> dict[str, list[tuple[int, float]]]:
 
 
 def mlflow_runs(drill: Drill) -> list[tuple[Any, dict[str, list[tuple[int, float]]]]]:
-    """Each run in the store, with steps and values by metric, as MLflow's client reads them."""
+    """Return each run in the store, with steps and values by metric, as MLflow's client reads them."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{drill.run.path / 'mlflow.db'}")

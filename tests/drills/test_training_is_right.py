@@ -1,4 +1,4 @@
-"""The same spec trains the same model, whatever the layout; and what the run directory says of it is true."""
+"""The same spec trains the same model in every layout, and the run directory has its measured values."""
 
 from __future__ import annotations
 

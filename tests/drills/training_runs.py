@@ -1,4 +1,4 @@
-"""Small real runs for the drills: submitted to the local scheduler, hurt, and compared bit by bit."""
+"""Small real runs for the drills: submitted to the local scheduler, disturbed, and compared bit by bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ checkpoint: {{every: 10, keep: 2}}
 
 @dataclass(frozen=True)
 class Drill:
-    """One submitted run, and what a test may do to it."""
+    """One submitted run, and the faults that a test may inject into it."""
 
     run: RunDir
     scheduler: LocalBackend
@@ -52,7 +52,7 @@ class Drill:
         return self.scheduler.job(self.run, None).state == "running"  # type: ignore[arg-type]
 
     def wait_for(self, reached: Callable[[], Any], seconds: float = 120) -> Any:
-        """The first true answer; fails when the run ends or time runs out before."""
+        """Return the first true result of the condition; fail if the run ends or time runs out before."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if answer := reached():
@@ -92,7 +92,7 @@ class Drill:
         return [event for event in read_events(self.run) if name in (None, event["event"])]
 
     def beginnings(self) -> list[dict[str, Any]]:
-        """The event of each attempt that came to train, from the start or from a checkpoint."""
+        """Return the event of the start of training of each attempt, new or resumed."""
         return [event for event in self.events() if event["event"] in ("started", "resumed")]
 
     def log(self) -> str:
@@ -105,7 +105,7 @@ class Drill:
         return [line["validation_loss"] for line in read_metrics(self.run) if "validation_loss" in line]
 
     def final_state(self) -> dict[str, Any]:
-        """The last checkpoint, loaded: every matrix of every kind, what all ranks know alike, each rank's own file."""
+        """Return the last checkpoint: every matrix of every kind, the common state of all ranks, each rank's file."""
         newest = list_checkpoints(self.run.checkpoints)[-1]
         assert newest.step == STEPS
         assert verify(newest) == []
@@ -118,12 +118,12 @@ class Drill:
 
 
 def spec_text(dataset: Path) -> str:
-    """A small run on this machine, as a file."""
+    """Return the text of the spec of a small run on this machine."""
     return _SPEC.format(dataset=dataset, steps=STEPS)
 
 
 def drill_spec(dataset: Path, **overrides: Any) -> RunSpec:
-    """A small run; keys of ``overrides`` are dotted spec keys with ``__`` for the dot."""
+    """Return the spec of a small run; keys of ``overrides`` are dotted spec keys with ``__`` for the dot."""
     sets = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
     return parse_spec(spec_text(dataset), file="drill.yaml", base_dir=Path(), overrides=sets)
 

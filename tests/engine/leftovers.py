@@ -9,13 +9,13 @@ _SHARED = "/dev/shm/"
 
 
 def children(pid: int) -> set[int]:
-    """All descendants, alive or zombie."""
+    """Return all descendants, running or zombie."""
     found = {int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()}
     return found | {grandchild for child in found for grandchild in children(child)}
 
 
 def abandoned_shared_memory() -> set[str]:
-    """Names in /dev/shm that no living process has open or mapped; other tests may have some of their own."""
+    """Return names in /dev/shm that no running process has open or mapped; those of other tests may be among them."""
     there, held = {str(path) for path in Path(_SHARED).iterdir()}, set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile

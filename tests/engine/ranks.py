@@ -31,7 +31,7 @@ _GRACE_SECONDS = 1.0  # for the others to tell what they saw once one rank has f
 
 
 class RanksFailedError(AssertionError):
-    """A rank raised, died or was too slow; the message holds what each of them said."""
+    """A rank raised an exception, died or was too slow; the message has the error of each."""
 
 
 def on_ranks(
@@ -80,7 +80,7 @@ class _Rank:
     connection: Connection
 
     def outcome(self) -> _Outcome:
-        """Waits for it. One that dies closes its end."""
+        """Return the result of the rank, or None if it died."""
         try:
             returned, value = pickle.loads(self.connection.recv_bytes())
         except EOFError:

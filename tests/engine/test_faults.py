@@ -98,7 +98,7 @@ def test_a_slow_rank_waits_before_every_step_from_its_first(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("kind", "alive"), [("sigkill-agent", []), ("node", []), ("sigstop", ["T"])])
 def test_a_node_fault_kills_the_agent_and_every_rank(kind: str, alive: list[str]) -> None:
-    """An agent of three processes: itself, a rank that strikes and one that sleeps."""
+    """Run an agent with a rank that injects the fault and one that sleeps."""
     rank = (
         "import os, sys; from scaletrain_cli.engine.faults import Faults;"
         "from scaletrain_cli.worker.signals import die_with_agent; die_with_agent();"

@@ -1,6 +1,4 @@
-"""What every way of driving a step must do: not apply a gradient that is not a number, whichever rank it came from, and
-find the same validation loss.
-"""
+"""Steps in every layout: a NaN gradient of any rank is not applied, and the validation loss is the same."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ _LAYOUTS = {
 
 
 def _driven(overrides: list[str]) -> tuple[Composed, Stepper, list[MicroBatch]]:
-    """A model in the layout of the overrides, and this rank's part of four rows in micro-batches of two."""
+    """Return a model in the layout of the overrides, and this rank's part of four rows in micro-batches of two."""
     spec = parse_spec(_SPEC, file="stepping.yaml", base_dir=Path(), overrides=overrides)
     layout, device = make_plan(spec).layout, torch.device("cpu")
     mesh = build_mesh(layout)
@@ -64,7 +62,7 @@ def _driven(overrides: list[str]) -> tuple[Composed, Stepper, list[MicroBatch]]:
 
 
 def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, float, bool, bool]:
-    """Loss and norm of a poisoned step after a sound one; whether that one changed the weights, whether this did."""
+    """Return loss and norm of a poisoned step after a valid one, and whether each of the two changed the weights."""
     composed, drive, batches = _driven(overrides)
 
     def weights() -> list[torch.Tensor]:

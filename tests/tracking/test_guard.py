@@ -1,4 +1,4 @@
-"""A tracker runs beside training: it gets every step once and in order, and whatever it does, training goes on."""
+"""A tracker gets every step once, in order, and its errors do not affect training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 
 class Recorder(Tracker[TrackerOptions]):
-    """Keeps what it is given; ``rows`` and ``calls`` outlive the object, as a service does."""
+    """Records its calls; ``rows`` and ``calls`` belong to the class, as those of a service would outlive an attempt."""
 
     options_model = TrackerOptions
     rows: ClassVar[list[tuple[int, dict[str, float]]]] = []

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl are written beside training: none is lost, none overtakes another, and errors surface."""
+"""Lines of metrics.jsonl are written in a thread: none is lost, their order is kept, and errors are raised."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 class DivergedError(DoNotRequeueError):
-    """States its reason, as those of the engine do."""
+    """States its exit reason, as those of the engine do."""
 
     failure_reason = "nan"
 
@@ -158,7 +158,7 @@ def test_ordinary_text_has_no_failure_reason() -> None:
 
 
 def group(root: Path, cgroup: str, counter: str, kills: int) -> Path:
-    """A machine whose process 1 of interest is in that group, with that file beside it."""
+    """Return the root of a machine whose process is in that cgroup, with that counter file."""
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text(cgroup)
     (root / "proc/vmstat").write_text("pgfault 12\noom_kill 40\n")

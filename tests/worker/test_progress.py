@@ -1,4 +1,4 @@
-"""Progress lines: written by a training program, read by whoever follows its log."""
+"""Progress lines: written by a training program, and read by programs that follow its log."""
 
 from __future__ import annotations
 

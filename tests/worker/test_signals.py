@@ -1,4 +1,4 @@
-"""Signals are heard whatever the main thread does, and however many there are."""
+"""Signals are received whatever the main thread does, and however many there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints damaged in random ways, and disks that fill up at every write: what is damaged is never restored."""
+"""Checkpoints damaged at random, and disks that are full at every write: a damaged checkpoint is never restored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Damages:
 
 
 def damage_files(dataset: Path, damages: int, chance: random.Random) -> Damages:
-    """So many random damages to the files of a run's checkpoints."""
+    """Damage files of a run's checkpoints ``damages`` times at random."""
     found = Damages()
     undisturbed = ForkedRun.create(drill_spec(dataset, checkpoint__keep=4))
     undisturbed.attempts_to_end()
@@ -42,7 +42,7 @@ def damage_files(dataset: Path, damages: int, chance: random.Random) -> Damages:
 
 
 def fill_disks(dataset: Path, found: Damages) -> None:
-    """Runs whose disk is full at each write of a save, one after the other, of each rank."""
+    """Run with a disk that is full at each write of a save in turn, on each rank."""
     small = drill_spec(dataset, model__num_hidden_layers=1, checkpoint__every=2)
     undisturbed = ForkedRun.create(small)
     undisturbed.attempts_to_end()
@@ -54,7 +54,7 @@ def fill_disks(dataset: Path, found: Damages) -> None:
 def _damage_once(
     folder: Path, states: dict[int, dict[str, torch.Tensor]], found: Damages, chance: random.Random
 ) -> None:
-    """To one or two of the newest checkpoints; then load what is taken instead, and compare every value."""
+    """Damage one or two of the latest checkpoints; then load the one that is used instead, and compare every value."""
     hurt = folder.with_name("damaged")
     shutil.rmtree(hurt, ignore_errors=True)
     shutil.copytree(folder, hurt)
@@ -91,7 +91,7 @@ def _hurt(path: Path, kind: str, chance: random.Random) -> None:
 
 
 def _fill_up(run: ForkedRun, undisturbed: ForkedRun, rank: int, found: Damages) -> None:
-    """The disk is full at the first, second, ... write of this rank, until a save gets through; then at none."""
+    """Make the disk full at the first, second, ... write of this rank, until a save succeeds."""
     write = 0
     while True:
         write += 1

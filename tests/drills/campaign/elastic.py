@@ -1,4 +1,4 @@
-"""A run that goes on at other sizes and ZeRO stages: the same samples at each step, and every value of its state."""
+"""A run resumed with other sizes and ZeRO stages keeps the samples of each step and every value of its state."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _hold_states_together(run: ForkedRun, name: str, found: Elastic) -> None:
 
 
 def noting_samples(path: Path, number: int) -> int:
-    """A rank that writes down which samples it was fed as which batch, on its way into the engine."""
+    """Run a rank that records the samples of each batch before it enters the engine."""
     read, rank = BatchReader.batch, int(os.environ["RANK"])
     notes = RunDir(path).attempt(number) / f"samples-{rank}.jsonl"
 
@@ -110,7 +110,7 @@ def noting_samples(path: Path, number: int) -> int:
 
 
 def samples_by_step(run: RunDir) -> dict[int, list[int]]:
-    """The samples of each batch over all ranks, in order, of the last attempt that read it."""
+    """Return the samples of each batch over all ranks, in order, from the last attempt that read it."""
     found: dict[int, list[int]] = {}
     for number in run.attempts():
         read: dict[int, list[int]] = {}

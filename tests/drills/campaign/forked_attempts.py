@@ -36,7 +36,7 @@ _SECONDS = 120.0
 
 @dataclass
 class Attempt:
-    """One under way, for who strikes at it."""
+    """A running attempt, into which faults are injected."""
 
     run: RunDir
     number: int
@@ -61,7 +61,7 @@ class Attempt:
         return False
 
     def send(self, number: int, rank: int) -> None:
-        """A signal to one rank, if it still lives."""
+        """Send a signal to one rank, if it still runs."""
         pids = self.pids()
         if rank < len(pids) and not self.over.is_set():
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -77,11 +77,11 @@ class ForkedRun:
 
     @classmethod
     def create(cls, spec: RunSpec, be_rank: Callable[[Path, int], int] | None = None) -> ForkedRun:
-        """In the runs root; ``be_rank`` in place of the engine's bare entry."""
+        """Create a run in the runs root; ``be_rank`` replaces the entry point of the engine."""
         return cls(create_run(spec, make_plan(spec)).run, be_rank or globals()["be_rank"])
 
     def attempt(self, strike: Callable[[Attempt], None] = lambda attempt: None, fault: str = "") -> Attempt:
-        """From the newest checkpoint to the end, or to wherever the strike or the fault leaves it."""
+        """Run one attempt from the latest checkpoint until it ends, or a fault ends it."""
         record = read_record(self.run)
         number = begin_attempt(self.run, record.spec, scheduler="local", job_id="forked", nodes=("here",))
         attempt = Attempt(self.run, number, record.spec.world_size)
@@ -103,13 +103,13 @@ class ForkedRun:
             attempt.over.set()
 
     def attempts_to_end(self, fault: str = "") -> None:
-        """Attempts until one is done. Raises AssertionError with the log of one that neither finishes nor preempts."""
+        """Run attempts until one is done. Raises AssertionError with the log if one is neither done nor preempted."""
         while (codes := self.attempt(fault=fault).exit_codes) != [0] * read_record(self.run).spec.world_size:
             assert codes is not None, self.log()
             assert set(codes) == {75}, self.log()
 
     def seconds_of_first_attempt(self) -> float:
-        """From when its ranks were there until the last step was done."""
+        """Return the seconds from the start of its ranks to the end of the last step."""
         began = _pid_file(self.run, 1, 0).stat().st_mtime
         return float(self.events("finished")[0]["time"]) - began
 
@@ -122,13 +122,13 @@ class ForkedRun:
         return [event for event in read_events(self.run) if event["event"] in names]
 
     def log(self) -> str:
-        """The end of the last attempt's."""
+        """Return the end of the last attempt's log."""
         newest = self.run.attempt(self.run.attempts()[-1])
         return "\n".join(path.read_text()[-1500:] for path in sorted(newest.glob("logs/*")))
 
 
 def be_rank(path: Path, number: int) -> int:
-    """The engine's entry, its output in the attempt's log; the exit code. Raises AssertionError for a failure."""
+    """Run the engine's entry point with its output in the log, and return the exit code. Raises AssertionError."""
     from scaletrain_cli.engine.__main__ import main
 
     run, rank = RunDir(path), int(os.environ["RANK"])

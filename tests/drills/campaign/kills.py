@@ -1,4 +1,4 @@
-"""Ranks killed and asked to leave at random moments, half of them inside a save: nothing may be lost but time."""
+"""Ranks killed and preempted at random times, half of them inside a save: nothing is lost but time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Kills:
 
 
 def kill(dataset: Path, kills: int, chance: random.Random, stages: Sequence[int] = (0, 1, 2, 3)) -> Kills:
-    """So many kills, shared out over ZeRO stages; each run is killed a few times and then left to finish."""
+    """Kill ranks ``kills`` times over all ZeRO stages; each run is killed a few times and then finishes."""
     found = Kills()
     for stage in stages:
         wanted = found.kills + kills // len(stages)
@@ -57,7 +57,7 @@ def _kill_one_run(run: ForkedRun, undisturbed: ForkedRun, took: float, found: Ki
 
 
 class _Strike:
-    """SIGKILL or SIGTERM for a random rank, at a random moment of the run's time or of a save's."""
+    """Send SIGKILL or SIGTERM to a random rank, at a random time of the run or of a save."""
 
     def __init__(self, chance: random.Random, took: float, in_save: bool) -> None:
         self._chance, self._took, self._in_save = chance, took, in_save

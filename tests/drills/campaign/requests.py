@@ -1,4 +1,4 @@
-"""Ranks asked to save or to leave at random moments, with time enough: each time the state is in a checkpoint."""
+"""Ranks get save requests and preemptions at random times, with enough time: each time the state is in a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Requests:
 
 
 def request(dataset: Path, requests: int, chance: random.Random) -> Requests:
-    """So many, shared out over kinds of runs that may be hit in a compilation, an evaluation, a save or a step."""
+    """Send ``requests`` requests to several kinds of runs, which may be compiling, evaluating, saving or training."""
     found = Requests()
     for name, overrides in _OPTIONS.items():
         spec = drill_spec(dataset, **overrides)

@@ -1,4 +1,4 @@
-"""An exported checkpoint is what Hugging Face's loaders expect, and holds the very weights that were saved."""
+"""An exported checkpoint has the format of Hugging Face's loaders and the weights that were saved."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
 
 
 def due(schedule: CheckpointSchedule, steps: range) -> list[int]:
-    """Steps at which one is due, and is made."""
+    """Return the steps at which a checkpoint is due, and record each as saved."""
     found = []
     for step in steps:
         if schedule.is_due(step):

@@ -20,7 +20,7 @@ from scaletrain_cli.worker.signals import PreemptionFlag
 
 
 def whole_state(folder: Path) -> dict[str, Tensor]:
-    """Every matrix of every kind, flat, as ``KIND/NAME``."""
+    """Return every matrix of every kind, flat, as ``KIND/NAME``."""
     checkpoint = read_checkpoint(folder)
     assert isinstance(checkpoint, Checkpoint), checkpoint
     reader = StateReader(folder, -1, (), checkpoint.files)
@@ -32,7 +32,7 @@ def whole_state(folder: Path) -> dict[str, Tensor]:
 
 
 def save_again(path: Path, attempt: int, folder: Path) -> None:
-    """On each rank: load a run's newest checkpoint in the layout that it has now, and save it into another folder."""
+    """On each rank: load a run's latest checkpoint in its present layout, and save it to another folder."""
     with contextlib.redirect_stdout(io.StringIO()):
         run, ranks = RunDir(path), Ranks.from_environment()
         trainer = assemble(run, read_record(run), ranks, attempt, PreemptionFlag(), Heartbeat(None))

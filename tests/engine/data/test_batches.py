@@ -65,7 +65,7 @@ Triples = set[tuple[int, int, int, int]]
 
 
 def triples(parts: list[MicroBatch]) -> Triples:
-    """(sample, position, token, label) of every token."""
+    """Return (sample, position, token, label) of every token."""
     return {
         (int(sample), int(position), int(token), int(label))
         for part in parts

@@ -155,7 +155,7 @@ def test_a_truncated_or_missing_file_is_reported_with_its_path(texts: Path, tmp_
 
 
 def tokenizer_file(path: Path, texts: Path, end: str) -> Path:
-    """A tokenizer with bad habits of its own: it cuts and pads, and may have no end-of-text token."""
+    """Return a tokenizer that truncates and pads, and may have no end-of-text token."""
     tokenizer = Tokenizer.from_file(str(prepare_dataset(spec(texts), path.parent / "first") / "tokenizer.json"))
     described = json.loads(tokenizer.to_str().replace("<|endoftext|>", end))
     path.write_text(json.dumps(described))

@@ -19,7 +19,7 @@ def batch(step: int) -> StepBatch:
 
 
 class Reading:
-    """Remembers what was read, and fails at one step."""
+    """Records what was read, and fails at one step."""
 
     def __init__(self, fails_at: int = 0) -> None:
         self.fails_at, self.steps = fails_at, [0]

@@ -1,4 +1,4 @@
-"""Which device or node is worse than the others, and which is not."""
+"""Findings of the preflight: which device or node is worse than the others, and which is not."""
 
 from __future__ import annotations
 

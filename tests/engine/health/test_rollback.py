@@ -37,7 +37,7 @@ class OneRank:
 
 
 class Kept:
-    """Stands for the checkpointer: remembers what was asked of it."""
+    """Stands for the checkpointer, and records its calls."""
 
     def __init__(self, folder: Path, guard: Guard) -> None:
         self.folder, self.done = folder, list[str]()

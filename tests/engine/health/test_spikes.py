@@ -132,7 +132,7 @@ SHAPES = ("plain", "heavy tails", "hard batches", "a step up", "warm restarts", 
 
 
 def made_up_losses(shape: str, seed: int, steps: int) -> list[float]:
-    """A falling loss, from smooth to very noisy, with what happens to losses that are well."""
+    """Return a falling loss, from smooth to very noisy, with changes that occur in healthy runs."""
     chance = random.Random(f"{shape} {seed}")
     noise, floor = chance.choice([0.003, 0.03, 0.1]), chance.choice([0.1, 0.6, 2.0, 3.5])
     first = chance.choice([8.0, 10.4])

@@ -1,4 +1,4 @@
-"""Which rank is slow, and when that is reported."""
+"""Stragglers: which rank is slow, and when that is reported."""
 
 from __future__ import annotations
 

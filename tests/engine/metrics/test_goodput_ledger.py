@@ -1,4 +1,4 @@
-"""Every second of an attempt is counted once, and most seconds survive a kill."""
+"""Every second of an attempt is counted once, and a kill loses few of them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ cluster: {gpu: cpu, gpus_per_node: 1}
 
 
 class Waits(TorchDispatchMode):
-    """Notes who asks for the value of a tensor. torch's optimizers on a CPU do; those on a GPU do not."""
+    """Records which code reads the value of a tensor. torch's optimizers read values on a CPU, and not on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""When an attempt is measured, and that its memory is that of the plan."""
+"""An attempt is measured after its first update, and its memory is that of the plan."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that ran."""
+    """Return the names of the operations that ran."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Dropout: the published generator, the asked rate, no pattern, and one mask per sample whatever the layout."""
+"""Dropout: the published generator, the requested rate, no pattern, and one mask per sample in every layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POSITIONS, SAMPLES = torch.arange(LENGTH), torch.arange(8)
 
 
 class Places(nn.Module):
-    """Two places that drop."""
+    """A model with two dropout modules."""
 
     def __init__(self, p: float, seed: int = 0) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Places(nn.Module):
 
 
 def kept(p: float = 0.1, seed: int = 0, place: str = "first", samples: Tensor = SAMPLES) -> Tensor:
-    """[samples, length, channels]: 1 where it stays."""
+    """Return a mask [samples, length, channels]: 1 for values that are kept."""
     x = torch.ones(len(samples), LENGTH, CHANNELS)
     return (Places(p, seed).get_submodule(place)(x, POSITIONS, samples) != 0).float()
 

@@ -1,4 +1,4 @@
-"""Each field of the model section reaches the network that is trained, or is refused, or is known to be for others."""
+"""Each field of the model section changes the network, is rejected, or is listed as a field of other models."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def refused(spec: ModelSpec) -> list[str]:
 
 @cache
 def a_layout() -> Layout:
-    """Any one: what is refused of a model does not depend on it."""
+    """Return any layout: the rejected fields do not depend on it."""
     return make_plan(load()).layout
 
 

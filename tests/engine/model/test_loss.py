@@ -94,7 +94,7 @@ def test_chunks_sum_a_16_bit_gradient_in_32_bits() -> None:
 
 
 class MostAlive(TorchDispatchMode):
-    """The most elements that lived at once, of those tensors that operations made."""
+    """Return the largest number of elements in memory at once, of tensors that operations created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Model(nn.Module):
 
 
 def train(stage: int, tied: bool, kind: str) -> list[float]:
-    """Losses of 6 steps of 2 micro-batches."""
+    """Return the losses of 6 steps of 2 micro-batches."""
     prepare_deepspeed(CPU)
     import deepspeed
 

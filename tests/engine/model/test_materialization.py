@@ -99,7 +99,7 @@ def test_values_of_another_shape_are_not_broadcast() -> None:
 
 
 def train_under_zero(stage: int, shard_at_birth: bool) -> dict[str, object]:
-    """Losses of 10 steps on two ranks, and how many elements were whole at once on the way there."""
+    """Return the losses of 10 steps on two ranks, and the largest number of unsharded elements at once."""
     prepare_deepspeed(CPU)
     import deepspeed
 

@@ -43,7 +43,7 @@ def batch(sequences: int = 3, length: int = 12) -> Tensor:
 
 
 def one_by_one(made: MoELayer, x: Tensor, renormalise: bool, capacity: int) -> Tensor:
-    """Each token in turn, as one would explain it; capacity 0 is without bound."""
+    """Return the outputs, computed token by token; capacity 0 means no limit."""
     rows = []
     for sequence in x:
         used = [0] * EXPERTS

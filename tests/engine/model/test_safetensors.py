@@ -55,7 +55,7 @@ def contents(dims: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[s
 
 
 def loaded(folder: Path, dims: dict[str, Any]) -> dict[str, Tensor]:
-    """Parameters of the model after loading the folder, stacked experts taken apart."""
+    """Return the parameters of the model after loading the folder, with separate matrices for experts."""
     model = model_of(dims)
     materialize(model, HuggingFaceFolder(folder, model_of(dims)), CPU)
     found = {name: p.detach() for name, p in model.named_parameters()}

@@ -25,14 +25,14 @@ INPUTS = 16
 
 
 class Small(NamedTuple):
-    """The engine, and the optimizer inside its own."""
+    """The engine, and the optimizer inside DeepSpeed's."""
 
     engine: Any
     optimizer: torch.optim.Optimizer
 
 
 def run_spec(training: dict[str, Any] | None = None, vocab_size: int = 64, **layout: Any) -> RunSpec:
-    """A run on CPU ranks. It names a model, which is not the one that trains here."""
+    """Return the spec of a run on CPU ranks. Its model is not the one that is trained here."""
     return RunSpec.model_validate(
         {
             "schema": "scaletrain/v1",
@@ -78,14 +78,14 @@ def layout_of(spec: RunSpec, zero_stage: int, accumulation: int = 1, replicas: i
 
 
 def small_model(width: int = 32) -> nn.Module:
-    """Matrices, biases and a norm; the same weights each time."""
+    """Return a model with matrices, biases and a norm, and the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), nn.LayerNorm(width), nn.Linear(width, 4))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a global batch: a pure function of the step."""
+    """Return inputs and targets of a global batch, a pure function of the step."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(BATCH, INPUTS, generator=generator), torch.randn(BATCH, 4, generator=generator)
 
@@ -93,7 +93,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def start(
     spec: RunSpec, zero_stage: int, *, accumulation: int = 1, clip: float = 0.0, folder: Path = Path(), width: int = 32
 ) -> Small:
-    """DeepSpeed around the small model, on this rank."""
+    """Return DeepSpeed's engine around the small model, on this rank."""
     layout = layout_of(spec, zero_stage, accumulation, dist.get_world_size())
     model = small_model(width)
     optimizer = build_optimizer(spec, model, layout, torch.device("cpu"))
@@ -118,7 +118,7 @@ def start(
 
 
 def train(small: Small, step: int, change: Callable[[Tensor], Tensor] | None = None) -> float:
-    """One optimizer step on this rank's rows; the mean loss over all of them. ``change`` the loss if asked to."""
+    """Run one optimizer step on this rank's rows; return the mean loss over all rows. ``change`` alters the loss."""
     engine, total = small.engine, 0.0
     inputs, targets = (rows.chunk(dist.get_world_size())[dist.get_rank()] for rows in batch(step))
     parts = engine.gradient_accumulation_steps()
@@ -140,7 +140,7 @@ def dtype(engine: Any) -> torch.dtype:
 
 
 def weights(small: Small) -> Tensor:
-    """All weights that the model computes with, as one fp32 vector. Collective."""
+    """Return all weights of the forward pass as one fp32 vector. Collective."""
     import deepspeed
 
     parameters = list(small.engine.module.parameters())
@@ -149,7 +149,7 @@ def weights(small: Small) -> Tensor:
 
 
 def save(small: Small, folder: Path, average: WeightAverage | None = None) -> None:
-    """This rank's part of the state, in the file that a checkpoint would have. Collective."""
+    """Save this rank's part of the state to the file of a checkpoint. Collective."""
     states, rank = _held(small), dist.get_rank()
     entries, counts = Snapshot(states, average).take()
     header = ShardHeader(rank, {piece.name: piece for piece in _owned(states)}, counts)
@@ -158,7 +158,7 @@ def save(small: Small, folder: Path, average: WeightAverage | None = None) -> No
 
 
 def load(small: Small, folder: Path, average: WeightAverage | None = None) -> None:
-    """Go on from that. Collective."""
+    """Load the saved state. Collective."""
     states = _held(small)
     files = [path.name for path in folder.iterdir()]
     put_back(StateReader(folder, dist.get_rank(), _owned(states), files), states, average, small.engine)

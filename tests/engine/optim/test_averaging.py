@@ -1,4 +1,4 @@
-"""Averages of weights in every ZeRO stage, and that lending them to the model has no side effect."""
+"""Averages of weights in every ZeRO stage; their use for an evaluation has no side effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRAPPERS = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("b
 
 
 def averaged(precision: str, stage: int, averaging: dict[str, Any], offload: str = "none") -> dict[str, Any]:
-    """All weights after each step, the average that the model computes with at the end, and what it leaves behind."""
+    """Return all weights after each step, the average that the model uses at the end, and the weights after that."""
     spec = run_spec({"precision": precision, "optimizer": {"lr": 0.05}, "averaging": averaging}, offload=offload)
     small = start(spec, stage)
     average, seen = WeightAverage(small.engine, spec.training.averaging, STEPS), []

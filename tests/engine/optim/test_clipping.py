@@ -84,7 +84,7 @@ def test_no_threshold_exceeds_gradient_clipping() -> None:
 
 
 def test_the_threshold_recovers_from_large_norms_at_the_beginning() -> None:
-    """They are all above the largest, but they differ, and the statistics are of what they were."""
+    """All norms exceed the limit; the statistics use the norms before clipping."""
     begun = observed([10.0 + norm for norm in NOISE[:25]], largest=1.0)
     for step in range(400):
         begun.observe(0.5 + 0.05 * (-1) ** step)

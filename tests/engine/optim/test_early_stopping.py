@@ -31,7 +31,7 @@ def test_an_improvement_must_be_large_enough() -> None:
 
 
 def test_small_improvements_add_up() -> None:
-    """The best loss is what the next one is compared with, not the one before it."""
+    """The next loss is compared with the best one, not with the one before it."""
     assert not should_stop([2.0, 1.95, 1.85], EarlyStoppingSpec(patience=2, min_delta=0.1))
 
 

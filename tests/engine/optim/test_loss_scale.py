@@ -45,7 +45,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_training_continues(
 
 
 def grows(stage: int, clip: float) -> tuple[list[float], list[float], Tensor]:
-    """Scales and gradient norms of each step, and the final weights, when every other step doubles the scale."""
+    """Return scales and gradient norms of each step, and the final weights, if every other step doubles the scale."""
     small = start(spec_of(initial=256, window=2), stage, clip=clip)
     scales, norms = [], []
     for step in range(8):

@@ -42,7 +42,7 @@ WIDE = 32768  # so that the matrices' pieces reach the megabyte from which DeepS
 
 
 def resumed(offload: str, folder: Path) -> tuple[list[float], list[float], Tensor, Tensor]:
-    """Losses and weights after a save, without and with a restart in between."""
+    """Return losses and weights after a save, without and with a restart in between."""
     load_async_io()
     spec = run_spec({"optimizer": {"lr": 1e-3}}, vocab_size=2 * WIDE, offload=offload, offload_device="nvme")
     first = start(spec, 3, width=WIDE, folder=folder / "first")

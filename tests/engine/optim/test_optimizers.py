@@ -51,7 +51,7 @@ def plain(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plainly_trained(name: str, width: int) -> tuple[list[float], Tensor]:
-    """Losses and final weights of one process with the whole batch."""
+    """Return the losses and final weights of one process with the whole batch."""
     model = small_model(width)
     optimizer, losses = plain(name, model), []
     for step in range(STEPS):
@@ -65,7 +65,7 @@ def plainly_trained(name: str, width: int) -> tuple[list[float], Tensor]:
 
 
 def trained(name: str, stages: list[int], width: int, offload: str = "none") -> list[tuple[list[float], Tensor]]:
-    """The same of two ranks, for each ZeRO stage."""
+    """Return the losses and final weights of two ranks, for each ZeRO stage."""
     spec = run_spec({"optimizer": {"name": name, **SETTINGS}}, offload=offload)
     results = []
     for stage in stages:
@@ -147,7 +147,7 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
 
 
 def test_a_matrix_that_zero_3_has_partitioned_has_weight_decay() -> None:
-    """ZeRO-3 leaves an empty vector in the place of a weight."""
+    """ZeRO-3 replaces a weight by an empty vector."""
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from tests.engine.ranks import on_ranks
 
 
 def resumed(optimizer: str, precision: str, stage: int, folder: Path) -> list[tuple[Tensor, float, Tensor]]:
-    """Weights, loss scale and averages after a checkpoint, without and with a restart in between."""
+    """Return weights, loss scale and averages after a checkpoint, without and with a restart in between."""
     spec = run_spec(
         {
             "precision": precision,

@@ -79,7 +79,7 @@ def test_step_does_not_fall_below_the_minimum() -> None:
 
 @pytest.mark.parametrize(("warmup_steps", "rise"), [(25, 0.25), (0, 0.3)])
 def test_the_onecycle_schedule_equals_that_of_torch(warmup_steps: int, rise: float) -> None:
-    """Its warm-up is the climb; without one it is as long as torch makes it."""
+    """Its warm-up is the rise of the cycle; the default length is torch's."""
     floor = PEAK / 25 / LEAST
     cycle = theirs(
         lambda o: torch_schedules.OneCycleLR(

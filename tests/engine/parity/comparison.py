@@ -9,7 +9,7 @@ from tests.engine.parity.reference import Trained
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest over all steps: of the loss in nats, of the gradient norm relative, and of any final weight."""
+    """The largest differences: of the loss in nats, of the gradient norm (relative), and of any final weight."""
 
     loss: float
     norm: float
@@ -25,7 +25,7 @@ BF16 = Difference(loss=2e-2, norm=float("inf"), weight=float("inf"))
 
 
 def difference(layout: Trained, reference: Trained) -> Difference:
-    """Raises AssertionError when the two do not even hold the same weights."""
+    """Return the differences. Raises AssertionError if the two have weights of different names."""
     assert layout.weights.keys() == reference.weights.keys()
     return Difference(
         loss=max(abs(a - b) for a, b in zip(layout.losses, reference.losses, strict=True)),

@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run came to: by step the loss and the gradient norm before clipping; by name the weights at the end."""
+    """The result of a run: loss and gradient norm before clipping by step, and the final weights by name."""
 
     losses: list[float]
     norms: list[float]
@@ -36,7 +36,7 @@ class Trained:
 
 
 def train_alone(spec: RunSpec) -> Trained:
-    """All steps of a run, in fp32 whatever the spec says; in a forked process with one thread, as ranks are."""
+    """Train all steps of a run in fp32, whatever the spec says, in a forked process with one thread, as ranks are."""
     return on_ranks(1, _train, spec, connected=False)[0]
 
 
@@ -65,7 +65,7 @@ def _train(spec: RunSpec) -> Trained:
 
 
 def first_weights(spec: RunSpec) -> CausalLM:
-    """The whole model, as the seed makes it."""
+    """Return the whole model with the weights of the seed."""
     model, own = outline(spec.transformer), spec.transformer
     assign_dropout_keys(model, spec.training.seed)
     source = ScaledInitialization(
@@ -91,7 +91,7 @@ def batch_loss(model: CausalLM, spec: RunSpec, rows: Tensor, samples: Tensor) ->
 
 
 def end_of_text(dataset: Path) -> int:
-    """The token after which another document begins."""
+    """Return the end-of-text token."""
     tokenizer = json.loads((dataset / "tokenizer.json").read_text(encoding="utf-8"))
     [token] = [token["id"] for token in tokenizer["added_tokens"]]
     return int(token)

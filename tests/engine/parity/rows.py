@@ -35,7 +35,7 @@ _MANNER = ("layout.", "training.precision", "training.compile", "training.cross_
 
 @dataclass(frozen=True)
 class Row:
-    """A layout, and what else departs from the base spec: ``overrides`` are what ``--set`` takes."""
+    """A layout, and other differences from the base spec: ``overrides`` have the form of ``--set``."""
 
     zero: int = 0
     data: int = 1
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def ranks(self) -> int:
-        """Processes that it takes."""
+        """The number of processes."""
         return self.data * self.tensor * self.pipeline * self.sequence
 
     @property
@@ -66,7 +66,7 @@ class Row:
         return Row(overrides=tuple(key for key in self.overrides if not key.startswith(_MANNER)))
 
     def spec(self, dataset: Path, steps: int = STEPS) -> RunSpec:
-        """The run that trains this row."""
+        """Return the spec of this row."""
         sets = {
             "cluster.gpus_per_node": self.ranks,
             "layout.zero_stage": self.zero,
@@ -83,7 +83,7 @@ class Row:
 
 
 def with_features(row: Row, title: str, *overrides: str) -> Row:
-    """The row with overrides, and what they are called."""
+    """Return the row with further overrides, and their name."""
     return replace(row, overrides=overrides, title=title)
 
 
@@ -149,7 +149,7 @@ def features() -> list[Row]:
 
 
 def in_bf16() -> list[Row]:
-    """Rows whose loss may stray by rounding. Without ZeRO, DeepSpeed's bf16 is less exact, and plans avoid it."""
+    """Return rows whose loss may differ by rounding. Plans avoid bf16 without ZeRO, which is less exact."""
     rows = [
         Row(1, data=2),
         Row(2, data=2, tensor=2),

@@ -33,7 +33,7 @@ class Line:
 
     @property
     def right(self) -> bool:
-        """Within the limits of its precision and of the activations, with every byte of state as planned."""
+        """Return True if the row is within its limits and has the planned bytes of model states."""
         limit = BF16 if "training.precision=bf16" in self.row.overrides else FP32
         planned = self.states == 0 and abs(self.activations) <= ACTIVATIONS
         return self.found is not None and self.found.within(limit) and planned
@@ -48,7 +48,7 @@ class Line:
 
 
 def page(lines: list[Line], command: str) -> Iterator[str]:
-    """The table with what it says, when, where and how it was made."""
+    """Return the page: the table, with date, machine and command."""
     wrong = sum(not line.right for line in lines)
     yield "# Parity: every layout trains the model that one process trains\n"
     yield (

@@ -1,4 +1,4 @@
-"""Ranks run the code that was submitted, whatever has become of the tree, the run directory or the image since."""
+"""Ranks run the submitted code, even if the tree, the run directory or the image has changed since."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print("version", VERSION, "run", os.path.basename(sys.argv[1]), "in", os.environ
 
 @pytest.fixture
 def program(tree: WorkingTree) -> WorkingTree:
-    """A program of the user's with a module of its own."""
+    """Return a user's program with a module."""
     tree.write("src/my_model/__init__.py", "VERSION = 'submitted'\n")
     tree.write("src/my_training.py", PROGRAM)
     tree.commit()

@@ -115,7 +115,7 @@ def test_only_the_gpus_that_the_job_has_count(visible: str | None, indices: list
 
 @pytest.fixture
 def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put the fake in the place of pynvml, in the process that reads the driver too."""
+    """Replace pynvml by the fake, also in the process that reads the driver."""
 
     def report(**state: Any) -> NodeHealth | None:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")]))

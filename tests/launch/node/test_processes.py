@@ -1,4 +1,4 @@
-"""Signals that are waited for: none is invented, and none is lost."""
+"""Waiting for signals: every signal that was sent is returned once, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A FAKE of the module pynvml, for machines without a GPU: it reports what FAKE_NVML in the environment says.
+"""A FAKE of the module pynvml, for machines without a GPU: it reports the values of FAKE_NVML in the environment.
 
 FAKE_NVML is a JSON object: ``init_error`` (an error number), ``hang`` (seconds that nvmlInit takes), and ``gpus``, a
 list of objects with the figures that differ from a healthy H100. A figure that is null is not supported by that GPU.
