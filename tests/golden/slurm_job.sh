@@ -25,6 +25,7 @@
 # Preemption: by partition tier. gpu: PreemptMode=REQUEUE, GraceTime 120 s.
 
 # Keep only these variables of the job's environment. The ranks also get those that the spec sets.
+# dropped: names that bash cannot unset, such as exported functions. env removes them for the agents.
 dropped=()
 while IFS='=' read -r -d '' name _; do
     case "$name" in
@@ -33,7 +34,7 @@ while IFS='=' read -r -d '' name _; do
     LD_LIBRARY_PATH|LMOD_PKG|LOGNAME|MODULEPATH|MODULESHOME|PATH|PYTHONPATH|SHELL|SLURM_CONF|SSL_CERT_FILE|\
     TMPDIR|TZ|USER|VIRTUAL_ENV|XDG_CACHE_HOME) continue ;;
     esac
-    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or a name with dots
+    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name")
 done < <(env -0)
 
 # Remove empty and relative entries from search paths: they would be looked up in the job's current folder.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.tables import is_usable
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.logs import last_error
 from scaletrain_cli.reasons import Reason, recorded
@@ -73,7 +74,6 @@ def queue_reason(word: str) -> QueueReason:
 
 
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
-_USABLE = ("idle", "mix", "alloc", "comp", "plnd", "resv")
 _NO_TIME = ("Unknown", "N/A", "")
 
 
@@ -136,7 +136,7 @@ def _nodes_of(partition: str) -> Iterator[Evidence]:
     rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 1]
     if rows:
         counts = ", ".join(f"{count} {state}" for count, state in rows)
-        usable = sum(int(count) for count, state in rows if state.rstrip("*~#!%$@^-").startswith(_USABLE))
+        usable = sum(int(count) for count, state in rows if is_usable(state))
         why = Reason("slurm.nodes-by-state", {"counts": counts, "usable": usable})
         yield Evidence.because(f"sinfo, partition {partition}", why)
 

@@ -33,6 +33,7 @@ _MODULES_SCRIPTS = ("/etc/profile.d/modules.sh", "/etc/profile.d/lmod.sh", "/etc
 def environment_lines(spec: RunSpec) -> Iterator[str]:
     """Yield lines that unset all variables that are not allowed; those that bash cannot unset go to ``dropped``."""
     yield "# Keep only these variables of the job's environment. The ranks also get those that the spec sets."
+    yield "# dropped: names that bash cannot unset, such as exported functions. env removes them for the agents."
     yield "dropped=()"
     yield "while IFS='=' read -r -d '' name _; do"
     yield '    case "$name" in'
@@ -40,7 +41,7 @@ def environment_lines(spec: RunSpec) -> Iterator[str]:
         yield f"    {'|'.join(spec.secret_env)}) ;;"
     yield from _patterns(spec)
     yield "    esac"
-    yield '    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name") # a function, or a name with dots'
+    yield '    unset -v "$name" 2>/dev/null || dropped+=("--unset=$name")'
     yield "done < <(env -0)"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scaletrain_cli.launch.backends.slurm.explain import parse_fields, queue_reason
+from scaletrain_cli.launch.backends.slurm import explain
+from scaletrain_cli.launch.backends.slurm.explain import parse_fields, queue_reason, why_it_waits
 from scaletrain_cli.reason_texts.slurm import TEXTS
 
 SEEN = {
@@ -66,3 +67,18 @@ def test_fields_may_contain_blanks_and_equals_signs_or_be_empty() -> None:
     assert found["TRES"] == "cpu=2,node=1"
     assert (found["Licenses"], found["Comment"], found["Dependency"]) == ("", "x", "(null)")
     assert parse_fields("") == {}
+
+
+def test_nodes_that_do_not_respond_are_not_counted_as_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {
+        "scontrol": "JobId=7 JobState=PENDING Reason=Resources Partition=main",
+        "sinfo": "2|idle\n3|idle*\n1|mix\n4|drain\n",
+        "squeue": "7\n",
+    }
+
+    def call(command: list[str], **_: object) -> object:
+        return type("Answer", (), {"stdout": answers[command[0]]})
+
+    monkeypatch.setattr(explain, "call_slurm", call)
+    evidence = {one.source: one.params for one in why_it_waits("7", "a-1").evidence}
+    assert evidence["sinfo, partition main"] == {"counts": "2 idle, 3 idle*, 1 mix, 4 drain", "usable": 3}
