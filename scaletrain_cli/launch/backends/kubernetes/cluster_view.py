@@ -34,9 +34,8 @@ from scaletrain_cli.launch.backends.kubernetes.capacity import requested
 from scaletrain_cli.launch.backends.kubernetes.conditions import job_of, size_of
 from scaletrain_cli.launch.backends.kubernetes.job_ref import read_job_ref
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
-from scaletrain_cli.launch.backends.kubernetes.names import INSTANCE_LABEL, MANAGED, RUN_ID_ANNOTATION
+from scaletrain_cli.launch.backends.kubernetes.names import INSTANCE_LABEL, MANAGED, QUEUE_LABEL, RUN_ID_ANNOTATION
 from scaletrain_cli.launch.backends.kubernetes.observation import (
-    QUEUE_LABEL,
     Observation,
     index_of,
     is_ready,

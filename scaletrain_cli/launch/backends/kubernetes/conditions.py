@@ -24,8 +24,8 @@ from scaletrain_cli.launch.backends.kubernetes.messages import (
     reason,
     unschedulable,
 )
+from scaletrain_cli.launch.backends.kubernetes.names import PRIORITY_LABEL, QUEUE_LABEL
 from scaletrain_cli.launch.backends.kubernetes.observation import (
-    QUEUE_LABEL,
     Observation,
     is_ready,
     own_container,
@@ -267,7 +267,7 @@ def _why_suspended(workload: Object, seen: Observation) -> Explanation:
     if not seen.queue_known:
         return Explanation(reason("queue-unreadable", queue=queue))
     if queued is None:
-        priority, kind = labels.get("kueue.x-k8s.io/priority-class"), workload["kind"]
+        priority, kind = labels.get(PRIORITY_LABEL), workload["kind"]
         code = "no-workload-for-priority" if priority else "no-workload"
         return Explanation(reason(code, kind=kind, **({"priority": priority} if priority else {})))
     evicted = _condition(queued, "Evicted")

@@ -28,6 +28,8 @@ SUBMISSION_ANNOTATION = "scaletrain.dev/submission"
 DOCUMENTS_ANNOTATION = "scaletrain.dev/documents-sha256"
 RECORD_ANNOTATION = "scaletrain.dev/record"  # unique to the run: two users may choose the same run id
 INSTANCE_LABEL = "app.kubernetes.io/instance"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 MANAGED = f"app.kubernetes.io/managed-by={MANAGER}"  # selects the objects of this launcher
 
 LONGEST_POD_NAME = 63

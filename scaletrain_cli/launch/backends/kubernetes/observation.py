@@ -23,6 +23,7 @@ from scaletrain_cli.launch.backends.kubernetes.api_kinds import (
 )
 from scaletrain_cli.launch.backends.kubernetes.names import (
     INSTANCE_LABEL,
+    QUEUE_LABEL,
     RECORD_ANNOTATION,
     RUN_LABEL,
     belongs_to,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.backends.kubernetes.api import Cluster
     from scaletrain_cli.rundir.record import RunRecord
 
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _OWNER_LABEL = "kueue.x-k8s.io/job-uid"  # on Kueue's Workload: the UID of the job that it is for
 _MOST_PODS_QUERIED = 3  # of the waiting ones: all pods of a gang wait for the same reason, and each takes a request
 _MOST_NODES_QUERIED = 8  # requested individually; above this number one list request is cheaper

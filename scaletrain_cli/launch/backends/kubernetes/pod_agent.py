@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_SECONDS = 1800.0  # pulling a large image takes many minutes
 DECISION_SECONDS = 45.0  # for the other nodes to end by themselves, and for pod 0 to decide
-_VOLUME_SECONDS = 60.0  # until other nodes see what pod 0 wrote: file systems cache missing files
+_VOLUME_SECONDS = 60.0  # until other nodes see the files of pod 0: file systems cache that a file is missing
 _POLL_SECONDS = 0.5
 _MOST_GANGS = 3  # gangs that may fail because of the volume before the job fails
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> PodOptions:
-    """Return the options: paths are arguments, values that differ between pods are environment variables."""
+    """Return the options: paths from the arguments, values that differ between pods from the environment."""
     parser = argparse.ArgumentParser(prog="pod_agent", description="Run the ranks of one pod.")
     parser.add_argument("--documents", type=Path, required=True, help="folder with run.json")
     parser.add_argument("--runs-root", type=Path, required=True)
@@ -143,9 +143,9 @@ def run_pod(options: PodOptions) -> int:
         code = _code_of(error)
         logger.error("%s", error)
     if options.node_rank != 0:
-        return _decision(run, number, code)
+        return _await_decision(run, number, code)
     record = read_record(run)
-    code = _decide(options, run, record, number, code)
+    code = _decide_on_restart(options, run, record, number, code)
     if code == 0 and not shared and record.spec.env.get(ONLY) == "preflight":
         shutil.rmtree(run.path, ignore_errors=True)  # the submitting machine does not mount this volume
     return code
@@ -164,7 +164,7 @@ def _begin(options: PodOptions) -> tuple[RunDir, int] | int:
     try:
         said = server.gather(RENDEZVOUS_SECONDS, _is_terminating)
         with _volume_in_use(options):
-            conclude_abandoned(run, record)  # of an earlier gang whose pod 0 was lost
+            conclude_abandoned(run, record)  # an attempt of an earlier gang whose pod 0 was lost
             refusal = why_not_begin(run, record, options.workload)
             if refusal is not None:
                 logger.error("%s", refusal.why)
@@ -210,8 +210,8 @@ def _join(options: PodOptions) -> tuple[RunDir, int] | int:
     return run, int(answer["attempt"])
 
 
-def _decide(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
-    """Return pod 0's exit code for its decision, after the other nodes have ended or a timeout."""
+def _decide_on_restart(options: PodOptions, run: RunDir, record: RunRecord, number: int, code: int) -> int:
+    """Conclude the attempt in pod 0, once the other nodes have ended or after a timeout; return the exit code."""
     from scaletrain_cli.launch.attempts import read_attempt
     from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_end_line
     from scaletrain_cli.launch.node.record import read_node_records
@@ -238,8 +238,8 @@ def _decide(options: PodOptions, run: RunDir, record: RunRecord, number: int, co
     return code
 
 
-def _decision(run: RunDir, number: int, code: int) -> int:
-    """Return the exit code of pod 0's decision on the attempt, or this pod's own code if pod 0 makes none.
+def _await_decision(run: RunDir, number: int, code: int) -> int:
+    """Wait for pod 0's decision on the attempt and return its exit code; this pod's own code if pod 0 makes none.
 
     If pod 0 was lost with its node, a crash here is a consequence of that and is not charged to the run.
     """

@@ -18,7 +18,7 @@ from scaletrain_cli.errors import SchedulerError
 from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import POD, Object
 from scaletrain_cli.launch.backends.kubernetes.job_ref import JobRef, shares_volume
-from scaletrain_cli.launch.backends.kubernetes.names import NODE
+from scaletrain_cli.launch.backends.kubernetes.names import INSTANCE_LABEL, NODE
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, index_of, own_container, reports
 from scaletrain_cli.launch.backends.kubernetes.pod_output import progress_in, rank_of, read_pod_line
 from scaletrain_cli.rundir.documents import read_document, write_document
@@ -111,7 +111,7 @@ class PodLogs:
 
     def _pods(self) -> list[Object]:
         """Return the pods whose container has started, the oldest first."""
-        labels = f"app.kubernetes.io/instance={self._ref.name}"
+        labels = f"{INSTANCE_LABEL}={self._ref.name}"
         pods = self._cluster.find(POD, self._ref.namespace, labels=labels)
         started = [pod for pod in pods if _has_started(pod)]
         return sorted(started, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))

@@ -17,13 +17,11 @@ from typing import Any
 
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import Object
-from scaletrain_cli.launch.backends.kubernetes.names import NODE, Workload
+from scaletrain_cli.launch.backends.kubernetes.names import NODE, PRIORITY_LABEL, QUEUE_LABEL, Workload
 from scaletrain_cli.launch.backends.kubernetes.pod import exclusive_annotation
 from scaletrain_cli.spec import RunSpec
 
 MOST_RESTARTS = 1_000_000  # far below the limit of a 32-bit integer
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 # A retry does not fix any of these.
 FINAL_CODES = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.DO_NOT_REQUEUE)
 

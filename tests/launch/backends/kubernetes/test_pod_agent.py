@@ -78,7 +78,7 @@ def test_after_a_crash_all_pods_exit_with_1_while_the_budget_lasts_then_with_93(
     assert read_events(gang.run)[-1]["event"] == "stopped"
 
 
-def test_a_gang_of_an_ended_run_exits_with_its_decision(make_run: MakeRun, start_gang: StartGang) -> None:
+def test_a_gang_of_an_ended_run_exits_with_the_decision(make_run: MakeRun, start_gang: StartGang) -> None:
     made = make_run(*TWO_NODES)
     gang = start_gang(made)
     gang.wait()

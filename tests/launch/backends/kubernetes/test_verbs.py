@@ -15,7 +15,7 @@ from scaletrain_cli.launch.backends.kubernetes.pod_output import attempt_start_l
 from scaletrain_cli.worker.progress import progress_line
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, ended, pod
-from tests.launch.backends.kubernetes.fake_api import FakeApi, status
+from tests.launch.backends.kubernetes.fake_api import FakeApi, status, write_kubeconfig
 from tests.launch.conftest import MadeRun
 from tests.launch.working_tree import WorkingTree
 
@@ -224,3 +224,31 @@ def test_force_is_refused_for_other_back_ends(make_run: Callable[..., MadeRun]) 
     told = scaletrain("cancel", make_run().run.run_id, "--yes", "--force")
     assert told.code == ExitCode.USAGE
     assert "--force has no effect on this machine" in told.err
+
+
+def test_json_has_the_code_of_every_problem_of_a_refused_submission(ready: FakeApi) -> None:
+    error = submit("--set", "cluster.kubernetes.queue=none", "--set", "cluster.kubernetes.pod_priority=none", "--json")
+    assert error.code == ExitCode.SCHEDULER
+    assert error.data["error"]["reason"]["code"] == "kubernetes.preflight-problems"
+    codes = {problem["key"]: problem["reason"]["code"] for problem in error.data["error"]["problems"]}
+    missing = {"cluster.kubernetes.queue", "cluster.kubernetes.pod_priority"}
+    assert {key for key, code in codes.items() if code == "kubernetes.object-missing"} >= missing
+
+
+def test_json_has_the_code_of_every_note_and_of_the_start(ready: FakeApi) -> None:
+    ready.forbid("get", "secrets")
+    answer = submit("--yes", "--json", "--set", "cluster.kubernetes.pull_secrets=[registry]").data
+    codes = [note["code"] for note in answer["note_reasons"]]
+    assert len(codes) == len(answer["notes"])
+    assert "kubernetes.secrets-unreadable" in codes
+    assert answer["start"]["reason"]["code"] == "kubernetes.start-no-queue"
+
+
+@pytest.mark.parametrize("verb", ["status", "explain"])
+def test_json_has_the_code_of_an_unreachable_server(
+    ready: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
+) -> None:
+    submit("--yes")
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "away", "http://127.0.0.1:9", "test")))
+    text = json.dumps(scaletrain(verb, "r1", "--json").data)
+    assert '"code": "kubernetes.no-answer"' in text

@@ -171,7 +171,7 @@ def test_a_lost_node_is_never_charged(make_run: MakeRun) -> None:
         number = begin(made, "jobset/fake-s1")
         lose_a_node(made, number, lost=1)
         assert pod_agent._decide(options(made.run.path.parent), made.run, made.record, number, 1) == 75
-        assert pod_agent._decision(made.run, number, 1) == 75
+        assert pod_agent._await_decision(made.run, number, 1) == 75
     last = read_attempts(made.run)[-1]
     assert (last.reason, last.free_of_charge) == ("node", True)
     assert last.decision is not None
@@ -203,11 +203,11 @@ def test_pods_exit_with_75_if_pod_0_is_lost_unless_they_know_their_own_cause(mak
     made = make_run(*TWO_NODES)
     number = begin(made, "jobset/fake-s1")
     lose_a_node(made, number, lost=0)
-    assert [pod_agent._decision(made.run, number, code) for code in (1, 0, 5, 93)] == [75, 0, 5, 93]
+    assert [pod_agent._await_decision(made.run, number, code) for code in (1, 0, 5, 93)] == [75, 0, 5, 93]
     restart.conclude_abandoned(made.run, made.record)  # by the next gang's pod 0
     ended = read_attempt(made.run, number)
     assert ended is not None
     assert ended.free_of_charge
     other = begin(made, "jobset/fake-s1")
     lose_a_node(made, other, lost=2)
-    assert pod_agent._decision(made.run, other, 1) == 1, "pod 0 has ended, so no node was lost"
+    assert pod_agent._await_decision(made.run, other, 1) == 1, "pod 0 has ended, so no node was lost"
