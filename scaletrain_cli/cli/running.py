@@ -153,10 +153,10 @@ def _write_envelope(words: Sequence[str], error: ScaletrainError | None) -> int:
 
 def _show(error: ScaletrainError) -> None:
     """Print the error to stderr, ignoring errors of stderr."""
-    from scaletrain_cli.ui.errors import show
+    from scaletrain_cli.ui.console import show_error
 
     with contextlib.suppress(OSError):
-        show(error)
+        show_error(error)
 
 
 def _drop_stdout() -> None:

@@ -1,4 +1,4 @@
-"""The two consoles: stdout for results, stderr for notes, warnings and suggested commands.
+"""The two consoles: stdout for results, stderr for notes, warnings, errors and suggested commands.
 
 Text from users and machines is shown literally, never as markup.
 """
@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
+from scaletrain_cli.errors import Problem, ScaletrainError
 from scaletrain_cli.text import visible
 
 _WIDEST = 120  # wider tables are hard to read
@@ -88,3 +90,36 @@ def suggest(commands: Mapping[str, str]) -> None:
     width = max(map(len, commands.values()))
     for purpose, command in commands.items():
         line(console, Text.assemble("  ", (plain(command).ljust(width), "cyan"), (f"  {plain(purpose)}", "dim")))
+
+
+def show_error(error: ScaletrainError) -> None:
+    """Print the error; if stderr is not a terminal, each problem is one line that starts with ``file:line``."""
+    console = stderr_console()
+    headline = Text.assemble(("error: ", "bold red"), (plain(error.message), "bold"))
+    if error.remedy:
+        headline.append(f" {plain(error.remedy)}", "green")
+    if not console.is_terminal:
+        line(console, headline)
+        for problem in error.problems:
+            line(console, f"  {problem}")
+        return
+    console.print(headline)
+    for problem in error.problems:
+        console.print(_place(problem), soft_wrap=True)
+        show(console, Padding(_advice(problem), (0, 0, 0, 6)))
+
+
+def _place(problem: Problem) -> Text:
+    text = Text.assemble("  ", (plain(problem.where), "cyan"))
+    if problem.key:
+        text.append("  ").append(plain(problem.key), "bold")
+    if problem.given is not None:
+        text.append(f" = {plain(problem.given)}")
+    return text
+
+
+def _advice(problem: Problem) -> Text:
+    text = escaped_text(problem.message)
+    if problem.hint:
+        text.append(f" {plain(problem.hint)}", "green")
+    return text
