@@ -76,7 +76,7 @@ def test_an_error_on_a_terminal_has_colors_and_does_not_wrap_the_location() -> N
     program = (
         "from scaletrain_cli.errors import Problem, SpecError\n"
         "from scaletrain_cli.ui.console import show_error\n"
-        f"show_error(SpecError('bad [red]markup[/]', (Problem({place!r}, 'a.b', 'must not be.', '\\x1b[31m', 'Stop.'),)))\n"
+        f"show_error(SpecError('bad [red]markup[/]', (Problem({place!r}, 'a.b', 'wrong.', '\\x1b[31m', 'Stop.'),)))\n"
     )
     shown = on_a_terminal([sys.executable, "-c", program])
     assert "\x1b[1;31m" in shown
