@@ -170,7 +170,7 @@ def test_a_lost_node_is_never_charged(make_run: MakeRun) -> None:
     for _ in range(4):
         number = begin(made, "jobset/fake-s1")
         lose_a_node(made, number, lost=1)
-        assert pod_agent._decide(options(made.run.path.parent), made.run, made.record, number, 1) == 75
+        assert pod_agent._decide_on_restart(options(made.run.path.parent), made.run, made.record, number, 1) == 75
         assert pod_agent._await_decision(made.run, number, 1) == 75
     last = read_attempts(made.run)[-1]
     assert (last.reason, last.free_of_charge) == ("node", True)
@@ -184,7 +184,7 @@ def test_repeated_losses_of_nodes_before_any_saved_step_end_the_run(make_run: Ma
     for _ in range(10):
         number = begin(made, "jobset/fake-s1")
         lose_a_node(made, number, lost=1)
-        codes.append(pod_agent._decide(options(made.run.path.parent), made.run, made.record, number, 1))
+        codes.append(pod_agent._decide_on_restart(options(made.run.path.parent), made.run, made.record, number, 1))
     assert codes == [75] * 9 + [93]
 
 
@@ -195,7 +195,7 @@ def test_on_volcano_a_lost_node_is_charged(make_run: MakeRun) -> None:
         number = begin(made, workload)
         lose_a_node(made, number, lost=1)
         place_of = options(made.run.path.parent, workload=workload)
-        assert pod_agent._decide(place_of, made.run, made.record, number, 1) == code
+        assert pod_agent._decide_on_restart(place_of, made.run, made.record, number, 1) == code
 
 
 @pytest.mark.usefixtures("at_once")
