@@ -242,7 +242,7 @@ def test_each_key_that_names_an_external_resource_has_a_row() -> None:
 
 def test_the_documentation_shows_the_table(request: pytest.FixtureRequest) -> None:
     lines = [
-        "| key | names | checked | when | where it cannot be, and what checks it then | code |",
+        "| key | names | checked | when | where it is not checked, and what checks it instead | code |",
         "|---|" + "---|" * 5,
     ]
     for row in EXTERNAL_KEYS:

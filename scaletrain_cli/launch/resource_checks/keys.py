@@ -13,9 +13,9 @@ _SBATCH = "scaletrain_cli.launch.backends.slurm.preflight:check_job"
 _KUBERNETES = "scaletrain_cli.launch.backends.kubernetes.preflight:check"
 _EXISTENCE = "scaletrain_cli.launch.backends.kubernetes.preflight:"
 _CAPACITY = "scaletrain_cli.launch.backends.kubernetes.capacity:"
-_API = "the API server's own check of each object"
+_API = "the API server, which validates each object"
 _PLACED = "`status` and `explain`, from the pods' events"
-_LOAD, _PLAN, _SUBMIT, _SCHEDULER = "load", "plan", "submit", "submit (asks the scheduler)"
+_LOAD, _PLAN, _SUBMIT, _SCHEDULER = "load", "plan", "submit", "submit (queries the scheduler)"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ExternalKey:
     """One key (``*`` stands for a name or an index) and the resource that it refers to.
 
     ``when``: ``load`` is every verb that reads the spec; ``plan`` every verb that plans; ``submit`` is validate (as a
-    warning), submit, submit --dry-run, train, resume and each node; ``submit (asks the scheduler)`` is submit and
+    warning), submit, submit --dry-run, train, resume and each node; ``submit (queries the scheduler)`` is submit and
     resume. ``instead`` says where it cannot be checked, and what checks it there. ``by`` is the code, as MODULE:NAME.
     """
 
@@ -42,7 +42,7 @@ def _row(key: str, names: str, checked: str, when: str, by: str, instead: str = 
 _K8S, _SL = "cluster.kubernetes.", "cluster.slurm."
 _FIRST_USE = "its first use. Training continues without it, with the event tracker-off"
 _NEVER_BEFORE = "never before the start"
-_UNSEEN = "places that only the nodes see: the node agent"
+_UNSEEN = "paths that only the nodes have: the node agent"
 
 
 EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
@@ -50,14 +50,14 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "model.hf_config",
         "a Hugging Face config.json",
-        "readable; every key used, irrelevant or refused by name",
+        "is readable; every key is used, irrelevant, or rejected by name",
         _LOAD,
         "scaletrain_cli.spec.hugging_face:from_hugging_face",
     ),
     _row(
         "model.weights",
         "a folder of *.safetensors",
-        "there, readable, each file whole; config.json agrees with the spec",
+        "exists, is readable, every file is complete; config.json agrees with the spec",
         _SUBMIT,
         f"{_FILES}weights_problems",
         f"{_UNSEEN}; names and shapes of the tensors: each rank before it loads them",
@@ -65,7 +65,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "data.source",
         "files, or a prepared dataset",
-        "there, readable, of a known format; the beginning of some of them is decoded and has the field `text`",
+        "exist, are readable, of a known format; the beginning of some is decoded and has the field `text`",
         _SUBMIT,
         f"{_FILES}source_problems",
         f"{_UNSEEN}; every document: rank 0, which prepares the data",
@@ -73,7 +73,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "data.tokenizer.path",
         "a tokenizer.json",
-        "there, JSON, with a model and a token that ends a document; no id beyond model.vocab_size",
+        "exists, is JSON, has a model and an end-of-text token; no id beyond model.vocab_size",
         _SUBMIT,
         f"{_FILES}tokenizer_problems",
         _UNSEEN,
@@ -81,7 +81,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "code.path",
         "a folder of a git working tree",
-        "there, a git tree, within max_size, no submodules",
+        "exists, is in a git working tree, within max_size, has no submodules",
         _SUBMIT,
         "scaletrain_cli.launch.code:take_snapshot",
         "validate does not read the tree; on the nodes every file is compared (launch/node/code.py)",
@@ -89,7 +89,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "code.engine",
         "a Python module",
-        "in what is kept of code.path, or installed",
+        "in the snapshot of code.path, or installed",
         _SUBMIT,
         f"{_CHECKS}engine_problems",
         f"validate does not read the tree; modules installed at {_UNSEEN}",
@@ -97,7 +97,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "code.import_root",
         "a folder below code.path",
-        "there in what is kept",
+        "exists in the snapshot",
         _SUBMIT,
         f"{_CHECKS}engine_problems",
         "validate does not read the tree",
@@ -105,7 +105,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "code.on_nodes",
         "a folder of the image or a volume",
-        "nothing: only the nodes see it",
+        "nothing: only the nodes have it",
         "never before the start",
         "scaletrain_cli.launch.node.code:place_code",
         f"every file is compared with what was submitted by {_NODE}",
@@ -113,7 +113,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "checkpoint.dir",
         "a folder for checkpoints",
-        "a folder that this user may write, or one that can be made; room for a checkpoint",
+        "a folder that this user can write to or create; space for a checkpoint",
         _SUBMIT,
         f"{_CHECKS}checkpoint_problems",
         _UNSEEN,
@@ -129,10 +129,10 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "tracking.wandb.project",
         "a project of Weights & Biases",
-        "that wandb is installed; with mode: online that it has a key: WANDB_API_KEY, or an entry in .netrc",
+        "wandb is installed; with mode: online, a key exists: WANDB_API_KEY, or an entry in .netrc",
         _SUBMIT,
         f"{_CHECKS}wandb_problems",
-        f"whether the key is valid: {_FIRST_USE}",
+        f"validity of the key: {_FIRST_USE}",
     ),
     _row(
         "tracking.wandb.entity",
@@ -145,10 +145,10 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "tracking.mlflow.uri",
         "an MLflow server, or a database",
-        "that mlflow is installed",
+        "mlflow is installed",
         _SUBMIT,
         f"{_CHECKS}tracker_problems",
-        f"whether it answers: {_FIRST_USE}",
+        f"whether the server responds: {_FIRST_USE}",
     ),
     _row(
         "tracking.mlflow.experiment",
@@ -160,30 +160,30 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "tracking.tensorboard.dir",
         "a folder",
-        "that tensorboard is installed; the folder is created",
+        "tensorboard is installed; the folder is created",
         _SUBMIT,
         f"{_CHECKS}tracker_problems",
-        f"whether it can be written: {_FIRST_USE}",
+        f"whether the folder is writable: {_FIRST_USE}",
     ),
     _row("cluster.gpu", "an accelerator of the catalogue", "known", _PLAN, "scaletrain_cli.plan:make_plan"),
     _row("cluster.gpu.name", "nothing: a table of its own", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),
     _row(
         "cluster.gpus_per_node",
         "devices of the nodes",
-        "local: as many on this machine. Slurm, Kubernetes: such nodes exist",
-        "submit (asks the scheduler)",
+        "local: this machine has as many. Slurm, Kubernetes: such nodes exist",
+        "submit (queries the scheduler)",
         "scaletrain_cli.launch.node.inspection:problems_of_node",
         f"count, model and free memory: {_NODE}, exit 5",
     ),
     _row("cluster.network", "a network of the catalogue", "known", _PLAN, "scaletrain_cli.plan:make_plan"),
-    _row(f"{_SL}partition", "a partition", "there, takes jobs, admits this one", _SCHEDULER, _SLURM),
+    _row(f"{_SL}partition", "a partition", "exists, accepts jobs, admits this one", _SCHEDULER, _SLURM),
     _row(f"{_SL}account", "an account", "one that the user may charge", _SCHEDULER, _SLURM, "no accounting: sbatch"),
     _row(f"{_SL}qos", "a QOS", "one that the user may use", _SCHEDULER, _SLURM, "no accounting: sbatch"),
-    _row(f"{_SL}reservation", "a reservation", "there, for this user", _SCHEDULER, _SLURM, "hidden ones: sbatch"),
-    _row(f"{_SL}constraint", "node features", "nodes have them", _SCHEDULER, _SBATCH, "sbatch --test-only judges it"),
-    _row(f"{_SL}exclude", "nodes", "enough others are left", _SCHEDULER, _SLURM),
-    _row(f"{_SL}nodelist", "nodes", "there, in the partition", _SCHEDULER, _SLURM),
-    _row(f"{_SL}licenses", "licenses", "there", _SCHEDULER, _SBATCH, "sbatch --test-only judges it"),
+    _row(f"{_SL}reservation", "a reservation", "exists, for this user", _SCHEDULER, _SLURM, "hidden ones: sbatch"),
+    _row(f"{_SL}constraint", "node features", "nodes have them", _SCHEDULER, _SBATCH, "sbatch --test-only checks it"),
+    _row(f"{_SL}exclude", "nodes", "enough other nodes remain", _SCHEDULER, _SLURM),
+    _row(f"{_SL}nodelist", "nodes", "exist, in the partition", _SCHEDULER, _SLURM),
+    _row(f"{_SL}licenses", "licenses", "exists", _SCHEDULER, _SBATCH, "sbatch --test-only checks it"),
     _row(f"{_SL}gres_type", "a type of GPU", "enough nodes have it", _SCHEDULER, _SLURM),
     _row(f"{_SL}memory_per_node", "memory of the nodes", "enough nodes have it", _SCHEDULER, _SLURM),
     _row(
@@ -197,7 +197,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         f"{_SL}activate",
         "a script of the nodes",
-        "there, if its file system is seen here",
+        "exists, if its file system is visible here",
         _SUBMIT,
         _SLURM_FILES,
         "the job script sources it before anything else and ends the job if that fails",
@@ -205,7 +205,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         f"{_SL}container.image",
         "an image",
-        "a file: there, if its file system is seen here",
+        "a file: exists, if its file system is visible here",
         _SUBMIT,
         _SLURM_FILES,
         "a name in a registry: srun or apptainer on the nodes",
@@ -213,7 +213,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         f"{_SL}container.mounts.*",
         "folders of the nodes",
-        "there, if their file system is seen here",
+        "exist, if their file system is visible here",
         _SUBMIT,
         _SLURM_FILES,
         "srun or apptainer on the nodes",
@@ -226,15 +226,15 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "scaletrain_cli.launch.backends.slurm.script:agent_words",
         "srun on the nodes",
     ),
-    _row(f"{_SL}extra.*", "whatever the option names", "accepted", _SCHEDULER, _SBATCH, "sbatch --test-only judges it"),
+    _row(f"{_SL}extra.*", "what the option refers to", "accepted", _SCHEDULER, _SBATCH, "sbatch --test-only checks it"),
     _row(
         f"{_K8S}context",
         "a context of the kubeconfig",
-        "there",
+        "exists",
         _SCHEDULER,
         "scaletrain_cli.launch.backends.kubernetes.api:connect",
     ),
-    _row(f"{_K8S}namespace", "a namespace", "there", _SCHEDULER, _KUBERNETES, f"no right to look: {_API}"),
+    _row(f"{_K8S}namespace", "a namespace", "exists", _SCHEDULER, _KUBERNETES, f"no permission to read it: {_API}"),
     _row(
         f"{_K8S}backend",
         "the kind of object",
@@ -245,53 +245,78 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         f"{_K8S}queue",
         "a LocalQueue, or Volcano's queue",
-        "there, active, with a quota that can hold the run",
+        "exists, is active, has a quota that can hold the run",
         _SCHEDULER,
         f"{_CAPACITY}queue_capacity",
-        "no right to look: a note says so",
+        "no permission to read it: a warning",
     ),
-    _row(f"{_K8S}priority", "a priority class of the queue", "there", _SCHEDULER, f"{_EXISTENCE}priority"),
-    _row(f"{_K8S}pod_priority", "a PriorityClass", "there", _SCHEDULER, f"{_EXISTENCE}pod_priority"),
+    _row(f"{_K8S}priority", "a priority class of the queue", "exists", _SCHEDULER, f"{_EXISTENCE}priority"),
+    _row(f"{_K8S}pod_priority", "a PriorityClass", "exists", _SCHEDULER, f"{_EXISTENCE}pod_priority"),
     _row(
         f"{_K8S}image",
         "an image in a registry",
-        "given; named by digest, or a note",
+        "set; a warning if it is not named by digest",
         _SCHEDULER,
         _KUBERNETES,
         f"only the nodes pull it: {_PLACED}",
     ),
-    _row(f"{_K8S}pull_secrets.*", "a Secret", "there", _SCHEDULER, f"{_EXISTENCE}secrets", "no right to look: a note"),
-    _row(f"{_K8S}service_account", "a ServiceAccount", "there", _SCHEDULER, f"{_EXISTENCE}service_account"),
     _row(
-        f"{_K8S}runs.claim", "a PersistentVolumeClaim", "there, bound, ReadWriteMany", _SCHEDULER, f"{_EXISTENCE}claims"
+        f"{_K8S}pull_secrets.*",
+        "a Secret",
+        "exists",
+        _SCHEDULER,
+        f"{_EXISTENCE}secrets",
+        "no permission to read it: a warning",
+    ),
+    _row(f"{_K8S}service_account", "a ServiceAccount", "exists", _SCHEDULER, f"{_EXISTENCE}service_account"),
+    _row(
+        f"{_K8S}runs.claim",
+        "a PersistentVolumeClaim",
+        "exists, is bound, ReadWriteMany",
+        _SCHEDULER,
+        f"{_EXISTENCE}claims",
     ),
     _row(f"{_K8S}runs.path", "nothing: a path in the pods", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),
     _row(
         f"{_K8S}runs.sub_path",
         "a folder of the volume",
-        "nothing: only the nodes see it",
+        "nothing: only the nodes have it",
         "never before the start",
         "scaletrain_cli.launch.backends.kubernetes.pod_agent:run_pod",
-        "the kubelet makes it; pod 0 puts the run directory there",
+        "the kubelet creates it; pod 0 creates the run directory in it",
     ),
-    _row(f"{_K8S}volumes.*.claim", "a PersistentVolumeClaim", "there, bound", _SCHEDULER, f"{_EXISTENCE}claims"),
+    _row(f"{_K8S}volumes.*.claim", "a PersistentVolumeClaim", "exists, is bound", _SCHEDULER, f"{_EXISTENCE}claims"),
     _row(f"{_K8S}volumes.*.path", "nothing: a path in the pods", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),
     _row(
         f"{_K8S}volumes.*.sub_path",
         "a folder of the volume",
-        "nothing: only the nodes see it",
+        "nothing: only the nodes have it",
         "never before the start",
         f"{_CHECKS}check_on_node",
-        f"what the spec names below it: {_NODE}",
+        f"what the spec refers to below it: {_NODE}",
     ),
-    _row(f"{_K8S}secrets.*.secret", "a Secret", "there", _SCHEDULER, f"{_EXISTENCE}secrets", "no right: a note"),
-    _row(f"{_K8S}secrets.*.key", "a key of it", "there", _SCHEDULER, f"{_EXISTENCE}secrets", "no right: a note"),
+    _row(
+        f"{_K8S}secrets.*.secret",
+        "a Secret",
+        "exists",
+        _SCHEDULER,
+        f"{_EXISTENCE}secrets",
+        "no permission to read it: a warning",
+    ),
+    _row(
+        f"{_K8S}secrets.*.key",
+        "a key of it",
+        "exists",
+        _SCHEDULER,
+        f"{_EXISTENCE}secrets",
+        "no permission to read it: a warning",
+    ),
     _row(f"{_K8S}gpu_resource", "a device plugin", "enough nodes offer it", _SCHEDULER, f"{_CAPACITY}node_capacity"),
     _row(f"{_K8S}rdma_resource", "a device plugin", "enough nodes offer it", _SCHEDULER, f"{_CAPACITY}node_capacity"),
     _row(f"{_K8S}gpu_product", "a label of nodes", "enough nodes have it", _SCHEDULER, f"{_CAPACITY}node_capacity"),
     _row(f"{_K8S}node_selector.*", "a label of nodes", "enough nodes have it", _SCHEDULER, f"{_CAPACITY}node_capacity"),
     _row(f"{_K8S}tolerations.*.key", "a taint", "nothing: one that no node has is harmless", "never", _KUBERNETES),
-    _row(f"{_K8S}tolerations.*.value", "a taint's value", "nothing: as the key", "never", _KUBERNETES),
+    _row(f"{_K8S}tolerations.*.value", "a taint's value", "nothing, as for the key", "never", _KUBERNETES),
     _row(
         f"{_K8S}topology.key",
         "a label of nodes",
