@@ -58,26 +58,26 @@ HELD_BY = {
         for key in ("partition", "account", "qos", "reservation", "exclude", "nodelist", "gres_type", "memory_per_node")
     },
     **{
-        f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::test_all_problems_come_at_once"
+        f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::test_all_problems_are_reported_at_once"
         for key in ("queue", "priority", "pod_priority", "service_account", "runs.claim", "backend")
     },
     **{
         f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::"
-        "test_without_a_queue_nodes_that_could_ever_do_are_counted"
+        "test_without_a_queue_the_suitable_nodes_are_counted"
         for key in ("gpu_resource", "rdma_resource", "gpu_product", "node_selector.*")
     },
     **{
         f"cluster.kubernetes.{key}": f"{KUBERNETES}/test_preflight.py::"
-        "test_secrets_and_their_keys_are_checked_and_need_not_be_readable"
+        "test_secrets_and_their_keys_are_checked_if_they_are_readable"
         for key in ("secrets.*.secret", "secrets.*.key", "pull_secrets.*")
     },
     "cluster.kubernetes.namespace": f"{KUBERNETES}/test_preflight.py::"
     "test_a_missing_namespace_is_the_only_problem_reported",
-    "cluster.kubernetes.context": f"{KUBERNETES}/test_api.py::test_a_context_that_is_not_there_names_the_file",
+    "cluster.kubernetes.context": f"{KUBERNETES}/test_api.py::test_a_missing_context_is_reported_with_the_kubeconfig",
     "cluster.kubernetes.image": "tests/cli/test_before_a_run.py::"
     "test_a_kubernetes_spec_of_init_lacks_only_namespace_queue_and_image",
     "cluster.kubernetes.volumes.*.claim": f"{KUBERNETES}/test_preflight.py::"
-    "test_a_claim_that_waits_for_its_first_pod_is_a_note",
+    "test_a_claim_that_waits_for_its_first_consumer_has_a_note",
     "cluster.kubernetes.topology.key": f"{KUBERNETES}/test_preflight.py::"
     "test_a_topology_that_no_flavor_has_is_reported",
     "cluster.kubernetes.runs.path": "tests/spec/test_kubernetes_section.py",
