@@ -1,4 +1,4 @@
-"""No scheduler is named in a decision outside the back ends: everything else asks the back end or its traits.
+"""No code outside the back ends decides by the name of a scheduler; it uses the back end or its traits.
 
 The names may stand where they are declared, and in texts for people. The source is read with ``ast``.
 """

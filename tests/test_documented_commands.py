@@ -1,4 +1,4 @@
-"""Every command line in README, docs, CONTRIBUTING, slurm/, k8s/ and the recipes' comments runs, and ends as told.
+"""Every command line in README, docs, CONTRIBUTING, slurm/, k8s/ and comments of recipes runs as documented.
 
 A line that needs a real cluster, a GPU, another program or many minutes is in a table with the reason, and is parsed.
 A new line that is in neither table fails.

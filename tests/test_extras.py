@@ -1,4 +1,4 @@
-"""The extras: the same in the messages as in pyproject.toml."""
+"""The extras in messages are those of pyproject.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The architecture: which package may import which, and what a verb that only reads may load.
+"""The architecture: which package may import which, and which libraries verbs that only read may load.
 
 The import graph is read with ``ast`` from the files as they are; nothing is imported for it.
 """

@@ -1,4 +1,4 @@
-"""The objects in k8s/ refer to one another by name, and nothing but a cluster would notice a name that is wrong."""
+"""The objects in k8s/ refer to each other by existing names, which otherwise only a cluster would check."""
 
 from __future__ import annotations
 

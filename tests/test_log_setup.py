@@ -1,4 +1,4 @@
-"""Log lines of the processes of a run: level, UTC time, source, and lines of libraries apart from our own."""
+"""Log lines of the processes of a run: level, UTC time, source, and lines of libraries separated."""
 
 from __future__ import annotations
 

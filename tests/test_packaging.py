@@ -1,4 +1,4 @@
-"""What is installed: the wheel has the files that messages point to, and the versions are those that CI tests."""
+"""The wheel has the files that messages refer to, and requirements allow the tested versions."""
 
 from __future__ import annotations
 

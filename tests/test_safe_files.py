@@ -1,4 +1,4 @@
-"""Writing where somebody else may write too: planted links, FIFOs and folders are refused, and nothing is truncated."""
+"""Writing to shared folders: planted links, FIFOs and folders are rejected, and no file is truncated."""
 
 from __future__ import annotations
 

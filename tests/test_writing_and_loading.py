@@ -1,4 +1,4 @@
-"""Two rules over all source files: what writes goes through safe_files, and nothing that can run code is loaded."""
+"""Two rules for all source files: files are written through safe_files, and no format that can run code is loaded."""
 
 from __future__ import annotations
 

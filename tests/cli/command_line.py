@@ -1,4 +1,4 @@
-"""The command line in this process: what it prints and how it ends. No tests here."""
+"""Run the command line in this process; return its output and exit code. No tests here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command of the application, as the application has it, with a command line that it can do. No tests here."""
+"""Every command of the application, with a command line that it accepts. No tests here."""
 
 from __future__ import annotations
 

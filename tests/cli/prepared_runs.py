@@ -1,4 +1,4 @@
-"""Run directories in every state, made without a scheduler and without a rank. No tests here."""
+"""Run directories in every state, created without a scheduler or ranks. No tests here."""
 
 from __future__ import annotations
 

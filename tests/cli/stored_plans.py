@@ -1,4 +1,4 @@
-"""Plans as they were once made, and what a view prints of them. No tests here.
+"""Stored plans, and the output of a screen for them. No tests here.
 
 Stored, so that a better planner does not change what is claimed about views.
 """

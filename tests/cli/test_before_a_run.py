@@ -1,4 +1,4 @@
-"""init, validate, plan, schema, doctor: what they say, how they end, and that they start and leave nothing."""
+"""init, validate, plan, schema, doctor: output and exit codes; they start no run and leave no files."""
 
 from __future__ import annotations
 

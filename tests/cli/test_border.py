@@ -1,4 +1,4 @@
-"""The process border: closed pipes, ctrl-C, terminals of all kinds; and what start-up costs."""
+"""The top level of the process: closed pipes, Ctrl-C, kinds of terminals, and start-up time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""checkpoint list, verify and prune: of a run that a stand-in trained, without a rank being started."""
+"""checkpoint list, verify and prune, on a run of a fake engine without ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion as shells ask for it: verbs, options, runs, recipes, presets, devices, clusters, keys of the spec."""
+"""Shell completion: verbs, options, runs, recipes, presets, devices, clusters, keys of the spec."""
 
 from __future__ import annotations
 

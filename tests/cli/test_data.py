@@ -1,4 +1,4 @@
-"""data prepare: a process of its own does the work; its last line is the answer and its end is ours."""
+"""data prepare: a separate process tokenizes; its last line is the result and its exit code is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""drill with a stand-in engine that strikes itself as the real one does: what is run, told and left behind."""
+"""drill with a fake engine that injects the faults: the runs, the output and the files that are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No traceback: every verb while the system refuses, files vanish, a package is missing or Ctrl-C is pressed."""
+"""No verb prints a traceback if a system call fails, a file vanishes, a package is missing or Ctrl-C is pressed."""
 
 from __future__ import annotations
 

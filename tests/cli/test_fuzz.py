@@ -1,4 +1,4 @@
-"""Whatever stands in a spec or behind --set: a message and exit code 2 or 3, or a plan. Never a traceback."""
+"""Any content of a spec or of --set gives a plan, or an error with exit code 2 or 3; never a traceback."""
 
 from __future__ import annotations
 

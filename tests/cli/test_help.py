@@ -1,4 +1,4 @@
-"""Every verb says what it does, what it takes and how it ends; the help of all is the same help."""
+"""The help of every verb has a summary, its arguments and its exit codes, in the same form."""
 
 from __future__ import annotations
 

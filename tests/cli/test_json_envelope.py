@@ -1,4 +1,4 @@
-"""--json: every verb of the command line, in every state of a run, answers with the one envelope of docs/json.md."""
+"""--json: every verb prints the envelope of docs/json.md in every state of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live prices: what gpuhunt's offers make of a spec, and what is said where it cannot be asked.
+"""Live prices: the prices of gpuhunt's offers in a spec, and the errors if it is not available.
 
 The network is never asked: one test reads a price list of ours through gpuhunt itself, where it is installed; the
 others put a stand-in in its place.

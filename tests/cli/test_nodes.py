@@ -1,4 +1,4 @@
-"""`scaletrain nodes`: what is known against nodes, and forgetting it."""
+"""`scaletrain nodes`: list and clear excluded nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else `scaletrain plan` answers: why, side by side, in pictures, within limits; and how it refuses."""
+"""`scaletrain plan`: explanations, comparisons, figures, limits, and errors."""
 
 from __future__ import annotations
 

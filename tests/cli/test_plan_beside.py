@@ -1,4 +1,4 @@
-"""How explanations, comparisons, cluster sizes and traces read, from stored data and at both widths."""
+"""The text of explanations, comparisons, cluster sizes and traces, from stored data, at two widths."""
 
 from __future__ import annotations
 

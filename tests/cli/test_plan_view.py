@@ -1,4 +1,4 @@
-"""How a plan reads, from stored plans, so that a better planner does not change what is claimed here."""
+"""The text of a plan, from stored plans, so that changes of the planner do not affect these tests."""
 
 from __future__ import annotations
 

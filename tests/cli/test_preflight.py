@@ -1,4 +1,4 @@
-"""`scaletrain preflight` on this machine: what it prints, what it leaves, and how it ends on a node that is bad."""
+"""`scaletrain preflight` on this machine: output, remaining files, and the exit code for an unfit node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands before the question: size, price and start in words, on every scheduler."""
+"""The summary before confirmation: size, cost and start, on every scheduler."""
 
 from __future__ import annotations
 

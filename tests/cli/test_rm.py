@@ -1,4 +1,4 @@
-"""rm, events and list --state: what is deleted, what is refused, and what a failure leaves."""
+"""rm, events and list --state: what is deleted or rejected, and what remains after a failure."""
 
 from __future__ import annotations
 

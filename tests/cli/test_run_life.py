@@ -1,4 +1,4 @@
-"""submit, train, status, list, logs, cancel, resume: a run from its first word to its last, with a stand-in engine."""
+"""submit, train, status, list, logs, cancel, resume: the life of a run with a fake engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The screen of `scaletrain status`: measured beside planned, in words, and what the scheduler reports."""
+"""The screen of `scaletrain status`: measured and planned values, and the report of the scheduler."""
 
 from __future__ import annotations
 

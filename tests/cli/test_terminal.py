@@ -1,4 +1,4 @@
-"""Nothing that others have written makes a terminal do anything: no colours, titles, clipboards, links, directions."""
+"""Untrusted text cannot control a terminal: no colors, titles, clipboard, links or text direction."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from scaletrain_cli.errors import Place, Problem, UsageError
 from scaletrain_cli.text import visible
-from scaletrain_cli.ui import errors
-from scaletrain_cli.ui.console import document, say
+from scaletrain_cli.ui.console import document, say, show_error
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import make_plan, make_spec
 
@@ -91,7 +90,7 @@ def test_logs_escape_control_sequences(name: str) -> None:
 def test_errors_and_notes_escape_control_sequences(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     attack = ATTACKS[name]
     problem = Problem(Place(f"{attack}.yaml", 3), attack, attack, attack, attack)
-    errors.show(UsageError(attack, (problem,), remedy=attack))
+    show_error(UsageError(attack, (problem,), remedy=attack))
     say(attack)
     shown = capsys.readouterr()
     assert obeyed(shown.out + shown.err) == []

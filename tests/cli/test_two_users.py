@@ -1,4 +1,4 @@
-"""Two real users of one runs root: every verb on the own runs and on those of the other user.
+"""Two real users of one runs root: every verb on their own runs and on those of the other user.
 
 Each command runs in a process that was forked from this one and has given up root for good, so nothing is faked but the
 program that a local job would start. The interpreter of these tests may be closed to other users: what the verbs import

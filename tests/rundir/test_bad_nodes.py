@@ -1,4 +1,4 @@
-"""Nodes are remembered with their evidence until it expires, by many runs at once."""
+"""Excluded nodes are recorded with evidence until it expires, by concurrent runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commit protocol: a checkpoint is whole or is none, and damage is found."""
+"""The commit protocol: a checkpoint is complete or does not exist, and damage is detected."""
 
 from __future__ import annotations
 

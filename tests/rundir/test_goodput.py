@@ -1,4 +1,4 @@
-"""The sum over a run's attempts holds every second once, whatever ended them."""
+"""Goodput counts every second of a run's attempts once, however they ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint folder is told as it is, and what may be deleted never includes what is needed."""
+"""Every entry of a checkpoint folder is reported, and pruning never deletes a checkpoint that is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Journals: each line is one record, with concurrent writers and after torn writes."""
+"""Journals: each line is one record, with concurrent writers and after interrupted writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attempt measured can be read back, and the newest attempt that measured anything counts."""
+"""Measurements of an attempt are read back, those of the newest attempt that has any."""
 
 from __future__ import annotations
 

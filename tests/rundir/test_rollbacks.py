@@ -1,4 +1,4 @@
-"""A rollback outlives the process that decided it, and ends with a start from scratch."""
+"""A rollback stays in effect after its process ends, until the run starts from scratch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep is the runs whose files name it, and a name means it only where no run could be meant."""
+"""A sweep is the set of runs whose files name it; a name that matches a run is the run."""
 
 from __future__ import annotations
 

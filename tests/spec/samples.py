@@ -1,4 +1,4 @@
-"""Specs to load, and what is wrong with them, for the tests of this folder. No tests here."""
+"""Sample specs, and functions that load them or return their problems. No tests here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets in a spec are refused by name or by form, and their values are shown nowhere."""
+"""Secrets in a spec are rejected by name or by form, and their values are never shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's clusters file: what it fills in, what it overrides, and what is said of its mistakes."""
+"""The user's clusters file: defaults, overrides, and errors in the file."""
 
 from __future__ import annotations
 

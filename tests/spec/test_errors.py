@@ -1,4 +1,4 @@
-"""A spec error lists every problem at once: where it stands, what was given, what is allowed, the nearest name."""
+"""A spec error lists all problems, each with location, given value, allowed values and the closest name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON Schema accepts every file that loads, and tells an editor what a file may not hold."""
+"""The JSON Schema accepts every file that loads, and rejects common mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cluster.kubernetes: what is refused while the spec is read, in words that say what to write instead."""
+"""cluster.kubernetes: values that are rejected when the spec is loaded, with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dimensions from presets and from Hugging Face config.json: what a user gives beside them wins."""
+"""Dimensions from presets and Hugging Face config.json; keys of the spec take precedence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--set a.b=c``: its value is read as YAML, and errors name the option instead of a line."""
+"""``--set a.b=c``: the value is parsed as YAML, and errors name the option instead of a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The resolved spec goes into run.json and comes back the same; that file is itself a spec."""
+"""The resolved spec is unchanged after it is written to run.json and read back."""
 
 from __future__ import annotations
 

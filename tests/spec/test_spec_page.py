@@ -1,4 +1,4 @@
-"""docs/spec-reference.md shows every key with its default, and what it shows loads."""
+"""docs/spec-reference.md shows every key with its default, and its examples load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `init` writes loads as it stands, says nothing twice and nothing wrong in its comments."""
+"""The specs that `init` writes load as written, and with their commented lines."""
 
 from __future__ import annotations
 

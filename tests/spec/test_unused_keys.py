@@ -1,4 +1,4 @@
-"""A key that has no effect beside the other keys of its spec is refused, at its line; a default is not."""
+"""A key that has no effect with the other keys of its spec is rejected at its line, unless it has its default."""
 
 from __future__ import annotations
 

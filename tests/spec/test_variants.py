@@ -1,4 +1,4 @@
-"""--vary: which sets of overrides a setting stands for."""
+"""--vary: the sets of overrides of a setting."""
 
 from __future__ import annotations
 

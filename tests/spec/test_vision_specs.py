@@ -1,4 +1,4 @@
-"""Specs of vision networks: where their dimensions come from, what is wrong with them, and what they count."""
+"""Specs of vision networks: sources of dimensions, problems, and units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What YAML does to people: numbers that are text, text that is a switch, times that are numbers, and bombs."""
+"""Traps of YAML: numbers read as text, text read as booleans, times read as numbers, and YAML bombs."""
 
 from __future__ import annotations
 
