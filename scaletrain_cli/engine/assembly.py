@@ -65,7 +65,7 @@ def assemble(
 
     # The ranks find each other, then the nodes, the data and the disk are checked.
     consensus, long_consensus = _connect(record, device, heartbeat)
-    if preflight.is_wanted(record):
+    if preflight.is_enabled(record):
         heartbeat.beat(0, "preflight")
         preflight.check_together(run, record, ranks, attempt, long_consensus, device)
     heartbeat.beat(0, "data", DATA_SECONDS)

@@ -19,7 +19,7 @@ from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import TrainingSpec
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """Scalars, the same on every rank: mean loss over the global batch in nats, gradient norm before clipping.
 
     An update with a gradient that is not finite is not applied. ``skipped``: because of an fp16 overflow.
@@ -43,7 +43,7 @@ class Stepper(ABC):
         adaptive = training.gradient_clipping_by == "adaptive"
         self.adaptive_clip = AdaptiveClip(training.gradient_clipping) if adaptive else None
 
-    def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False, factor: float = 1.0) -> Stepped:
+    def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False, factor: float = 1.0) -> StepResult:
         """Run forward and backward passes and the update over one global batch.
 
         Fault injection: ``poisoned`` makes this rank's gradient NaN, ``factor`` multiplies the loss on all ranks.
@@ -53,7 +53,7 @@ class Stepper(ABC):
         loss, norm = self._train(batches, self._largest_norm(), poisoned, factor)
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
-        return Stepped(loss, norm, self._fp16 and step_was_skipped(self._engine))
+        return StepResult(loss, norm, self._fp16 and step_was_skipped(self._engine))
 
     @property
     def loss_scale(self) -> float:
@@ -81,11 +81,11 @@ class Stepper(ABC):
 def build_stepper(composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec) -> Stepper:
     """Return the stepper for the composed model."""
     if composed.stage is not None:
-        return Pipelined(composed, training)
-    return WholeModel(composed, training, mesh, device)
+        return PipelineStepper(composed, training)
+    return ModelStepper(composed, training, mesh, device)
 
 
-class WholeModel(Stepper):
+class ModelStepper(Stepper):
     """Every rank runs all layers: ZeRO 0 to 3, with tensor or sequence parallelism."""
 
     def __init__(self, composed: Composed, training: TrainingSpec, mesh: Mesh, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class WholeModel(Stepper):
         return self._engine(batch.tokens, batch.labels, batch.positions, batch.samples, batch.divisor)  # type: ignore[no-any-return]
 
 
-class Pipelined(Stepper):
+class PipelineStepper(Stepper):
     """Every rank runs its pipeline stage, one forward and one backward pass in turn (1F1B), under ZeRO-1."""
 
     def _train(

@@ -159,7 +159,7 @@ class Trainer:
         if step == state.step:
             return False
         self.step_sync.schedule.begin_at(step)
-        self.deferred_metrics.rest()  # discards the measures of undone steps
+        self.deferred_metrics.remaining()  # discards the measures of undone steps
         state.step, state.last_step, state.evaluation_due = step, self.record.spec.total_steps, False
         every = self.record.spec.evaluation.every
         del state.validation_losses[step // every if every else 0 :]
@@ -213,16 +213,16 @@ class Trainer:
             with self.ledger.during("data"):
                 batches = self.prefetcher.take(number)
             poisoned, factor = self.faults.poisons_gradient(step), self.faults.loss_factor(number)
-            stepped = self.stepper.train(batches, poisoned=poisoned, factor=factor)
+            result = self.stepper.train(batches, poisoned=poisoned, factor=factor)
         if self.average is not None:
             self.average.update(step)
         measured: dict[str, Tensor | float] = {
-            "loss": stepped.loss,
-            "grad_norm": stepped.grad_norm,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
             "learning_rate": rate,
         }
         if self.record.spec.training.precision == "fp16":
-            measured |= {"loss_scale": scale, "skipped": float(stepped.skipped)}
+            measured |= {"loss_scale": scale, "skipped": float(result.skipped)}
         routing = routing_measures(self.model) if self.model.spec.num_experts else None
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
@@ -310,7 +310,7 @@ class Trainer:
     def _remaining_measures(self) -> list[StepMeasures]:
         """Return the measures that are not agreed on yet: none on a CPU, those of the newest step on a GPU."""
         agreed = self.step_sync.consensus.on_values
-        return [measured._replace(values=agreed(measured.values)) for measured in self.deferred_metrics.rest()]
+        return [measured._replace(values=agreed(measured.values)) for measured in self.deferred_metrics.remaining()]
 
     def _save_before_exit(self, step: int) -> dict[str, Any]:
         """Save and wait, unless the grace period is too short; return the details of a save that was left out."""

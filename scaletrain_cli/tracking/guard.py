@@ -105,9 +105,9 @@ class GuardedTracker:
     def _turn_off(self, reason: Reason) -> None:
         if not self._off.is_set():
             self._off.set()
-            self._say("tracker-off", reason)
+            self._report_event("tracker-off", reason)
 
-    def _say(self, event: str, reason: Reason) -> None:
+    def _report_event(self, event: str, reason: Reason) -> None:
         with contextlib.suppress(Exception):  # as on a full disk
             self._report(event, self.name, reason)
 
@@ -145,7 +145,7 @@ class GuardedTracker:
             self._turn_off(Reason("tracking.not-installed", params))
         elif not self._down:
             self._down = True
-            self._say("tracker-off", Reason(f"tracking.{doing}-failed", params))
+            self._report_event("tracker-off", Reason(f"tracking.{doing}-failed", params))
 
     def _started(self, position: _Position) -> Tracker[Any]:
         tracker = self._make()
@@ -176,7 +176,7 @@ class GuardedTracker:
                     self._save_position(position)
             if pending and self._down:
                 self._down, self._delay = False, _FIRST_RETRY_SECONDS
-                self._say("tracker-on", Reason("tracking.on", {"tracker": self.name}))
+                self._report_event("tracker-on", Reason("tracking.on", {"tracker": self.name}))
             pending.clear()
 
     def _send(self, tracker: Tracker[Any], line: Mapping[str, Any], position: _Position) -> None:

@@ -72,11 +72,11 @@ def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, flo
     fresh = weights()
     drive.train(batches)
     trained = weights()
-    stepped = drive.train(batches, poisoned=torch.distributed.get_rank() == poisoned_rank)
+    result = drive.train(batches, poisoned=torch.distributed.get_rank() == poisoned_rank)
     left = weights()
     moved = any(not torch.equal(a, b) for a, b in zip(fresh, trained, strict=True))
     changed = any(not torch.equal(a, b) for a, b in zip(trained, left, strict=True))
-    return stepped.loss.item(), float(stepped.grad_norm), moved, changed
+    return result.loss.item(), float(result.grad_norm), moved, changed
 
 
 def _overrides(keys: tuple[str, ...]) -> list[str]:

@@ -13,15 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from scaletrain_cli.engine.checkpoint.resume_point import newest_valid
+from scaletrain_cli.engine.checkpoint.resume_point import find_latest_valid
 from scaletrain_cli.engine.checkpoint.shard_file import RANDOM, Entry, ShardHeader, StateReader, shard_name, write_shard
 from scaletrain_cli.engine.checkpoint.snapshot import (
     ShardedState,
     Snapshot,
     counters,
-    put_back,
     random_state,
     restore_random_state,
+    restore_state,
     set_counters,
 )
 from scaletrain_cli.engine.compose import Composed
@@ -276,10 +276,10 @@ class Checkpointer:
             if checkpoint.step in steps and not checkpoint.clean:
                 checkpoint_commit.mark_clean(checkpoint, self._attempt)
 
-    def newest_clean(self) -> Checkpoint | None:
+    def latest_clean(self) -> Checkpoint | None:
         """Return the latest valid checkpoint that is marked clean; None if there is none."""
         self._finish_background()
-        return newest_valid(self.folder, self._ranks, self._consensus, clean=True).checkpoint
+        return find_latest_valid(self.folder, self._ranks, self._consensus, clean=True).checkpoint
 
     def delete_newer(self, step: int) -> None:
         """Delete checkpoints that are newer than ``step``. Call it on rank 0 only."""
@@ -299,7 +299,7 @@ class Checkpointer:
         state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
         if self._average is not None:
             self._average.taken = state["parts"]["average"]["taken"]
-        put_back(reader, self._states, self._average, self._engine)
+        restore_state(reader, self._states, self._average, self._engine)
         set_counters(self._engine, state["counters"])
         for name, part in self._replicated.items():
             part.load_state_dict(state["parts"][name])

@@ -62,7 +62,7 @@ def find_resume_point(run: RunDir, folder: Path, attempt: int, ranks: Ranks, con
     Raises UsageError if there should be a checkpoint and none is valid, UnreadableCheckpointsError if no node can read
     one, and WrongNodesError on a node that cannot read what others can.
     """
-    search = newest_valid(folder, ranks, consensus)
+    search = find_latest_valid(folder, ranks, consensus)
     found = _resume_point(run, folder, attempt, search) if ranks.rank == 0 else None
     begin = consensus.follow_rank_zero(found)
     assert begin is not None
@@ -71,7 +71,7 @@ def find_resume_point(run: RunDir, folder: Path, attempt: int, ranks: Ranks, con
     return begin
 
 
-def newest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, clean: bool = False) -> Search:
+def find_latest_valid(folder: Path, ranks: Ranks, consensus: RankConsensus, *, clean: bool = False) -> Search:
     """Return the latest checkpoint that verifies; each rank hashes a share of the files. Collective.
 
     ``clean``: consider only checkpoints that are marked clean. Raises UnreadableCheckpointsError and WrongNodesError.

@@ -299,7 +299,7 @@ class Snapshot:
 
 
 @torch.no_grad()
-def put_back(reader: StateReader, states: ShardedState, average: WeightAverage | None, engine: Any) -> None:
+def restore_state(reader: StateReader, states: ShardedState, average: WeightAverage | None, engine: Any) -> None:
     """Write the state of a checkpoint into a rank's shards, in a new engine or one that has trained. Collective.
 
     Raises ScaletrainError if the checkpoint is incomplete, and UsageError if another layout cannot read it.

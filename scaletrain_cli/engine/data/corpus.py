@@ -85,15 +85,15 @@ def documents(source: str, tally: Tally | None = None) -> Iterator[str]:
             for text in _documents_of(path, own):
                 own.characters += len(text)
                 if own.replaced > max(FEW_REPLACED, MOST_REPLACED * max(own.characters, _TEXT_DOCUMENT)):
-                    _refuse_encoding(path, own)
+                    _reject_encoding(path, own)
                 yield text
         if own.replaced > max(FEW_REPLACED, MOST_REPLACED * own.characters):
-            _refuse_encoding(path, own)
+            _reject_encoding(path, own)
         whole.characters += own.characters
         whole.replaced += own.replaced
 
 
-def _refuse_encoding(path: Path, tally: Tally) -> None:
+def _reject_encoding(path: Path, tally: Tally) -> None:
     counts = {"replaced": tally.replaced, "characters": tally.characters}
     raise UsageError(Reason("engine.file-not-utf-8", {"path": str(path), **counts}))
 

@@ -260,10 +260,10 @@ SCHEMA = "scaletrain.preflight/v1"
 ONLY = "SCALETRAIN_ONLY"  # set by `scaletrain preflight`, which trains nothing
 
 
-def is_wanted(record: RunRecord) -> bool:
+def is_enabled(record: RunRecord) -> bool:
     """Return True if the preflight runs; by default on GPUs only, because CPU ranks share their cores."""
-    wanted = record.spec.guard.preflight
-    return wanted == "always" or (wanted == "auto" and record.spec.cluster.gpu != "cpu")
+    setting = record.spec.guard.preflight
+    return setting == "always" or (setting == "auto" and record.spec.cluster.gpu != "cpu")
 
 
 def check_together(

@@ -133,7 +133,7 @@ class GuardActions:
         """
         self.heartbeat.beat(trained, "rollback")
         self.checkpointer.finish()
-        target = self.checkpointer.newest_clean()
+        target = self.checkpointer.latest_clean()
         if target is None:
             return None
         allowed = self.record.spec.guard.spike.retries

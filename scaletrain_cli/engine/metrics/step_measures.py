@@ -52,7 +52,7 @@ class DeferredMetrics:
         """Return the measures to check after step ``step``, oldest first: on a GPU all but the newest."""
         return self._until(step - self._lag)
 
-    def rest(self) -> list[StepMeasures]:
+    def remaining(self) -> list[StepMeasures]:
         """Wait for all remaining measures and return them."""
         return self._until(self._waiting[-1][0]) if self._waiting else []
 

@@ -49,7 +49,7 @@ class Kept:
     def mark_clean_up_to(self, step: int) -> None:
         self.done.append(f"clean {step}")
 
-    def newest_clean(self) -> Checkpoint | None:
+    def latest_clean(self) -> Checkpoint | None:
         sound = (each for each in reversed(list_checkpoints(self.folder)) if each.clean and not verify(each))
         return next(sound, None)
 

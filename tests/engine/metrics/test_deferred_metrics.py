@@ -26,7 +26,7 @@ def test_on_a_cpu_a_step_is_due_as_soon_as_it_ended_and_its_values_are_exact() -
     (measures,) = metrics.due(7)
     assert measures.step == 7
     assert list(measures.values.items()) == [("rate", 0.5), ("loss", float(torch.tensor(1.1) + 7)), ("grad_norm", 2.0)]
-    assert metrics.rest() == []
+    assert metrics.remaining() == []
 
 
 def test_with_a_lag_a_step_is_due_after_the_next_step() -> None:
@@ -35,8 +35,8 @@ def test_with_a_lag_a_step_is_due_after_the_next_step() -> None:
         run_step(metrics, step)
         seen.append([measures.step for measures in metrics.due(step)])
     assert seen == [[], [4], [5]]
-    assert [measures.step for measures in metrics.rest()] == [6]
-    assert metrics.rest() == []
+    assert [measures.step for measures in metrics.remaining()] == [6]
+    assert metrics.remaining() == []
 
 
 def test_seconds_are_those_between_begin_and_end() -> None:

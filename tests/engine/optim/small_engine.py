@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.checkpoint.shard_file import ShardHeader, Slice, StateReader, shard_name, write_shard
-from scaletrain_cli.engine.checkpoint.snapshot import ShardedState, Snapshot, put_back
+from scaletrain_cli.engine.checkpoint.snapshot import ShardedState, Snapshot, restore_state
 from scaletrain_cli.engine.deepspeed_engine import offload_config, precision_config, prepare_deepspeed
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
@@ -161,7 +161,7 @@ def load(small: Small, folder: Path, average: WeightAverage | None = None) -> No
     """Load the saved state. Collective."""
     states = _held(small)
     files = [path.name for path in folder.iterdir()]
-    put_back(StateReader(folder, dist.get_rank(), _owned(states), files), states, average, small.engine)
+    restore_state(StateReader(folder, dist.get_rank(), _owned(states), files), states, average, small.engine)
 
 
 def _held(small: Small) -> ShardedState:

@@ -103,11 +103,11 @@ def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     measured = []
     for step in range(begin.step + 1, last):
         trainer.optimizer_step(step)
-        measured += trainer.deferred_metrics.rest()
+        measured += trainer.deferred_metrics.remaining()
     composed = trainer.plan_check.composed
     with watching_model_states(composed.engine) as states, watching_activations(composed.model) as saved:
         trainer.optimizer_step(last)
-    measured += trainer.deferred_metrics.rest()
+    measured += trainer.deferred_metrics.remaining()
     if last < record.spec.total_steps:
         trainer.save(last, wait=True)
     pieces = local_pieces(trainer.model, replica(ranks.rank, record.plan.layout), record.plan.layout)
