@@ -71,8 +71,11 @@ class Plugin:
         except PluginError:
             raise
         except (Exception, SystemExit) as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            raise PluginError(Reason("plugin.not-loaded", {**self._params, "said": said})) from error
+            raise PluginError(Reason("plugin.not-loaded", {**self._params, "said": _one_line(error)})) from error
+
+    def failure(self, error: Exception) -> Reason:
+        """Return the reason for an unexpected exception of its code."""
+        return Reason("plugin.failed", {**self._params, "said": _one_line(error)})
 
     def invalid(self, fault: str) -> PluginError:
         """Return the error for an object that is not as the interface requires: ``must be ...``."""
@@ -82,6 +85,10 @@ class Plugin:
     def _params(self) -> dict[str, Any]:
         package = self.packages[0]
         return {"kind": GROUPS[self.group], "name": self.name, "package": package, "reference": self.reference}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def plugins(group: str, built_in: Iterable[str] = ()) -> dict[str, Plugin]:

@@ -12,7 +12,7 @@ from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
 from scaletrain_cli.full_disk import has_no_space
 from scaletrain_cli.launch.attempts import AttemptRecord, attempt_outcome, newest_checkpoint_step, read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Job
-from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.backends.registry import backend_for, failures_of_plugin
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import open_request, read_submission
@@ -189,7 +189,8 @@ def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
     asked: dict[RunDir, Backend] = {}
     for name, group in open_runs.items():
         if len(group) > 1:
-            with contextlib.suppress(SchedulerError):  # each row says that the back end is not installed here
+            # Each row says that the back end is not installed here, or failed.
+            with contextlib.suppress(SchedulerError), failures_of_plugin(name):
                 asked |= dict.fromkeys(group, backend_for(name).asked_once(group))
     return [asked.get(run) for run in runs]
 
@@ -233,7 +234,8 @@ def _ask(run: RunDir, record: RunRecord, last: AttemptRecord | None, scheduler: 
     if last is not None and last.reason == "done":  # final: saves a request to the scheduler
         return Job("", "ended", "finished")
     try:
-        return (scheduler or backend_for(record.spec.cluster.scheduler)).job(run, record)
+        with failures_of_plugin(record.spec.cluster.scheduler):
+            return (scheduler or backend_for(record.spec.cluster.scheduler)).job(run, record)
     except SchedulerError as error:  # the run directory still has most of it
         unsettled = open_request(run) is not None
         detail = error.message.rstrip(".")

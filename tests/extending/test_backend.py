@@ -125,6 +125,18 @@ def test_a_run_can_be_shown_where_the_package_is_not_installed(cli: ToyCli) -> N
     cli("status", "shown", "--wait", "120s")
 
 
+def test_an_exception_in_a_back_end_makes_a_state_unknown_and_disturbs_no_list(cli: ToyCli) -> None:
+    folder = cli.runs.parent / "damaged"
+    sets = [f"cluster.toy.folder={folder}", "env.STEP_SECONDS='0.5'"]
+    cli("submit", *cli.spec, *(word for one in sets for word in ("--set", one)), "--run-id", "odd", "--yes")
+    (folder / "2.json").write_text("{")
+    rows = {run["run_id"]: run for run in cli.json("list")["runs"]}
+    assert (rows["odd"]["job"]["state"], rows["odd"]["job"]["code"]) == ("unknown", "plugin.failed")
+    assert "the back end toy of the package toy-queue failed: JSONDecodeError" in rows["odd"]["job"]["detail"]
+    (folder / "2.json").unlink()
+    cli("status", "odd", "--wait", "120s")
+
+
 def test_an_entry_point_that_cannot_be_loaded_is_one_clear_error(cli: ToyCli, tmp_path: Path) -> None:
     metadata = tmp_path / "broken-1.0.dist-info"
     metadata.mkdir()

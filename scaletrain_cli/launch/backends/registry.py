@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+from collections.abc import Iterator
 
-from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.errors import ScaletrainError, SchedulerError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.plugins import PluginError, load_reference
 from scaletrain_cli.spec.backend_traits import (
@@ -29,6 +31,20 @@ def backend_for(name: str) -> Backend:
     except UsageError as error:
         raise SchedulerError(f"cluster.scheduler = {name}: {error.message}", remedy=error.remedy) from error
     return _implementation(traits)
+
+
+@contextlib.contextmanager
+def failures_of_plugin(name: str) -> Iterator[None]:
+    """Return a context that turns an unexpected exception of another package's back end into a SchedulerError."""
+    try:
+        yield
+    except ScaletrainError:
+        raise
+    except Exception as error:
+        plugin = added_backends().get(name)
+        if plugin is None:
+            raise
+        raise SchedulerError(plugin.failure(error)) from error
 
 
 def all_backends() -> list[Backend]:
@@ -72,4 +88,4 @@ def _implementation(traits: BackendTraits) -> Backend:
         with plugin.errors():
             return found()
     except PluginError as error:
-        raise SchedulerError(error.message, remedy=error.remedy) from error
+        raise SchedulerError(error.reason or error.message) from error
