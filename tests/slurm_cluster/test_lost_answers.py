@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm_cluster.cluster import DevCluster
-from tests.slurm_cluster.stand_in import FOREVER, Site
+from tests.slurm_cluster.site import FOREVER, Site
 
 pytestmark = pytest.mark.slurm
 
