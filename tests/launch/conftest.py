@@ -54,6 +54,9 @@ class MadeRun:
         return [event for event in read_events(self.run) if event["event"] == name]
 
 
+MakeRun = Callable[..., MadeRun]
+
+
 def make_spec(*overrides: str, env: dict[str, str] | None = None, fake: dict[str, Any] | None = None) -> RunSpec:
     spec = parse_spec(SPEC, file="fake.yaml", base_dir=PROJECT, overrides=overrides)
     return spec.model_copy(update={"env": {**(env or {}), "FAKE": json.dumps(fake or {})}})
@@ -131,6 +134,9 @@ class Agent:
             self.process.communicate()
 
 
+StartAgent = Callable[..., Agent]
+
+
 @pytest.fixture(autouse=True)
 def children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     inherited = os.environ.get("PYTHONPATH")
@@ -138,7 +144,7 @@ def children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_run() -> Callable[..., MadeRun]:
+def make_run() -> MakeRun:
     def make(*overrides: str, run_id: str | None = None, env: dict[str, str] | None = None, **fake: Any) -> MadeRun:
         spec = make_spec(*overrides, env=env, fake=fake)
         made = create_run(spec, make_plan(spec), run_id)
@@ -148,7 +154,7 @@ def make_run() -> Callable[..., MadeRun]:
 
 
 @pytest.fixture
-def start_agent() -> Iterator[Callable[..., Agent]]:
+def start_agent() -> Iterator[StartAgent]:
     agents: list[Agent] = []
 
     def start(made: MadeRun, environment: dict[str, str] | None = None, *options: str, node_rank: int = 0) -> Agent:

@@ -8,17 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.node.processes import process_state
 from scaletrain_cli.worker.agent_watch import AgentWatch
-from tests.launch.conftest import Agent, MadeRun, is_running
+from tests.launch.conftest import Agent, MakeRun, StartAgent, is_running
 from tests.waiting import wait_until
-
-MakeRun = Callable[..., MadeRun]
-StartAgent = Callable[..., Agent]
 
 FAST = {"limit_seconds": 0.5, "look_seconds": 0.1}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from scaletrain_cli.launch.attempts import (
@@ -17,7 +15,7 @@ from scaletrain_cli.launch.attempts import (
 from scaletrain_cli.launch.exit_classification import classify_exit
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, write_node_record
 from scaletrain_cli.worker.failures import Failure
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MakeRun
 
 
 def node(code: int | None, *ranks: RankRecord, number: int = 0, ended: float = 9.0) -> NodeRecord:
@@ -134,7 +132,7 @@ def test_the_exit_code_of_an_agent_that_could_not_start_is_kept() -> None:
 
 
 def test_the_record_of_an_attempt_has_its_start_its_outcome_and_the_restart_decision(
-    make_run: Callable[..., MadeRun],
+    make_run: MakeRun,
 ) -> None:
     made = make_run()
     number = begin_attempt(made.run, made.record.spec, scheduler="slurm", job_id="77", nodes=("n1", "n2"))
@@ -148,7 +146,7 @@ def test_the_record_of_an_attempt_has_its_start_its_outcome_and_the_restart_deci
     assert (ended.exit_code, ended.reason, ended.decision) == (1, "killed", Decision(True, 1, "once more"))
 
 
-def test_an_attempt_without_a_live_supervisor_is_closed_by_its_records(make_run: Callable[..., MadeRun]) -> None:
+def test_an_attempt_without_a_live_supervisor_is_closed_by_its_records(make_run: MakeRun) -> None:
     made = make_run()
     for code in (75, None):
         number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))
@@ -158,7 +156,7 @@ def test_an_attempt_without_a_live_supervisor_is_closed_by_its_records(make_run:
     assert close_unended(made.run, made.record.spec) == []
 
 
-def test_a_truncated_attempt_record_is_skipped(make_run: Callable[..., MadeRun]) -> None:
+def test_a_truncated_attempt_record_is_skipped(make_run: MakeRun) -> None:
     made = make_run()
     for _ in range(2):
         number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n",))

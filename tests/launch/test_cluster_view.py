@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from scaletrain_cli.ui.cluster import show_cluster
 from tests.cli.command_line import scaletrain
 from tests.launch.backends.slurm.test_preflight import SITE
 from tests.launch.backends.slurm.test_tables import answer
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MakeRun
 
 LIMITS = limits_of(answer("assoc_mgr"), user="root", uid=0, account="lab", qos=["normal"])
 VIEW = make_view(dataclasses.replace(SITE, limits=LIMITS), answer("queue"))
@@ -75,7 +74,7 @@ def test_gpus_of_this_machine_have_the_names_of_the_driver(tmp_path: Path, monke
     assert (row.type, row.total, row.free) == ("NVIDIA H100 80GB HBM3", 2, 2)
 
 
-def test_an_ended_local_run_uses_no_gpus(make_run: Callable[..., MadeRun]) -> None:
+def test_an_ended_local_run_uses_no_gpus(make_run: MakeRun) -> None:
     make_run()
     assert LocalBackend().cluster_view(ClusterSpec()).queue == ()
 

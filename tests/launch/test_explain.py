@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -16,10 +15,8 @@ from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reason_texts.launch import TEXTS
 from scaletrain_cli.reasons import recorded
 from tests.cli.command_line import scaletrain
-from tests.launch.conftest import LOCAL, MadeRun
+from tests.launch.conftest import LOCAL, MadeRun, MakeRun
 from tests.waiting import wait_until
-
-MakeRun = Callable[..., MadeRun]
 
 
 def ran(made: MadeRun) -> Explanation:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.logs import LogFollower, end_of, log_files, read_logs
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MadeRun, MakeRun
 
 
 @pytest.fixture
-def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+def made(make_run: MakeRun) -> MadeRun:
     return make_run()
 
 
@@ -70,7 +69,7 @@ def test_following_returns_each_complete_line_once_and_continues_with_the_next_a
     assert follower.new_lines(to_the_end=True) == []
 
 
-def test_a_fifo_or_a_device_in_place_of_a_log_is_not_read(make_run: Callable[..., MadeRun]) -> None:
+def test_a_fifo_or_a_device_in_place_of_a_log_is_not_read(make_run: MakeRun) -> None:
     made = make_run()
     logs = made.run.new_attempt()
     folder = made.run.attempt(logs) / "logs"
@@ -82,7 +81,7 @@ def test_a_fifo_or_a_device_in_place_of_a_log_is_not_read(make_run: Callable[...
     assert end_of(folder / "n-00000.log") == ""
 
 
-def test_lines_of_libraries_and_progress_lines_are_hidden(make_run: Callable[..., MadeRun]) -> None:
+def test_lines_of_libraries_and_progress_lines_are_hidden(make_run: MakeRun) -> None:
     made = make_run()
     lines = [
         "2026-03-01T12:00:03.512Z INFO rank 0: step 1/20",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -18,10 +17,9 @@ from scaletrain_cli.launch.restart import conclude_attempt
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.bad_nodes import BadNode, read_bad_nodes, remember_bad_nodes
 from scaletrain_cli.worker.failures import Failure, write_failure
-from tests.launch.conftest import MadeRun, make_spec
+from tests.launch.conftest import MadeRun, MakeRun, make_spec
 from tests.launch.test_attempts import node, rank
 
-MakeRun = Callable[..., MadeRun]
 FIVE = ["n1", "n2", "n3", "n4", "n5"]
 
 

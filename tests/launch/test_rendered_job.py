@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -12,7 +11,7 @@ from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.rendered_job import changes_since_sent, in_format, keep_sent
 from scaletrain_cli.launch.submit import submit_run
 from tests.cli.command_line import SMALL, scaletrain
-from tests.launch.conftest import LOCAL, MadeRun
+from tests.launch.conftest import LOCAL, MakeRun
 
 KUBERNETES = ("cluster.scheduler=kubernetes", "cluster.kubernetes.image=a/b:1", "cluster.kubernetes.runs.claim=runs")
 
@@ -21,14 +20,14 @@ def settings(*pairs: str) -> list[str]:
     return [word for pair in pairs for word in ("--set", pair)]
 
 
-def test_a_submission_keeps_the_rendered_job(make_run: Callable[..., MadeRun]) -> None:
+def test_a_submission_keeps_the_rendered_job(make_run: MakeRun) -> None:
     made = make_run()
     assert changes_since_sent(made.run, "a") is None
     submit_run(made.run, made.record, LOCAL)
     assert changes_since_sent(made.run, LOCAL.render(made.run, made.record)) == []
 
 
-def test_changes_are_the_removed_and_added_lines_except_new_job_numbers(make_run: Callable[..., MadeRun]) -> None:
+def test_changes_are_the_removed_and_added_lines_except_new_job_numbers(make_run: MakeRun) -> None:
     run = make_run().run
     keep_sent(run, 'name: llama-s1\nscaletrain.dev/submission: "1"\nnodes: 4\nimage: a\n')
     told = changes_since_sent(run, 'name: llama-s2\nscaletrain.dev/submission: "2"\nnodes: 8\nimage: a\n')
@@ -54,7 +53,7 @@ def test_objects_are_written_as_yaml_or_as_a_list_for_kubectl() -> None:
     assert (told["kind"], [item["kind"] for item in told["items"]]) == ("List", ["ConfigMap", "JobSet"])
 
 
-def test_resume_shows_the_changes_of_the_rendered_job(make_run: Callable[..., MadeRun]) -> None:
+def test_resume_shows_the_changes_of_the_rendered_job(make_run: MakeRun) -> None:
     made = make_run("cluster.scheduler=slurm")
     keep_sent(made.run, "#!/bin/bash\n#SBATCH --nodes=9\n")
     told = scaletrain("resume", made.run.run_id, "--dry-run")

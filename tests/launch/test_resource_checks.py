@@ -22,7 +22,7 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import load_spec
 from scaletrain_cli.spec.json_schema import json_schema
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MakeRun
 from tests.launch.working_tree import WorkingTree
 
 PAGE = PROJECT / "docs" / "checks.md"
@@ -302,7 +302,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def test_a_resume_checks_again_but_not_the_initial_weights_once_there_is_a_checkpoint(
-    make_run: Callable[..., MadeRun], things: Path
+    make_run: MakeRun, things: Path
 ) -> None:
     Path("corpus.txt").write_text("some text\n")
     Path("first").mkdir()
@@ -333,7 +333,7 @@ def test_a_warning_names_what_only_the_nodes_see() -> None:
 
 
 def test_a_node_checks_before_it_starts_a_rank(
-    make_run: Callable[..., MadeRun], start_agent: Callable[..., Any], things: Path
+    make_run: MakeRun, start_agent: Callable[..., Any], things: Path
 ) -> None:
     Path("corpus.txt").write_text("some text\n")
     made = make_run("data.source=corpus.txt", run_id="r1")
@@ -348,7 +348,7 @@ def test_a_node_checks_before_it_starts_a_rank(
     [("kubernetes", False, UsageError), ("kubernetes", True, WrongNodesError), ("slurm", False, WrongNodesError)],
 )
 def test_a_resource_that_other_nodes_may_have_rejects_only_this_node(
-    make_run: Callable[..., MadeRun], scheduler: str, begun: bool, error: type[Exception]
+    make_run: MakeRun, scheduler: str, begun: bool, error: type[Exception]
 ) -> None:
     made = make_run("model.weights=/data/w", "data.source=/data/x", "checkpoint.dir=/no-root-folder/c")
     if begun:

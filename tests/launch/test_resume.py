@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
@@ -16,7 +14,7 @@ from scaletrain_cli.rundir.journal import append_line, read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.worker import checkpoint_commit
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MadeRun, MakeRun
 from tests.launch.test_submit import CountingScheduler
 
 
@@ -30,7 +28,7 @@ class Cluster(CountingScheduler):
 
 
 @pytest.fixture
-def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+def made(make_run: MakeRun) -> MadeRun:
     return make_run()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from scaletrain_cli.errors import UsageError
@@ -16,11 +14,11 @@ from scaletrain_cli.rundir.record import (
     revisions,
     withdraw_revision,
 )
-from tests.launch.conftest import MadeRun, make_plan, make_spec
+from tests.launch.conftest import MadeRun, MakeRun, make_plan, make_spec
 
 
 @pytest.fixture
-def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+def made(make_run: MakeRun) -> MadeRun:
     return make_run(run_id="mine")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 
@@ -13,10 +13,8 @@ from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
-from tests.launch.conftest import LOCAL, MadeRun
+from tests.launch.conftest import LOCAL, MadeRun, MakeRun
 from tests.waiting import wait_until
-
-MakeRun = Callable[..., MadeRun]
 
 
 def ended(made: MadeRun) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -20,12 +19,12 @@ from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.measured import MODEL_STATES, Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MadeRun, MakeRun
 from tests.launch.test_resume import Cluster, attempt, commit
 
 
 @pytest.fixture
-def made(make_run: Callable[..., MadeRun]) -> MadeRun:
+def made(make_run: MakeRun) -> MadeRun:
     return make_run()
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +25,7 @@ from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, find_run, list_runs, runs_root
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.spec import RunSpec
-from tests.launch.conftest import MadeRun, make_plan, make_spec
+from tests.launch.conftest import MakeRun, make_plan, make_spec
 
 
 class CountingScheduler(Backend):
@@ -140,7 +139,7 @@ def test_concurrent_submissions_of_one_id_create_one_run() -> None:
     assert [entry.name for entry in runs_root().iterdir()] == ["mine"]
 
 
-def test_concurrent_submissions_of_one_run_submit_one_job(make_run: Callable[..., MadeRun]) -> None:
+def test_concurrent_submissions_of_one_run_submit_one_job(make_run: MakeRun) -> None:
     made, scheduler = make_run(), CountingScheduler()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: submit_run(made.run, made.record, scheduler), range(8)))
@@ -161,7 +160,7 @@ def test_a_folder_that_is_not_a_run_is_not_changed() -> None:
     assert [entry.name for entry in runs_root().iterdir()] == ["mine"]
 
 
-def test_a_run_that_is_being_created_is_not_listed(make_run: Callable[..., MadeRun]) -> None:
+def test_a_run_that_is_being_created_is_not_listed(make_run: MakeRun) -> None:
     made = make_run()
     draft = runs_root() / ".other.1234"
     draft.mkdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,7 +30,7 @@ from scaletrain_cli.spec.source import variants
 from scaletrain_cli.ui.cluster import show_cluster
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.backends.slurm.test_script import Recorded
-from tests.launch.conftest import ENGINE, MadeRun, make_plan, make_spec
+from tests.launch.conftest import ENGINE, MakeRun, make_plan, make_spec
 from tests.waiting import wait_until
 
 
@@ -239,7 +238,7 @@ def test_a_dry_run_of_a_sweep_prints_every_script(slurm: Recorded) -> None:
     assert not runs_root().exists()
 
 
-def test_the_list_shows_which_points_of_a_sweep_runs_are(make_run: Callable[..., MadeRun]) -> None:
+def test_the_list_shows_which_points_of_a_sweep_runs_are(make_run: MakeRun) -> None:
     submit_sweep("s", points(1, 2), Queue(), cap=2)
     make_run(run_id="single")
     rows = {row.split()[0]: row for row in scaletrain("list").out.splitlines()}

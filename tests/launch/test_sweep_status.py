@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,7 +17,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import SweepPlace, find_sweep, write_sweep_place
 from tests.cli.command_line import scaletrain
-from tests.launch.conftest import MadeRun
+from tests.launch.conftest import MadeRun, MakeRun
 from tests.launch.test_submit import CountingScheduler
 
 
@@ -48,7 +48,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 
 @pytest.fixture
-def runs(make_run: Callable[..., MadeRun], queue: Queue) -> list[MadeRun]:
+def runs(make_run: MakeRun, queue: Queue) -> list[MadeRun]:
     """A sweep of four, all queued."""
     made = []
     for number in range(1, 5):
@@ -118,7 +118,7 @@ def test_a_run_that_has_ended_is_not_queried_again(runs: list[MadeRun], queue: Q
     assert look_again(before).states == {"finished": 4}
 
 
-def test_list_can_show_the_runs_of_one_sweep(runs: list[MadeRun], make_run: Callable[..., MadeRun]) -> None:
+def test_list_can_show_the_runs_of_one_sweep(runs: list[MadeRun], make_run: MakeRun) -> None:
     make_run(run_id="alone")
     listed = scaletrain("list", "--sweep", "s", "--json").data["runs"]
     assert sorted(row["run_id"] for row in listed) == ["s-1", "s-2", "s-3", "s-4"]

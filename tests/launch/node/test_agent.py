@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,8 @@ from scaletrain_cli.launch.node.options import parse_options
 from scaletrain_cli.launch.node.record import RankRecord, read_node_records
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.worker.failures import read_failures
-from tests.launch.conftest import ENGINE, Agent, MadeRun, is_running
+from tests.launch.conftest import ENGINE, MakeRun, StartAgent, is_running
 from tests.waiting import wait_until
-
-MakeRun = Callable[..., MadeRun]
-StartAgent = Callable[..., Agent]
 
 
 def test_ranks_that_all_finish_make_the_agent_exit_0_and_leave_a_full_record(

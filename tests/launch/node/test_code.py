@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, place_documents, read_record
 from scaletrain_cli.worker.failures import read_failures
-from tests.launch.conftest import Agent, MadeRun, make_plan, make_spec
+from tests.launch.conftest import MadeRun, MakeRun, StartAgent, make_plan, make_spec
 from tests.launch.test_resizing import Refusing
 from tests.launch.test_resume import Cluster
 from tests.launch.working_tree import WorkingTree
@@ -56,7 +55,7 @@ def unpacked(made: MadeRun, attempt: int = 1) -> Path:
 
 
 def test_ranks_run_the_submitted_code_and_not_later_edits(
-    program: WorkingTree, start_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+    program: WorkingTree, start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(program.folder / "src")  # where `python -m` would find the tree itself
     made = submit(program)
@@ -86,7 +85,7 @@ def test_the_patch_of_uncommitted_changes_is_kept(program: WorkingTree) -> None:
 
 
 def test_the_folder_of_a_killed_agent_is_removed_by_the_next_attempt(
-    program: WorkingTree, start_agent: Callable[..., Agent]
+    program: WorkingTree, start_agent: StartAgent
 ) -> None:
     made = submit(program)
     left = unpacked(made)
@@ -103,7 +102,7 @@ def test_the_folder_of_a_killed_agent_is_removed_by_the_next_attempt(
 @pytest.mark.parametrize("suffix", ["tar.gz", "sha256"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "another tree's"])
 def test_no_rank_starts_with_code_that_differs_from_the_submitted_one(
-    program: WorkingTree, start_agent: Callable[..., Agent], suffix: str, damage: str
+    program: WorkingTree, start_agent: StartAgent, suffix: str, damage: str
 ) -> None:
     made = submit(program)
     assert made.record.code is not None
@@ -125,7 +124,7 @@ def test_no_rank_starts_with_code_that_differs_from_the_submitted_one(
 
 
 def test_code_in_the_image_is_verified_and_run_in_place(
-    program: WorkingTree, start_agent: Callable[..., Agent], tmp_path: Path
+    program: WorkingTree, start_agent: StartAgent, tmp_path: Path
 ) -> None:
     image = tmp_path / "image"
     shutil.copytree(program.folder, image)
@@ -154,7 +153,7 @@ def test_a_run_of_the_same_name_with_other_code_is_another_run(program: WorkingT
 
 
 def test_the_built_in_engine_imports_nothing_from_a_tree_that_is_only_recorded(
-    program: WorkingTree, start_agent: Callable[..., Agent]
+    program: WorkingTree, start_agent: StartAgent
 ) -> None:
     program.write("json.py", "raise RuntimeError('not the one that was meant')")
     spec = make_spec(f"code.path={program.folder}")
@@ -197,7 +196,7 @@ def test_a_program_without_heartbeat_never_counts_as_hung() -> None:
 
 
 def test_a_resume_uses_the_same_code_without_the_option_new_code(
-    program: WorkingTree, start_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+    program: WorkingTree, start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = submit(program)
     program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
@@ -238,9 +237,7 @@ def test_an_override_selects_another_part_of_the_tree(program: WorkingTree) -> N
     assert resize.changes.keys() == {"code", "code.path", "code.import_root"}
 
 
-def test_a_run_keeps_its_code_and_a_run_without_code_has_none_to_renew(
-    program: WorkingTree, make_run: Callable[..., MadeRun]
-) -> None:
+def test_a_run_keeps_its_code_and_a_run_without_code_has_none_to_renew(program: WorkingTree, make_run: MakeRun) -> None:
     with pytest.raises(UsageError, match="a run keeps its code"):
         replan(submit(program).run, ["code.path=null", "code.import_root=."])
     with pytest.raises(UsageError, match=r"no code of yours to take again.*code\.path=FOLDER"):
@@ -248,7 +245,7 @@ def test_a_run_keeps_its_code_and_a_run_without_code_has_none_to_renew(
 
 
 def test_a_node_without_space_for_the_code_is_replaced(
-    program: WorkingTree, start_agent: Callable[..., Agent], tmp_path: Path
+    program: WorkingTree, start_agent: StartAgent, tmp_path: Path
 ) -> None:
     made = submit(program)
     (tmp_path / "full").write_text("no folder", encoding="utf-8")
@@ -258,7 +255,7 @@ def test_a_node_without_space_for_the_code_is_replaced(
 
 
 def test_code_is_unpacked_into_a_folder_that_is_private_to_the_user(
-    program: WorkingTree, start_agent: Callable[..., Agent]
+    program: WorkingTree, start_agent: StartAgent
 ) -> None:
     made = submit(program)
     unpacked(made).parent.mkdir(mode=0o755)

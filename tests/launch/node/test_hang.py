@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +22,8 @@ from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.worker.failures import read_failures
 from scaletrain_cli.worker.heartbeat import LONG_SECONDS, Heartbeat, collective_seconds
-from tests.launch.conftest import LOCAL, Agent, MadeRun, is_running
+from tests.launch.conftest import LOCAL, MakeRun, StartAgent, is_running
 from tests.waiting import wait_until
-
-MakeRun = Callable[..., MadeRun]
-StartAgent = Callable[..., Agent]
 
 
 class Line:

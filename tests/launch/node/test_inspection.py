@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth
 from scaletrain_cli.launch.node.inspection import NodeInspection, available_bytes, inspect_node
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.worker.failures import read_failures
-from tests.launch.conftest import Agent, MadeRun
+from tests.launch.conftest import MadeRun, MakeRun, StartAgent
 
-MakeRun = Callable[..., MadeRun]
 GB = 10**9
 FAKE_NVML = Path(__file__).parent / "fake_nvml"
 
@@ -101,7 +99,7 @@ def test_broken_gpus_little_memory_and_a_small_shm_are_reported_separately(
 
 
 def test_the_agent_writes_its_inspection_and_starts_no_rank_on_a_bad_node(
-    make_run: MakeRun, start_agent: Callable[..., Agent]
+    make_run: MakeRun, start_agent: StartAgent
 ) -> None:
     made = make_run("cluster.gpu=h100-sxm-80gb")
     path = os.pathsep.join([str(FAKE_NVML), os.environ["PYTHONPATH"]])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from scaletrain_cli.launch.attempts import read_attempts
-from tests.launch.conftest import ENGINE, MadeRun
+from tests.launch.conftest import ENGINE, MadeRun, MakeRun
 from tests.waiting import wait_until
 
 ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
@@ -43,7 +43,7 @@ def preempt(made: MadeRun, job: subprocess.Popen[bytes], attempt: int) -> int:
     return job.wait(timeout=60)
 
 
-def test_sigterm_ends_a_job_that_no_scheduler_starts_again(make_run: Callable[..., MadeRun], start: Start) -> None:
+def test_sigterm_ends_a_job_that_no_scheduler_starts_again(make_run: MakeRun, start: Start) -> None:
     made = make_run(*ONE_RANK, steps=10_000, step_seconds=0.02)
     assert preempt(made, start(made), 1) == 75
     (stopped,) = made.events("stopped")
@@ -51,7 +51,7 @@ def test_sigterm_ends_a_job_that_no_scheduler_starts_again(make_run: Callable[..
 
 
 def test_a_requeued_job_that_is_preempted_goes_on_under_its_id_and_the_run_has_not_stopped(
-    make_run: Callable[..., MadeRun], start: Start
+    make_run: MakeRun, start: Start
 ) -> None:
     made = make_run(*ONE_RANK, steps=10_000, step_seconds=0.02, stay={"2:0": 1})
     assert preempt(made, start(made, "--requeued"), 1) == 75
@@ -63,9 +63,7 @@ def test_a_requeued_job_that_is_preempted_goes_on_under_its_id_and_the_run_has_n
     assert [attempt.job_id for attempt in read_attempts(made.run)] == ["17", "17"]
 
 
-def test_the_budgets_of_a_requeued_job_count_over_all_its_starts(
-    make_run: Callable[..., MadeRun], start: Start
-) -> None:
+def test_the_budgets_of_a_requeued_job_count_over_all_its_starts(make_run: MakeRun, start: Start) -> None:
     made = make_run(*ONE_RANK, "restarts.preemption=1", steps=10_000, step_seconds=0.02)
     assert preempt(made, start(made, "--requeued"), 1) == 75
     assert preempt(made, start(made, "--requeued"), 2) == 93, "no third attempt, and no further start of the job"
@@ -74,7 +72,7 @@ def test_the_budgets_of_a_requeued_job_count_over_all_its_starts(
     assert len(read_attempts(made.run)) == 2
 
 
-def test_a_requeued_job_of_a_cancelled_run_is_not_started_again(make_run: Callable[..., MadeRun], start: Start) -> None:
+def test_a_requeued_job_of_a_cancelled_run_is_not_started_again(make_run: MakeRun, start: Start) -> None:
     made = make_run(*ONE_RANK, steps=10_000, step_seconds=0.02)
     job = start(made, "--requeued")
     wait_until(lambda: "up" in made.log(1, 0), "the attempt is up")

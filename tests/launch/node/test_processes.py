@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from scaletrain_cli.launch.node.processes import next_signal
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
-from tests.launch.conftest import LOCAL, MadeRun
+from tests.launch.conftest import LOCAL, MakeRun
 from tests.waiting import wait_until
 
 PROJECT = Path(__file__).parents[3]
@@ -73,7 +73,7 @@ def test_a_process_that_was_stopped_during_its_wait_receives_only_signals_that_w
     assert sorted(map(int, heard)) == [signal.SIGUSR1, signal.SIGTERM]
 
 
-def test_a_run_that_is_suspended_and_continued_finishes(make_run: Callable[..., MadeRun]) -> None:
+def test_a_run_that_is_suspended_and_continued_finishes(make_run: MakeRun) -> None:
     made = make_run(steps=9, stay={"1:*": 3})
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: "up" in made.log(1, 0) and made.run.metrics.exists(), "the ranks train")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,15 +27,14 @@ from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.status import exit_code_of, run_status
 from scaletrain_cli.launch.submit import read_submission, submit_run
-from tests.launch.conftest import ENGINE, LOCAL, MadeRun, is_running, make_plan, make_spec
+from tests.launch.conftest import ENGINE, LOCAL, MadeRun, MakeRun, is_running, make_plan, make_spec
 from tests.waiting import wait_until
 
 ONE_RANK = ("cluster.gpus_per_node=1", "training.global_batch_size=1")
-Submit = Callable[..., MadeRun]
 
 
 @pytest.fixture
-def submit(make_run: Callable[..., MadeRun]) -> Iterator[Submit]:
+def submit(make_run: MakeRun) -> Iterator[MakeRun]:
     """Submit a fake run; its processes are killed at the end of the test."""
     submitted: list[MadeRun] = []
 
@@ -79,7 +78,7 @@ def wait_for_end(made: MadeRun) -> None:
     wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the supervisor has ended")
 
 
-def test_a_preempted_run_continues_from_its_checkpoint_until_it_is_done(submit: Submit) -> None:
+def test_a_preempted_run_continues_from_its_checkpoint_until_it_is_done(submit: MakeRun) -> None:
     made = submit(steps=9, stay={"1:0": 3, "2:0": 6})
     for attempt in (1, 2):
         os.kill(agent_pid(made, attempt), signal.SIGTERM)
@@ -94,7 +93,7 @@ def test_a_preempted_run_continues_from_its_checkpoint_until_it_is_done(submit: 
     assert len(made.events("finished")) == 1
 
 
-def test_usr1_to_the_supervisor_preempts_and_the_run_continues(submit: Submit) -> None:
+def test_usr1_to_the_supervisor_preempts_and_the_run_continues(submit: MakeRun) -> None:
     made = submit(stay={"1:0": 1})
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGUSR1)
@@ -103,7 +102,7 @@ def test_usr1_to_the_supervisor_preempts_and_the_run_continues(submit: Submit) -
     assert "heard SIGUSR1" in made.log(1, 0)
 
 
-def test_crashes_are_retried_until_the_budget_is_used_up(submit: Submit) -> None:
+def test_crashes_are_retried_until_the_budget_is_used_up(submit: MakeRun) -> None:
     made = submit("restarts.crash=1", die={"*:*": 1}, die_at=3, checkpoint_every=1, steps=100)
     wait_for_end(made)
     assert [attempt.exit_code for attempt in attempts(made)] == [1, 1]
@@ -112,20 +111,20 @@ def test_crashes_are_retried_until_the_budget_is_used_up(submit: Submit) -> None
     assert "restarts.crash = 1 is used up" in stopped["why"]
 
 
-def test_a_run_that_makes_no_progress_stops_with_93(submit: Submit) -> None:
+def test_a_run_that_makes_no_progress_stops_with_93(submit: MakeRun) -> None:
     made = submit("restarts.crash=50", die={"*:*": -9}, die_at=2)
     wait_for_end(made)
     assert [attempt.reason for attempt in attempts(made)] == ["killed"] * 3
     assert made.events("stopped")[0]["exit_code"] == 93
 
 
-def test_exit_code_93_stops_the_run_at_once(submit: Submit) -> None:
+def test_exit_code_93_stops_the_run_at_once(submit: MakeRun) -> None:
     made = submit(die={"*:*": 93}, reason="nan")
     wait_for_end(made)
     assert [(attempt.exit_code, attempt.reason) for attempt in attempts(made)] == [(93, "nan")]
 
 
-def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(submit: Submit) -> None:
+def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(submit: MakeRun) -> None:
     made = submit(stay={"1:0": 1}, detached_child=True, checkpoint_every=1)
     agent = agent_pid(made, 1)
     wait_until(lambda: "child" in made.log(1, 0), "the grandchild is up")
@@ -138,7 +137,7 @@ def test_an_agent_that_is_killed_costs_a_node_restart_and_leaves_nothing_behind(
     assert not is_running(child)
 
 
-def test_the_run_survives_the_end_of_the_terminal_session(make_run: Callable[..., MadeRun]) -> None:
+def test_the_run_survives_the_end_of_the_terminal_session(make_run: MakeRun) -> None:
     made = make_run(*ONE_RANK, stay={"1:0": 1})
     program = (
         "import sys\n"
@@ -178,7 +177,7 @@ def test_the_run_survives_the_end_of_the_terminal_session(make_run: Callable[...
     assert [attempt.reason for attempt in attempts(made)] == ["done"]
 
 
-def test_sigterm_to_the_supervisor_saves_and_starts_no_further_attempt(submit: Submit) -> None:
+def test_sigterm_to_the_supervisor_saves_and_starts_no_further_attempt(submit: MakeRun) -> None:
     made = submit(steps=10_000, step_seconds=0.02)
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGTERM)
@@ -189,7 +188,7 @@ def test_sigterm_to_the_supervisor_saves_and_starts_no_further_attempt(submit: S
     assert "the supervisor was stopped" in made.events("stopped")[0]["why"]
 
 
-def test_cancelling_saves_the_state_and_ends_the_run(submit: Submit) -> None:
+def test_cancelling_saves_the_state_and_ends_the_run(submit: MakeRun) -> None:
     made = submit(steps=10_000, step_seconds=0.02)
     agent_pid(made, 1)
     LOCAL.cancel(made.run, made.record)
@@ -200,7 +199,7 @@ def test_cancelling_saves_the_state_and_ends_the_run(submit: Submit) -> None:
     assert len(made.events("cancelled")) == 1
 
 
-def test_a_stop_file_cancels_the_run(submit: Submit) -> None:
+def test_a_stop_file_cancels_the_run(submit: MakeRun) -> None:
     made = submit(steps=10_000, step_seconds=0.02)
     agent_pid(made, 1)
     (made.run.path / "stop").touch()
@@ -210,7 +209,7 @@ def test_a_stop_file_cancels_the_run(submit: Submit) -> None:
     assert attempt.last_checkpoint_step
 
 
-def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_continues(submit: Submit) -> None:
+def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_continues(submit: MakeRun) -> None:
     made = submit(stay={"1:0": 1}, save_seconds=2)
     agent_pid(made, 1)
     os.kill(supervisor_pid(made), signal.SIGKILL)
@@ -226,7 +225,7 @@ def test_after_the_supervisor_is_killed_the_ranks_save_and_a_resumed_run_continu
     assert attempts(made)[1].checkpoint_at_start == report.checkpoint.step
 
 
-def test_a_run_has_one_supervisor_at_a_time(submit: Submit) -> None:
+def test_a_run_has_one_supervisor_at_a_time(submit: MakeRun) -> None:
     made = submit(steps=10_000)
     with pytest.raises(SchedulerError, match="already has a supervisor"):
         LOCAL.submit(made.run, made.record)
@@ -234,7 +233,7 @@ def test_a_run_has_one_supervisor_at_a_time(submit: Submit) -> None:
         pass
 
 
-def test_a_supervisor_is_not_mistaken_for_a_later_process_with_its_pid(submit: Submit) -> None:
+def test_a_supervisor_is_not_mistaken_for_a_later_process_with_its_pid(submit: MakeRun) -> None:
     made = submit(steps=1)
     wait_for_end(made)
     path = made.run.path / "supervisor.json"
@@ -242,7 +241,7 @@ def test_a_supervisor_is_not_mistaken_for_a_later_process_with_its_pid(submit: S
     assert LOCAL.job(made.run, made.record).state == "ended"
 
 
-def test_training_in_the_foreground_returns_the_runs_exit_code(make_run: Callable[..., MadeRun]) -> None:
+def test_training_in_the_foreground_returns_the_runs_exit_code(make_run: MakeRun) -> None:
     done, stuck = make_run(*ONE_RANK), make_run(*ONE_RANK, die={"*:*": 93})
     ticks: list[float] = []
     code = run_in_foreground(done.run, done.record, engine=ENGINE, on_tick=lambda: ticks.append(time.monotonic()))
@@ -251,7 +250,7 @@ def test_training_in_the_foreground_returns_the_runs_exit_code(make_run: Callabl
     assert run_in_foreground(stuck.run, stuck.record, engine=ENGINE) == 93
 
 
-def test_ctrl_c_in_the_foreground_saves_the_state(make_run: Callable[..., MadeRun]) -> None:
+def test_ctrl_c_in_the_foreground_saves_the_state(make_run: MakeRun) -> None:
     made = make_run(*ONE_RANK, steps=10_000)
     interrupted: list[bool] = []
 
@@ -272,7 +271,7 @@ def test_a_machine_without_the_gpus_is_refused_before_anything_starts(monkeypatc
     assert (outlook.notes, outlook.start.why) == ((), "this machine has no queue")
 
 
-def test_the_rendered_command_is_the_one_that_is_run(make_run: Callable[..., MadeRun]) -> None:
+def test_the_rendered_command_is_the_one_that_is_run(make_run: MakeRun) -> None:
     made = make_run()
     text = LOCAL.render(made.run, made.record)
     shown = subprocess.run(["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True, check=True).stdout
@@ -280,7 +279,9 @@ def test_the_rendered_command_is_the_one_that_is_run(make_run: Callable[..., Mad
     assert Path(shown.splitlines()[0]) == Path(sys.executable)
 
 
-def test_a_node_that_cannot_start_its_ranks_reports_the_reason(submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_cannot_start_its_ranks_reports_the_reason(
+    submit: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A missing secrets file is an error of the run, not a lost node: no retry, and the attempt records the reason."""
     monkeypatch.setenv("TOKEN", "hidden")
     made = submit("secret_env=[TOKEN]", stay={"1:0": 1})
@@ -303,7 +304,7 @@ def block_checkpoints(made: MadeRun) -> Path:
 
 
 def test_a_submission_fails_with_the_reason_why_the_supervisor_cannot_begin(
-    make_run: Callable[..., MadeRun],
+    make_run: MakeRun,
 ) -> None:
     made = make_run()
     block_checkpoints(made)
@@ -312,7 +313,7 @@ def test_a_submission_fails_with_the_reason_why_the_supervisor_cannot_begin(
     assert read_submission(made.run) is None
 
 
-def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(submit: Submit) -> None:
+def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(submit: MakeRun) -> None:
     made = submit("restarts.crash=0", die={"1:0": 93})
     wait_for_end(made)
     folder = block_checkpoints(made)
@@ -328,7 +329,7 @@ def test_a_resume_that_cannot_begin_fails_with_the_reason_that_status_shows(subm
     assert run_status(made.run, LOCAL).state == "finished"
 
 
-def test_cancel_signals_no_process_that_was_not_started_for_the_run(make_run: Callable[..., MadeRun]) -> None:
+def test_cancel_signals_no_process_that_was_not_started_for_the_run(make_run: MakeRun) -> None:
     """Other users who can write to the run directory could name any process of the user who cancels."""
     made = make_run(*ONE_RANK)
     bystander = subprocess.Popen(["sleep", "60"])
