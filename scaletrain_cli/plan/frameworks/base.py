@@ -21,14 +21,16 @@ from scaletrain_cli.plan.stages import Stage, blocks_by_number, stages_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# What selective activation checkpointing recomputes: every n-th block; the attention module of each block with its
-# projections; the attention core of each; or all but the attention and every second product.
+# What selective activation checkpointing recomputes: every n-th block; the attention module of each block, with its
+# projections; only the attention core (scores, softmax, weighted sum) of each block; or everything except attention and
+# every second matrix product.
 Selective = Literal["blocks", "attention module", "attention core", "operations"]
 
 
 class Framework(ABC):
-    """One training framework. Class attributes are its data; methods are its rules, with the most common rule as
-    default.
+    """One training framework.
+
+    Class attributes are its data, methods its rules; the defaults are the most common ones.
     """
 
     name: ClassVar[str]
@@ -37,32 +39,34 @@ class Framework(ABC):
 
     # --- memory
 
-    # Share of the device's memory that a process can fill, its context included.
+    # Share of the device's memory that a process can fill, including its CUDA context.
     usable_memory: ClassVar[float]
-    # Standard deviation of the logarithm of needed over estimated bytes.
+    # Standard deviation of log(needed bytes / estimated bytes).
     estimate_spread: ClassVar[float]
-    # What it keeps around a transformer's blocks. Not for this project's engine, whose memory is counted on its own.
+    # Memory around a transformer's blocks. This project's engine has none: memory/engine_memory.py sizes it.
     memory_profile: ClassVar[MemoryProfile]
     # Which fp32 copy of the weights the optimizer updates.
     master_weights: ClassVar[MasterWeights] = MasterWeights.BESIDE_16_BIT
-    # Whether attention dropout keeps the matrix of scores, because no fused kernel draws the framework's masks.
+    # Whether attention with dropout stores the matrix of scores, because no fused kernel draws the framework's masks.
     keeps_dropped_scores: ClassVar[bool] = False
 
     # --- time
 
     profile: ClassVar[FrameworkProfile]
-    # Whether gradients below ZeRO-2 are all-reduced although a reduce-scatter would suffice.
+    # Whether ZeRO-1 and 2 all-reduce gradients although a reduce-scatter would suffice.
     reduces_whole_gradients: ClassVar[bool] = False
-    # Whether gradients below ZeRO-2 are reduced after the backward pass of the last micro-batch, not beside it. Only
-    # vision networks are modeled with it; for transformers it is in profile.reduce_overlap.
+    # Whether gradients below ZeRO-2 are reduced only after the last backward pass, without overlap. For vision
+    # networks; transformers have profile.reduce_overlap instead.
     reduces_after_backward: ClassVar[bool] = False
     # Whether ZeRO-2 gathers weights per micro-batch and keeps them from the forward to the backward pass.
     gathers_per_micro_batch: ClassVar[bool] = False
-    # Whether an activation that norms leave whole is sent whole to the next stage, by every tensor rank.
+    # Whether every tensor rank sends the full activation to the next stage, unless norms are sharded; otherwise each
+    # sends its share (arXiv:2104.04473, section 4.1).
     sends_whole_boundary: ClassVar[bool] = False
-    # Whether tensor parallelism also shards norms and residuals, unless set in the spec (arXiv:2205.05198).
-    cuts_norms: ClassVar[bool] = True
-    # Whether its blocks may be compiled by ``training.compile: auto``.
+    # Whether tensor parallelism also shards norms and residuals (Megatron's sequence parallelism, arXiv:2205.05198)
+    # unless layout.tensor_sequence_parallel is set.
+    shards_norms_by_default: ClassVar[bool] = True
+    # Whether ``training.compile: auto`` may compile its blocks.
     compiles_blocks: ClassVar[bool] = False
 
     # --- search
@@ -82,7 +86,10 @@ class Framework(ABC):
     def stage_memory(
         self, spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture
     ) -> Callable[[Stage], StageMemory]:
-        """Return a function from a pipeline stage of this layout to the bytes on one of its ranks."""
+        """Return a function from a pipeline stage of this layout to the bytes on one of its ranks.
+
+        ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages.
+        """
         return framework_stage_memory(spec, layout, device, per_rank, self, self.memory_profile, self.profile)
 
     def memory_assumptions(self) -> Iterator[Reason]:
@@ -95,7 +102,7 @@ class Framework(ABC):
         """Return what selective activation checkpointing recomputes."""
 
     def selective_every(self, spec: RunSpec) -> int:
-        """Return n where selective activation checkpointing recomputes every n-th block."""
+        """Return n, if selective activation checkpointing recomputes every n-th block."""
         return 2
 
     def cross_entropy(self, spec: RunSpec, micro_batch_tokens: int, tensor_parallel: int, device_bytes: int) -> str:
@@ -103,24 +110,26 @@ class Framework(ABC):
         return "whole"
 
     def shards_norms(self, spec: RunSpec, layout: Layout) -> bool:
-        """Return whether norms and residuals are cut over the tensor ranks too (arXiv:2205.05198)."""
+        """Return whether norms and residuals are sharded over the tensor ranks too (arXiv:2205.05198)."""
         wanted = spec.layout.tensor_sequence_parallel
         if layout.tensor_parallel == 1:
             return False
-        return self.cuts_norms if wanted == "auto" else wanted
+        return self.shards_norms_by_default if wanted == "auto" else wanted
 
     def drops_scores(self, spec: RunSpec) -> bool:
         """Return whether attention stores its scores because of the framework's own dropout masks."""
         return self.keeps_dropped_scores and spec.transformer.attention_dropout > 0
 
     def checkpoint_zero_stage(self, layout: Layout) -> int:
-        """Return the ZeRO stage whose states a checkpoint contains; 3: the weights only as their fp32 master copy."""
+        """Return the ZeRO stage whose states a checkpoint contains; 3 has weights only as fp32 master weights."""
         return layout.zero_stage
 
     def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:
-        """Return the bytes of a checkpoint that data-parallel rank 0 writes by itself; all nodes share the rest.
+        """Return the bytes of a checkpoint that data-parallel rank 0 writes alone; all nodes share the write of the
+        rest.
 
-        Most frameworks distribute the write of replicated state (Megatron-LM: ``--ckpt-fully-parallel-save``).
+        The default is 0: most frameworks also divide replicated state between the ranks (Megatron-LM:
+        ``--ckpt-fully-parallel-save``).
         """
         return 0
 
@@ -145,8 +154,9 @@ class Framework(ABC):
         return 0
 
     def highest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
-        """Return the highest ZeRO stage that the framework supports; a pipeline keeps whole gradients until its last
-        micro-batch.
+        """Return the highest ZeRO stage that the framework supports.
+
+        With a pipeline that is 1, because every rank keeps full gradients until the last micro-batch.
         """
         return 1 if pipelined else 3
 

@@ -18,13 +18,13 @@ from scaletrain_cli.plan.stages import Stage, blocks_per_stage
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# The axes that this version of the engine runs: the search proposes within them, and only these may be submitted.
+# What this version of the engine can run. The search proposes only such layouts, and only these may be submitted.
 ENGINE = Capabilities(
     axes=frozenset({"tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel"}),
     offload=("none", "optimizer", "optimizer+params"),
 )
 
-# RMSNorm and rotation compute in fp32 step by step; ZeRO's reduction runs through Python hooks.
+# RMSNorm and rotary embedding compute in fp32, one kernel per operation; ZeRO reduces gradients in Python hooks.
 _PROFILE = FrameworkProfile(
     forward_host=0.75e-3,
     backward_host=1.1e-3,
@@ -59,32 +59,32 @@ class DeepSpeed(Framework):
 
     name = "deepspeed"
     is_engine = True
-    # The margin for NCCL and fragmentation is in the parts of engine_memory.py.
+    # engine_memory.py counts NCCL and fragmentation, so no further margin is needed.
     usable_memory = 1.0
-    # There are no published runs of this engine; as wide as for Megatron-LM and torchtitan.
+    # There are no published runs of this engine; the value is that of Megatron-LM and torchtitan.
     estimate_spread = 0.08
     fragmentation = 0.05
     logit_bytes = 12
     master_weights = MasterWeights.OF_EACH_PARTITION
-    # The engine's dropout masks are the same in every layout, which no fused kernel supports.
+    # The engine draws the same dropout masks in every layout, which no fused kernel supports.
     keeps_dropped_scores = True
     profile = _PROFILE
     # stage_1_and_2.py use_multi_rank_bucket_allreduce; engine.py allreduce_gradients.
     reduces_whole_gradients = True
     reduces_after_backward = True
-    cuts_norms = False
+    shards_norms_by_default = False
     compiles_blocks = True
-    # The axes that DeepSpeed could run, with ``planner.search: everything``.
+    # For ``planner.search: everything``: what DeepSpeed could run.
     capabilities: ClassVar[Capabilities] = Capabilities(frozenset(AXES), (0, 1, 2, 3), ENGINE.offload)
 
     def stage_memory(
         self, spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture
     ) -> Callable[[Stage], StageMemory]:
-        """Return a function that sizes a stage by DeepSpeed's allocations."""
+        """Return a function from a pipeline stage to the bytes that DeepSpeed allocates on one of its ranks."""
         return engine_stage_memory(spec, layout, device, per_rank)
 
     def memory_assumptions(self) -> Iterator[Reason]:
-        """Yield that the figures come from DeepSpeed's source."""
+        """Yield that the figures for states and buffers are from DeepSpeed's source."""
         yield Reason("plan.assumes-deepspeed-states")
         yield Reason("plan.assumes-reduced-type")
         yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
@@ -102,23 +102,23 @@ class DeepSpeed(Framework):
         return chosen_cross_entropy(spec, micro_batch_tokens, tensor_parallel, device_bytes)
 
     def checkpoint_zero_stage(self, layout: Layout) -> int:
-        """Return 3: the engine writes the weights as their fp32 master copy, in every stage."""
+        """Return 3: the engine's checkpoints have weights only as fp32 master weights, in every stage."""
         return 3
 
     def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
-        """Return the split of the engine's pipeline, balanced by time."""
+        """Return the number of blocks on each stage of the engine's pipeline, balanced by time."""
         return blocks_per_stage(model, stages)
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-        """Yield the limit of DeepSpeed's PipelineModule: no ZeRO stage above 1."""
+        """Yield the rule of DeepSpeed's PipelineModule: no ZeRO stage above 1."""
         stage = spec.layout.zero_stage
         if axes.pipeline > 1 and (stage in (2, 3) or offload_stage(spec, spec.layout.offload) == 3):
             yield Rule("layout.zero_stage", stage, "zero-refused-with-pipeline")
 
     def lowest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
-        """Return 1 where DeepSpeed has no usable stage 0: for 16-bit weights, and with a pipeline."""
+        """Return 1 for 16-bit weights and with a pipeline, for which DeepSpeed has no usable stage 0; otherwise 0."""
         return 1 if pipelined or weight_bytes(spec.training.precision) == 2 else 0
 
     def highest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
-        """Return 1 with a pipeline, and 2 for fp8, whose products keep the weights that stage 3 gathers."""
+        """Return 1 with a pipeline, 2 for fp8 (its products keep the weights that stage 3 gathers), otherwise 3."""
         return 1 if pipelined else 2 if spec.training.precision == "fp8" else 3

@@ -1,4 +1,4 @@
-"""PyTorch FSDP with models as torchtitan writes them: eager modules, weights and states sharded by unit."""
+"""PyTorch FSDP with torchtitan's models: eager modules; weights and states sharded by FSDP unit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from scaletrain_cli.plan.memory.states import MasterWeights
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
-# PyTorch FSDP with models as torchtitan writes them: eager SwiGLU, repeat_kv, the selective checkpointing of
-# distributed/activation_checkpoint.py, and a prefetch of the next block. The loss holds the 16-bit logits, and in fp32
-# the log-probabilities and the gradients of two losses. AdamW's foreach form makes the root of the second moment.
+# torchtitan: eager SwiGLU, repeat_kv, selective checkpointing as in distributed/activation_checkpoint.py, prefetch of
+# the next block's weights. The loss has 16-bit logits and, in fp32, the log-probabilities and two gradients of full
+# size. torch's foreach AdamW allocates the root of the second moment.
 _MEMORY = MemoryProfile(
     gated_mlp=4,
     keeps_projected=False,
@@ -27,7 +27,7 @@ _MEMORY = MemoryProfile(
     fragmentation=0.04,
     keeps_stage_output=True,
 )
-# PyTorch FSDP: eager modules, CPU time for the hooks of each unit; prefetches the next block's weights.
+# Eager modules, with host time for the hooks of each FSDP unit; the next block's weights are prefetched.
 _PROFILE = FrameworkProfile(
     forward_host=0.8e-3,
     backward_host=1.2e-3,
@@ -62,17 +62,18 @@ class Fsdp(Framework):
     """PyTorch FSDP."""
 
     name = "fsdp"
-    # No crashes are published: a margin for NCCL and fragmentation, and the errors against torchtitan's runs.
+    # No out-of-memory errors are published: 5 % margin for NCCL and fragmentation; the spread is that of the errors
+    # against torchtitan's runs.
     usable_memory = 0.95
     estimate_spread = 0.08
     memory_profile = _MEMORY
-    # The weights are the fp32 master themselves (torch, MixedPrecisionPolicy).
+    # The weights are fp32 themselves, without a master copy (torch, MixedPrecisionPolicy).
     master_weights = MasterWeights.THE_WEIGHTS
     profile = _PROFILE
     # SHARD_GRAD_OP keeps the weights from the forward to the backward pass.
     gathers_per_micro_batch = True
     sends_whole_boundary = True
-    # FSDP shards nothing, gradients and states, or all (torch ShardingStrategy NO_SHARD, SHARD_GRAD_OP, FULL_SHARD).
+    # torch ShardingStrategy: NO_SHARD is ZeRO-0, SHARD_GRAD_OP ZeRO-2, FULL_SHARD ZeRO-3.
     capabilities = Capabilities(frozenset(AXES), (0, 2, 3), ("none", "optimizer+params"))
 
     def selective(self, spec: RunSpec) -> Selective:

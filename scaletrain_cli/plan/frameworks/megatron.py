@@ -10,8 +10,8 @@ from scaletrain_cli.plan.frameworks.base import Framework, Selective
 from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
 from scaletrain_cli.spec import RunSpec
 
-# Megatron-LM: fused SwiGLU; vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place; gradients
-# are added to the fp32 buffer by the product itself (gradient accumulation fusion); FusedAdam works in place.
+# Fused SwiGLU. vocab_parallel_cross_entropy exponentiates the fp32 copy of the logits in place. The matrix product adds
+# weight gradients to the fp32 buffer itself (gradient accumulation fusion). FusedAdam works in place.
 _MEMORY = MemoryProfile(
     gated_mlp=3,
     keeps_projected=True,
@@ -27,7 +27,7 @@ _MEMORY = MemoryProfile(
     fragmentation=0.08,
     keeps_stage_output=False,
 )
-# Megatron-LM: fused softmax, bias-GeLU, bias-dropout-add and norms; weight gradients accumulate in the product.
+# Fused softmax, bias-GeLU, bias-dropout-add and norms; weight gradients accumulate in the matrix product.
 _PROFILE = FrameworkProfile(
     forward_host=0.85e-3,
     backward_host=1.3e-3,
@@ -55,11 +55,11 @@ _PROFILE = FrameworkProfile(
     pipeline_overlap=0.0,
     zero_host=5e-3,
 )
-# Megatron-LM and NeMo on Hopper and later, with Transformer Engine: tensor-parallel traffic is cut up and runs beside
-# the products (tp_comm_overlap), gradients and weights beside both passes (overlap_grad_reduce, overlap_param_gather),
-# and attention is cuDNN's. Its modules cost the host more than the plain ones of 2021: 3.7 to 4.5 ms per block, 8 to 9
-# with experts (iteration times of Megatron-LM's functional tests on H100). NVIDIA's own recipes switch all of that on
-# (Megatron-Bridge, src/megatron/bridge/recipes).
+# Megatron-LM and NeMo on Hopper and later, with Transformer Engine, as in NVIDIA's recipes (Megatron-Bridge,
+# src/megatron/bridge/recipes). Tensor-parallel collectives are divided and overlap the matrix products
+# (tp_comm_overlap); gradients and weights overlap both passes (overlap_grad_reduce, overlap_param_gather); attention is
+# cuDNN's. Its modules need more host time than those of 2021: 3.7 to 4.5 ms per block, 8 to 9 ms with experts
+# (iteration times of Megatron-LM's functional tests on H100).
 _TRANSFORMER_ENGINE = replace(
     _PROFILE,
     forward_host=1.4e-3,
@@ -79,13 +79,14 @@ class Megatron(Framework):
     """Megatron-LM."""
 
     name = "megatron"
-    # No crashes are published: a margin for NCCL and fragmentation, and the errors against Megatron-LM's tests.
+    # No out-of-memory errors are published: 5 % margin for NCCL and fragmentation; the spread is that of the errors
+    # against Megatron-LM's tests.
     usable_memory = 0.95
     estimate_spread = 0.08
     memory_profile = _MEMORY
     profile = _PROFILE
-    # The distributed optimizer is ZeRO-1. No ranks trade heads for tokens (Ulysses): its "sequence parallel" cuts
-    # norms over the tensor ranks, and such an all-to-all runs within its context ranks (cp_comm_type).
+    # The distributed optimizer is ZeRO-1. There is no Ulysses axis: Megatron's "sequence parallel" shards norms over
+    # the tensor ranks, and its all-to-all variant of attention is a kind of context parallelism (cp_comm_type).
     capabilities = Capabilities(frozenset(AXES) - {"sequence_parallel"}, (0, 1), ("none", "optimizer"))
 
     def profile_on(self, device: Accelerator) -> FrameworkProfile:

@@ -1,4 +1,4 @@
-"""nanotron: eager blocks with Triton norms, ZeRO-1, and a pipeline whose stages are balanced by cost."""
+"""nanotron: eager blocks with Triton norms, ZeRO-1, and pipeline stages balanced by cost."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import MOST_BLOCKS
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# nanotron: eager SwiGLU (models/llama.py GLUActivation); 16-bit logits, their fp32 copy and the shifted one
-# (parallel/tensor_parallel/functional.py sharded_cross_entropy); DistributedDataParallel's buckets beside the fp32
-# gradients, and the 16-bit gradients of a whole backward pass before they are added (optim/gradient_accumulator.py);
-# two gather buffers (MemoryBuffer) and the gradient of one; fused AdamW. Tensor-parallel collectives run beside the
-# products: with a full launch queue about fifty tensors wait for them, calibrated on the Ultra-Scale sweep.
+# Eager SwiGLU (models/llama.py GLUActivation). 16-bit logits, their fp32 copy, and that copy after subtracting the
+# maximum (parallel/tensor_parallel/functional.py sharded_cross_entropy). DistributedDataParallel's buckets beside the
+# fp32 gradients, and the 16-bit gradients of a full backward pass before they are added
+# (optim/gradient_accumulator.py). Two gather buffers (MemoryBuffer), and the gradient of one. Fused AdamW.
+# Tensor-parallel collectives overlap the matrix products; with a full launch queue about 45 tensors wait for them,
+# calibrated on the Ultra-Scale sweep.
 _MEMORY = MemoryProfile(
     gated_mlp=4,
     keeps_projected=False,
@@ -33,9 +34,9 @@ _MEMORY = MemoryProfile(
     keeps_stage_output=True,
     deferred=45,
 )
-# nanotron: Triton RMSNorm, flash-attention with its rotation, eager SwiGLU and loss; gradients in fp32 are added by a
-# hook and reduced with the last micro-batch (optim/gradient_accumulator.py). Stages are balanced by cost
-# (models/base.py build_model). Sends and receives block, after two messages of metadata (pipeline_parallel/p2p.py).
+# Triton RMSNorm, flash-attention with its rotary embedding, eager SwiGLU and loss. A hook adds gradients in fp32; they
+# are reduced with the last micro-batch (optim/gradient_accumulator.py). Sends and receives between stages block, after
+# two messages of metadata (pipeline_parallel/p2p.py).
 _PROFILE = FrameworkProfile(
     forward_host=1.2e-3,
     backward_host=2.0e-3,
@@ -70,7 +71,7 @@ class Nanotron(Framework):
     """nanotron."""
 
     name = "nanotron"
-    # Both measured on the crashes of the Ultra-Scale sweep.
+    # Both from the out-of-memory errors of the Ultra-Scale sweep.
     usable_memory = 0.91
     estimate_spread = 0.12
     memory_profile = _MEMORY
@@ -84,18 +85,16 @@ class Nanotron(Framework):
         return "blocks"
 
     def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:
-        """Return all bytes without ZeRO, and the weights under stages 1 and 2; tensor and pipeline ranks share the
-        write.
-        """
+        """Return all bytes in stage 0, the weights in stages 1 and 2, none in stage 3; divided by tensor x pipeline."""
         alone = {0: checkpoint_bytes, 3: 0}.get(layout.zero_stage, weight_bytes)
         return alone // (layout.tensor_parallel * layout.pipeline_parallel)
 
     def blocks_by_stage(self, model: ModelSpec, stages: int) -> tuple[int, ...]:
-        """Return the split by cost."""
+        """Return the number of blocks on each stage, balanced by cost."""
         return _blocks_by_weight(model, stages) if stages > 1 else (model.num_hidden_layers,)
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-        """Yield the assertions of its pipeline (pipeline_parallel/engine.py, 1F1B), and stages that would be empty."""
+        """Yield what its 1F1B pipeline asserts (pipeline_parallel/engine.py), and degrees that leave stages empty."""
         stages = axes.pipeline
         if stages == 1:
             return
@@ -114,10 +113,12 @@ class Nanotron(Framework):
 
 @lru_cache(maxsize=4096)
 def _blocks_by_weight(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Return the blocks on each stage (models/base.py build_model): a stage ends where the cost reaches its share.
+    """Return the blocks on each stage (models/base.py build_model): a stage ends when the cost so far reaches its
+    share.
 
-    The cost of the head is its number of parameters. The published step times of 1B to 8B runs over 2 to 32 stages
-    confirm this rule against variants (a strict comparison, the block on the next stage, a head without cost).
+    The cost of the head is its number of parameters. Published step times of 1B to 8B models on 2 to 32 stages agree
+    with this rule, and not with three variants: a strict comparison, the last block on the next stage, a head without
+    cost.
     """
     layers = model.num_hidden_layers
     block = model.hidden_size * (
@@ -132,10 +133,10 @@ def _blocks_by_weight(model: ModelSpec, stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def loss_stage(model: ModelSpec, stages: int) -> int:
-    """Return the stage that computes the loss (models/base.py build_model), which must be the last.
+    """Return the index of the stage that computes the loss (models/base.py build_model); it must be the last stage.
 
-    The head follows the last block and fills its stage; the cast of the logits and the loss have no cost, and each is
-    placed on the next stage that is not full. With many stages, stages after the loss stay empty.
+    The head follows the last block and fills its stage. The cast of the logits and the loss have no cost; each goes to
+    the next stage that is not full. With many stages, those after the loss stay empty.
     """
     layers, hidden = model.num_hidden_layers, model.hidden_size
     if layers > MOST_BLOCKS:

@@ -1,6 +1,6 @@
-"""Time of one transformer block, the embedding and the head on one rank, from their kernels.
+"""GPU seconds of one transformer block, the embedding and the head: one micro-batch on one rank, from their kernels.
 
-Per micro-batch and without communication.
+Without communication, which communication.py adds.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from scaletrain_cli.spec import ModelSpec
 
 @dataclass(frozen=True)
 class RankWork:
-    """The work of one rank on a micro-batch."""
+    """The work of one rank on a micro-batch: its tokens, the degrees that shard a block, and the kernels used."""
 
     tokens: int  # of one micro-batch on one sequence or context rank
-    keys: int  # positions that a query may attend to: the whole sequence
-    tensor: int
-    sequence: int  # Ulysses: heads are sharded further inside attention
-    expert: int
-    expert_tensor: int
+    keys: int  # positions that a query may attend to: the sequence length
+    tensor: int  # ranks that shard attention and MLP
+    sequence: int  # Ulysses ranks, which shard heads further inside attention
+    expert: int  # ranks that hold all experts between them
+    expert_tensor: int  # ranks that shard the width of each expert
     sharded_norms: bool  # norms and residuals are sharded over the tensor ranks too
-    flash: bool
-    compiled: bool
+    flash: bool  # attention has a fused kernel
+    compiled: bool  # torch.compile
 
 
 @dataclass(frozen=True)
 class PartTime:
-    """GPU seconds of one part; ``again``: recomputing the attention core, and the projections around it, forward."""
+    """GPU seconds of one part of a model, per micro-batch; the last two are parts of ``forward``."""
 
     forward: float
     backward: float
-    attention_core_forward: float = 0.0
-    attention_products_forward: float = 0.0
+    attention_core_forward: float = 0.0  # scores, softmax and weighted sum
+    attention_products_forward: float = 0.0  # query, key, value and output projections
 
 
 @lru_cache(maxsize=8192)
 def block_time(model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates, experts: bool) -> PartTime:
-    """Return the time of one block; ``experts``: one whose MLP is a mixture of experts."""
+    """Return the seconds of one block; ``experts``: its MLP is a mixture of experts."""
     t = work.tensor
     heads = -(-model.num_attention_heads // t)
     projections = _products_seconds(_attention_products(model, work.tokens, heads, t), work, rate)
@@ -66,7 +66,7 @@ def block_time(model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate
 
 @lru_cache(maxsize=8192)
 def head_time(model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates) -> PartTime:
-    """Return the time of final norm, projection to the vocabulary and loss."""
+    """Return the seconds of the projection to the vocabulary and the loss."""
     columns, hidden = -(-model.vocab_size // work.tensor), model.hidden_size
     forward, backward = linear_seconds(work.tokens, hidden, columns, work.compiled, rate)
     entries = 1.0 * work.tokens * columns
@@ -77,17 +77,17 @@ def head_time(model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate:
 
 
 def embedding_time(model: ModelSpec, work: RankWork, rate: Rates) -> PartTime:
-    """Return the time of the embedding lookup, and of summing its gradients in a table of the full size."""
+    """Return the seconds of the embedding lookup, and of summing its gradients into the full table."""
     rows = 1.0 * work.tokens * model.hidden_size * rate.element_bytes
     table = -(-model.vocab_size // work.tensor) * model.hidden_size * rate.element_bytes
     return PartTime(memory_seconds(3 * rows, 3, rate), memory_seconds(3 * rows + table, 5, rate))
 
 
-_Product = tuple[int, int, int, int]  # how many, rows, inner, columns
+_Product = tuple[int, int, int, int]  # number of such products, and (rows x inner) by (inner x columns)
 
 
 def _products_seconds(products: list[_Product], work: RankWork, rate: Rates) -> tuple[float, float]:
-    """Return the forward and backward seconds of these matrix products."""
+    """Return the (forward, backward) seconds of these matrix products, with the casts of fp8."""
     forward = backward = 0.0
     for count, rows, inner, columns in products:
         there, back = linear_seconds(rows, inner, columns, work.compiled, rate)
@@ -102,7 +102,7 @@ def _attention_products(model: ModelSpec, tokens: int, heads: int, t: int) -> li
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
         queries = heads * model.head_dim
         return [(1, tokens, hidden, queries + 2 * keys), (1, tokens, queries, hidden)]
-    # Latent attention (arXiv:2405.04434, section 2.1): down to the latent, up to the heads, and out.
+    # Latent attention (arXiv:2405.04434, section 2.1): down projections to latents, up projections to heads, output.
     turned, value, latent = model.qk_rope_head_dim, model.v_head_dim or model.head_dim, model.kv_lora_rank
     wide = heads * (model.head_dim + turned)
     query = (
@@ -127,10 +127,11 @@ def _mlp_products(model: ModelSpec, tokens: int, inner: int, t: int) -> list[_Pr
 
 
 def _expert_products(model: ModelSpec, work: RankWork) -> list[_Product]:
-    """Return the products of the router, the shared experts and the local routed experts, with a balanced load.
+    """Return the products of router, shared experts and the routed experts on this rank, with a balanced load.
 
-    The tensor ranks share one micro-batch; the ranks that hold all experts between them work on expert x expert_tensor
-    / tensor of them.
+    All tensor ranks have the same micro-batch, and ``expert`` x ``expert_tensor`` ranks hold all experts once. Together
+    these process expert x expert_tensor / tensor micro-batches, so a rank's experts process tokens x top-k x
+    expert_tensor / tensor rows.
     """
     held = -(-model.num_experts // work.expert)
     routed = work.tokens * model.num_experts_per_tok * work.expert_tensor // work.tensor
@@ -145,7 +146,7 @@ def _expert_products(model: ModelSpec, work: RankWork) -> list[_Product]:
 def _attention_core(
     model: ModelSpec, work: RankWork, profile: FrameworkProfile, heads: int, rate: Rates
 ) -> tuple[float, float]:
-    # Ulysses exchanges sequence for heads: each rank has all queries of some heads, the same work.
+    # Ulysses' all-to-all gives each rank all queries of some heads, instead of some queries of all heads.
     local = max(1, heads // work.sequence)
     queries = work.tokens * work.sequence
     scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
@@ -161,7 +162,7 @@ def _attention_core(
 def _moved(
     model: ModelSpec, work: RankWork, profile: FrameworkProfile, heads: int, experts: bool
 ) -> tuple[float, float]:
-    """Return the bytes that element-wise kernels of one block read and write, forward and backward, in 16 bits."""
+    """Return the bytes that one block's element-wise kernels read and write, (forward, backward), in 16 bits."""
     t, tokens = work.tensor, work.tokens
     hidden = model.hidden_size / (t if work.sharded_norms else 1)
     inner = model.intermediate_size / t
@@ -169,7 +170,7 @@ def _moved(
     if experts:
         routed = model.num_experts_per_tok
         inner = (routed * model.expert_size + model.shared_expert_intermediate_size) / t
-        extra = 6.0 * routed * model.hidden_size / t  # dispatch, permute and combine
+        extra = 6.0 * routed * model.hidden_size / t  # dispatch, permute and combine tokens
     activation = profile.gated if model.has_gated_mlp else profile.plain
     rotated = 0.0
     if model.positions == "rotary":

@@ -1,7 +1,7 @@
-"""Bytes that one rank sends per optimizer step on each axis, and how long that takes.
+"""Communication on each axis of parallelism: seconds, and the bytes that one rank sends per optimizer step.
 
-Volumes: ZeRO (arXiv:1910.02054, section 7), Megatron-LM (arXiv:1909.08053, arXiv:2104.04473, arXiv:2205.05198),
-Ulysses (arXiv:2309.14509); corrected for the actual traffic of each framework, as in the comments.
+Volumes are those of ZeRO (arXiv:1910.02054, section 7), Megatron-LM (arXiv:1909.08053, arXiv:2104.04473,
+arXiv:2205.05198) and Ulysses (arXiv:2309.14509), corrected for what each framework really sends (see comments).
 """
 
 from __future__ import annotations
@@ -17,39 +17,41 @@ from scaletrain_cli.plan.speed.recompute import recomputed_forwards
 from scaletrain_cli.plan.stages import local_tokens, zero_shards
 from scaletrain_cli.spec import RunSpec
 
-# Two kernels at once slow each other: measured on A100 (Hetu-Galvatron, overlap_coefficient.json: 1.1256).
+# Slow-down of compute while communication overlaps it: 12.56 % of the overlapped time, measured on A100
+# (Hetu-Galvatron, overlap_coefficient.json: 1.1256).
 CONTENTION = 0.1256
 
 
 @dataclass(frozen=True)
 class BlockTraffic:
-    """Seconds of communication of one block and micro-batch; ``experts`` is added for routed tokens."""
+    """Seconds of communication of one block and micro-batch, without data parallelism."""
 
     forward: float
     backward: float
-    experts: float  # per direction, forward; the same again backward
+    experts: float  # dispatch and combine of one MoE block in one pass, forward or backward; not in the fields above
 
 
 @dataclass(frozen=True)
 class DataTraffic:
-    """Seconds for gradients and weights over the data-parallel ranks of one stage."""
+    """Seconds of gradient and weight traffic between the data-parallel ranks of one pipeline stage."""
 
-    forward: float  # per micro-batch: gathering weights (ZeRO-3)
-    backward: float  # per micro-batch: gathering weights, and scattering gradients that are not kept
-    reduce: float  # once per step, with the last backward pass
-    gather: float  # once per step, after the optimizer
-    sent: int  # bytes per step
+    forward: float  # per micro-batch: all-gather of weights
+    backward: float  # per micro-batch: all-gather of weights (ZeRO-3), reduction of gradients (ZeRO-2 and 3)
+    reduce: float  # per step: reduction of gradients, beside the last backward pass
+    gather: float  # per step: all-gather of updated weights, after the optimizer
+    sent: int  # bytes that one rank sends per step
 
 
 def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile) -> BlockTraffic:
-    """Return the time of tensor, sequence, context and expert parallelism of one block."""
+    """Return the seconds of tensor, sequence, context and expert parallelism in one block, per micro-batch."""
     model = spec.transformer
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     payload = tokens * model.hidden_size * element
     t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
     forward = backward = 0.0
     if t > 1:
-        # Attention and MLP each gather their input and scatter their output, or reduce it for all: the same bytes.
+        # Attention and MLP each all-gather their input and reduce-scatter their output, or all-reduce the output: these
+        # are the same bytes.
         beside = 1 - profile.tensor_overlap
         if framework_of(spec).shards_norms(spec, layout):
             one = link.gather(payload, t) * beside
@@ -60,7 +62,7 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkP
         forward += link.exchange(payload * _width(spec, t), sp, t)
         backward += link.exchange(payload * _width(spec, t), sp, t)
     if cp > 1:
-        # Keys and values travel around the ring, overlapped with blocks of attention except for their latency.
+        # Ring attention sends keys and values around the ring; half of that hides behind attention in the forward pass.
         keys = 2 * cp * tokens * model.num_key_value_heads * model.head_dim // t * element
         gathered = link.gather(keys, cp, t * sp)
         forward += gathered / 2
@@ -76,7 +78,7 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkP
 def data_traffic(
     spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile, parameters: int, blocks: int
 ) -> DataTraffic:
-    """Return the traffic of gradients and weights of a stage with ``parameters`` in ``blocks`` blocks per rank."""
+    """Return the data-parallel traffic of a stage; a rank has ``parameters`` parameters, in ``blocks`` blocks."""
     ranks, stage, m = zero_shards(layout), layout.zero_stage, layout.gradient_accumulation_steps
     if ranks == 1:
         return DataTraffic(0.0, 0.0, 0.0, 0.0, 0)
@@ -95,11 +97,11 @@ def data_traffic(
     if stage == 1:
         return DataTraffic(0.0, 0.0, reduce, gather, int((reduced + weights) * part))
     if stage == 2:
-        # Every micro-batch is reduced.
+        # The gradients of every micro-batch are reduced.
         if framework.gathers_per_micro_batch:
             return DataTraffic(gather, reduce, 0.0, 0.0, int(m * (reduced + weights) * part))
         return DataTraffic(0.0, reduce, 0.0, gather, int((m * reduced + weights) * part))
-    # Gathered and scattered one block after another, each with the latency of its own message.
+    # ZeRO-3 gathers weights and scatters gradients block by block; each message has its own latency.
     pieces = blocks + 1
     gather = pieces * link.gather(weights / pieces, ranks, stride)
     reduce = pieces * link.gather(gradients / pieces, ranks, stride)
@@ -107,7 +109,10 @@ def data_traffic(
 
 
 def tied_seconds(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile, table: int) -> float:
-    """Return the seconds per step in which first and last stage sum the gradients of a shared embedding."""
+    """Return the seconds per step in which first and last stage all-reduce the gradients of a tied embedding.
+
+    ``table``: parameters of the embedding on one tensor rank.
+    """
     model, p = spec.transformer, layout.pipeline_parallel
     if p == 1 or not model.tie_word_embeddings:
         return 0.0
@@ -116,19 +121,19 @@ def tied_seconds(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkPr
 
 
 def boundary_seconds(spec: RunSpec, layout: Layout, link: Link) -> float:
-    """Return the seconds to send one activation to the next stage."""
+    """Return the seconds to send the activations of one micro-batch to the next stage; 0 without a pipeline."""
     if layout.pipeline_parallel == 1:
         return 0.0
     return link.send(_boundary_bytes(spec, layout), layout.world_size // layout.pipeline_parallel)
 
 
 def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStepBytes:
-    """Return the bytes that a rank with ``blocks`` blocks sends per step, by axis."""
+    """Return the bytes per step by axis that a rank with ``blocks`` blocks sends; ``data``: its data-parallel bytes."""
     model, m = spec.transformer, layout.gradient_accumulation_steps
     element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
     payload = tokens * model.hidden_size * element
     t, sp, cp, ep = layout.tensor_parallel, layout.sequence_parallel, layout.context_parallel, layout.expert_parallel
-    # Two all-reduces forward and two backward per block; recomputation repeats the forward ones.
+    # Two all-reduces forward and two backward per block; recomputation repeats those of the forward pass.
     reductions = int((4 + 2 * recomputed_forwards(spec, layout)) * blocks * m)
     keys = 2 * model.num_key_value_heads * model.head_dim // t
     exchanged = 2 * blocks * m * _part(int(payload * _width(spec, t)), sp)
@@ -147,12 +152,16 @@ def sent_bytes(spec: RunSpec, layout: Layout, blocks: int, data: int) -> PerStep
 
 
 def exposed(communication: float, compute: float, overlap: float) -> float:
-    """Return the exposed time of communication if a share ``overlap`` may overlap compute: the rest, and contention."""
+    """Return the seconds that communication adds to a step if a share ``overlap`` of it may overlap ``compute``.
+
+    That is what does not overlap, and the slow-down of the overlapped part by contention.
+    """
     beside = min(communication * overlap, compute)
     return communication - beside + CONTENTION * beside
 
 
 def _gradient_bytes(spec: RunSpec, profile: FrameworkProfile) -> int:
+    """Return the bytes of one gradient element when it is reduced."""
     given = gradient_bytes(spec.training.precision, spec.training.grad_dtype)
     if profile.gradient_reduced is None:
         return given
@@ -160,7 +169,10 @@ def _gradient_bytes(spec: RunSpec, profile: FrameworkProfile) -> int:
 
 
 def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Return bytes per rank; Megatron and DeepSpeed scatter what norms leave whole (arXiv:2104.04473)."""
+    """Return the bytes of one micro-batch that one rank sends to the next stage.
+
+    Unless the framework sends the full activation, each tensor rank sends its share (arXiv:2104.04473, section 4.1).
+    """
     framework = framework_of(spec)
     whole = framework.sends_whole_boundary and not framework.shards_norms(spec, layout)
     element = weight_bytes(spec.training.precision)
@@ -169,12 +181,12 @@ def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
 
 
 def _width(spec: RunSpec, tensor: int) -> float:
-    """Return the channels of queries, keys, values and output of a tensor rank, as a multiple of the hidden size."""
+    """Return the width of queries, keys, values and output on one tensor rank, relative to the hidden size."""
     model = spec.transformer
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     return heads * model.head_dim / tensor / model.hidden_size
 
 
 def _part(count: int, ranks: int) -> int:
-    """Return the bytes that each of ``ranks`` sends of a buffer in a ring: (n - 1) / n of it."""
+    """Return the bytes of a buffer that each of n ranks sends in a ring: (n - 1) / n of it."""
     return count * (ranks - 1) // ranks

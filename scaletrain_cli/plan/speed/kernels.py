@@ -1,6 +1,6 @@
-"""Time of a kernel on a device: matrix products by size, attention, and memory-bound kernels.
+"""Seconds of one kernel on a device: matrix products by size, attention, and memory-bound kernels.
 
-Rates by GPU generation, with sources, are in kernel_rates.json.
+The shares of a device's rates that kernels reach are in kernel_rates.json, by GPU generation, with sources.
 """
 
 from __future__ import annotations
@@ -13,59 +13,61 @@ from typing import Any
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 
-# Tiles that a multiprocessor may work on, as parts of the largest: rows, columns, and the share of the rate that the
-# smaller one keeps, because it reads more for each product (CUTLASS, "Efficient GEMM in CUDA"; order of magnitude).
+# Tile sizes of a matrix product: divisors of the largest tile's rows and columns, and the share of the rate that such a
+# tile reaches. Smaller tiles read more bytes per FLOP (CUTLASS, "Efficient GEMM in CUDA"; order of magnitude).
 _TILES = ((1, 1, 1.0), (2, 1, 0.93), (2, 2, 0.8), (4, 2, 0.6))
-# 16-bit rows that are a multiple of 64, 8, 2 or 1 elements long (NVIDIA, Matrix Multiplication Background User's Guide,
-# figures 3 and 4, A100: order of magnitude). nanoGPT's author reports a quarter off the step of GPT-2 124M from padding
-# 50,257 entries to 50,304, which is about half the rate in the head.
+# Share of the rate by alignment: rows of 16-bit elements whose length is a multiple of 64, 8, 2 or 1 (NVIDIA, Matrix
+# Multiplication Background User's Guide, figures 3 and 4, A100; order of magnitude). nanoGPT's author reports that
+# padding the vocabulary of GPT-2 124M from 50,257 to 50,304 saves a quarter of the step, which means that the head
+# without padding runs at about half the rate.
 _ALIGNMENT = ((64, 1.0), (8, 0.9), (2, 0.6), (1, 0.5))
-# A causal kernel wastes half of the blocks on the diagonal and starves on short sequences: the length at which it runs
-# at half its rate (FlashAttention-2, arXiv:2307.08691, figures 5 and 6: 512 to 16k).
+# Sequence length at which fused causal attention reaches half of its rate: it wastes half of the blocks on the
+# diagonal, and short sequences have too few blocks to fill the GPU (FlashAttention-2, arXiv:2307.08691, figures 5 and
+# 6, for lengths from 512 to 16k).
 _ATTENTION_HALF_LENGTH = 500
-# Share of its rate that attention keeps at a smaller head (the same figures: head size 64 against 128).
+# Share of the rate that fused attention reaches by head size (same figures: head size 64 compared with 128).
 _SMALL_HEAD = ((128, 1.0), (96, 0.97), (64, 0.9), (0, 0.65))
-# What a kernel that adds a bias to the scores keeps: ALiBi ran on flash-attn's first Triton kernel, which the same
-# figures put at a half to two thirds of FlashAttention-2.
+# Share of the rate that fused attention with a bias (ALiBi) reaches: it used flash-attn's first Triton kernel, which in
+# the same figures has half to two thirds of FlashAttention-2's rate.
 _BIASED_SHARE = 0.55
-# Bytes per score that dropout adds to unfused attention, forward and backward, in 16 bits, with its mask.
+# Bytes per score that dropout adds to unfused attention, (forward, backward), in 16 bits, with its mask.
 _DROPOUT_BYTES = (5, 5)
-# Transformer Engine casts each input of an fp8 product and keeps it transposed too: read 16 bits, write 8 twice; a part
-# is fused with the kernel before.
+# Bytes per input element of an fp8 product that its cast moves. Transformer Engine writes the input in fp8 and
+# transposed in fp8: 2 bytes read, 1 + 1 written, of which a part is fused with the kernel before.
 _CAST_BYTES = 3
-# For a device described without them.
+# Streaming multiprocessors of a device whose description lacks them.
 _USUAL_MULTIPROCESSORS = 100
-# Of a CPU's nominal rate: products, attention forward and backward. An order of magnitude.
+# Shares of a CPU's nominal rate: matrix products, attention forward, attention backward (order of magnitude).
 _CPU_SHARES = (0.5, 0.25, 0.25)
-# A batch of small products per head runs at this share of the rate of large ones, beside what it moves; calibrated on
-# half of the runs of vTrain, BigScience and Megatron-LM that kept their scores.
+# Share of the rate of large products that the batched per-head products of unfused attention reach; calibrated on half
+# of the runs of vTrain, BigScience and Megatron-LM without fused attention.
 _BATCHED_SHARE = 0.65
-# What is left of that where heads are no multiple of 8 elements, and no tensor core takes them: an A100's fp32 units do
-# a sixteenth. BigScience measured 14400 channels in 96 heads of 150 a third slower than 14336 in 112 of 128 (chronicles
-# of the 104B and 176B models).
+# Further share if the head size is not a multiple of 8, so that tensor cores cannot be used: the fp32 units of an A100
+# have a sixteenth of the rate. BigScience measured that 14400 channels in 96 heads of 150 are a third slower than 14336
+# channels in 112 heads of 128 (chronicles of the 104B and 176B models).
 _ODD_HEAD_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Sustained rates of a device at one precision: FLOP/s and bytes/s."""
+    """Sustained rates of a device at one precision."""
 
-    matmul: float
+    matmul: float  # FLOP/s of large matrix products
     multiprocessors: int
-    tile_rows: int
+    tile_rows: int  # of the largest tile of a matrix product
     tile_columns: int
-    depth: int
-    attention_forward: float
+    depth: int  # inner dimension whose time equals that of filling a tile's pipeline
+    attention_forward: float  # FLOP/s of fused attention
     attention_backward: float
-    memory: float
-    kernel_seconds: float
+    memory: float  # bytes/s
+    kernel_seconds: float  # fixed cost of one kernel
     element_bytes: int
-    cast_bytes: int  # per element of a product's input, to cast it to 8 bits and transpose it
+    cast_bytes: int  # bytes per input element of a product to cast it to 8 bits and transpose it
     is_cpu: bool
 
 
 def rates(device: Accelerator, precision: str) -> Rates:
-    """Return the device's rates at a precision. fp8 accelerates matrix products, not attention, which has 16 bits."""
+    """Return the device's rates at a precision. With fp8, attention still computes in 16 bits."""
     row = _generation(device.name)
     peak = device.peak_flops(precision)
     attention_peak = device.peak_flops("bf16" if precision == "fp8" and "fp8" in device.flops else precision)
@@ -91,11 +93,11 @@ def rates(device: Accelerator, precision: str) -> Rates:
 
 @lru_cache(maxsize=16384)
 def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
-    """Return the seconds of one product of (rows x inner) by (inner x columns).
+    """Return the seconds of one matrix product, (rows x inner) by (inner x columns).
 
-    Work comes in tiles and tiles in waves of one per multiprocessor, so the last wave idles; a short inner dimension
-    does not hide filling the pipeline; thin products are bound by memory (NVIDIA, Matrix Multiplication Background
-    User's Guide).
+    The output is divided into tiles, and each wave computes one tile per multiprocessor; the last wave leaves some
+    idle. A short inner dimension does not hide filling the tile's pipeline. Thin products are bound by memory bandwidth
+    (NVIDIA, Matrix Multiplication Background User's Guide).
     """
     if rate.is_cpu:
         return 2.0 * rows * inner * columns / rate.matmul
@@ -104,9 +106,11 @@ def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
 
 @lru_cache(maxsize=16384)
 def linear_seconds(rows: int, inner: int, columns: int, compiled: bool, rate: Rates) -> tuple[float, float]:
-    """Return the forward and backward seconds of a linear layer: output, gradient of the input, gradient of the weight.
+    """Return the (forward, backward) seconds of a linear layer on ``rows`` rows, from ``inner`` to ``columns``
+    features.
 
-    In all three the rows of memory are as wide as the weight's two dimensions, which torch.compile pads.
+    Backward computes the gradients of input and weight. In all three products the rows in memory have the length of one
+    of the weight's dimensions; torch.compile pads these, so that they are aligned.
     """
     if rate.is_cpu:
         once = 2.0 * rows * inner * columns / rate.matmul
@@ -124,7 +128,7 @@ def _tiled_seconds(rows: int, inner: int, columns: int, aligned: float, rate: Ra
         tile_rows, tile_columns = rate.tile_rows // cut_rows, rate.tile_columns // cut_columns
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         waves = -(-tiles // rate.multiprocessors)
-        # Large products balance their last wave by splitting it (stream-K, arXiv:2301.03598); small ones cannot.
+        # Large products divide the last wave over all multiprocessors (stream-K, arXiv:2301.03598); small ones cannot.
         waves_run = waves if waves <= 2 else tiles / rate.multiprocessors + 0.5
         best = min(best, waves_run * tile_rows * tile_columns / share)
     flops = 2.0 * best * rate.multiprocessors * (inner + rate.depth) / aligned
@@ -133,22 +137,23 @@ def _tiled_seconds(rows: int, inner: int, columns: int, aligned: float, rate: Ra
 
 
 def _aligned(width: int) -> float:
-    """Return the share of the rate for rows of ``width`` elements, which may not be aligned for tensor cores."""
+    """Return the share of the rate that products reach with rows of ``width`` elements, by their alignment."""
     return next(share for multiple, share in _ALIGNMENT if width % multiple == 0)
 
 
 def memory_seconds(moved_bytes: float, kernels: float, rate: Rates) -> float:
-    """Return the seconds of kernels that read and write ``moved_bytes`` in total."""
+    """Return the seconds of ``kernels`` memory-bound kernels that read and write ``moved_bytes`` in total."""
     return moved_bytes / rate.memory + kernels * rate.kernel_seconds
 
 
 def flash_attention_seconds(
     queries: int, keys: int, heads: int, score_size: int, value_size: int, biased: bool, rate: Rates
 ) -> tuple[float, float]:
-    """Return the forward and backward seconds of fused causal attention: ``queries`` rows, each against ``keys``
-    positions.
+    """Return the (forward, backward) seconds of fused causal attention: ``queries`` rows x ``keys`` positions per head.
 
-    Forward two products over the causal half, backward five of the same size (arXiv:2307.08691, section 4.1).
+    Forward has two matrix products over the causal half, backward five of the same size (arXiv:2307.08691, section
+    4.1). ``score_size`` and ``value_size``: head sizes of queries and values. ``biased``: the kernel adds a bias
+    (ALiBi).
     """
     flops = 1.0 * queries * keys * heads * (score_size + value_size)
     if rate.is_cpu:
@@ -169,10 +174,10 @@ def materialized_attention_seconds(
     dropout: bool,
     rate: Rates,
 ) -> tuple[float, float]:
-    """Return the forward and backward of attention that keeps its matrix of scores; nothing of the masked half is
-    saved.
+    """Return the (forward, backward) seconds of unfused attention, which stores its matrix of scores.
 
-    ``score_bytes``: what its kernels move per score, forward and backward, in 16 bits and without dropout.
+    Unlike fused attention it also computes the masked half. ``score_bytes``: the bytes per score that its kernels move,
+    (forward, backward), in 16 bits and without dropout.
     """
     scores = 1.0 * queries * keys * heads
     scale = rate.element_bytes / 2

@@ -1,4 +1,4 @@
-"""Time of a pipeline of unequal stages, and its timeline: 1F1B, and interleaved with virtual stages."""
+"""Schedules of a pipeline with unequal stages, 1F1B and interleaved 1F1B: their seconds, and a timeline for plots."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.result import RunPlan
 
-# Passes drawn per stage: enough to show fill, steady state and drain; the steady state repeats.
+# Least number of micro-batches in a timeline: enough to show warm-up, steady state and cool-down.
 _FEWEST_MICRO_BATCHES = 8
 
 
 class Pass(NamedTuple):
-    """One forward or backward pass of one micro-batch through one stage (or one of its virtual stages, ``chunk``)."""
+    """One forward or backward pass of a micro-batch through a stage, or through its virtual stage ``chunk``."""
 
     stage: int
     start: float  # seconds
@@ -24,7 +24,11 @@ class Pass(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The passes of a step. Steady micro-batches beyond ``drawn`` are left out; they take ``left_out_seconds``."""
+    """The passes of a step, for a plot.
+
+    ``passes`` has only the first ``drawn`` of ``micro_batches`` micro-batches; the others, which repeat the steady
+    state, take ``left_out_seconds``.
+    """
 
     passes: tuple[Pass, ...]
     stages: int
@@ -44,10 +48,11 @@ def plan_timeline(plan: RunPlan) -> Timeline | None:
 
 
 def timeline(times: Sequence[tuple[float, float]], micro_batches: int, chunks: int = 1) -> Timeline:
-    """Return one step of stages that take (forward, backward) seconds each per micro-batch.
+    """Return the timeline of one step; ``times``: (forward, backward) seconds of each stage per micro-batch.
 
-    1F1B: arXiv:2104.04473, section 2.2; interleaved: the order of Megatron-LM (pipeline_parallel/schedules.py
-    forward_backward_pipelining_with_interleaving), which needs micro-batches in multiples of the stages.
+    One chunk per stage is 1F1B (arXiv:2104.04473, section 2.2). More are interleaved in Megatron-LM's order
+    (pipeline_parallel/schedules.py forward_backward_pipelining_with_interleaving), which needs a multiple of the stages
+    as number of micro-batches.
     """
     stages = len(times)
     drawn = min(micro_batches, -(-max(_FEWEST_MICRO_BATCHES, 2 * stages) // stages) * stages)
@@ -75,7 +80,7 @@ def timeline(times: Sequence[tuple[float, float]], micro_batches: int, chunks: i
 
 
 def _order(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tuple[bool, int, int]]:
-    """Return (backward, chunk, micro-batch) in the order of one stage: fill, one forward one backward, drain."""
+    """Return the passes of one stage in order, as (is backward, chunk, micro-batch): warm-up, 1F1B, cool-down."""
     total = micro_batches * chunks
     warm_up = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
     warm_up = min(warm_up, total)
@@ -90,9 +95,7 @@ def _order(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tup
 
 
 def _virtual(k: int, stages: int, chunks: int) -> tuple[int, int]:
-    """Return (chunk, micro-batch) of the k-th pass: micro-batches pass through a chunk in groups of the number of
-    stages.
-    """
+    """Return (chunk, micro-batch) of the k-th pass; each chunk takes one micro-batch per stage in a row."""
     if chunks == 1:
         return 0, k
     group, within = divmod(k, stages * chunks)
@@ -100,7 +103,7 @@ def _virtual(k: int, stages: int, chunks: int) -> tuple[int, int]:
 
 
 def _before(stage: int, stages: int, backward: bool, chunk: int, chunks: int) -> tuple[int, bool, int] | None:
-    """Return the pass of the same micro-batch that must end first; None for the first pass."""
+    """Return (stage, is backward, chunk) of the pass that must end before this one; None for a first pass."""
     if not backward:
         if stage:
             return stage - 1, False, chunk
@@ -112,11 +115,11 @@ def _before(stage: int, stages: int, backward: bool, chunk: int, chunks: int) ->
 
 @dataclass(frozen=True)
 class Schedule:
-    """Seconds of one step's passes: of the slowest stage, and its waiting for the others."""
+    """Seconds of all passes of a step, on the stage that finishes last."""
 
-    busy: float
-    bubble: float
-    slowest: int  # index of the last stage to finish
+    busy: float  # computing
+    bubble: float  # waiting for other stages
+    slowest: int  # index of that stage
 
 
 def one_forward_one_backward(
@@ -126,14 +129,15 @@ def one_forward_one_backward(
     filling: Sequence[float] | None = None,
     after: Sequence[float] | None = None,
 ) -> Schedule:
-    """Return the schedule of 1F1B over stages that take ``stages`` seconds each per micro-batch, both passes.
+    """Return the schedule of 1F1B; ``stages``: seconds of each stage per micro-batch, forward and backward together.
 
-    ``filling``: what they take while the pipeline fills and drains, where that is less. ``after``: what each has to do
-    once its micro-batches are done.
+    ``chunks``: virtual stages per stage. ``filling``: seconds of each stage per micro-batch while the pipeline fills
+    and drains (default: as ``stages``). ``after``: seconds of each stage after its last micro-batch.
 
-    The slowest stage runs all micro-batches without a pause, after the first has come down to it and before the last
-    has gone back up: m times its own time, and once that of each other stage. With equal stages this is the
-    (p - 1) / m of arXiv:2104.04473, section 2.2; with v chunks per stage the way is a v-th as long.
+    The slowest stage runs all m micro-batches without a pause. It waits until the first micro-batch has passed the
+    stages before it, and the step ends when the last one has passed back. So a step takes m times the seconds of the
+    slowest stage, and once those of every other stage, divided by the number of chunks. With p equal stages the bubble
+    is (p - 1) / m of the compute (arXiv:2104.04473, section 2.2).
     """
     filling = stages if filling is None else filling
     total = sum(filling)

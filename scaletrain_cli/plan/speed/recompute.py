@@ -1,4 +1,4 @@
-"""The recomputation of activation checkpointing, in forward passes, seconds and FLOPs."""
+"""What activation checkpointing recomputes: as a number of forward passes, in seconds and in FLOPs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.speed.block_time import PartTime
 from scaletrain_cli.spec import RunSpec
 
-# torchtitan's selective checkpointing saves every second matrix product and the attention (torchtitan,
-# distributed/activation_checkpoint.py): about half of a block's forward pass runs again.
+# Share of a block's forward pass that torchtitan's selective checkpointing recomputes: it saves attention and every
+# second matrix product (distributed/activation_checkpoint.py).
 _OPERATIONS = 0.5
 
 
 def recomputed_forwards(spec: RunSpec, layout: Layout) -> float:
-    """Return the number of forward passes of a block in its backward pass, on average over blocks.
+    """Return how many forward passes of a block its backward pass recomputes, on average over blocks: 0 to 1.
 
-    An attention module is half of a block's kernels and collectives; its core alone counts as none.
+    Used for kernel launches and collectives, of which the attention module has half and its core alone almost none.
     """
     mode, layers = layout.activation_checkpointing, spec.transformer.num_hidden_layers
     if mode == "selective":
@@ -35,7 +35,7 @@ def recomputed_forwards(spec: RunSpec, layout: Layout) -> float:
 
 
 def recompute_seconds(spec: RunSpec, layout: Layout, part: PartTime) -> float:
-    """Return the GPU seconds of recomputation per block and micro-batch."""
+    """Return the GPU seconds of recomputation per block and micro-batch; ``part``: the block's times."""
     kind = _selective(spec, layout)
     if kind == "attention core":
         return part.attention_core_forward
@@ -45,7 +45,7 @@ def recompute_seconds(spec: RunSpec, layout: Layout, part: PartTime) -> float:
 
 
 def recompute_flops_per_token(spec: RunSpec, layout: Layout) -> float:
-    """Return the FLOPs per token that recomputation adds to those of the model."""
+    """Return the FLOPs per token of recomputation, which hardware FLOPs utilization (HFU) counts and MFU does not."""
     model, kind = spec.transformer, _selective(spec, layout)
     if layout.activation_checkpointing == "none":
         return 0.0
@@ -58,5 +58,5 @@ def recompute_flops_per_token(spec: RunSpec, layout: Layout) -> float:
 
 
 def _selective(spec: RunSpec, layout: Layout) -> Selective | None:
-    """Return the kind of selective checkpointing; None if the layout has another mode."""
+    """Return what selective checkpointing recomputes; None if the layout has another mode of checkpointing."""
     return framework_of(spec).selective(spec) if layout.activation_checkpointing == "selective" else None

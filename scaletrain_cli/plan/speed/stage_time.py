@@ -27,20 +27,21 @@ from scaletrain_cli.plan.speed.recompute import recompute_seconds, recomputed_fo
 from scaletrain_cli.plan.stages import local_tokens
 from scaletrain_cli.spec import RunSpec
 
-# Share of the host link that pinned copies reach (PCIe 4.0 x16: 25 of 31.5 GB/s).
+# Share of the host link's bandwidth that copies from pinned memory reach (PCIe 4.0 x16: 25 of 31.5 GB/s).
 _LINK_SHARE = 0.8
-# DeepSpeed's CPU Adam reads and writes 28 bytes per parameter; one socket moves about 150 GB/s, shared by 4 ranks.
+# DeepSpeed's CPU Adam reads and writes 28 bytes per parameter. One socket moves about 150 GB/s, which 4 ranks share.
 _UPDATE_BYTES = 28
 _HOST_MEMORY_BANDWIDTH = 37e9
-# One data-centre drive on PCIe 4.0 x4 reads 6 to 7 GB/s and writes about 4 (data sheets); all ranks of a node share it.
+# Bytes/s of a data-center NVMe drive on PCIe 4.0 x4, which reads 6 to 7 GB/s and writes about 4 (data sheets); all
+# ranks of a node share it.
 _NVME_BANDWIDTH = 5e9
 
 
 def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
-    """Return the seconds of one copy, between device and host, of the activations of an average block and micro-batch.
+    """Return the seconds to copy the activations of an average block and one micro-batch between device and host.
 
-    The forward pass copies each saved tensor to the host and the backward pass copies it back, both on the stream that
-    computes (``torch.autograd.graph.save_on_cpu``), so nothing hides either copy.
+    The forward pass copies each saved tensor to the host, and the backward pass copies it back. Both copies are on the
+    stream that computes (``torch.autograd.graph.save_on_cpu``), so neither overlaps compute. 0 without offload.
     """
     if not spec.layout.activation_offload or device.is_cpu:
         return 0.0
@@ -49,11 +50,11 @@ def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerato
 
 
 def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated: int) -> float:
-    """Return the seconds to copy gradients to the host, update on the CPU and copy weights back, for ``updated``
-    parameters.
+    """Return the seconds per step of an offloaded optimizer that updates ``updated`` parameters.
 
-    Weights that live on the host too are fetched once for each forward and each backward pass (ZeRO-Infinity,
-    arXiv:2104.07857); half of that is taken to hide behind compute. On NVMe all of it passes the node's drives.
+    It copies gradients to the host, updates on the CPU and copies weights back. Offloaded weights are fetched once for
+    each forward and each backward pass (ZeRO-Infinity, arXiv:2104.07857); half of that is assumed to overlap compute.
+    With NVMe all of this passes through the node's drives too.
     """
     link = device.host_bandwidth * _LINK_SHARE
     training = spec.training
@@ -66,73 +67,74 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
         given = spec.cluster.nvme_bandwidth
         drive = (_NVME_BANDWIDTH if given == "auto" else max(given, 1.0)) / spec.cluster.gpus_per_node
         states = updated * optimizer_state_bytes_per_parameter(training.precision, layout.zero_stage)
-        seconds += (2 * states + fetched) / drive  # states are read and written, and nothing overlaps the drives
+        seconds += (2 * states + fetched) / drive  # states are read and written; no overlap with the drives
     return seconds
 
 
-# Number of GPUs that share a socket, in a two-socket server with eight drives.
+# GPUs per CPU socket, in a server with two sockets and eight GPUs.
 _SOCKET = 4
-# Host and device work at once, and the longer one decides; but some kernels are short and others long, so each waits
-# for the other now and then. The exponent of the norm that stands for it, calibrated on vTrain's runs.
-_QUEUE = 9.0
+# Host and device work concurrently, so the longer time decides. But kernels differ in length, so each sometimes waits
+# for the other: their times combine as a p-norm, (host^p + device^p)^(1/p), with this p, calibrated on vTrain's runs.
+_HOST_DEVICE_NORM = 9.0
 
 
 @dataclass(frozen=True)
 class MicroBatchTime:
-    """One pipeline stage and micro-batch: GPU seconds forward, backward and again; host; exposed communication."""
+    """Seconds of one micro-batch on one pipeline stage."""
 
-    forward: float
+    forward: float  # GPU, without communication
     backward: float
     recompute: float
-    communication: float
-    host: float
-    stall: float  # of the host, while neighboring stages send and receive
+    communication: float  # exposed
+    host: float  # to launch all kernels
+    stall: float  # that sends and receives add to ``host`` in the steady state of the pipeline
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of forward and backward: the device's, unless the host issues kernels more slowly."""
+        """Seconds of forward and backward pass: of the device or of the host, whichever is slower."""
         return self._with(self.host + self.stall)
 
     @cached_property
     def filling(self) -> float:
-        """Seconds of forward and backward while the pipeline fills and drains."""
+        """Seconds of forward and backward pass while the pipeline fills and drains, without ``stall``."""
         return self._with(self.host) if self.stall else self.seconds
 
     @cached_property
     def passes(self) -> StageTime:
-        """Forward and backward seconds; communication and host waits are divided in proportion."""
+        """Seconds of each pass, with communication and host waits in proportion to compute."""
         compute = self.forward + self.backward + self.recompute
         forward = self.forward / compute if compute else 0.5
         return StageTime(self.seconds * forward, self.seconds * (1 - forward))
 
     @cached_property
-    def beside(self) -> tuple[float, float]:
-        """Seconds forward and backward without communication: kernels, and waiting for the host.
+    def overlappable(self) -> tuple[float, float]:
+        """(Forward, backward) seconds that communication may overlap: kernels, and waiting for the host.
 
-        The host has about twice as much to issue backward as forward, so two thirds of the waiting fall there.
+        The host launches about twice as many kernels backward as forward, so backward has two thirds of the waiting.
         """
         compute = self.forward + self.backward + self.recompute
         waiting = max(0.0, self.seconds - self.communication - compute)
         return self.forward + waiting / 3, self.backward + self.recompute + 2 * waiting / 3
 
     def _with(self, host: float) -> float:
+        """Return the seconds of both passes if the host takes ``host`` seconds to launch the kernels."""
         device = self.forward + self.backward + self.recompute + self.communication
-        longer = max(device, host)
-        return float(longer * (1 + (min(device, host) / longer) ** _QUEUE) ** (1 / _QUEUE)) if longer else 0.0
+        longer, p = max(device, host), _HOST_DEVICE_NORM
+        return float(longer * (1 + (min(device, host) / longer) ** p) ** (1 / p)) if longer else 0.0
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a stage: seconds of one block of each kind (dense, with experts), and of embedding and head."""
+    """Seconds of the parts of which stages consist; pairs are (dense block, MoE block)."""
 
     blocks: tuple[PartTime, PartTime]
     recompute: tuple[float, float]
-    forwards: float  # recomputed, per block
+    forwards: float  # recomputed forward passes per block
     embedding: PartTime
     head: PartTime
     traffic: BlockTraffic
-    boundary: float  # to the next stage, one direction
-    offload_copy: float  # copying a block's activations to the host, and back
+    boundary: float  # one send to the next stage
+    offload_copy: float  # one copy of a block's activations between device and host
 
 
 def stage_times(
@@ -145,7 +147,11 @@ def stage_times(
     per_rank: Architecture,
     blocks: tuple[int, ...],
 ) -> list[MicroBatchTime]:
-    """Return the time of each stage; ``whole`` is sharded by tensor and expert parallelism, ``blocks`` per stage."""
+    """Return the time of one micro-batch on each stage.
+
+    ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages; ``blocks``: the
+    number of blocks on each stage.
+    """
     last, parts = len(blocks) - 1, _parts(spec, layout, device, rate, link, profile)
     known: dict[tuple[int, int, bool, bool], MicroBatchTime] = {}
     found, first = [], 0
@@ -161,7 +167,7 @@ def stage_times(
 
 
 def stage_parameters(per_rank: Architecture, blocks: tuple[int, ...], index: int, first: int | None = None) -> int:
-    """Return the parameters on one tensor and expert rank of a stage that begins at block ``first``."""
+    """Return the parameters on one rank of stage ``index``; ``first``: its first block, computed if None."""
     found = per_rank.blocks_parameters(sum(blocks[:index]) if first is None else first, blocks[index])
     if index == 0:
         found += per_rank.embedding
@@ -191,8 +197,9 @@ def _parts(
 
 
 def _chunked(head: PartTime, spec: RunSpec, layout: Layout, rate: Rates, work: RankWork) -> PartTime:
-    """Return the head and loss, with the gradient of the head added up in fp32 after each chunk: read twice, written
-    once.
+    """Return the time of head and loss, with the accumulation of the head's fp32 gradient after each chunk of the loss.
+
+    That reads two tensors of the head's size and writes one, 12 bytes per parameter.
     """
     chunks = loss_chunks(spec.transformer, work.tokens, layout.cross_entropy)
     entries = 1.0 * -(-spec.transformer.vocab_size // work.tensor) * spec.transformer.hidden_size
@@ -209,7 +216,10 @@ def _stage(
     held: tuple[int, int, bool, bool],
     parameters: int,
 ) -> MicroBatchTime:
-    """Return the time of one stage; ``held``: blocks, dense blocks among them, whether it is the first or last."""
+    """Return the time of one micro-batch on one stage.
+
+    ``held``: (blocks, dense blocks among them, is first stage, is last stage); ``parameters``: on one rank.
+    """
     count, dense, first, last = held
     moe, forwards, traffic = count - dense, parts.forwards, parts.traffic
     forward = dense * parts.blocks[0].forward + moe * parts.blocks[1].forward
@@ -224,7 +234,7 @@ def _stage(
         forward, backward = forward + count * parts.offload_copy, backward + count * parts.offload_copy
     communication = count * (traffic.forward * (1 + forwards) + traffic.backward)
     communication += moe * traffic.experts * (2 + forwards)
-    # Each stage receives and sends, forward and backward; the ends do half of it.
+    # A stage receives and sends in the forward and in the backward pass; first and last stage do half of it.
     communication += parts.boundary * (0 if first and last else 2 if first or last else 4)
     if layout.zero_stage >= 2:
         data = data_traffic(spec, layout, link, profile, parameters, count)

@@ -1,7 +1,8 @@
-"""Seconds of one optimizer step by cause, from kernels, communication and the pipeline's schedule.
+"""Seconds of one optimizer step by cause; ``plan_time`` is the entry.
 
-Each stage takes its time for one micro-batch (stage_time.py); the schedule puts the stages together (pipeline_time.py);
-gradients, optimizer and data come once per step. The stage that is done last decides.
+kernels.py times one kernel, block_time.py one transformer block, stage_time.py one micro-batch on each pipeline stage,
+and pipeline.py the schedule of all micro-batches. This module adds what happens once per step (gradient reduction,
+optimizer, waiting for data). The stage that finishes last decides.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from scaletrain_cli.plan.speed.stage_time import MicroBatchTime, offload_seconds
 from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
-# Maximum number of stages in a plan; no published run has more.
+# Maximum number of stages whose times a plan lists; no published run has more.
 _MOST_STAGES = 64
-# Tokens on disk: 16 bits up to this vocabulary, 32 above; storage that a node reads from, unless the spec says.
+# Tokens have 16 bits on disk up to this vocabulary size, and 32 above. Bytes/s of one node's storage, if the spec has
+# none.
 _SMALL_VOCABULARY = 65536
 _STORAGE_BANDWIDTH = 1e9
 
 
 @dataclass(frozen=True)
 class _OncePerStep:
-    """The work of one stage once per step."""
+    """What one stage does once per step."""
 
-    exposed: float  # seconds of gradient reduction and weight gathering that are exposed
+    exposed: float  # seconds of gradient reduction and weight all-gather that do not overlap compute
     optimizer: float  # seconds
-    sent: int  # bytes over the data-parallel ranks
+    sent: int  # bytes that one rank sends to data-parallel ranks
 
     @property
     def seconds(self) -> float:
@@ -44,7 +46,7 @@ class _OncePerStep:
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-    """Return the seconds per optimizer step by cause with derived figures, and the traffic of the busiest rank."""
+    """Return the seconds per optimizer step by cause with derived figures, and the bytes that the slowest stage sends."""
     model = spec.transformer
     framework = framework_of(spec)
     profile = framework.profile_on(device)
@@ -112,12 +114,12 @@ def _once_per_step(
     parameters: int,
     blocks: int,
 ) -> _OncePerStep:
-    """Return what comes once per step on a stage with ``parameters`` in ``blocks`` blocks on each tensor rank."""
+    """Return what a stage does once per step; a rank has ``parameters`` parameters, in ``blocks`` blocks."""
     data = data_traffic(spec, layout, link, profile, parameters, blocks)
-    # With v chunks per stage all but the last have finished, or are not needed yet, while others run.
+    # With v chunks per stage, the traffic of a chunk may also overlap passes of the stage's other chunks.
     others = min(layout.gradient_accumulation_steps, layout.pipeline_parallel - 1)
     windows = 1 + others * (1 - 1 / layout.virtual_pipeline)
-    forward, backward = stage.beside
+    forward, backward = stage.overlappable
     reduce = exposed(data.reduce, windows * backward, profile.reduce_overlap)
     gather = exposed(data.gather, windows * forward, profile.gather_overlap)
     optimizer = _optimizer_seconds(spec, layout, device, rate, profile, parameters)
@@ -145,7 +147,7 @@ def _optimizer_seconds(
 
 
 def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
-    """Return the seconds that a step waits for tokens; loaders read ahead, so only slow storage matters."""
+    """Return the seconds that a step waits for tokens: reading them, minus the step, because loaders read ahead."""
     given = spec.cluster.storage_bandwidth
     size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
     read = size * layout.global_batch_size * (spec.transformer.seq_len + 1) / spec.cluster.nodes
