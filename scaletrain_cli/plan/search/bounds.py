@@ -1,8 +1,11 @@
-"""Lower bounds on the time and memory of layouts, from a few of them sized in full.
+"""Lower bounds on the step time and memory of layouts, from a few layouts that are sized exactly.
 
-A search over a large cluster cannot size every layout. The bounds follow from the models themselves: a larger
-micro-batch is no slower per sequence, more ranks per expert are no slower to compute, work once per step is independent
-of the micro-batch; and the first stage of a pipeline holds at least its share of states and activations.
+A search over a large cluster cannot size every layout. The bounds follow from properties of the time and memory models:
+
+* a larger micro-batch takes no more time per sequence;
+* spreading experts over more ranks takes no more compute time;
+* what happens once per step does not depend on the micro-batch;
+* the first stage of a pipeline holds at least its share of states and activations.
 """
 
 from __future__ import annotations
@@ -18,16 +21,17 @@ from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
-# The models round, and overlap is not linear, so the bounds have a margin. A test keeps them below the models.
+# The models round, and overlap is not linear, so bounds are multiplied by this margin. A test compares them with the
+# models.
 _SLACK = 0.98
-# Micro-batches per step beyond which the cost of one step per micro-batch is negligible; and sequences per micro-batch
-# beyond which the peak of memory lies in activations, not in the optimizer's step.
+# So many micro-batches per step make costs per step negligible; so many sequences per micro-batch move the memory peak
+# from the optimizer's step to the activations.
 _MANY = 100_000
 
 
 @dataclass(frozen=True)
 class _States:
-    """Bytes on one rank that holds all stages, and the number of ranks that the sharded part is divided over."""
+    """Bytes of states on one rank that holds all pipeline stages; ``shards``: the ranks that share the sharded part."""
 
     parameters: int
     gradients: int
@@ -39,7 +43,7 @@ class Bounds:
     """Lower bounds for the layouts of one spec; sized layouts are cached."""
 
     def __init__(self, spec: RunSpec, device: Accelerator, checkpointing: str) -> None:
-        """``checkpointing``: the mode of activation checkpointing that recomputes least."""
+        """``checkpointing``: the mode of activation checkpointing that recomputes least, for the bounds on time."""
         self.spec, self.device, self.checkpointing = spec, device, checkpointing
         self._workload = workload_of(spec.model)
         self._layers = self._workload.layers(spec)
@@ -50,11 +54,11 @@ class Bounds:
         self._activations: dict[tuple[int | str, ...], int] = {}
 
     def step_seconds(self, axes: Axes, micro_batches: Sequence[int], checkpointing: str | None = None) -> list[float]:
-        """Return a lower bound on the step seconds of layouts with these degrees, for each of these micro-batches.
+        """Return a lower bound on the step seconds of layouts with these degrees, for each micro-batch size.
 
-        1F1B passes m micro-batches and (p - 1) / v more through the slowest stage (arXiv:2104.04473, section 2.2),
-        which takes at least the average of the stages; each no less than the smallest micro-batch, and no less per
-        sequence than the widest.
+        Under 1F1B with p stages of v chunks, a step lasts at least as long as m + (p - 1) / v micro-batches on the
+        average stage (arXiv:2104.04473, section 2.2). One micro-batch takes no less time than one of the smallest size,
+        and no less time per sequence than one of the largest size.
         """
         small, wide = self._sizes[0], self._sizes[-1]
         mode = checkpointing or self.checkpointing
@@ -67,10 +71,10 @@ class Bounds:
     def group_seconds(
         self, axes: Axes, zero_stage: int, offload: str, micro_batches: Sequence[int], floors: Sequence[float]
     ) -> list[float]:
-        """Return a tighter bound for layouts of one ZeRO stage; ``floors`` are those of ``step_seconds``.
+        """Return a tighter bound for layouts of one ZeRO stage; ``floors`` are the bounds of ``step_seconds``.
 
-        From the widest micro-batch on the true ranks: work once per step (the optimizer, and gradient reduction that
-        the backward pass does not hide) is added, and no smaller micro-batch is faster per sequence.
+        It times the largest micro-batch on the real number of ranks, with one and with two micro-batches per step,
+        which separates the seconds per step (optimizer, exposed gradient reduction) from the seconds per micro-batch.
         """
         widest = micro_batches[-1]
         layout = build_layout(self.spec, axes, zero_stage, self.checkpointing, widest, offload)
@@ -99,7 +103,7 @@ class Bounds:
         return int(_SLACK * (held * share + in_flight * self._activation_bytes(axes, micro_batch, checkpointing)))
 
     def _selective_share(self, blocks: int) -> float:
-        """Return a lower bound on the share of the average activations that ``blocks`` blocks keep."""
+        """Return a lower bound on the activations of ``blocks`` consecutive blocks, as a share of the average."""
         framework = framework_of(self.spec)
         if framework.selective(self.spec) == "attention module":
             return 1.0
@@ -108,10 +112,10 @@ class Bounds:
         return max(0.0, (blocks - -(-blocks // every)) / (whole * blocks)) if every > 1 else 1.0
 
     def _micro_batch(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
-        """Return a lower bound on (compute, communication) seconds per micro-batch of ranks that hold all stages.
+        """Return a lower bound on (compute, communication) seconds per micro-batch of a rank that holds all stages.
 
-        Experts spread over more ranks compute no slower and send no less; how much either changes depends on the
-        tokens of a rank alone, so it is taken from the cheapest sharding of the sequence.
+        Experts spread over more ranks take no more compute and no less communication. Both differences depend only on
+        the tokens of a rank, so they are taken from the cheapest way to shard the sequence (context parallelism).
         """
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._micro_batches:
@@ -125,7 +129,7 @@ class Bounds:
         return self._micro_batches[key]
 
     def _parts(self, axes: Axes, micro_batch: int, checkpointing: str) -> tuple[float, float]:
-        """Return (compute, exposed communication) seconds per micro-batch of ranks that hold all stages."""
+        """Return (compute, exposed communication) seconds per micro-batch of a rank that holds all stages."""
         key = (axes.tensor, axes.sequence, axes.context, axes.expert, micro_batch, checkpointing)
         if key not in self._alone_seconds:
             layout = self._single_micro_batch(axes, 0, micro_batch, checkpointing, "none")
@@ -162,7 +166,7 @@ class Bounds:
     def _single_micro_batch(
         self, axes: Axes, zero_stage: int, micro_batch: int, checkpointing: str, offload: str
     ) -> Layout:
-        """Return one micro-batch without a pipeline, with no more data parallelism than the experts need."""
+        """Return a layout of one micro-batch, without a pipeline, with only the data parallelism that experts need."""
         data = -(-axes.expert // axes.sequence)
         alone = axes._replace(data=data, pipeline=1, virtual=1)
         layout = build_layout(self.spec, alone, zero_stage, checkpointing, micro_batch, offload)

@@ -1,4 +1,4 @@
-"""The limits of a cluster (GPUs, time, dollars), parsed from options, and the comparison of clusters."""
+"""Objective and limits for the choice of a cluster (GPUs, time, dollars): parsing, and comparison of clusters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from scaletrain_cli.spec.quantities import parse_count, parse_seconds
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits: ``objective`` is time, cost or gpus. None sets no limit; ``gpus`` are names to compare, empty for the
-    spec's.
+    """The options of a command: ``objective`` is time, cost or gpus; None sets no limit.
+
+    ``gpus``: names of GPUs to compare; empty for the spec's.
     """
 
     objective: str
@@ -81,7 +82,7 @@ OBJECTIVES = ("time", "cost", "gpus")
 
 @dataclass(frozen=True)
 class Considered:
-    """One cluster: seconds of wall-clock time and US dollars of the run, with interruptions; None if unknown."""
+    """One cluster: wall-clock seconds and US dollars of the run, including interruptions; None if unknown."""
 
     gpu: str
     nodes: int
@@ -95,7 +96,7 @@ class Considered:
     why: Reason | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row; ``why`` is empty for the chosen one, and otherwise has its code beside it."""
+        """Return the fields; ``why`` as text with its code beside it, empty for the chosen cluster."""
         row = {field.name: getattr(self, field.name) for field in fields(self)}
         row["layout"] = None if self.layout is None else asdict(self.layout)
         row["why"] = "" if self.why is None else str(self.why)
@@ -112,7 +113,7 @@ class ClusterLimits:
     budget_usd: float | None
 
     def broken_by(self, row: Considered) -> Reason | None:
-        """Return the limit that a cluster exceeds; None if it meets all."""
+        """Return the limit that a cluster misses, or why it has no plan; None if it meets all limits."""
         if row.seconds is None:
             return row.why
         if self.deadline_seconds is not None and row.seconds > self.deadline_seconds:
@@ -124,7 +125,7 @@ class ClusterLimits:
         return None
 
     def rank(self, row: Considered) -> tuple[float, ...]:
-        """Return a sort key, smaller is better: the objective first, then the other two quantities."""
+        """Return a sort key, smallest for the best: the objective first, then the other two quantities."""
         time = float("inf") if row.seconds is None else row.seconds
         money = float("inf") if row.dollars is None else row.dollars
         order = {"time": (time, money, row.gpus), "cost": (money, time, row.gpus), "gpus": (row.gpus, time, money)}
@@ -140,7 +141,7 @@ class ClusterLimits:
         return Reason("plan.costs-more", {"by": more}) if more >= 0.5 else Reason("plan.no-cheaper")
 
     def miss(self, row: Considered) -> float:
-        """Return the largest relative excess over the limits: 0.5 is 50 % more than allowed."""
+        """Return the largest relative excess over a limit: 0.5 is 50 % more than allowed."""
         time = 0.0 if self.deadline_seconds is None else (row.seconds or 0.0) / self.deadline_seconds - 1
         money = 0.0 if self.budget_usd is None else (row.dollars or 0.0) / self.budget_usd - 1
         return max(time, money)

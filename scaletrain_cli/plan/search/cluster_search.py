@@ -1,4 +1,4 @@
-"""Plan a run on clusters: a coarse grid of node counts, then those that a bound does not exclude."""
+"""Plan a run on clusters of different sizes: a coarse grid of node counts, then those that no bound excludes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.cluster import MOST_NODES
 
-# In the coarse pass, closer node counts give nearly the same result; large clusters, which take longest to plan, are
-# sampled more coarsely, because the second pass refines where it matters.
+# Smallest ratio of neighboring node counts in the coarse pass: closer counts give nearly the same result. It is larger
+# above _LARGE nodes, which take longest to plan; the second pass refines where it matters.
 _STEP = 1.2
 _LARGE_STEP = 1.5
 _LARGE = 16
-# Maximum number of node counts to bound after the coarse pass; each takes some ten milliseconds.
+# Maximum number of node counts for which a bound is computed after the coarse pass; each takes about 10 ms.
 _MOST_BOUNDED = 48
 
 
@@ -35,8 +35,9 @@ def most_nodes(spec: RunSpec, max_gpus: int) -> int:
 
 
 def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
-    """Return the node counts of the coarse pass, ascending: powers of two, counts that divide the batch, and the spec's
-    own.
+    """Return the node counts of the coarse pass, ascending.
+
+    They are powers of two, counts whose ranks divide the global batch, and the spec's own.
     """
     per_node = spec.cluster.gpus_per_node
     most = most_nodes(spec, max_gpus)
@@ -51,10 +52,10 @@ def node_counts(spec: RunSpec, max_gpus: int) -> list[int]:
 
 
 def likeliest(spec: RunSpec, counts: Sequence[int], near: int) -> list[int]:
-    """Return the node counts near ``near`` that divide best, ascending.
+    """Return the node counts with the most layouts, of equal ones those nearest to ``near``; ascending.
 
-    Data parallelism divides the batch, so ranks beyond the common divisor need another kind of parallelism: the fewer
-    of these, the more layouts a count has.
+    Data parallelism must divide the batch. Ranks beyond the greatest common divisor of ranks and batch need another
+    kind of parallelism; the fewer these are, the more layouts divide.
     """
     per_node, batch = spec.cluster.gpus_per_node, spec.training.global_batch_size
 
@@ -77,12 +78,13 @@ def least_step_seconds(spec: RunSpec) -> float:
 
 # Maximum number of clusters that are planned after the first pass.
 _MOST_REFINED = 12
-# No cluster is more efficient per GPU, or closer to its bound, than one of the first pass by more than this.
+# Assumption that ends the search: no cluster needs less than 95 % of the GPU seconds of the best one of the first pass,
+# and no step time is below 95 % of what the bound, scaled by the nearest plan, predicts.
 _BETTER = 0.95
 
 
 class Tried(NamedTuple):
-    """One cluster: the requested ``gpu``, time and cost, and its plan if there is one."""
+    """One cluster: the requested ``gpu`` (None: the spec's), time and cost in ``row``, and its plan if there is one."""
 
     spec: RunSpec
     gpu: str | None
@@ -91,13 +93,15 @@ class Tried(NamedTuple):
 
 
 class _Chance(NamedTuple):
+    """A cluster that may be the best, with the sort key that it could reach."""
+
     rank: tuple[float, ...]
     nodes: int
     gpu: str | None
 
 
 def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
-    """Return the same run on other nodes. Price and links in the spec apply to the spec's own GPU only."""
+    """Return the same run on another cluster. Prices and bandwidths of the spec apply only to the spec's own GPU."""
     change: dict[str, Any] = {"nodes": nodes}
     if gpu is not None and gpu != spec.cluster.gpu:
         own = ("price_per_gpu_hour", "spot_price_per_gpu_hour", "intra_node_bandwidth", "host_bandwidth")
@@ -106,7 +110,7 @@ def on_cluster(spec: RunSpec, nodes: int, gpu: str | None = None) -> RunSpec:
 
 
 def try_cluster(whole: RunSpec, nodes: int, gpu: str | None) -> Tried:
-    """Return the run planned on ``nodes`` nodes of a GPU, or the reason why it has no plan."""
+    """Plan the run on ``nodes`` nodes with this GPU; the row has the reason if there is no plan."""
     spec = on_cluster(whole, nodes, gpu)
     name = find_accelerator(spec.cluster).name
     row = Considered(name, spec.cluster.nodes, spec.world_size, None, None, None, None, None, False, None)
@@ -130,9 +134,9 @@ def meets(limits: ClusterLimits, tried: Tried) -> bool:
 def first_pass(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> tuple[list[Tried], int]:
     """Plan a coarse grid of node counts; return the clusters, and the number of counts that were left out.
 
-    One kind of GPU is planned at every count. Of several kinds each is planned at its smallest cluster that fits, at a
-    middle one and at its largest; further counts only where one with 95 % of the GPU seconds of the cheapest of these
-    three could still be the best. If no planned cluster meets the limits, the rest is planned too.
+    A single kind of GPU is planned at every count. Several kinds are each planned at the smallest count that fits, a
+    middle one and the largest. Further counts are planned only if 95 % of the GPU seconds of the cheapest of these
+    three could be the best, or if no planned cluster meets the limits.
     """
     counts = node_counts(spec, limits.max_gpus)
     if len(names) == 1:
@@ -159,7 +163,7 @@ def first_pass(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]
 
 
 def _three_sizes(spec: RunSpec, counts: Sequence[int], gpu: str | None) -> tuple[list[Tried], list[int]]:
-    """Return the clusters up to the smallest with a plan, a middle one and the largest; and the other counts."""
+    """Plan counts up to the first with a plan, a middle one and the largest; return them, and the other counts."""
     tried = []
     for index, nodes in enumerate(counts):
         tried.append(try_cluster(spec, nodes, gpu))
@@ -175,7 +179,7 @@ def _three_sizes(spec: RunSpec, counts: Sequence[int], gpu: str | None) -> tuple
 def refined(
     spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None], tried: Sequence[Tried], fewest_nodes: int
 ) -> tuple[list[Tried], int]:
-    """Plan more clusters, most promising first, until none can beat the best; return them, and the number excluded."""
+    """Plan more clusters, most promising first, until none can beat the best; return them, and how many are excluded."""
     best = min((each.row for each in tried if meets(limits, each)), key=limits.rank, default=None)
     chances: list[_Chance] = []
     looked_at = 0
@@ -196,10 +200,10 @@ def refined(
 def _chances(
     spec: RunSpec, limits: ClusterLimits, tried: Sequence[Tried], best: Considered | None, fewest_nodes: int
 ) -> tuple[list[_Chance], int]:
-    """Return the node counts of one kind of GPU that may beat the best, and the number of counts checked.
+    """Return the node counts of one kind of GPU that may beat the best, and how many counts were checked.
 
-    Checked twice: by the GPU seconds of the cheapest cluster tried, then by the lower bound on their own step,
-    stretched as far as the bound of the cluster nearest to the best falls short of its plan.
+    Two estimates must allow it: the GPU seconds of the cheapest cluster that was planned, and the lower bound on the
+    step, scaled by the ratio of plan to bound of the planned cluster nearest to the best.
     """
     known = [each for each in tried if each.row.seconds and each.row.step_seconds]
     if not known:
@@ -232,7 +236,7 @@ def _could_win(limits: ClusterLimits, row: Considered, best: Considered | None) 
 
 
 def _scaled(row: Considered, nodes: int, times: float) -> Considered:
-    """Return the row for another number of nodes that takes ``times`` as long."""
+    """Return the row for another number of nodes, on which the run takes ``times`` as long."""
     money = None if row.dollars is None else row.dollars * times * nodes / row.nodes
     gpus = row.gpus // row.nodes * nodes
     return replace(row, nodes=nodes, gpus=gpus, seconds=(row.seconds or 0.0) * times, dollars=money)

@@ -1,7 +1,7 @@
-"""The planned layouts that this project's engine can run. The planner sizes more.
+"""What this project's engine can run of all that the planner can size.
 
-``ENGINE`` (frameworks/deepspeed.py) is the one declaration: the search proposes within it, and ``submittable`` lists
-what is outside of it.
+``ENGINE`` (frameworks/deepspeed.py) declares the supported axes and offload modes: the search proposes only those, and
+``submittable`` lists what a planned run needs beyond them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 
-# bitsandbytes updates states on the device that has the gradients.
+# Optimizers of bitsandbytes, which update their states on the device that has the gradients.
 _BESIDE_GRADIENTS = ("adamw_8bit", "lion")
 _LEAST_FP8_CAPABILITY = (8, 9)  # Ada and Hopper, the first with fp8 tensor cores
 
@@ -30,12 +30,12 @@ def searches_engine(spec: RunSpec) -> bool:
 
 
 def capabilities(spec: RunSpec) -> Capabilities:
-    """Return what the search may propose: what the engine runs, unless the spec asks for everything."""
+    """Return what the search may propose: what the engine runs, or all with ``planner.search: everything``."""
     return ENGINE if searches_engine(spec) else framework_of(spec).capabilities
 
 
 def opened(spec: RunSpec) -> RunSpec:
-    """Return the spec with all axes that it does not set opened, if ``planner.search`` is ``everything``."""
+    """Return the spec with every axis that it does not set on auto, if ``planner.search`` is ``everything``."""
     layout = spec.layout
     left_alone = {axis: "auto" for axis in AXES if axis not in layout.model_fields_set}
     if spec.planner.search != "everything" or not left_alone:
@@ -44,9 +44,9 @@ def opened(spec: RunSpec) -> RunSpec:
 
 
 def unsupported(spec: RunSpec, layout: Layout) -> list[Rule]:
-    """Return each setting that the engine cannot run, with a remedy; empty if it can run the layout.
+    """Return a rule with its remedy for each setting that the engine cannot run; empty if it can run the layout.
 
-    What an engine of the user's own (``code.engine``) can run is not known here.
+    An engine of the user's own (``code.engine``) is assumed to run every layout.
     """
     found = [] if spec.code.engine else list(_beyond_this_engine(spec, layout))
     if spec.checkpoint.dir != "auto" and not expand_home(spec.checkpoint.dir).is_absolute():
@@ -55,7 +55,7 @@ def unsupported(spec: RunSpec, layout: Layout) -> list[Rule]:
 
 
 def submittable(spec: RunSpec, plan: RunPlan) -> list[Rule]:
-    """Return why the planned run may not be submitted, most important first; empty if it may."""
+    """Return the rules that forbid to submit the planned run, most important first; empty if it may be submitted."""
     found = unsupported(spec, plan.layout)
     if not plan.memory.fits:
         sizes = {"peak": plan.memory.peak, "capacity": plan.memory.capacity}
@@ -99,7 +99,7 @@ def _about_precision(spec: RunSpec) -> Iterator[Rule]:
 
 
 def _about_fp8(spec: RunSpec) -> Iterator[Rule]:
-    """Yield that the device has no fp8 products; a GPU described in the spec is assumed to have them."""
+    """Yield a rule if the device has no fp8 tensor cores; a GPU described in the spec is assumed to have them."""
     device = find_accelerator(spec.cluster)
     numbers = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)
     if numbers is None:

@@ -1,4 +1,4 @@
-"""The errors of a run that fits in no layout, and the computed changes that would make it fit."""
+"""Errors for runs that no layout fits or divides, and the changes that would make them fit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text
 
 _MOST_GPUS = 100_000
-# Number of layouts, smallest by their bound, to size in the search for the smallest.
+# How many layouts with the lowest memory bound are sized to find the smallest one.
 _MOST_SIZED = 24
 
 
 def suggestions(spec: RunSpec) -> list[Problem]:
-    """Return changes that make the run fit: one setting, all settings, another framework, more GPUs, larger GPUs."""
+    """Return changes that make the run fit: one or more settings, what the engine lacks, more GPUs, larger GPUs."""
     device = find_accelerator(spec.cluster)
     found = []
     for key, value in _single_changes(spec):
@@ -50,7 +50,7 @@ def suggestions(spec: RunSpec) -> list[Problem]:
 
 
 def smallest_memory(spec: RunSpec, device: Accelerator) -> Sized | None:
-    """Return the layout with the least memory that the spec allows; None if none divides."""
+    """Return the layout of the spec that needs the least memory; None if none divides."""
     modes = checkpointing_modes(spec)
     points = [
         (group, mode, offload)
@@ -92,7 +92,7 @@ def _single_changes(spec: RunSpec) -> Iterator[tuple[str, Any]]:
 
 
 def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
-    """Return the smallest degree of each axis, or the least offload, that would suffice if the engine supported it."""
+    """Yield degrees and offload modes that the engine lacks and with which the run would fit, the lowest of each."""
     everything = opened(_changed(spec, "planner.search", "everything"))
     if capabilities(spec) != ENGINE or not workload_of(spec.model).offloads:
         return
@@ -117,7 +117,7 @@ def _beyond_this_engine(spec: RunSpec, device: Accelerator) -> Iterator[Problem]
 
 
 def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
-    """Return the smallest larger cluster of whole nodes over which the batch divides and a rank fits."""
+    """Yield the smallest larger cluster over which the batch divides and on which the run fits."""
     split, per_node = resolve_axes(spec).model_parallel, spec.cluster.gpus_per_node
     spec = _changed(spec, "layout.data_parallel", "auto")
     counts = [
@@ -130,7 +130,7 @@ def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
         return smallest_memory(_changed(spec, "cluster.nodes", gpus // per_node), device)
 
     low, high = 0, len(counts)
-    while low < high:  # memory per rank falls with the number of ranks
+    while low < high:  # binary search: memory per rank decreases with the number of ranks
         middle = (low + high) // 2
         found = sized(counts[middle])
         low, high = (low, middle) if found and found.memory.fits else (middle + 1, high)
@@ -141,7 +141,7 @@ def _fewest_gpus(spec: RunSpec, device: Accelerator) -> Iterator[Problem]:
 
 
 def _larger_device(spec: RunSpec, device: Accelerator, least: Sized | None) -> Iterator[Problem]:
-    """Return the smallest catalogued GPU on which the smallest layout fits."""
+    """Yield the GPU of the catalogue with the least memory on which the smallest layout fits."""
     names = [name for name in accelerator_names() if name != "cpu"]
     devices = (find_accelerator(spec.cluster.model_copy(update={"gpu": name})) for name in names)
     for larger in sorted(devices, key=lambda d: (d.memory_bytes, d.name)):
@@ -160,14 +160,14 @@ def _changed(spec: RunSpec, key: str, value: Any) -> RunSpec:
 def _would_fit(
     spec: RunSpec, device: Accelerator, key: str, value: str, sized: Sized, code: str = "plan.would-fit"
 ) -> Problem:
-    """Return a change with its memory and step time: less memory often costs time."""
+    """Return the problem entry of a change, with the memory and step time that it leads to."""
     memory, step = sized.memory, workload_of(spec.model).time(spec, sized.layout, device)[0].step
     params = {"key": key, "value": value, "peak": memory.peak, "capacity": memory.capacity, "step": step}
     return Problem.because("would fit", key, Reason(code, {**params, "layout": describe(sized.layout)}), value)
 
 
 class PlanInfeasibleError(InfeasibleError):
-    """No layout divides or fits (exit 3). ``plan`` is the smallest one sized, with ``fits`` false; None if none was."""
+    """No layout divides or fits (exit 3). ``plan``: the plan of the smallest layout; None if no layout divides."""
 
     def __init__(self, reason: Reason, problems: tuple[Problem, ...] = (), plan: RunPlan | None = None) -> None:
         super().__init__(reason, problems)
@@ -188,7 +188,7 @@ def infeasible_json(error: InfeasibleError) -> dict[str, Any]:
 
 
 def does_not_divide(spec: RunSpec, problems: list[Problem]) -> PlanInfeasibleError:
-    """Return the error for degrees and batches that do not divide."""
+    """Return the error for a run whose degrees or batch do not divide."""
     reason = Reason("plan.no-layout-divides", {"name": _shown(spec.name), "gpus": _gpus(spec)})
     return PlanInfeasibleError(reason, tuple(problems))
 
@@ -196,7 +196,7 @@ def does_not_divide(spec: RunSpec, problems: list[Problem]) -> PlanInfeasibleErr
 def does_not_fit(
     spec: RunSpec, device: Accelerator, plan: RunPlan, changes: Sequence[Problem] = ()
 ) -> PlanInfeasibleError:
-    """Return the error for a smallest layout that is too large: its parts, the device, and suggested changes."""
+    """Return the error for a run whose smallest layout does not fit: its memory by part, and ``changes`` that help."""
     memory, layout = plan.memory, plan.layout
     parts = (
         ("weights", memory.parameters),

@@ -1,4 +1,7 @@
-"""The search over all layouts that a spec allows, best bound first, and the choice: the fastest that fits."""
+"""The search over all layouts that a spec allows, lowest bound on the step time first; the fastest that fits is chosen.
+
+``search`` is the entry: branch and bound with the lower bounds of bounds.py. ``choose`` states the preference.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import bytes_text
 
-# Step times closer than this are equal within the model's accuracy; then the simpler layout is preferred.
+# Step times within this ratio are equal within the accuracy of the time model; then the simpler layout is preferred.
 SAME_TIME = 1.02
 MOST_ALTERNATIVES = 200
-# A step time that rounds to 0.0 % less is called equal.
+# A layout is called faster only if its step time is less than this share of the other's: 0.0 % is not shown as faster.
 _NOT_FASTER = 0.9995
 
 
@@ -33,7 +36,7 @@ class Sized(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with its size and speed."""
+    """A layout with its memory, step time and traffic."""
 
     layout: Layout
     memory: Memory
@@ -42,20 +45,21 @@ class Candidate:
 
     @property
     def comfortable(self) -> bool:
-        """Return whether it fits with a margin for the model's error: running out of memory costs more than speed."""
+        """Return whether it fits with a margin for the memory model's error: an OOM costs more than a slower step."""
         return self.memory.verdict == "fits"
 
     @property
     def expected_seconds(self) -> float:
-        """Return seconds per step, weighted so that a run that runs out of memory is worth nothing."""
+        """Return seconds per step divided by the probability of not running out of memory."""
         return self.time.step / max(1 - self.memory.out_of_memory_probability, 1e-4)
 
 
 def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate | None:
-    """Return the fastest layout that fits with a margin, or else that fits; of equal ones the simplest.
+    """Return the fastest layout that fits with a margin; if there is none, the fastest that fits. None if none fits.
 
-    Layouts are compared by expected speed: one that may run out of memory must be faster accordingly. Where the
-    loss is ``contrastive``, one that accumulates is taken only if none that does not fits with room.
+    Layouts are compared by expected seconds, so one that may run out of memory must be faster in proportion. Of layouts
+    within SAME_TIME the simplest is returned. For a ``contrastive`` loss, layouts without gradient accumulation come
+    first.
     """
     pool = [candidate for candidate in fitting if candidate.comfortable] or fitting
     if contrastive:
@@ -67,7 +71,7 @@ def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate 
 
 
 def simplicity(candidate: Candidate) -> tuple[int, ...]:
-    """Return a sort key, smaller is simpler: no offload, fewer axes, lower ZeRO stage, less recomputation, memory."""
+    """Return a sort key, smallest for the simplest: offload, model parallelism, ZeRO stage, recomputation, memory."""
     layout = candidate.layout
     split = layout.tensor_parallel * layout.pipeline_parallel * layout.sequence_parallel * layout.context_parallel
     return (
@@ -85,7 +89,7 @@ def simplicity(candidate: Candidate) -> tuple[int, ...]:
 def best_alternatives(
     candidates: list[Candidate], chosen: Candidate, *, contrastive: bool = False
 ) -> tuple[Alternative, ...]:
-    """Return all but the chosen one, fastest that fits first, then by memory; each with its reason."""
+    """Return the other candidates and the reason against each: those that fit by step time, then the rest by memory."""
     rest = [candidate for candidate in candidates if candidate.layout != chosen.layout]
     rest.sort(key=lambda c: (not c.memory.fits, c.time.step if c.memory.fits else c.memory.peak, simplicity(c)))
     return tuple(
@@ -113,7 +117,7 @@ def reason(candidate: Candidate, chosen: Candidate, *, contrastive: bool = False
     return Reason("plan.not-faster")
 
 
-# The codes by which layouts are counted: those of ``reason`` without the numbers of one layout.
+# Codes for counting layouts: those of ``reason``, without the numbers of one layout.
 _COUNTED = {
     "plan.needs-memory": "plan.does-not-fit",
     "plan.little-memory-left": "plan.counted-little-memory-left",
@@ -124,29 +128,29 @@ _COUNTED = {
 
 
 def _counted(found: Reason) -> Reason:
-    """Return the reason without its numbers, for counting layouts."""
+    """Return the reason without its numbers, to count layouts."""
     return Reason(_COUNTED.get(found.code, found.code))
 
 
-# Minimum number of layouts to size for comparison, even if bounds exclude them.
+# Minimum number of layouts to size, for comparison, even if their bounds exclude them.
 _FEWEST_SIZED = 100
-# Maximum number of layouts to size, for extreme clusters and models; the best of them is chosen.
+# Maximum number of layouts to size on extreme clusters and models; the best of these is chosen.
 _MOST_SIZED = 3000
-# If nothing fits, number of the smallest layouts to size in the search for the smallest.
+# If nothing fits: how many layouts with the lowest memory bound are sized to find the smallest.
 _MOST_TOO_LARGE = 50
 
 
 class _Bounded(NamedTuple):
-    """A group with bounds on the step time of each of its micro-batches."""
+    """A group with a lower bound on the step time for each of its micro-batch sizes."""
 
     group: Group
     floors: list[float]
 
 
 class _Point(NamedTuple):
-    """One layout of a group, by its indices into the group's lists; checkpointing by index into that of the search.
+    """One layout of a group, as indices into the group's lists; ``checkpointing``: index into the modes of the search.
 
-    ``timing`` is None as long as only the bound is known.
+    ``timing`` is None until the layout is timed.
     """
 
     group: Group
@@ -158,7 +162,7 @@ class _Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: layouts that fit, some that do not, and the number of layouts, sized or not."""
+    """The result of a search: layouts that fit, some that do not, and how many were considered, sized or not."""
 
     fitting: tuple[Candidate, ...]
     too_large: tuple[Sized, ...]
@@ -179,9 +183,9 @@ def smallest(found: Found) -> Sized:
 
 
 def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candidate) -> tuple[Alternative, ...]:
-    """Return the best layouts that were sized, with reasons; those that do not fit only if there is space left."""
-    room = max(0, MOST_ALTERNATIVES - len(found.fitting))
-    nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: room + 1]
+    """Return the best layouts that were sized, with the reason against each; at the end some that do not fit."""
+    left = max(0, MOST_ALTERNATIVES - len(found.fitting))
+    nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: left + 1]
     sized = [*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)]
     return best_alternatives(sized, chosen, contrastive=is_contrastive(spec))
 
@@ -189,10 +193,10 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
 def search(
     spec: RunSpec, device: Accelerator, all_axes: list[Axes], counts: RejectionCounts, *, compared: bool = True
 ) -> Found:
-    """Size the layouts with these degrees that may be fastest, and count the others in ``counts``.
+    """Size the layouts with these degrees that may be the fastest, and count the others in ``counts``.
 
-    Exact as long as the bounds are bounds and fewer than a few thousand layouts come near the best: a test compares
-    it with sizing all of them. ``compared``: size at least a hundred, so that the chosen one has something beside it.
+    The result is exact unless more than _MOST_SIZED layouts have bounds below the best step time; a test compares it
+    with sizing every layout. ``compared``: size at least a hundred layouts, as alternatives to the chosen one.
     """
     run = _Search(spec, device, counts, _FEWEST_SIZED if compared else 0)
     run.go(all_axes)
@@ -204,7 +208,7 @@ def search(
 
 
 class _Search:
-    """One search; its state is a queue of layouts, best bound first."""
+    """One search. Its state is a priority queue of layouts by lower bound on the step time."""
 
     def __init__(self, spec: RunSpec, device: Accelerator, counts: RejectionCounts, fewest_sized: int) -> None:
         self.spec, self.device, self.counts, self.fewest_sized = spec, device, counts, fewest_sized
@@ -218,7 +222,7 @@ class _Search:
         self.timed = 0
         self._queue: list[tuple[float, int, _Bounded | _Point]] = []
         self._pushed = 0
-        self._ruled_out = 0  # of those considered: known not to fit
+        self._ruled_out = 0  # layouts among ``considered`` that are known not to fit
         self._best = float("inf")
         self._marks: dict[tuple[Axes, int], list[_Point]] = {}  # layouts that do not fit, by group
         self._bounded_out: list[tuple[int, _Point]] = []  # the smallest layouts of groups that a bound rules out
@@ -252,7 +256,7 @@ class _Search:
         heapq.heappush(self._queue, (floor, self._pushed, item))
 
     def _open(self, group: Group, floors: list[float]) -> None:
-        """Queue the micro-batches of a group under closer bounds, unless not even its smallest layout can fit."""
+        """Queue the layouts of a group with tighter bounds, unless not even its smallest layout can fit."""
         axes, stage, sizes = group.axes, group.zero_stage, group.micro_batches
         least = self.bounds.peak_bytes(axes, stage, sizes[0], self.modes[-1], group.offload[-1])
         if least > self.device.memory_bytes:
@@ -264,7 +268,7 @@ class _Search:
             self._push(floor, _Point(group, index, 0, 0))
 
     def _time(self, point: _Point, floor: float) -> None:
-        """Queue a layout again with its exact time."""
+        """Compute the exact time of a layout and queue it again."""
         if self._is_too_large(point):
             self._rule_out(point)
             self._queue_recomputing(point, floor)
@@ -275,7 +279,7 @@ class _Search:
         self._push(timing[0].step, point._replace(timing=timing))
 
     def _size_next(self, point: _Point, step_seconds: float) -> None:
-        """Size the layout with the best bound, keep it if it fits, and queue its variants."""
+        """Size the layout with the lowest time, keep it if it fits, and queue its variants."""
         bare = point._replace(timing=None)
         self._queue_recomputing(bare, step_seconds)
         memory = None if self._is_marked(point) else self._memory(point)
@@ -296,7 +300,7 @@ class _Search:
         self._queue_offloading(bare, step_seconds)
 
     def _queue_recomputing(self, point: _Point, floor: float) -> None:
-        """Queue the layout with more recomputation, which takes no less time."""
+        """Queue the same layout with more recomputation, which is no faster."""
         group = point.group
         if point.offload == 0 and point.checkpointing + 1 < len(self.modes):
             size, mode = group.micro_batches[point.micro_batch], self.modes[point.checkpointing + 1]
@@ -304,7 +308,7 @@ class _Search:
             self._push(max(floor, bound), point._replace(checkpointing=point.checkpointing + 1))
 
     def _queue_offloading(self, point: _Point, floor: float) -> None:
-        """Queue the layout with more offload, which takes no less time."""
+        """Queue the same layout with more offload, which is no faster."""
         if point.offload + 1 < len(point.group.offload):
             self._push(floor, point._replace(offload=point.offload + 1))
 
@@ -313,7 +317,7 @@ class _Search:
         self.counts.add(Reason("plan.does-not-fit"), describe(self._layout(point)))
 
     def _is_marked(self, point: _Point) -> bool:
-        """Return whether a layout that needs no more memory is known not to fit: memory grows with the micro-batch."""
+        """Return whether a layout of the same group that needs no more memory is known not to fit."""
         return any(
             mark.micro_batch <= point.micro_batch
             and mark.checkpointing >= point.checkpointing
@@ -338,7 +342,7 @@ class _Search:
         self.counts.add(Reason("plan.never-fits"), example, count)
 
     def _count_the_rest(self, first: _Bounded | _Point) -> None:
-        """Count the layouts left in the queue at the end of the search; ``first`` has the best bound of them."""
+        """Count the layouts that are left in the queue when the search ends; ``first`` has the lowest bound of them."""
         point = first if isinstance(first, _Point) else _Point(first.group, 0, 0, 0)
         rest = self.considered - self._ruled_out - len(self.fitting)
         why = Reason("plan.cannot-be-faster")

@@ -1,4 +1,4 @@
-"""Layouts: the degrees that a spec allows, the values of other settings, and the layout that they form."""
+"""Layouts: the values to try for each setting, the layout that they form, and the rules that degrees break."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scaletrain_cli.plan.search.engine_support import capabilities
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
-# Maximum number of micro-batch sizes tried; above the smallest few dozen nothing gets faster.
+# Maximum number of micro-batch sizes to try; larger ones than the smallest few dozen are no faster.
 _MOST_MICRO_BATCHES = 24
 # Compiling takes about a minute at the start of each attempt; shorter runs do not benefit.
 _STEPS_WORTH_COMPILING = 500
@@ -30,7 +30,7 @@ def zero_stages(spec: RunSpec, axes: Axes, offload: str = "none") -> list[int]:
     highest = framework.highest_zero_stage(spec, pipelined)
     stages = [stage for stage in capabilities(spec).zero_stages if lowest <= stage <= highest]
     if not stages and spec.layout.offload == offload:
-        return [lowest]  # pinned to a combination that the framework does not support; sized nevertheless
+        return [lowest]  # the spec sets a combination that the framework lacks; it is sized all the same
     return stages[:1] if axes.shards == 1 else stages
 
 
@@ -41,7 +41,7 @@ def checkpointing_modes(spec: RunSpec) -> list[str]:
 
 
 def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
-    """Return the offload modes to try, least first; parameters not with a pipeline, which ZeRO-3 does not support."""
+    """Return the offload modes to try, least first; only those that some ZeRO stage to try supports."""
     pinned = spec.layout.offload
     if pinned != "auto":
         return [pinned]
@@ -51,14 +51,14 @@ def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
 
 
 def is_contrastive(spec: RunSpec) -> bool:
-    """Return whether the loss compares a sample with all others of a micro-batch, so that accumulation changes it."""
+    """Return whether the loss compares the samples of a micro-batch, so that gradient accumulation changes it."""
     return workload_of(spec.model).contrastive(spec)
 
 
 def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
     """Return the micro-batch sizes that divide a rank's share of the global batch, smallest first.
 
-    An interleaved schedule runs them in rounds of one per stage (Megatron-LM, schedules.py).
+    An interleaved schedule needs a multiple of the stages as number of micro-batches (Megatron-LM, schedules.py).
     """
     pinned = spec.training.micro_batch_size
     if pinned != "auto":
@@ -76,7 +76,7 @@ def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
 def build_layout(
     spec: RunSpec, axes: Axes, zero_stage: int, checkpointing: str, micro_batch: int, offload: str | None = None
 ) -> Layout:
-    """Return the layout of degrees that break no rule. ``offload``: as pinned, or none."""
+    """Return the layout with these degrees, which must break no rule. ``offload``: by default as in the spec."""
     if offload is None:
         offload = "none" if spec.layout.offload == "auto" else spec.layout.offload
     tokens = micro_batch * -(-spec.units_per_sample // (axes.sequence * axes.context))
@@ -103,11 +103,12 @@ def build_layout(
 
 
 def chosen_compile(spec: RunSpec) -> bool:
-    """Return whether the blocks are compiled: ``training.compile``, or for ``auto`` if that is reliable and worthwhile.
+    """Return whether the blocks are compiled: ``training.compile``, or for ``auto`` whether that is reliable and
+    faster.
 
-    That is this engine's dense transformer in a 16-bit or wider precision, in a run that is long enough to pay for the
-    minute of compiling, on a CUDA device for which Triton generates code (compute capability 8.0 or later). Experts
-    receive another number of tokens in each step, for which graphs are compiled again.
+    ``auto`` compiles the dense transformers of this project's engine, in every precision but fp8, if the run is long
+    enough to pay for a minute of compiling, on CUDA devices that Triton supports (compute capability 8.0 or later).
+    Experts receive another number of tokens in each step, which would recompile their graphs.
     """
     wanted = spec.training.compile
     if wanted != "auto":
@@ -122,7 +123,7 @@ def chosen_compile(spec: RunSpec) -> bool:
 
 
 def describe(layout: Layout) -> str:
-    """Return a layout as one line: the degrees above 1, then sharding, recomputation and offload."""
+    """Return a layout as one line: ZeRO stage, degrees above 1, micro-batch, recomputation and offload."""
     degrees = {
         "tensor": layout.tensor_parallel,
         "pipeline": layout.pipeline_parallel,
@@ -142,7 +143,7 @@ def describe(layout: Layout) -> str:
 
 
 def division_problems(spec: RunSpec, axes: Axes) -> list[Problem]:
-    """Return everything that does not divide, with valid values."""
+    """Return a problem with valid values for each rule that these degrees break."""
     return [rule.problem(spec.where(rule.key)) for rule in broken_rules(spec, axes)]
 
 

@@ -1,4 +1,4 @@
-"""All layouts that a search may try, in groups, and the reason for each excluded degree."""
+"""All layouts that a search may try, in groups, and a reason for each excluded degree."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
-# Maximum number of degrees tried per axis: a power of two has fewer divisors; odd clusters must not take minutes.
+# Maximum number of degrees to try per axis. Powers of two have fewer divisors; other cluster sizes must not take
+# minutes.
 _MOST_DEGREES = 16
 
 
-# Above this number, reasons with the same code are merged, to keep a listing readable.
+# More reasons than this with the same code are merged into one, to keep the list readable.
 _MOST_PER_CODE = 6
 
 
 class RejectionCounts:
-    """Reasons with the number of layouts each excluded and the first example, in the order of first appearance."""
+    """Counts how many layouts each reason excludes, with an example; reasons in the order of first appearance."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, tuple[tuple[str, Any], ...]], tuple[int, str]] = {}
 
     def add(self, reason: Reason, example: str, count: int = 1) -> None:
-        """Count ``count`` more layouts, or degrees, for a reason; the first example is kept."""
+        """Add ``count`` layouts, or degrees, to a reason; it keeps its first example."""
         if count:
             key = reason.code, tuple(reason.params.items())
             earlier, first = self._found.get(key, (0, example))
             self._found[key] = earlier + count, first
 
     def rejections(self) -> tuple[Rejection, ...]:
-        """Return all reasons; many that differ in numbers alone are merged, with N for the numbers."""
+        """Return all reasons; many that differ only in numbers are merged into one, with N in place of the numbers."""
         families: dict[tuple[Any, ...], list[tuple[str, tuple[tuple[str, Any], ...]]]] = {}
         for code, params in self._found:
             words = tuple((name, None if _is_number(value) else value) for name, value in params)
@@ -66,7 +67,7 @@ class Group(NamedTuple):
 
 
 def axes_to_try(spec: RunSpec, counts: RejectionCounts) -> list[Axes]:
-    """Return all combinations of degrees that divide, simplest first; count the others in ``counts``, by rule."""
+    """Return all combinations of degrees that break no rule, simplest first; count the others in ``counts``."""
     spec = opened(spec)
     degrees = {axis: degrees_to_try(spec, axis, counts) for axis in AXES}
     found = []
@@ -82,7 +83,7 @@ def axes_to_try(spec: RunSpec, counts: RejectionCounts) -> list[Axes]:
 
 
 def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> list[Axes]:
-    """Return those that our engine can run; all of them if it can run none, which are then planned with a warning."""
+    """Return the combinations that the engine can run; if there are none, all of them, to be planned with a warning."""
     workload = workload_of(spec.model)
     broken = {axes: next(workload.engine_rules(spec, axes.tensor), None) for axes in all_axes}
     found = [axes for axes, rule in broken.items() if rule is None]
@@ -93,7 +94,7 @@ def _runnable(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> l
 
 
 def _count_zero_stages(spec: RunSpec, all_axes: list[Axes], counts: RejectionCounts) -> None:
-    """Count the ZeRO stages that zero_stages() leaves out, if the spec does not set the stage."""
+    """Count the ZeRO stages that zero_stages() leaves out; none if the spec sets the stage."""
     framework = framework_of(spec)
     stages = capabilities(spec).zero_stages if spec.layout.zero_stage == "auto" else ()
     piped = [axes for axes in all_axes if axes.pipeline > 1]
@@ -112,7 +113,7 @@ def _count_zero_stages(spec: RunSpec, all_axes: list[Axes], counts: RejectionCou
 
 
 def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
-    """Return all layouts, in groups."""
+    """Yield the groups of all layouts with these degrees."""
     allowed: dict[tuple[bool, bool], dict[int, tuple[str, ...]]] = {}  # offload modes by ZeRO stage and kind of degrees
     sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
     for axes in all_axes:
@@ -130,7 +131,10 @@ def groups(spec: RunSpec, all_axes: list[Axes]) -> Iterator[Group]:
 
 
 def degrees_to_try(spec: RunSpec, axis: str, counts: RejectionCounts) -> list[int]:
-    """Return the degrees of one axis: the pinned one, or those that model and cluster allow, smallest first."""
+    """Return the degrees of one axis to try: the one that the spec sets, or those that model and cluster allow.
+
+    Smallest first. Counts the excluded degrees in ``counts``.
+    """
     pinned = getattr(spec.layout, axis)
     if pinned != "auto":
         return [int(pinned)]
@@ -156,7 +160,7 @@ def degrees_to_try(spec: RunSpec, axis: str, counts: RejectionCounts) -> list[in
 
 
 def _combinations(spec: RunSpec, degrees: dict[str, list[int]], counts: RejectionCounts) -> Iterator[Axes]:
-    """Return combinations whose product divides the ranks; virtual stages only if they divide the layers."""
+    """Yield the combinations whose product is the number of ranks; virtual stages only if they divide the layers."""
     world, pinned_data = spec.world_size, spec.layout.data_parallel
     layers = workload_of(spec.model).layers(spec)
     chunks = {pipeline: [1] for pipeline in degrees["pipeline_parallel"]}
@@ -183,7 +187,7 @@ def _combinations(spec: RunSpec, degrees: dict[str, list[int]], counts: Rejectio
                             found = True
                             yield Axes(data, tensor, pipeline, virtual, sequence, context, expert)
     if not found:
-        yield resolve_axes(spec)  # no cluster matches the pinned degrees; the broken rules state why
+        yield resolve_axes(spec)  # the degrees that the spec sets fit no cluster; the broken rules state why
 
 
 def _dividing(degrees: Iterable[int], world: int, others: int) -> list[int]:

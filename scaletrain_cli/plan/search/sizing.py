@@ -24,7 +24,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import dollars_text, seconds_text
 
-# Up to this multiple of the limit, a sufficient number of GPUs is searched for.
+# A sufficient number of GPUs is searched for up to this multiple of the limit.
 _BEYOND = 16
 # Node counts of a scaling curve, relative to the run's: an eighth to four times.
 _HALVINGS, _DOUBLINGS = 3, 2
@@ -32,7 +32,7 @@ _HALVINGS, _DOUBLINGS = 3, 2
 
 @dataclass(frozen=True)
 class Sizing:
-    """The chosen cluster: ``spec`` with its nodes and GPU, its plan, and the clusters it was compared with."""
+    """The chosen cluster: ``spec`` with its nodes and GPU, the plan, and the clusters that it was compared with."""
 
     spec: RunSpec
     plan: RunPlan
@@ -45,9 +45,9 @@ class Sizing:
     notes: tuple[Reason, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return objective, limits and the table, without the plan.
+        """Return objective, limits and the table of clusters, without the plan.
 
-        ``tried``: the clusters planned; ``ruled_out``: those that a bound showed to be no better.
+        ``tried``: the number of clusters planned; ``ruled_out``: the number that a bound excluded.
         """
         keys = ("objective", "max_gpus", "deadline_seconds", "budget_usd", "ruled_out")
         rows = [row.to_json() for row in self.considered]
@@ -56,7 +56,10 @@ class Sizing:
 
 
 class SizingError(InfeasibleError):
-    """No cluster within the limits is sufficient (exit 3); ``closest`` is the nearest miss, None if nothing fits."""
+    """No cluster meets the limits (exit 3).
+
+    ``closest``: the one that misses them least, None if the run fits on none.
+    """
 
     def __init__(
         self,
@@ -70,12 +73,12 @@ class SizingError(InfeasibleError):
         self.closest = closest
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object of a run without a plan, with the table under the same key as in a plan."""
+        """Return the JSON object of a run without a plan, with the table of clusters under ``sizing``."""
         return infeasible_json(self) | {"sizing": {"considered": [row.to_json() for row in self.considered]}}
 
 
 class ScalingPoint(NamedTuple):
-    """One cluster size. ``efficiency``: throughput per GPU as a share of the smallest size's."""
+    """One cluster size. ``efficiency``: throughput per GPU relative to the smallest size's."""
 
     gpus: int
     step_seconds: float
@@ -92,14 +95,13 @@ def size_cluster(
     budget_usd: float | None = None,
     gpus: Sequence[str] = (),
 ) -> Sizing:
-    """Return the cluster with the least time (``time``), cost (``cost``) or GPUs (``gpus``) within the limits.
+    """Return the cluster with the least ``time``, ``cost`` or ``gpus`` (the objective) that meets the limits.
 
-    Wall-clock time counts interruptions: time to train over the expected goodput. ``max_gpus``: those of the spec
-    where not given, but for the objective ``gpus``, which then asks for the number and may go beyond them. ``gpus``:
-    names in the catalogue to compare; none means the spec's own. The global batch stays as it is, so node counts over
-    which it does not divide are listed with that reason. Raises SizingError with the closest miss when no cluster will
-    do, and UsageError for an unknown objective or GPU, a limit below one node, or a question about dollars where no
-    price is known.
+    Time includes interruptions: seconds to train, divided by the expected goodput. ``max_gpus``: by default the GPUs of
+    the spec, for the objective ``gpus`` up to 16 times as many if needed. ``gpus``: names of GPUs to compare, by default the
+    spec's. The global batch does not change, so node counts over which it does not divide are listed with that reason.
+    Raises SizingError with the closest cluster if none meets the limits; UsageError for an unknown objective or GPU, a
+    limit below one node, or a cost objective or budget without a price.
     """
     limits = _limits(spec, objective, max_gpus, deadline_seconds, budget_usd)
     names: list[str | None] = [None] if not gpus else list(gpus)
@@ -113,7 +115,7 @@ def size_cluster(
     )
     if not any(meets(limits, each) for each in tried):
         found, looked_at = _beyond(spec, limits, names)
-        if objective == "gpus" and max_gpus is None and looked_at:  # the number of GPUs is the question
+        if objective == "gpus" and max_gpus is None and looked_at:  # the spec's number of GPUs is no limit then
             tried = sorted([*tried, *looked_at], key=lambda each: (names.index(each.gpu), each.row.nodes))
             limits = replace(limits, max_gpus=found.gpus if found else max(each.row.gpus for each in tried))
             tried = [each for each in tried if each.row.gpus <= limits.max_gpus]
@@ -190,7 +192,7 @@ def _is_bound_to_one_node(spec: RunSpec, max_gpus: int) -> bool:
 def _out_of_reach(
     spec: RunSpec, limits: ClusterLimits, rows: list[Considered], beyond: Considered | None
 ) -> InfeasibleError | UsageError:
-    """Return the error with the closest miss, and the fewest GPUs ``beyond`` the limit that suffice."""
+    """Return the error with the closest cluster, and ``beyond``: the smallest sufficient one above the limit."""
     planned = [row for row in rows if row.seconds is not None]
     if planned and all(row.why == Reason("plan.no-price") for row in planned):
         return UsageError(Reason("plan.needs-price"))
@@ -213,7 +215,7 @@ def _cluster_problem(where: str, row: Considered, reason: Reason) -> Problem:
 
 
 def _taken(row: Considered) -> dict[str, Any]:
-    """Return the parameters for time and cost of a cluster; ``takes`` and ``missed`` are texts."""
+    """Return the parameters of reasons for time and cost of a cluster; ``takes`` and ``missed`` are texts."""
     takes = "never finishes" if row.seconds is None else seconds_text(row.seconds)
     takes += "" if row.dollars is None else f", {dollars_text(row.dollars)}"
     return {"seconds": row.seconds, "dollars": row.dollars, "takes": takes, "missed": str(row.why or "")}
@@ -241,7 +243,7 @@ class _Beyond(NamedTuple):
 
 
 def _beyond(spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None]) -> _Beyond:
-    """Return the smallest sufficient cluster over the limit, and those tried on the way to it."""
+    """Return the smallest sufficient cluster above the limit, and the clusters that were planned to find it."""
     per_node = spec.cluster.gpus_per_node
     tried: list[Tried] = []
     for nodes in node_counts(spec, _BEYOND * limits.max_gpus):

@@ -46,7 +46,7 @@ class _OncePerStep:
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-    """Return the seconds per optimizer step by cause with derived figures, and the bytes that the slowest stage sends."""
+    """Return the seconds per optimizer step by cause with derived figures, and the bytes that a rank sends."""
     model = spec.transformer
     framework = framework_of(spec)
     profile = framework.profile_on(device)
