@@ -1,11 +1,19 @@
-"""Pure arithmetic from a run spec to a run plan. Standard library only; imports the spec and the errors.
+"""The planner: arithmetic from a run spec to a run plan. Standard library only; imports the spec and the errors.
 
-``make_plan`` sizes and chooses a layout, and ``submittable`` returns the reasons why this engine cannot run a plan. For
-the engine: ``blocks_per_stage`` divides a pipeline into stages, ``zero_buffers`` returns the buffer sizes that the plan
-counts, and ``rank_model_states`` the model states of a rank. planning combines the parts: architecture (exact sizes),
-stages (what a rank holds), memory and speed of one layout (workloads has an object per kind of network, frameworks one
-per training framework), search over layouts and clusters, catalogue (devices, networks, prices, recipes), reliability
-(checkpoints, goodput, cost), and advice (warnings, checks).
+Read planning.py first: ``make_plan`` calls the parts in this order.
+
+* search/: layouts.py and search_space.py list the layouts that a spec allows, layout_search.py finds the fastest that
+  fits, infeasible.py says what would fit otherwise. sizing.py chooses the number of GPUs.
+* workloads/: one object per kind of network, frameworks/: one per training framework. They own all rules that differ.
+* architecture.py and stages.py: parameters and FLOPs of a transformer, and of one rank of a pipeline stage.
+* memory/: bytes of a rank; the entry is device_memory.plan_memory. speed/: seconds of a step; the entry is
+  step_time.plan_time. vision/ has both for vision networks.
+* catalogue/: accelerators, networks, prices and published recipes, as data with sources.
+* reliability/: checkpoints, goodput, cost, spot traces. advice/: warnings, checks of the recipe, explanations.
+* result.py: the data of a plan, and its JSON.
+
+For the engine there are ``submittable`` (why it cannot run a plan), ``blocks_per_stage`` (its pipeline stages),
+``zero_buffers`` (DeepSpeed's buffer sizes) and ``rank_model_states`` (the bytes of states on a rank).
 """
 
 from importlib import import_module

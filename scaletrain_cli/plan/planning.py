@@ -1,4 +1,4 @@
-"""Make a run plan from a run spec: resolve, search, size, advise. This module combines all parts of the planner."""
+"""Make a run plan from a run spec: list the layouts, search them, size the best, add advice. The planner's entry."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from scaletrain_cli.spec.problems import placed
 
 
 def make_plan(spec: RunSpec) -> RunPlan:
-    """Return the plan of a run: the fastest layout that divides and fits, sized.
+    """Return the plan of a run, with the fastest layout that divides and fits. Deterministic.
 
-    Raises UsageError for an unknown accelerator, and PlanInfeasibleError when nothing divides or fits, with what would;
-    the error then has the smallest layout as its plan. Deterministic: the same spec gives the same plan.
+    Raises UsageError for an unknown accelerator or network. Raises PlanInfeasibleError if no layout divides, or none
+    fits; the error lists changes that would make the run fit, and its ``plan`` is that of the smallest layout.
     """
     try:
         return plan_or_raise(spec)
@@ -37,10 +37,9 @@ def make_plan(spec: RunSpec) -> RunPlan:
 
 
 def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
-    """Return the same plan, but without suggested changes if no layout fits.
+    """Return the same plan as ``make_plan``; if no layout fits, the error has no suggested changes.
 
-    ``compared=False`` leaves out the alternatives, and sizes no layout for their sake: the same layout is chosen in
-    about half the time.
+    ``compared=False`` leaves out the alternatives, which takes about half the time and chooses the same layout.
     """
     device = find_accelerator(spec.cluster)
     counts = RejectionCounts()

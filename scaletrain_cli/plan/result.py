@@ -1,6 +1,6 @@
-"""The result of planning: frozen data in SI units, bytes as integers; the JSON of `scaletrain plan --json`.
+"""The result of planning as frozen data in SI units (bytes are integers), and the JSON of `scaletrain plan --json`.
 
-Stable contract `scaletrain.plan/v1`: keys are added, never renamed. Holds no arithmetic beyond sums of its own fields.
+The JSON is the stable contract `scaletrain.plan/v1`: keys are added, never renamed or removed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCHEMA = "scaletrain.plan/v1"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters (all, and active per token) and training FLOPs per token (forward and backward, no recompute)."""
+    """Parameters (all, and those that one token uses), and training FLOPs per token, without recomputation."""
 
     parameters: int
     active_parameters: int
@@ -25,10 +25,10 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a job. world_size = data x tensor x pipeline x sequence x context; batch sizes in sequences.
+    """The layout of a run: degrees of parallelism, batch sizes (in samples), and settings resolved from ``auto``.
 
-    ``cross_entropy``: the resolved training.cross_entropy, ``whole``, ``chunked`` or ``liger``. ``compile``: the
-    resolved training.compile, whether blocks are compiled.
+    world_size = data x tensor x pipeline x sequence x context. ``cross_entropy``: ``whole``, ``chunked`` or ``liger``;
+    ``compile``: whether blocks are compiled.
     """
 
     world_size: int
@@ -65,12 +65,12 @@ MEMORY_PARTS = (
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on one rank of one pipeline stage.
+    """Bytes on one rank of one pipeline stage, at the peak of a step.
 
-    ``peak``, the sum of MEMORY_PARTS, is what the device sees. ``allocated``: the part in live tensors, as
-    torch.cuda.max_memory_allocated counts it; ``reserved``: what the caching allocator holds, with its fragmentation;
-    the rest of the peak is the context and NCCL. ``host``: of one rank, in the node's memory, not in the peak.
-    ``step_temporaries``: temporary memory of the optimizer's update, if the peak is there.
+    ``peak``: the device's memory in use, the sum of MEMORY_PARTS. ``allocated``: the part in tensors, as
+    torch.cuda.max_memory_allocated counts it. ``reserved``: the part that the caching allocator holds, with
+    fragmentation; the rest of the peak is the CUDA context and NCCL. ``host``: bytes of this rank in the node's memory,
+    not in the peak. ``step_temporaries``: temporary tensors of the optimizer's update, if the peak is there.
     """
 
     parameters: int
@@ -90,10 +90,11 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(StageMemory):
-    """Bytes on the worst rank, against the device's capacity; ``by_stage`` holds the same per pipeline stage.
+    """Bytes on the fullest rank, compared with the device; ``by_stage`` has the bytes of each pipeline stage.
 
-    ``out_of_memory_probability`` (0 to 1) follows from the error of the estimate against published measurements;
-    ``verdict`` is ``fits``, ``tight`` or ``does not fit``, and ``fits`` means that the peak is within the capacity.
+    ``capacity``: bytes of the device that a process can use. ``fits``: the peak is at most the capacity. ``verdict``:
+    ``fits``, ``tight`` or ``does not fit``. ``out_of_memory_probability`` (0 to 1) follows from the error of the
+    estimate against published measurements.
     """
 
     capacity: int
@@ -105,7 +106,7 @@ class Memory(StageMemory):
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds that one pipeline stage takes for one micro-batch, communication and waiting for the host included."""
+    """Seconds of one micro-batch on one pipeline stage, including communication and waiting for the host."""
 
     forward: float
     backward: float
@@ -115,10 +116,10 @@ class StageTime:
 class Time:
     """Seconds per optimizer step, and figures derived from them.
 
-    ``step`` is the sum of compute (of the busiest stage, recomputation and waiting for the host included),
-    exposed_communication, bubble, optimizer and data_wait; ``recompute`` is a part of compute. ``mfu`` counts the
-    model's FLOPs with attention unmasked (PaLM, arXiv:2204.02311, appendix B), ``hfu`` those computed again too.
-    ``by_stage``: of the first 64 stages.
+    ``step`` is the sum of compute, exposed_communication, bubble, optimizer and data_wait. ``compute``: of the slowest
+    stage, including recomputation (also in ``recompute``) and waiting for the host. ``to_train``: seconds of all steps.
+    ``mfu`` counts the model's FLOPs with unmasked attention (PaLM, arXiv:2204.02311, appendix B), ``hfu`` recomputed
+    FLOPs too. ``by_stage``: the first 64 stages.
     """
 
     step: float
@@ -150,19 +151,20 @@ class PerStepBytes:
 
 @dataclass(frozen=True)
 class Network:
-    """Traffic of one rank."""
+    """The traffic of one rank of the slowest pipeline stage."""
 
     per_step_bytes: PerStepBytes
 
 
 @dataclass(frozen=True)
 class Durability:
-    """Checkpoint size and interval (Young 1974), and the goodput under interruptions (Daly 2006).
+    """Checkpoint size and interval (Young 1974), and goodput under interruptions (Daly 2006).
 
-    ``blocked_seconds``: time that one checkpoint blocks training. ``lost_work_seconds``: repeated work, mean over
-    interruptions. ``wall_seconds``: the whole run with interruptions but without waiting for capacity; None if it would
-    never end. ``seconds_between_losses``: mean time between interruptions without a last save. ``copy_bytes_per_node``:
-    host memory for the copy of the state from which checkpoints are written.
+    ``grace_ok``: a step and a checkpoint take no longer than the grace period. ``blocked_seconds``: time that one
+    checkpoint blocks training. ``seconds_between_losses``: mean time between interruptions without a last checkpoint.
+    ``lost_work_seconds``: work to repeat, mean over all interruptions. ``wall_seconds``: the run with interruptions,
+    but without waiting for capacity; None if it would never finish. ``copy_bytes_per_node``: host memory for the copy
+    of the state from which checkpoints are written.
     """
 
     checkpoint_bytes: int
@@ -183,7 +185,7 @@ class Durability:
 
 @dataclass(frozen=True)
 class Market:
-    """The run bought on demand, or on spot: dollars and seconds with that market's interruptions."""
+    """The run on one market, on demand or spot: US dollars and seconds with that market's interruptions."""
 
     price_per_gpu_hour: float | None
     price_source: Reason
@@ -194,10 +196,9 @@ class Market:
 
 @dataclass(frozen=True)
 class Cost:
-    """US dollars of the whole run; None where no price is known.
+    """US dollars of the run; None without a price.
 
-    ``on_demand_usd`` and ``spot_usd`` are those of the bare training time, ``expected_usd`` those of the run's own
-    market with its interruptions paid for.
+    ``on_demand_usd`` and ``spot_usd``: without interruptions. ``expected_usd``: on the run's own market, with them.
     """
 
     price_per_gpu_hour: float | None
@@ -217,7 +218,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Sanity:
-    """One check of the recipe: its figure as text, ``ok``, a ``note`` or a ``warning``, and the reason."""
+    """One check of the training recipe: its figure as text; ``verdict`` is ``ok``, ``note`` or ``warning``."""
 
     topic: str
     value: str
@@ -238,7 +239,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Layouts that one reason excludes: how many of those enumerated, and one example."""
+    """Layouts, or degrees of an axis, that one reason excludes: how many, and one example."""
 
     reason: Reason
     count: int
@@ -246,17 +247,17 @@ class Rejection:
 
     @property
     def text(self) -> str:
-        """Return the reason, preceded by the setting that breaks a rule."""
+        """Return the reason as text, after the setting that it is about, if there is one."""
         key = self.reason.params.get("key")
         return f"{key}: {self.reason}" if key else str(self.reason)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run: printed, submitted, asserted on the nodes and compared with measurements.
+    """The plan of a run: printed, submitted, checked on the nodes and compared with measurements.
 
-    ``alternatives`` are the best of the layouts that were sized; ``rejected`` counts, by reason, the other
-    ``considered`` layouts, and the excluded degrees.
+    ``considered``: the number of layouts that the spec allows. ``alternatives``: the best of those that were sized.
+    ``rejected``: counts by reason of the layouts that were not chosen, and of excluded degrees.
     """
 
     model: ModelSize
@@ -275,7 +276,7 @@ class RunPlan:
     schema: str = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        """Return the stable JSON object, ``schema`` first. Each text has its code and parameters beside it."""
+        """Return the stable JSON object, ``schema`` first. Each text has its reason code and parameters beside it."""
         data = {key: value for key, value in dataclasses.asdict(self).items() if key not in _REASONED}
         data["alternatives"] = [
             dataclasses.asdict(each.layout)

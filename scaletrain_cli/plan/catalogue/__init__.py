@@ -1,1 +1,1 @@
-"""Catalogues that change with the market: accelerators, networks, prices, published recipes, each with its source."""
+"""Data that changes with the market, each entry with its source: accelerators, networks, prices, published recipes."""

@@ -1,7 +1,8 @@
-"""The accelerator catalogue: memory, peak rates and bandwidths per device.
+"""The accelerator catalogue: memory, peak rates and bandwidths of each device.
 
-Rates are dense and per device, bandwidths per direction; memory is the part available to a process. The fields, and the
-data sheet of each row, are documented in hardware.json; the rates that kernels reach are in kernels.py.
+Rates are dense, per device, in FLOP/s; bandwidths are per direction, in bytes/s; memory is the part available to a
+process. hardware.json documents the fields and cites a data sheet for each row. The share of these rates that kernels
+reach is in speed/kernels.py.
 """
 
 from __future__ import annotations
@@ -18,36 +19,35 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import nearest_name
 
-# A smaller rate is a typing error; dividing by it would overflow.
+# Smallest rate: a smaller one is a typing error, and dividing by it would overflow.
 _SLOWEST = 1.0
-# For a device that the user describes: the host link that most servers of the last five years have (PCIe 4.0 x16), and
-# the network of the catalogue's plainer servers.
+# Defaults for a device that the user describes: a host link of PCIe 4.0 x16, and a network between nodes.
 _USUAL_HOST_BANDWIDTH = 31.5e9
 _USUAL_NETWORK = "ethernet-100g"
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device. ``flops`` maps a precision to its dense peak; a precision that is missing is not supported."""
+    """One device. ``flops`` maps each supported precision to its dense peak in FLOP/s."""
 
     name: str
     memory_bytes: int
     flops: dict[str, float]
     memory_bandwidth: float
     intra_node_bandwidth: float
-    host_bandwidth: float  # to host memory, pinned
+    host_bandwidth: float  # to pinned host memory
     compute_capability: str  # CUDA compute capability or AMD target; empty if neither applies
     multiprocessors: int  # 0: unknown
-    network: str  # between nodes, in the manufacturer's reference system; a name in the network catalogue
+    network: str  # name in the network catalogue: the links between nodes of the manufacturer's reference system
     source: str
     is_cpu: bool = False
 
     def fuses_attention(self, precision: str, head_dim: int, grouped: bool) -> bool:
-        """Return whether scaled-dot-product attention has a fused kernel, which does not store the matrix of scores.
+        """Return whether torch's scaled_dot_product_attention has a fused kernel, which stores no matrix of scores.
 
-        On CUDA, FlashAttention takes 16-bit types and heads up to 256 from Ampere on; the memory-efficient kernel takes
-        fp32 and older devices too, but no grouped queries (torch, ``scaled_dot_product_attention``: "only for
-        Flash_attention and math kernel"; ``sdp_utils.cpp check_flash_attention_hardware_support``: sm80).
+        On CUDA, FlashAttention supports 16-bit types and head sizes up to 256 on Ampere and later. The memory-efficient
+        kernel also supports fp32 and older devices, but no grouped queries (torch, ``scaled_dot_product_attention``:
+        "only for Flash_attention and math kernel"; ``sdp_utils.cpp check_flash_attention_hardware_support``: sm80).
         """
         if self.is_cpu:
             return True
@@ -55,17 +55,17 @@ class Accelerator:
         return (sixteen_bits and head_dim <= 256 and not self.compute_capability.startswith("7.")) or not grouped
 
     def peak_flops(self, precision: str) -> float:
-        """Return the dense peak at a precision, or that of the fp32 units if the device lacks the precision."""
+        """Return the dense peak in FLOP/s at a precision; that of fp32 if the device does not support the precision."""
         return self.flops.get(precision, self.flops["fp32"])
 
 
 def accelerator_names() -> list[str]:
-    """Return the names that ``cluster.gpu`` may take; a unique part of a name, such as ``l40s``, is enough."""
+    """Return the names of the catalogue. ``cluster.gpu`` may also be a unique part of a name, such as ``l40s``."""
     return list(_catalogue())
 
 
 def find_accelerator(cluster: ClusterSpec) -> Accelerator:
-    """Return the device that the cluster section names or describes. Raises UsageError with similar names."""
+    """Return the device that the cluster section names or describes. Raises UsageError for an unknown name."""
     wanted = cluster.gpu
     if isinstance(wanted, str):
         name = full_name(wanted)
@@ -115,20 +115,23 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
 
 
 def memory_bytes(cluster: ClusterSpec) -> int:
-    """Return the memory of the device in bytes, without building the whole entry; the search calls it per layout."""
+    """Return the memory of the device in bytes; faster than building an Accelerator, as the search calls it per layout."""
     wanted = cluster.gpu
     return int(_catalogue()[full_name(wanted)]["memory_bytes"]) if isinstance(wanted, str) else wanted.memory
 
 
 def cuda_capability(cluster: ClusterSpec) -> float:
-    """Return the CUDA compute capability; 0 for other devices and for devices described in the spec."""
+    """Return the CUDA compute capability, such as 9.0; 0 for other devices and for those described in the spec."""
     wanted = cluster.gpu
     known = str(_catalogue()[full_name(wanted)]["compute_capability"]) if isinstance(wanted, str) else ""
     return float(known) if re.fullmatch(r"\d+\.\d+", known) else 0.0
 
 
 def full_name(given: str) -> str:
-    """Return the catalogue name that equals ``given`` or is the only one with all its parts. Raises UsageError."""
+    """Return the name of the catalogue that equals ``given``, or the only one that has all its parts.
+
+    Raises UsageError if there is none, or more than one.
+    """
     if given in _catalogue():
         return given
     parts = _parts(given)

@@ -1,8 +1,9 @@
-"""The network catalogue: bandwidth and latency of links, and the time of one collective on them.
+"""The network catalogue: bandwidth and latency of links, and the seconds of one collective on them.
 
-Rates are per GPU and direction, in bytes/s, and so are those that a spec gives. Bus bandwidths and their sources are in
-networks.json. The time of a collective is its latency plus the bytes that each rank sends over the bus bandwidth
-(nccl-tests, doc/PERFORMANCE.md: n - 1 of n parts to gather or scatter, twice that to reduce for all).
+Rates are per GPU and direction, in bytes/s, also those in a spec. Bus bandwidths and their sources are in
+networks.json. A collective takes its latency, plus the bytes that each rank sends divided by the bus bandwidth. Over n
+ranks an all-gather or reduce-scatter sends (n - 1) / n of the buffer, an all-reduce twice that (nccl-tests,
+doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -20,41 +21,44 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import nearest_name
 
-# A smaller rate is a typing error; dividing by it would overflow.
+# Smallest rate: a smaller one is a typing error, and dividing by it would overflow.
 _SLOWEST = 1.0
 
 
 @dataclass(frozen=True)
 class Link:
-    """The links of one cluster: inside a node, and between nodes of ``per_node`` GPUs."""
+    """The links of one cluster: ``inside`` a node, and ``between`` nodes of ``per_node`` GPUs. Latencies in seconds."""
 
     name: str
     per_node: int
     inside: float  # bytes/s per GPU
-    inside_latency: float
-    inside_hop: float
-    inside_shares: tuple[float, float, float]  # reduce, gather, point to point
-    between: float
-    between_latency: float
-    between_least: float
-    message_latency: float
-    point_share: float
-    reduce_shares: tuple[tuple[float, float], ...]  # (log2 of ranks, share of the wires)
-    gather_shares: tuple[tuple[float, float], ...]
+    inside_latency: float  # of one collective
+    inside_hop: float  # latency per rank
+    inside_shares: tuple[float, float, float]  # of ``inside`` that all-reduce, all-gather and send reach
+    between: float  # bytes/s per GPU
+    between_latency: float  # per node
+    between_least: float  # least seconds of a collective, per node
+    message_latency: float  # of one send
+    point_share: float  # of ``between`` that a send or an all-to-all reaches
+    reduce_shares: tuple[tuple[float, float], ...]  # (log2 of ranks, share of ``between`` that an all-reduce reaches)
+    gather_shares: tuple[tuple[float, float], ...]  # the same for all-gather and reduce-scatter
 
     def gather(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Return the seconds to all-gather or reduce-scatter ``size`` bytes in total over ranks ``stride`` apart."""
+        """Return the seconds to all-gather or reduce-scatter ``size`` bytes in total.
+
+        ``ranks``: in the group; ``stride``: distance between neighbors of the group in rank order.
+        """
         return self._collective(size, ranks, stride, 1, self.inside_shares[1], self.gather_shares)
 
     def reduce(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Return the seconds to all-reduce ``size`` bytes over ranks ``stride`` apart."""
+        """Return the seconds to all-reduce ``size`` bytes; ``ranks`` and ``stride``: see ``gather``."""
         return self._collective(size, ranks, stride, 2, self.inside_shares[0], self.reduce_shares)
 
     def exchange(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
-        """Return the seconds of an all-to-all in which each rank holds ``size`` bytes.
+        """Return the seconds of an all-to-all in which each rank sends ``size`` bytes.
 
-        ``copies`` of each element go to random different ranks; copies for one node cross the network once and are
-        distributed there (DeepEP, github.com/deepseek-ai/DeepEP).
+        ``copies``: each element goes to so many different random ranks, and copies for one node cross the network once
+        (DeepEP, github.com/deepseek-ai/DeepEP).
         """
         if ranks <= 1 or not size:
             return 0.0
@@ -64,19 +68,19 @@ class Link:
         latency = self.inside_latency + ranks * self.inside_hop
         if nodes == 1:
             return latency + inside
-        # Traffic that leaves the node uses this GPU's own network link.
+        # What leaves the node uses only this GPU's own network link.
         once = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
         outside = once * size * (ranks - in_node) / ranks / (self.between * self.point_share)
         return latency + nodes * self.message_latency + max(inside, outside)
 
     def send(self, size: float, stride: int) -> float:
-        """Return the seconds to send ``size`` bytes to the rank ``stride`` positions away."""
+        """Return the seconds to send ``size`` bytes to the rank at distance ``stride``."""
         if stride < self.per_node:
             return self.inside_latency + size / (self.inside * self.inside_shares[2])
         return self.message_latency + size / (self.between * self.point_share)
 
     def spread(self, ranks: int, stride: int) -> tuple[int, int]:
-        """Return the number of nodes that a group spans, and its ranks in each node."""
+        """Return (number of nodes that a group spans, its ranks in each node)."""
         in_node = max(1, min(ranks, self.per_node // stride))
         return -(-ranks // in_node), in_node
 
@@ -102,9 +106,7 @@ def network_names() -> list[str]:
 
 
 def cluster_link(cluster: ClusterSpec, device: Accelerator) -> Link:
-    """Return the links that the cluster section names or describes. Raises UsageError for a network not in the
-    catalogue.
-    """
+    """Return the links that the cluster section names or describes. Raises UsageError for an unknown network."""
     return _link(
         cluster.network or device.network,
         cluster.gpus_per_node,
@@ -143,9 +145,7 @@ def _points(row: dict[str, float]) -> tuple[tuple[float, float], ...]:
 
 @cache
 def _share(points: tuple[tuple[float, float], ...], ranks: int) -> float:
-    """Return the share of the wires at a number of ranks, along the logarithm of both; as at the last point beyond
-    it.
-    """
+    """Return the share at a number of ranks: interpolated on logarithmic axes, constant beyond the last point."""
     at = min(max(points[0][0], math.log2(ranks)), points[-1][0])
     index = next(i for i in range(1, len(points)) if at <= points[i][0])
     (x0, y0), (x1, y1) = points[index - 1], points[index]

@@ -22,11 +22,11 @@ class Quote:
 
 
 def catalogue_price(gpu: str, spot: bool) -> Quote | None:
-    """Return the price of a catalogue GPU for ``auto``; None if the catalogue has none.
+    """Return the price that ``auto`` stands for; None if the catalogue has no price of this GPU.
 
-    On demand: the median of the list prices, because the highest is up to four times the lowest. On spot: that median
-    times the median ratio of spot to on-demand prices among offers that list both. Few offers do, and not the cheap
-    ones, so the median of spot prices alone could exceed the on-demand price.
+    On demand: the median of the list prices, of which the highest is up to four times the lowest. On spot: that median
+    times the median ratio of spot to on-demand price over the offers that list both. Only few and expensive offers do,
+    so the median of spot prices alone could exceed the on-demand price.
     """
     row = _catalogue()["gpus"].get(gpu, {"on_demand": [], "spot": []})
     on_demand, on_spot = (_Offers(row[market]) for market in ("on_demand", "spot"))

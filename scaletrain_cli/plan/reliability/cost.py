@@ -1,4 +1,4 @@
-"""US dollars and days of a run, on demand and on spot. Without a price the dollars are None."""
+"""US dollars and seconds of a run, on demand and on spot. Without a price the dollars are None."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _STATED = Reason("plan.price-stated")
 
 
 def plan_cost(spec: RunSpec, layout: Layout, time: Time, durability: Durability) -> Cost:
-    """Return the dollars of the training time on each market, without and with interruptions.
+    """Return the dollars of the run on each market, without and with interruptions.
 
-    Each market has the goodput of its own interruptions: on spot preemptions and failures, on demand failures alone.
-    ``durability`` is that of the run's own market. Time spent waiting for spot capacity is not counted, and costs
-    nothing.
+    Interruptions are preemptions and failures on spot, and only failures on demand. ``durability`` is that of the run's
+    own market. Waiting for spot capacity is not counted, and costs nothing.
     """
     device = find_accelerator(spec.cluster)
     own = spec.cluster.spot
@@ -50,9 +49,9 @@ def _market(quote: Quote | None, gpus: int, durable: Durability) -> Market:
 
 
 def _quote(spec: RunSpec, device: Accelerator, spot: bool) -> Quote | None:
-    """Return the price in the spec, or else the catalogue's median.
+    """Return the price of the spec, or that of the catalogue.
 
-    A single price in the spec applies to the run's own market.
+    A single price in the spec is that of the run's market.
     """
     cluster = spec.cluster
     if spot and cluster.spot_price_per_gpu_hour != "auto":
@@ -64,6 +63,6 @@ def _quote(spec: RunSpec, device: Accelerator, spot: bool) -> Quote | None:
 
 
 def _on_market(spec: RunSpec, spot: bool) -> RunSpec:
-    """Return the same run on the other market, for which interruption rates in the spec do not hold."""
+    """Return the same run on the other market, without the spec's interruption rate, which does not hold there."""
     cluster = spec.cluster.model_copy(update={"spot": spot, "mean_time_between_interruptions": None})
     return spec.model_copy(update={"cluster": cluster})

@@ -1,7 +1,8 @@
-"""Checkpoint size and interval, and the share of time that interruptions leave (goodput).
+"""Checkpoint size and interval, and goodput: the share of time that is progress, under interruptions.
 
-Goodput by the full formula of Daly (Future Generation Computer Systems 22, 2006, eq. 20), of which the one that Kokolis
-et al. use (arXiv:2410.21680: 1 - (R + interval / 2) / M, over 1 + save / interval) is the first order.
+Goodput follows Daly (Future Generation Computer Systems 22, 2006, eq. 20). The formula of Kokolis et al.
+(arXiv:2410.21680), (1 - (R + interval / 2) / M) / (1 + save / interval) with restart time R and mean time between
+interruptions M, is its first-order approximation.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from scaletrain_cli.plan.result import Durability, Layout, Time
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
-# Sustained writes of one node to shared storage: BLOOM's 2.3 TB in 40 s from 48 nodes (bigscience-workshop/bigscience,
-# train/tr11-176B-ml/chronicles.md).
+# Bytes/s that one node writes to shared storage: BLOOM wrote 2.3 TB in 40 s from 48 nodes
+# (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles.md).
 _STORAGE_BYTES_PER_SECOND_PER_NODE = 1.2e9
-# Device to pageable host memory, one thread copying per GPU; stated, not measured. A slower link is the limit.
+# Copies from device to pageable host memory, one thread per GPU; an assumption, not measured. A slower link limits it.
 _COPY_BYTES_PER_SECOND_PER_GPU = 5e9
-# From the interruption until ranks begin to load: requeue, start, process groups; stated, not measured.
+# From an interruption until ranks begin to load (requeue, start, process groups); an assumption, not measured.
 _START_SECONDS = 180.0
 _CPU_START_SECONDS = 15.0
 # GPU hours between failures of a job. Llama 3 on H100 (arXiv:2407.21783, section 3.3.4): 419 unexpected interruptions
@@ -29,15 +30,15 @@ _CPU_START_SECONDS = 15.0
 # (arXiv:2410.21680).
 _GPU_HOURS_BETWEEN_FAILURES = 54 * 24 * 16384 / 419
 _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER = 12 * 992
-# Hours during which spot capacity stays, whole, once it is there: pooled over 21 traces of AWS V100 and K80 instances
-# (skypilot-org/spot-traces, 2022 and 2023). Capacity goes by zone more than by node, so this is per job, of any size.
+# Mean hours between preemptions of a job, of any size, because capacity is lost by zone more than by node: pooled over
+# 21 traces of AWS V100 and K80 instances (skypilot-org/spot-traces, 2022 and 2023).
 SPOT_HOURS_BETWEEN_PREEMPTIONS = 2.4
 # Above this number of expected interruptions per interval no run finishes, and exp() would overflow.
 _MOST_INTERRUPTIONS = 700.0
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Return the bytes of the job's full state: fp32 weights and moments; state that ranks share is written once."""
+    """Return the bytes of a checkpoint: the state of the whole job, in which replicated state is written once."""
     stage = framework_of(spec).checkpoint_zero_stage(layout)
     training = spec.training
     return workload_of(spec.model).parameter_count(spec.model) * checkpoint_bytes_per_parameter(
@@ -46,9 +47,7 @@ def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
 
 
 def save_seconds(spec: RunSpec, layout: Layout) -> float:
-    """Return the seconds until a checkpoint is committed: the bytes that rank 0 writes by itself, then those of all
-    nodes.
-    """
+    """Return the seconds until a checkpoint is committed: what rank 0 writes alone, then what all nodes write."""
     size = checkpoint_bytes(spec, layout)
     weights = workload_of(spec.model).parameter_count(spec.model) * weight_bytes(spec.training.precision)
     alone = framework_of(spec).written_alone_bytes(layout, size, weights)
@@ -56,17 +55,17 @@ def save_seconds(spec: RunSpec, layout: Layout) -> float:
 
 
 def gpu_hours_between_failures(device: Accelerator) -> tuple[float, str]:
-    """Return the GPU hours between failures of this generation in a large job, and their source."""
+    """Return (GPU hours between failures of a large job on this GPU generation, their source)."""
     if device.compute_capability.startswith(("7.", "8.")):
         return _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER, "OPT-175B's chronicle reports (facebookresearch/metaseq)"
     return _GPU_HOURS_BETWEEN_FAILURES, "Llama 3 reports (arXiv:2407.21783, section 3.3.4)"
 
 
 def interruptions_per_second(spec: RunSpec, device: Accelerator) -> tuple[float, float]:
-    """Return the interruptions per second of the whole job: preemptions (with notice) and failures (without).
+    """Return the interruptions per second of the whole job: (preemptions, with notice; failures, without).
 
-    ``cluster.mean_time_between_interruptions`` is of the job: on spot between preemptions, to which failures add; on
-    demand between interruptions of any cause.
+    ``cluster.mean_time_between_interruptions`` is for the whole job. On spot it is the time between preemptions, and
+    failures add to it; on demand it is the time between interruptions of any cause.
     """
     cluster = spec.cluster
     stated = cluster.mean_time_between_interruptions
@@ -83,8 +82,8 @@ def interruptions_per_second(spec: RunSpec, device: Accelerator) -> tuple[float,
 def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerator) -> Durability:
     """Return checkpoint interval, goodput and lost work.
 
-    An interruption costs the restart and the work since the last valid checkpoint. Where the notice is long enough for
-    one step and a last checkpoint, a preemption costs that save instead, and M is that of failures alone.
+    An interruption costs the restart and the work since the last valid checkpoint. If the grace period is long enough
+    for one step and a last checkpoint, a preemption costs the restart and that checkpoint, and only failures lose work.
     """
     size = checkpoint_bytes(spec, layout)
     save = save_seconds(spec, layout)
@@ -126,11 +125,11 @@ def plan_durability(spec: RunSpec, layout: Layout, time: Time, device: Accelerat
 
 
 def best_interval_steps(step: float, save: float, blocked: float, sudden: float) -> int:
-    """Return the steps between checkpoints by Young (1974): sqrt(2 C M), where C is the time that one takes from
-    training.
+    """Return the steps between checkpoints by Young (1974): an interval of sqrt(2 C M) seconds.
 
-    Arguments: seconds of a step, seconds until a checkpoint is committed, seconds that it blocks training; ``sudden``:
-    interruptions per second without a last save.
+    C: ``blocked``, the seconds that a checkpoint blocks training; M: 1 / ``sudden``, the mean time between
+    interruptions without a last checkpoint. ``step``: seconds of a step; ``save``: seconds until a checkpoint is
+    committed.
     """
     # At most one checkpoint per write, and at least one per expected interruption.
     wanted = min(max(math.sqrt(2 * blocked / sudden), save), max(1 / sudden, save))
@@ -138,10 +137,8 @@ def best_interval_steps(step: float, save: float, blocked: float, sudden: float)
 
 
 def expected_goodput(interval: float, save: float, blocked: float, restart: float, sudden: float) -> float:
-    """Return the share of time that is progress, under interruptions without notice. Arguments are seconds and
-    1/seconds.
-    """
-    # While a checkpoint is written in the background, a restart finds the one before.
+    """Return the share of time that is progress; see ``best_interval_steps``. Arguments are seconds and 1/seconds."""
+    # While a checkpoint is written in the background, a restart still loads the one before.
     return _share_after_losses(interval, blocked, restart + save - blocked, sudden)
 
 
@@ -151,7 +148,10 @@ def _storage_rate(spec: RunSpec) -> float:
 
 
 def _share_after_losses(interval: float, blocked: float, restart: float, rate: float) -> float:
-    """Return the share of time that is progress: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), Daly 2006, eq. 20."""
+    """Return the share of time that is progress (Daly 2006, eq. 20): tau / (M e^(R/M) (e^((tau + delta)/M) - 1)).
+
+    tau: ``interval``; delta: ``blocked``; R: ``restart``; M: 1 / ``rate``.
+    """
     expected = (interval + blocked) * rate
     if expected + restart * rate > _MOST_INTERRUPTIONS:
         return 0.0
@@ -161,10 +161,10 @@ def _share_after_losses(interval: float, blocked: float, restart: float, rate: f
 
 
 def _lost_seconds(segment: float, rate: float) -> float:
-    """Return the mean seconds since the last checkpoint at an interruption within a segment; half of it if they are
-    rare.
+    """Return the mean seconds since the last checkpoint at the time of an interruption.
 
-    M - L / (e^(L/M) - 1), the mean of an exponential law cut off at L.
+    M - L / (e^(L/M) - 1): the mean of an exponential distribution with mean M = 1 / ``rate``, truncated at L =
+    ``segment``, the seconds between checkpoints. If interruptions are rare, that is half a segment.
     """
     expected = segment * rate
     if expected < 1e-6:

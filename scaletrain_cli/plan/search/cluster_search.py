@@ -179,7 +179,7 @@ def _three_sizes(spec: RunSpec, counts: Sequence[int], gpu: str | None) -> tuple
 def refined(
     spec: RunSpec, limits: ClusterLimits, names: Sequence[str | None], tried: Sequence[Tried], fewest_nodes: int
 ) -> tuple[list[Tried], int]:
-    """Plan more clusters, most promising first, until none can beat the best; return them, and how many are excluded."""
+    """Plan more clusters, most promising first, until none can beat the best; return them, and how many were left."""
     best = min((each.row for each in tried if meets(limits, each)), key=limits.rank, default=None)
     chances: list[_Chance] = []
     looked_at = 0

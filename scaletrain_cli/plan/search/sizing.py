@@ -98,10 +98,10 @@ def size_cluster(
     """Return the cluster with the least ``time``, ``cost`` or ``gpus`` (the objective) that meets the limits.
 
     Time includes interruptions: seconds to train, divided by the expected goodput. ``max_gpus``: by default the GPUs of
-    the spec, for the objective ``gpus`` up to 16 times as many if needed. ``gpus``: names of GPUs to compare, by default the
-    spec's. The global batch does not change, so node counts over which it does not divide are listed with that reason.
-    Raises SizingError with the closest cluster if none meets the limits; UsageError for an unknown objective or GPU, a
-    limit below one node, or a cost objective or budget without a price.
+    the spec, for the objective ``gpus`` up to 16 times as many if needed. ``gpus``: names of GPUs to compare, by
+    default the spec's. The global batch does not change, so node counts over which it does not divide are listed with
+    that reason. Raises SizingError with the closest cluster if none meets the limits; UsageError for an unknown
+    objective or GPU, a limit below one node, or a cost objective or budget without a price.
     """
     limits = _limits(spec, objective, max_gpus, deadline_seconds, budget_usd)
     names: list[str | None] = [None] if not gpus else list(gpus)

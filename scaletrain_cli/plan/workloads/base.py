@@ -1,4 +1,4 @@
-"""The interface of a workload: sizes, memory, time, search limits, warnings and assumptions of one kind of network."""
+"""The interface of a workload, one kind of network: its size, memory, time, rules, warnings and assumptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scaletrain_cli.spec.run import AnyModel
 
 
 class Degrees(NamedTuple):
-    """The degrees of one axis that divide, ascending; the largest useful one, and the reason against larger ones."""
+    """Degrees of one axis: those that divide, ascending; the largest useful one; the reason against larger ones."""
 
     dividing: list[int]
     largest: int
@@ -24,35 +24,35 @@ class Degrees(NamedTuple):
 
 
 class Workload(ABC):
-    """One kind of network. Methods that return nothing here have the default of most kinds."""
+    """One kind of network. The defaults are those of a network without attention heads, layers to divide or tokens."""
 
-    # Whether training consumes text tokens, which recipe and data checks need.
+    # Whether training consumes text tokens; recipe and data checks are only for these.
     counts_tokens: ClassVar[bool] = False
-    # Modes of activation checkpointing, the fastest first.
+    # Modes of activation checkpointing, fastest first.
     checkpointing: ClassVar[tuple[str, ...]] = ("none", "full")
-    # Whether the time of offloading is modeled.
+    # Whether the planner models the time of offloading.
     offloads: ClassVar[bool] = False
-    # Whether torch.compile of its blocks is modeled by the time profile of a framework.
+    # Whether the planner models torch.compile of its blocks.
     compiles: ClassVar[bool] = False
 
     @abstractmethod
     def size(self, model: AnyModel) -> ModelSize:
-        """Return parameters, and training FLOPs per token, image or pair."""
+        """Return parameters, and training FLOPs per unit: token, image, or pair of image and text."""
 
     def parameter_count(self, model: AnyModel) -> int:
-        """Return the number of trainable parameters, a tied head counted once."""
+        """Return the number of trainable parameters; a tied head is not counted again."""
         return self.size(model).parameters
 
     @abstractmethod
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-        """Return the memory of the worst rank against the device, and of each pipeline stage."""
+        """Return the memory of the fullest rank compared with the device, and of each pipeline stage."""
 
     @abstractmethod
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-        """Return seconds per optimizer step by cause, and the traffic of the busiest rank."""
+        """Return the seconds per optimizer step by cause, and the bytes that a rank of the slowest stage sends."""
 
     def layers(self, spec: RunSpec) -> int:
-        """Return the number of blocks that a pipeline can distribute over stages."""
+        """Return the number of blocks that a pipeline can divide into stages."""
         return 1
 
     def heads(self, spec: RunSpec) -> int:
@@ -66,7 +66,7 @@ class Workload(ABC):
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
     ) -> str:
-        """Return the implementation of the loss of a micro-batch of ``tokens`` tokens per rank."""
+        """Return how the loss is computed (``whole``, ``chunked``, ``liger``); ``tokens``: per micro-batch and rank."""
         return "whole"
 
     def compiled_by_default(self, spec: RunSpec) -> bool:
@@ -74,7 +74,7 @@ class Workload(ABC):
         return False
 
     def degrees(self, spec: RunSpec, axis: str) -> Degrees | None:
-        """Return the degrees of one axis that this model supports; None if only 1 is possible."""
+        """Return the degrees of one axis to try; None if only 1 is possible."""
         return None
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
@@ -82,20 +82,20 @@ class Workload(ABC):
         yield from ()
 
     def engine_rules(self, spec: RunSpec, tensor: int) -> Iterator[Rule]:
-        """Yield the reasons why this project's engine cannot run this degree of tensor parallelism."""
+        """Yield the rules of this project's engine that this degree of tensor parallelism breaks."""
         yield from ()
 
     @abstractmethod
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield the parts of the architecture that this project's engine cannot train."""
+        """Yield a rule for each part of the architecture that this project's engine cannot train."""
 
     def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
-        """Yield costs of the model on a GPU that the user may not expect."""
+        """Yield warnings about unexpected costs of the model on a GPU."""
         yield from ()
 
     @abstractmethod
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        """Yield the sources of the figures for activations, FLOPs and data."""
+        """Yield where the figures for activations, FLOPs and data come from."""
 
     def matrix_widths(self, spec: RunSpec, tensor_parallel: int) -> dict[str, int]:
         """Return the widths of the matrices on one tensor rank, by name."""

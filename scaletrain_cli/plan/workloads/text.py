@@ -19,24 +19,25 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.run import AnyModel
 
-# A rank with fewer tokens does not fill one row of tiles of a matrix product (NVIDIA, Matrix Multiplication Background
-# User's Guide: 128 x 256), so a higher degree only adds traffic.
+# Fewest tokens of a sequence per context rank: fewer do not fill one row of tiles of a matrix product (NVIDIA, Matrix
+# Multiplication Background User's Guide: tiles of 128 x 256), so a higher degree only adds traffic.
 _FEWEST_TOKENS = 128
-# More stages than any large machine has used (Megatron-LM: 64, arXiv:2104.04473; GPT-MoE and Llama 3: 16).
+# Most pipeline stages of a published run (Megatron-LM: 64, arXiv:2104.04473; Llama 3: 16).
 _MOST_STAGES = 64
-# Divisors are not computed for more layers than these.
+# With more layers, no virtual stages are tried.
 _MOST_LAYERS = 10_000
 # Maximum number of valid degrees that a remedy names.
 _MOST_NAMED = 8
 # A remedy pads the vocabulary to a multiple of at most this number.
 _PADDED = 128
+# Rows of grouped matrix products must be multiples of this many bytes (torch, ``nn.functional.grouped_mm``).
 _ROW_BYTES = 16
-# FlashAttention's largest head.
+# Largest head size of FlashAttention.
 _LARGEST_FUSED_HEAD = 256
 
 
 class _Family(NamedTuple):
-    """The modules of one family in the engine, beside its defaults."""
+    """What the engine's modules of one model family support."""
 
     experts: bool
     grouped_queries: bool
@@ -90,17 +91,15 @@ class TextWorkload(Workload):
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
     ) -> str:
-        """Return the framework's implementation of the loss of a micro-batch."""
+        """Return how the framework computes the loss."""
         return framework.cross_entropy(spec, tokens, tensor_parallel, device_bytes)
 
     def compiled_by_default(self, spec: RunSpec) -> bool:
-        """Return whether the model is dense: experts receive a varying number of tokens per step, which forces
-        recompilation.
-        """
+        """Return whether the model has no experts, whose varying number of tokens would force recompilation."""
         return not spec.transformer.num_experts
 
     def degrees(self, spec: RunSpec, axis: str) -> Degrees | None:
-        """Return divisors of layers, experts or ranks, up to the limits of the model and the node."""
+        """Return the divisors of layers, experts or ranks, and the largest useful degree."""
         model, world = spec.transformer, spec.world_size
         layers, heads, per_node = model.num_hidden_layers, model.num_attention_heads, spec.cluster.gpus_per_node
         if axis == "virtual_pipeline":
@@ -121,7 +120,7 @@ class TextWorkload(Workload):
         return Degrees(divisors(world), largest, reason)
 
     def rules(self, spec: RunSpec, axes: Axes) -> Iterator[Rule]:
-        """Yield the rules by which degrees must divide heads, widths, layers, sequences or experts."""
+        """Yield the broken rules: degrees must divide heads, widths, layers, sequences and experts."""
         model = spec.transformer
         kv_heads, heads = model.num_key_value_heads, model.num_attention_heads
         tensor = "layout.tensor_parallel"
@@ -161,7 +160,7 @@ class TextWorkload(Workload):
             yield Rule("layout.virtual_pipeline", axes.virtual, "virtual-stages-divide-layers", {"layers": layers}, fix)
 
     def engine_rules(self, spec: RunSpec, tensor: int) -> Iterator[Rule]:
-        """Yield the engine's requirements: grouped products, sharded vocabulary, heads."""
+        """Yield the broken rules of the engine on experts, vocabulary and heads."""
         model = spec.transformer
         if model.num_experts:
             yield from self._expert_rules(spec, model, tensor)
@@ -189,9 +188,7 @@ class TextWorkload(Workload):
             yield Rule("training.cross_entropy", "liger", "engine-liger-whole-vocabulary", {"tensor_parallel": tensor})
 
     def _expert_rules(self, spec: RunSpec, model: ModelSpec, tensor: int) -> Iterator[Rule]:
-        """Yield the requirement of grouped products: rows of multiples of 16 bytes (torch,
-        ``nn.functional.grouped_mm``).
-        """
+        """Yield the broken rules on the widths of experts: rows must be multiples of _ROW_BYTES."""
         precision = spec.training.precision
         multiple = _ROW_BYTES // weight_bytes(precision)
         params = {"multiple": multiple, "precision": precision}
@@ -204,7 +201,7 @@ class TextWorkload(Workload):
             yield Rule(key, model.expert_size, "engine-expert-columns", {**params, "ranks": tensor}, fix)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield the settings with which the architecture differs from the engine's two families."""
+        """Yield the settings in which the architecture differs from the engine's two model families."""
         model = spec.transformer
         family, built = {"family": model.family}, _ENGINE_FAMILIES[model.base_family]
         if model.num_experts and not built.experts:
@@ -232,7 +229,7 @@ class TextWorkload(Workload):
             yield Rule("model.kv_lora_rank", model.kv_lora_rank, "engine-no-latent-attention")
 
     def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
-        """Yield a warning if attention stores its matrix of scores."""
+        """Yield a warning if attention has no fused kernel and stores its matrix of scores."""
         model = spec.transformer
         if model.head_dim > _LARGEST_FUSED_HEAD:
             yield Reason("plan.large-heads", {"head_dim": model.head_dim, "largest": _LARGEST_FUSED_HEAD})
@@ -240,7 +237,7 @@ class TextWorkload(Workload):
             yield Reason("plan.attention-dropout", {"attention_dropout": model.attention_dropout})
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        """Yield the sources of the figures for activations, logits, FLOPs and data of a transformer."""
+        """Yield where the figures for activations, logits, FLOPs and data come from."""
         element = weight_bytes(spec.training.precision)
         yield Reason("plan.assumes-text-activations", {"element_bytes": element})
         yield Reason("plan.assumes-logits", {"bytes_per_entry": framework.logit_bytes})

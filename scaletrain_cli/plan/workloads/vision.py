@@ -43,7 +43,7 @@ class VisionWorkload(Workload):
         yield Rule("model.family", spec.model.family, "engine-text-only")
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
-        """Yield the sources of the figures for activations, time, FLOPs and data of a vision network."""
+        """Yield where the figures for activations, time, FLOPs and data come from."""
         samples = spec.total_steps * spec.training.global_batch_size
         yield Reason("plan.assumes-vision-activations", {"element_bytes": weight_bytes(spec.training.precision)})
         yield Reason("plan.assumes-vision-time")
