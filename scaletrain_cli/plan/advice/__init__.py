@@ -1,1 +1,1 @@
-"""Reports beside the numbers of a plan: warnings, assumptions, recipe checks, explanations and comparisons."""
+"""What a plan says beside its numbers: warnings, assumptions, recipe checks, explanations and comparisons."""

@@ -1,4 +1,4 @@
-"""Everything requested about one run, and the plans of several runs side by side."""
+"""What `scaletrain plan` returns: the answer for one run with the requested parts, or the plans of several runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:  # the command loads these only if it needs them
     from scaletrain_cli.plan.search.sizing import Sizing
 
 
-# Codes of problems that state the size of a run rather than a change that would make it fit.
+# Problems that state the size of a run instead of a change that would make it fit, by their ``where``.
 _SIZES = ("needed", "smallest")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One column of a comparison. ``plan`` is the smallest layout if none fits, and None if no layout divides."""
+    """One run of a comparison. ``plan``: that of the smallest layout if none fits; None if no layout divides."""
 
     name: str
     spec: RunSpec
@@ -65,7 +65,7 @@ def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tup
 
 
 def none_feasible(compared: Sequence[Compared]) -> InfeasibleError | None:
-    """Return the error if no column can run, else None."""
+    """Return the error if no run fits, else None."""
     if any(column.feasible for column in compared):
         return None
     changes = (
@@ -85,7 +85,7 @@ def _compared(name: str, spec: RunSpec) -> Compared:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer for one run. ``spec`` is the run as planned: on the chosen cluster if one was to be chosen."""
+    """The answer for one run. ``spec``: the run as planned, with the chosen cluster if one was requested."""
 
     spec: RunSpec
     plan: RunPlan
@@ -95,9 +95,7 @@ class Answer:
     outcome: TraceOutcome | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan, whether it can run and why not, and the requested parts: ``sizing``, ``explanation``,
-        ``trace``.
-        """
+        """Return the plan, ``feasible``, ``problems``, and if requested ``sizing``, ``explanation`` and ``trace``."""
         problems = self.infeasible.problems if self.infeasible else ()
         data = self.plan.to_json()
         data |= {"feasible": self.infeasible is None, "problems": [each.to_json() for each in problems]}
@@ -113,10 +111,10 @@ class Answer:
 def answer(
     spec: RunSpec, limits: Limits | None = None, *, explained: bool = False, trace: SpotTrace | None = None
 ) -> Answer:
-    """Return the plan of the run, on a cluster within the limits if there are any.
+    """Return the plan of the run; with ``limits`` on the best cluster within them.
 
-    A run that does not fit is an answer with ``infeasible`` set. Raises as ``make_plan`` and ``size_cluster`` do if
-    there is no layout at all.
+    If no layout fits, the answer has the smallest one, and ``infeasible`` is set. Raises PlanInfeasibleError if no
+    layout divides, and the errors of ``size_cluster``.
     """
     sizing, infeasible = None, None
     if limits is not None:

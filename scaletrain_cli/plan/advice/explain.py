@@ -1,7 +1,7 @@
-"""Explain the layout of a plan: the decision step by step, with the numbers of this run.
+"""Explain the layout of a plan step by step, with the numbers of this run; ``explain`` is the entry.
 
-The order is: one GPU, then data parallelism with ZeRO, then tensor parallelism within a
-node, then pipeline stages across nodes; then batch, bubble and communication, and what the runners-up lacked.
+The order is: one GPU, data parallelism with ZeRO, tensor parallelism within a node, pipeline stages across nodes; then
+(explain_speed.py) each axis, recomputation, compilation, batch, bubble, communication, and the next best layouts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_SERIES = 6  # degrees shown of one axis
 
 
 def explain(spec: RunSpec, plan: RunPlan) -> tuple[Question, ...]:
-    """Return the questions that lead to the plan's layout, each with its arithmetic; also for plans that do not fit."""
+    """Return the questions that lead to the plan's layout, each with numbers and an answer. The plan need not fit."""
     return tuple(_questions(spec, plan, find_accelerator(spec.cluster)))
 
 
@@ -84,9 +84,10 @@ def _checkpointing_modes_on_one_rank(
 
 
 def _states(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> Iterator[Question]:
-    """Yield the question about model states, sized with the whole batch in one micro-batch.
+    """Yield the question about model states.
 
-    The peak then lies in the backward pass, and not in the optimizer step with its temporary copies.
+    They are sized with the full batch in one micro-batch, so that the peak is in the backward pass and not in the
+    optimizer's update.
     """
     found = _checkpointing_modes_on_one_rank(spec, base, device, micro_batch_size=base.global_batch_size)
     if not found:
@@ -212,9 +213,7 @@ def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -
 
 
 def _not_yet(spec: RunSpec, axis: str) -> Iterator[Reason]:
-    """Yield the reason why this project's engine cannot run an axis, so that its figures are not read as a supported
-    choice.
-    """
+    """Yield that the engine cannot run this axis, if so: its figures are then no choice."""
     if framework_of(spec).is_engine and axis not in ENGINE.axes:
         yield Reason("plan.not-in-this-engine")
 

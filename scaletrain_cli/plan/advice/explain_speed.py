@@ -1,6 +1,6 @@
-"""Explain the speed of the chosen layout: each axis, batch, recomputation, bubble, communication, runners-up.
+"""Explain the speed of a layout that fits: axes, recomputation, compilation, batch, bubble, communication, next best.
 
-The second half of ``explain``, for layouts that fit: it sizes the layouts next to the chosen one.
+The second half of explain.py. It sizes variants of the chosen layout that differ in one setting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHOSEN = Reason("plan.chosen")
 
 
 def speed_questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
-    """Return the gain of each choice in a plan that fits, against the same layout without it."""
+    """Yield the questions about the speed of a plan that fits: each compares the layout with variants of it."""
     yield from _axes(spec, plan, device)
     yield from _recomputation(spec, plan, device)
     yield from _compiled(spec, plan, device)
@@ -185,7 +185,7 @@ def _winner(spec: RunSpec, plan: RunPlan) -> Question:
 def _series(
     spec: RunSpec, plan: RunPlan, device: Accelerator, field: str, values: list[Any]
 ) -> list[tuple[Any, Candidate]]:
-    """Return the chosen layout with other values of one field, without values that do not divide."""
+    """Return the chosen layout with each of these values of one field; values that do not divide are left out."""
     pairs = ((value, sized(spec, plan.layout, device, **{field: value})) for value in values)
     return [(value, candidate) for value, candidate in pairs if candidate]
 

@@ -1,7 +1,6 @@
-"""The data of an explanation: questions in order, each with its arithmetic and an answer.
+"""The data of an explanation: questions, each with rows of numbers and an answer; and sizing of the layouts compared.
 
-Part of the JSON of ``scaletrain plan --explain --json``, under ``explanation``; keys are added, never renamed. Other
-layouts are sized here for comparison, such as the chosen one without one of its axes.
+``scaletrain plan --explain --json`` has them under ``explanation``; keys are added, never renamed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from scaletrain_cli.spec.training import LayoutSpec
 
 
 def on_one_rank(spec: RunSpec) -> RunSpec:
-    """Return the same run with one rank, to size what one device would hold by itself."""
+    """Return the same run on one rank."""
     cluster = spec.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 1})
     return spec.model_copy(update={"cluster": cluster})
 
@@ -33,9 +32,9 @@ def modes(spec: RunSpec) -> tuple[str, ...]:
 
 
 def sized(spec: RunSpec, layout: Layout, device: Accelerator, **changes: Any) -> Candidate | None:
-    """Return ``layout`` with some fields changed; data parallelism uses the remaining ranks.
+    """Return ``layout`` with some fields changed, sized; data parallelism takes the remaining ranks.
 
-    Return None if a rule of the framework excludes it or a size does not divide. Values pinned in the spec are ignored.
+    Returns None if a rule excludes the layout or a size does not divide. Values that the spec sets are ignored.
     """
     changed = replace(layout, world_size=spec.world_size, **changes)
     others = changed.tensor_parallel * changed.pipeline_parallel * changed.sequence_parallel * changed.context_parallel
@@ -68,14 +67,14 @@ def _unpinned(spec: RunSpec) -> RunSpec:
 
 
 def row(name: str, candidate: Candidate, note: Reason | None = None) -> Row:
-    """Return one line of an explanation: the memory that the layout needs, and its step time."""
+    """Return a row with the memory and step time of a layout."""
     memory = candidate.memory
     return Row(name, memory.peak, candidate.time.step, memory.peak / memory.capacity, memory.fits, note)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of arithmetic. ``share`` is of the device's memory for bytes, of the step for seconds."""
+    """One row of numbers. ``share``: of the device's memory if the row has bytes, otherwise of the step."""
 
     name: str
     bytes: int | None = None
@@ -85,7 +84,7 @@ class Row:
     note: Reason | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields; ``note`` as text with its code beside it."""
+        """Return the fields; ``note`` as text, with its reason code beside it."""
         row = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.note is None:
             return row | {"note": ""}
@@ -94,7 +93,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Question:
-    """One step of the decision. ``answer`` is None if the question asks for an amount; ``follows`` leads onwards."""
+    """One step of the decision. ``answer``: yes or no, None for other questions. ``follows``: what it leads to."""
 
     key: str
     question: Reason
@@ -136,7 +135,7 @@ def _sentences(reasons: Sequence[Reason]) -> str:
 
 
 def distinct(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the rows without those that need as much memory as the row before and take longer."""
+    """Return the rows without those that are slower than the row before and need as much memory."""
     kept: list[Row] = []
     for row in rows:
         same = kept and kept[-1].bytes == row.bytes and (row.seconds or 0.0) >= (kept[-1].seconds or 0.0)

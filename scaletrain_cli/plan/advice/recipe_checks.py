@@ -48,9 +48,7 @@ def published_recipe(preset: str | None) -> Recipe | None:
 
 
 def scaled_lr(recipe: Recipe, batch: float, optimizer: str) -> float | None:
-    """Return the recipe's learning rate scaled to another batch size; None between SGD and Adam, which are not
-    comparable.
-    """
+    """Return the recipe's learning rate scaled to another batch size; None if one uses SGD and the other Adam."""
     if (optimizer in _LINEAR) != (recipe.optimizer in _LINEAR):
         return None
     ratio = batch / recipe.batch
@@ -58,10 +56,11 @@ def scaled_lr(recipe: Recipe, batch: float, optimizer: str) -> float | None:
 
 
 def critical_batch_tokens(parameters: int, tokens: float) -> float:
-    """Return the tokens per step at which twice as many tokens are needed as with small batches.
+    """Return the critical batch size in tokens, at which training needs twice the tokens that small batches would need.
 
-    Kaplan et al., arXiv:2001.08361: B_crit = 2e8 L^(-1/0.21) (eq. 1.4), at the loss that these parameters and tokens
-    reach, L = ((6.4e13 / N)^(0.076/0.103) + 1.8e13 / D)^0.103 (eq. 1.5, table 2). An order of magnitude: their data.
+    Kaplan et al., arXiv:2001.08361: B_crit = 2e8 L^(-1/0.21) (eq. 1.4), at the loss that N parameters and D tokens
+    reach, L = ((6.4e13 / N)^(0.076/0.103) + 1.8e13 / D)^0.103 (eq. 1.5, table 2). An order of magnitude, because the
+    constants depend on their data.
     """
     loss = ((6.4e13 / max(1, parameters)) ** (0.076 / 0.103) + 1.8e13 / max(1.0, tokens)) ** 0.103
     return float(2e8 * loss ** (-1 / 0.21))

@@ -1,4 +1,4 @@
-"""Warnings about a plan, and the assumptions behind its numbers, as reasons."""
+"""Warnings of a plan, and the assumptions behind its numbers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iter
 
 
 def assumptions(spec: RunSpec, layout: Layout, device: Accelerator, parameters: int) -> tuple[Reason, ...]:
-    """Return the sources of the plan's numbers."""
+    """Return where the plan's numbers come from."""
     framework = framework_of(spec)
     return (
         Reason("plan.assumes-device", {"device": device.name, "source": device.source}),

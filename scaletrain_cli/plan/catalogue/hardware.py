@@ -115,7 +115,7 @@ def _from_row(name: str, row: dict[str, Any]) -> Accelerator:
 
 
 def memory_bytes(cluster: ClusterSpec) -> int:
-    """Return the memory of the device in bytes; faster than building an Accelerator, as the search calls it per layout."""
+    """Return the memory of the device in bytes, without building an Accelerator: the search calls it per layout."""
     wanted = cluster.gpu
     return int(_catalogue()[full_name(wanted)]["memory_bytes"]) if isinstance(wanted, str) else wanted.memory
 

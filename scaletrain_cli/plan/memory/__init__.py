@@ -1,1 +1,1 @@
-"""Memory of a rank: states, activations, buffers, and the probability that they do not fit."""
+"""Bytes of a rank: states, activations, buffers, and the probability of running out. Entry: device_memory.plan_memory."""

@@ -1,1 +1,1 @@
-"""Time of a step: kernels, links, pipelines, and host work of the framework."""
+"""Seconds of a step: kernels, blocks, stages, pipeline, communication, host work. Entry: step_time.plan_time."""

@@ -1,1 +1,1 @@
-"""Sizes, memory and time of ResNet, ConvNeXt, ViT and CLIP on a data-parallel rank."""
+"""Size, memory and step time of ResNet, ConvNeXt, ViT and CLIP on a data-parallel rank."""

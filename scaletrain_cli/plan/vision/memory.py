@@ -1,7 +1,7 @@
-"""Peak bytes of a data-parallel rank that trains a vision network.
+"""Peak bytes of a data-parallel rank that trains a vision network; ``plan_vision_memory`` is the entry.
 
-Unlike a transformer, whose blocks are alike, a convolutional network keeps most where its images are large, early on;
-so the peak of the backward pass is looked for block by block.
+The blocks of a convolutional network differ: the first ones have the largest images and save most activations. So the
+peak of the backward pass is the maximum over all blocks.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from scaletrain_cli.plan.vision.networks import autocasts, planned_network
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.spec import RunSpec
 
-# Per logit, as for text: the log-probability and the gradients of two losses in fp32, alive at once.
+# Bytes per logit, as for text: three fp32 values alive at once (log-probability and two gradients).
 _LOGIT_BYTES = 12
 
 
 class Activations(NamedTuple):
-    """Bytes of one micro-batch: kept when the loss is reached, and the maximum during backward."""
+    """Bytes of one micro-batch: saved when the loss is computed, and the maximum during the backward pass."""
 
     kept: int
     backward: int
 
 
 def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-    """Return the memory of a rank against the device; all ranks are alike."""
+    """Return the memory of a rank compared with the device; all ranks are alike."""
     whole = planned_network(spec, device)
     element = weight_bytes(spec.training.precision)
     held = activation_bytes(whole, layout.micro_batch_size, element, layout.activation_checkpointing)
     if autocasts(spec):
-        # The weights are fp32; their 16-bit copies live from forward to backward (torch/amp, weight cache).
+        # Weights are fp32; autocast caches their 16-bit copies from forward to backward (torch/amp, weight cache).
         held = Activations(*(size + element * whole.parameters for size in held))
         training = spec.training.model_copy(update={"precision": "fp32", "grad_dtype": "fp32"})
         spec = spec.model_copy(update={"training": training})
@@ -56,7 +56,7 @@ def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Me
 def _rank_memory(
     spec: RunSpec, layout: Layout, device: Accelerator, whole: VisionNetwork, held: Activations, logits: int
 ) -> StageMemory:
-    """Return the parts at the peak of three phases: the loss, the backward pass, and the optimizer step."""
+    """Return the bytes in the fullest of three phases: the loss, the backward pass, the optimizer's update."""
     training, shards, stage, count = spec.training, zero_shards(layout), layout.zero_stage, whole.parameters
     precision, grad_dtype = training.precision, training.grad_dtype
     shard = Shard(count, 0, max(block.parameters for block in whole.blocks))
@@ -66,12 +66,12 @@ def _rank_memory(
     buffers = communication_buffer_bytes(count, shard.largest_block, stage, element, grads, shards, pipeline=False)
     buffers += second_gradient_bytes(count, precision, grad_dtype, stage, shards, layout.gradient_accumulation_steps)
     step = step_temporary_bytes(count, precision, grad_dtype, stage, shards, training.optimizer.name)
-    moments = (
+    phases = (
         PhaseMemory(held.kept, logits, buffers, 0),
         PhaseMemory(held.backward, 0, buffers, 0),
         PhaseMemory(0, 0, 0, step),
     )
-    worst = max(moments, key=sum)
+    worst = max(phases, key=sum)
     fragmentation = int(framework.fragmentation * sum(worst))
     outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     return peak_memory(states, worst, fragmentation, outside, host=0)
@@ -79,10 +79,11 @@ def _rank_memory(
 
 @lru_cache(maxsize=4096)
 def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpointing: str) -> Activations:
-    """Return the bytes that autograd keeps, and the peak of the backward pass over the blocks.
+    """Return the bytes that autograd saves for a micro-batch, and the maximum over the blocks' backward passes.
 
-    Then the blocks behind it are gone, those before it are kept, and there are gradients: of the output and the input
-    of one operation, and of what skips it. A checkpointed block brings its activations back first.
+    While a block runs backward, the activations of later blocks are freed and those of earlier ones are still saved. In
+    addition there are gradients of the output and input of one operation, and of the block's residual connection. A
+    checkpointed block first recomputes its activations. ``samples``: per micro-batch; ``element``: bytes per element.
     """
     full = checkpointing == "full"
     kept, most = 0, 0
@@ -98,16 +99,16 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
 
 
 def _kept(block: Block, samples: int, element: int) -> int:
-    """Return the bytes that one block keeps for its backward pass."""
+    """Return the bytes that one block saves for its backward pass."""
     per_sample = sum(element * operation.kept + operation.kept_bytes for operation in block.operations)
     return samples * per_sample + sum(operation.kept_once_bytes for operation in block.operations)
 
 
 def loss_bytes(whole: VisionNetwork, samples: int, ranks: int, element: int) -> int:
-    """Return the bytes of a micro-batch's logits: over the classes, or of its images and texts against all ranks'.
+    """Return the bytes of a micro-batch's logits: samples x classes, or for CLIP samples x samples of all ranks, twice.
 
-    Contrastive learning gathers the features of all ranks and compares both ways, and keeps only the rows of the
-    rank's own samples (OpenCLIP, ``local_loss``); each gathered feature has its gradient.
+    A contrastive loss gathers the features of all ranks and compares images with texts and texts with images. A rank
+    computes only the rows of its own samples (OpenCLIP, ``local_loss``). Each gathered feature has a gradient.
     """
     if not whole.features:
         return samples * whole.classes * _LOGIT_BYTES

@@ -1,4 +1,4 @@
-"""ResNet, ConvNeXt, ViT and CLIP as operations, as torchvision and transformers build them, and their exact sizes."""
+"""ResNet, ConvNeXt, ViT and CLIP as lists of operations, as torchvision and transformers build them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from scaletrain_cli.plan.vision.operations import (
 from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
 from scaletrain_cli.spec.model import VisionSpec
 
-# Bottlenecks narrow to a quarter (arXiv:1512.03385, section 4.1); ConvNeXt's MLPs widen to four times.
+# A ResNet bottleneck has a quarter of the channels (arXiv:1512.03385, section 4.1), a ConvNeXt MLP four times as many.
 _BOTTLENECK = 4
 _EXPANSION = 4
 
 
 def resnet(model: ResNetSpec) -> VisionNetwork:
-    """Return the 7 x 7 stem with its pooling, the stages, and the classifier."""
+    """Return a ResNet: the 7 x 7 stem with its pooling, the stages, and the classifier."""
     width, side, last = model.embedding_size, _halved(model.image_size), model.memory_format == "channels_last"
     pooled = _halved(side)
     image = Operation(kept=model.num_channels * model.image_size**2)
@@ -94,14 +94,14 @@ def _basic(channels: int, features: int, side: int, out: int, last: bool) -> tup
 
 
 def _joined(channels: int, features: int, pixels: int, after: int, last: bool) -> tuple[Operation, ...]:
-    """Return the residual connection, with a projection if the shape changes."""
+    """Return the residual connection of a block, with a projection if the shape changes."""
     same = channels == features and pixels == after
     shortcut = () if same else _conv_norm(channels, features, 1, pixels, after, last)
     return *shortcut, addition(features * after, kept=False), activation(features * after)
 
 
 def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
-    """Return the patches, the stages with downsampling before all but the first, and the classifier."""
+    """Return a ConvNeXt: patches, stages with downsampling before all but the first, and the classifier."""
     side, channels = model.image_size // model.patch_size, model.hidden_sizes[0]
     image = Operation(kept=model.num_channels * model.image_size**2)
     patches = convolution(
@@ -117,7 +117,7 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
         layer = _convnext_layer(model, features, side**2, autocast)
         if index < len(model.depths) - 1:
             blocks.append(Block(layer, depth, input=features * side**2))
-        else:  # the last sum is not read again
+        else:  # no later operation saves the last residual sum
             blocks += [Block(layer, depth - 1, input=features * side**2)] if depth > 1 else []
             blocks.append(Block((*layer[:-1], replace(layer[-1], kept=0)), input=features * side**2))
         channels = features
@@ -145,9 +145,7 @@ def _halved(side: int) -> int:
 
 
 def vit(model: VitSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
-    """Return the patches with a class token and learned positions, blocks, norm, and a classifier of the class
-    token.
-    """
+    """Return a ViT: patches with class token and learned positions, blocks, norm, classifier of the class token."""
     hidden, side = model.hidden_size, model.image_size // model.patch_size
     tokens = side**2 + 1
     build = _Builder(fused, autocast)
@@ -163,8 +161,9 @@ def vit(model: VitSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
 
 
 def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
-    """Return the image tower, the text tower, and a projection of each; no dropout, QuickGELU (arXiv:2103.00020,
-    code).
+    """Return a CLIP: image tower, text tower, and a projection of each; without dropout, with QuickGELU.
+
+    arXiv:2103.00020, and its code.
     """
     image, text, joint = model.vision_config, model.text_config, model.projection_dim
     tokens, words = (image.image_size // image.patch_size) ** 2 + 1, text.max_position_embeddings
@@ -172,7 +171,7 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
     patches = build.patches(image.num_channels, image.image_size, image.patch_size, image.hidden_size, bias=False)
     table = Operation(
         parameters=(text.vocab_size + words) * text.hidden_size,
-        kept=words * text.hidden_size * build.stream,  # the sum with the positions, which the first norm reads again
+        kept=words * text.hidden_size * build.stream,  # the sum with the positions, saved by the first norm
         kept_bytes=8 * words,  # token ids, as int64
         inputs=2 * words * text.hidden_size,
         outputs=words * text.hidden_size,
@@ -195,7 +194,7 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
 
 @dataclass(frozen=True)
 class _Builder:
-    """The shared parts of the layers of a tower."""
+    """Builds the layers of a transformer tower; ``fused``: attention has a fused kernel."""
 
     fused: bool
     autocast: bool
@@ -203,14 +202,14 @@ class _Builder:
 
     @property
     def stream(self) -> int:
-        """Elements per value of the residual stream: two if it is fp32."""
+        """16-bit elements per value of the residual stream: 2 if it is fp32."""
         return 2 if self.autocast else 1
 
     def norm(self, hidden: int, rows: int) -> Operation:
         return layer_norm(hidden, rows, autocast=self.autocast)
 
     def patches(self, channels: int, side: int, patch: int, hidden: int, *, bias: bool) -> tuple[Operation, ...]:
-        """Return the image, its patches as a convolution, and the class token and positions, whose sum is kept."""
+        """Return the image, the patches as a convolution, and the sum with class token and positions."""
         pixels, tokens = side**2, (side // patch) ** 2
         embedded = (tokens + 1) * hidden
         return (
@@ -226,7 +225,7 @@ class _Builder:
         )
 
     def layer(self, rows: int, hidden: int, heads: int, inner: int, *, bias: bool = True) -> tuple[Operation, ...]:
-        """Return a pre-norm block; only the query, key and value projections may lack their ``bias``."""
+        """Return a pre-norm transformer block; ``bias`` is that of the query, key and value projections."""
         joined = addition(rows * hidden, autocast=self.autocast)
         return (
             self.norm(hidden, rows),
@@ -244,7 +243,7 @@ class _Builder:
 
 @lru_cache(maxsize=64)
 def network(model: VisionSpec, fused_attention: bool = True, autocast: bool = False) -> VisionNetwork:
-    """Return the operations of one sample; ``fused_attention``: whether a kernel avoids storing scores."""
+    """Return the operations of one sample; ``fused_attention``: the kernel stores no matrix of scores."""
     match model:
         case ResNetSpec():
             return resnet(model)
@@ -263,17 +262,17 @@ def vision_model(spec: RunSpec) -> VisionSpec:
 
 
 def planned_network(spec: RunSpec, device: Accelerator) -> VisionNetwork:
-    """Return the operations of one sample as the device executes them."""
+    """Return the operations of one sample with the kernels of this device."""
     return network(vision_model(spec), _fuses_attention(spec, device), autocasts(spec))
 
 
 def autocasts(spec: RunSpec) -> bool:
-    """Return whether torch.autocast selects the precision of each operation, with fp32 weights."""
+    """Return whether the run uses torch.autocast over fp32 weights."""
     return spec.planner.autocast and spec.training.precision not in ("fp32", "tf32")
 
 
 def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
-    """Return whether attention avoids storing its scores: by the spec, or by the device's kernels."""
+    """Return whether attention has a fused kernel: as planner.attention says, or for auto by the device."""
     if spec.planner.attention != "auto":
         return spec.planner.attention == "flash"
     model = spec.model
@@ -285,12 +284,12 @@ def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
 
 
 def training_flops(model: VisionSpec) -> int:
-    """Return the forward and backward FLOPs of one sample: two per multiplication with addition, three passes."""
+    """Return the FLOPs of one sample, forward and backward: 6 per multiply-accumulate of the forward pass."""
     return 6 * network(model).macs
 
 
 @lru_cache(maxsize=64)
 def vision_size(model: VisionSpec) -> ModelSize:
-    """Return parameters, and FLOPs per image or pair instead of per token."""
+    """Return parameters, and training FLOPs per image, or per pair of image and text."""
     parameters = network(model).parameters
     return ModelSize(parameters, parameters, float(training_flops(model)))

@@ -1,14 +1,15 @@
-"""Vision networks as blocks of operations, each with its parameters, products, traffic and what it keeps.
+"""Operations of vision networks: parameters, products, memory traffic and saved activations of each.
 
-Everything counts one sample; ``elements`` are values of the training precision. What is kept follows autograd: an
-operation's output, where the backward pass of any consumer reads it; it is counted where it is produced, once.
-Convolutions, linear layers and layer scale read their input again, ReLU its output, GELU its input, BatchNorm and
-LayerNorm theirs and one mean and root; additions, pooling by the mean and views read nothing. A ReLU or an addition in
-place changes no count, since what it overwrites would not be kept.
+All figures are for one sample; an element is one value in the training precision.
 
-``autocast``: torch.autocast over fp32 weights. LayerNorm and softmax then compute in fp32 and what they add to or scale
-by a weight stays fp32, so every product behind them first makes a 16-bit copy of its input, which it keeps
-(torch/amp, "CUDA Ops that can autocast to float32"). An fp32 value counts as two elements.
+``kept`` follows autograd. A tensor is saved if the backward pass of the operation that reads it needs it, and is
+counted once, at the operation that produces it. Convolutions, linear layers and layer scale need their input, ReLU its
+output, GELU its input, BatchNorm and LayerNorm their input with a mean and an inverse root; additions, mean pooling and
+views need nothing. In-place ReLU and addition change no count, because what they overwrite would not be saved.
+
+``autocast``: torch.autocast over fp32 weights. LayerNorm and softmax then compute in fp32 (torch/amp, "CUDA Ops that
+can autocast to float32"), and so do sums and products with their results. The next matrix product makes a 16-bit copy
+of its input, and saves it. An fp32 value counts as two elements.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def convolution(
     of_images: bool = False,
     kept: bool = True,
 ) -> Operation:
-    """Return a dense convolution. cuDNN converts to and from channels-last order where needed."""
+    """Return a dense convolution with a ``kernel`` x ``kernel`` filter, from ``pixels`` to ``out_pixels``.
+
+    cuDNN converts other memory formats to and from channels-last. ``of_images``: the input needs no gradient.
+    """
     inputs, outputs, depth = channels * pixels, features * out_pixels, channels * kernel**2
     return Operation(
         parameters=depth * features + (features if bias else 0),
@@ -51,10 +55,10 @@ def convolution(
 
 
 def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
-    """Return a depthwise convolution, one filter per channel, with bias; its output is kept.
+    """Return a depthwise convolution, one filter per channel, with bias.
 
-    torch's kernels take images whose channels come first, and the products around them leave them last: a copy in and
-    a copy out, each way.
+    torch's kernels need channels-first images, while the matrix products around them use channels-last, so each pass
+    copies the images before and after.
     """
     size = channels * pixels
     return Operation(
@@ -73,7 +77,7 @@ def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
 
 
 def linear(rows: int, channels: int, features: int, *, bias: bool = True, kept: bool = True) -> Operation:
-    """Return a projection of each of ``rows``."""
+    """Return a linear layer on ``rows`` rows, from ``channels`` to ``features``; ``kept``: its output is saved."""
     inputs, outputs = rows * channels, rows * features
     return Operation(
         parameters=channels * features + (features if bias else 0),
@@ -89,7 +93,7 @@ def linear(rows: int, channels: int, features: int, *, bias: bool = True, kept: 
 
 
 def batch_norm(channels: int, pixels: int) -> Operation:
-    """Return a BatchNorm: forward reads twice (statistics, then values), backward twice two tensors."""
+    """Return a BatchNorm. Forward reads its input twice (statistics, values), backward reads two tensors twice."""
     size = channels * pixels
     return Operation(
         parameters=2 * channels,
@@ -101,7 +105,7 @@ def batch_norm(channels: int, pixels: int) -> Operation:
 
 
 def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation:
-    """Return a LayerNorm; its output is kept, and one mean and root per row. Backward: dx, then two weight sums."""
+    """Return a LayerNorm, with one saved mean and inverse root per row. Backward: input gradient, two weight sums."""
     size = channels * rows
     return Operation(
         parameters=2 * channels,
@@ -115,30 +119,30 @@ def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation
 
 
 def activation(size: int, kept: int = 1) -> Operation:
-    """Return ReLU, GELU, or QuickGELU, which is a sigmoid and a product of its own (``kept`` 2)."""
+    """Return an activation function on ``size`` elements; ``kept`` is 2 for QuickGELU, a sigmoid and a product."""
     return Operation(
         pointwise=True, kept=kept * size, inputs=kept * size, outputs=kept * size, moved_back=3 * kept * size
     )
 
 
 def addition(size: int, *, kept: bool = True, autocast: bool = False, scaled: bool = False) -> Operation:
-    """Return a residual addition; backward sums the gradients of both paths. ``scaled``: of an fp32 branch."""
+    """Return a residual addition; backward adds the gradients of both branches. ``scaled``: one branch is fp32."""
     if autocast:
         branch = 2 if scaled else 1
-        back = 6 + (0 if scaled else 3)  # the sum, and the branch's gradient in 16 bits
+        back = 6 + (0 if scaled else 3)  # the sum of gradients, and the cast of the branch's gradient to 16 bits
         return Operation(kept=2 * size, inputs=(2 + branch) * size, outputs=2 * size, moved_back=back * size, kernels=3)
     return Operation(pointwise=True, kept=size if kept else 0, inputs=2 * size, outputs=size, moved_back=3 * size)
 
 
 def layer_scale(channels: int, rows: int, *, autocast: bool = False) -> Operation:
-    """Return a learned factor per channel."""
+    """Return a layer scale: a learned factor per channel."""
     size = channels * rows
     outputs = size * (2 if autocast else 1)
     return Operation(parameters=channels, inputs=size, outputs=outputs, moved_back=2 * outputs + 2 * size, kernels=4)
 
 
 def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
-    """Return a max pooling; its output is kept by the next convolution, its indices by itself."""
+    """Return a max pooling; it saves its indices, and the next convolution its output."""
     inputs, outputs = channels * pixels, channels * out_pixels
     indices = _INDEX // 2 * outputs  # in 16-bit elements
     return Operation(
@@ -151,10 +155,10 @@ def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
 
 
 def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool = False) -> tuple[Operation, ...]:
-    """Return scores, softmax and weighted sum over ``heads`` of ``width``; queries, keys and values are kept before.
+    """Return the scores, softmax and weighted sum of ``heads`` heads of size ``width``, without projections.
 
-    Without a fused kernel, torch.matmul copies queries, keys and values, whose heads do not lie one behind the other,
-    and keeps the copies instead; the output's heads are put back by another copy.
+    Without a fused kernel, torch.matmul makes contiguous copies of queries, keys and values per head, and saves the
+    copies; another copy restores the layout of the output.
     """
     size, scores, outputs = 3 * heads * rows * width, heads * rows * rows, heads * rows * width
     if fused:
@@ -202,10 +206,10 @@ def attention(rows: int, heads: int, width: int, *, fused: bool, autocast: bool 
 
 @dataclass(frozen=True)
 class Operation:
-    """One forward operation and its two backward ones.
+    """One operation, forward and backward.
 
-    A product is ``batches`` times ``rows`` x ``depth`` by ``depth`` x ``columns``; a convolution is one as implicit
-    GEMM, with the pixels of its output as rows (cuDNN, arXiv:1410.0759).
+    A matrix product is ``batches`` times (``rows`` x ``depth``) by (``depth`` x ``columns``). A convolution is a
+    product too, as implicit GEMM with its output pixels as rows (cuDNN, arXiv:1410.0759).
     """
 
     parameters: int = 0
@@ -214,43 +218,43 @@ class Operation:
     depth: int = 0
     batches: int = 1
     convolution: bool = False
-    taps: int = 1  # of a convolution's filter, among its depth
-    has_input_gradient: bool = True  # images have none
-    fused_attention: bool = False  # two products and their softmax in one kernel
-    depthwise: bool = False  # no matrix units: each channel separately
+    taps: int = 1  # elements of a convolution's filter per channel; a factor of its depth
+    has_input_gradient: bool = True
+    fused_attention: bool = False  # both products and the softmax in one kernel
+    depthwise: bool = False  # each channel separately, without tensor cores
     pointwise: bool = False  # each output element needs only the input element at its position
-    kept: int = 0  # elements
-    kept_bytes: int = 0  # of fixed types: statistics and indices
-    kept_once_bytes: int = 0  # the same, per micro-batch and not per sample
-    inputs: int = 0  # elements read once, and
-    outputs: int = 0  # written once, forward
-    moved_back: int = 0  # elements read and written by the backward operations
-    copied: int = 0  # elements moved forward to reorder images for matrix units; backward twice as many
-    kernels: int = 2  # kernels launched forward and backward
+    kept: int = 0  # elements saved for the backward pass
+    kept_bytes: int = 0  # bytes saved in fixed types: statistics and indices
+    kept_once_bytes: int = 0  # the same, per micro-batch instead of per sample
+    inputs: int = 0  # elements read in the forward pass
+    outputs: int = 0  # elements written in the forward pass
+    moved_back: int = 0  # elements read and written in the backward pass
+    copied: int = 0  # elements moved in the forward pass to change the memory format; twice as many backward
+    kernels: int = 2  # kernels launched, forward and backward together
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulate operations, forward."""
+        """Multiply-accumulate operations of the forward pass."""
         return self.batches * self.rows * self.columns * self.depth
 
     @property
     def moved(self) -> int:
-        """Elements read and written forward."""
+        """Elements read and written in the forward pass."""
         return self.inputs + self.outputs
 
     @property
     def gradients(self) -> int:
-        """Elements of the gradients alive while its backward runs: of its output and its input."""
+        """Elements of the gradients of output and input, which exist at once in the backward pass."""
         return self.inputs + self.outputs
 
 
 @dataclass(frozen=True)
 class Block:
-    """Operations that activation checkpointing recomputes as one; ``count`` such blocks follow one another."""
+    """Operations that activation checkpointing recomputes together; the network has ``count`` such blocks in a row."""
 
     operations: tuple[Operation, ...]
     count: int = 1
-    input: int = 0  # elements that a checkpointed block keeps; 0: it is never checkpointed
+    input: int = 0  # elements that a checkpointed block saves; 0: the block is never checkpointed
 
     @property
     def parameters(self) -> int:
@@ -265,7 +269,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that it is a cheap cache key
 class VisionNetwork:
-    """Blocks in the order of the forward pass, and the inputs of the loss."""
+    """A network: its blocks in the order of the forward pass, and the size of what the loss reads."""
 
     blocks: tuple[Block, ...]
     features: int = 0  # elements per sample that contrastive learning gathers from all ranks; 0: a classifier
@@ -273,7 +277,7 @@ class VisionNetwork:
 
     @property
     def parameters(self) -> int:
-        """All trainable parameters."""
+        """Number of trainable parameters."""
         scale = 1 if self.features else 0  # CLIP learns the temperature of its logits
         return scale + sum(block.parameters * block.count for block in self.blocks)
 

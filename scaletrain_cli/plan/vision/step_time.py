@@ -1,7 +1,7 @@
-"""Step time of a data-parallel rank that trains a vision network: its kernels, its traffic, its optimizer.
+"""Seconds of one optimizer step of a data-parallel rank that trains a vision network; ``plan_vision_time`` is the
+entry.
 
-An operation takes as long as its arithmetic or its memory traffic, whichever is longer, plus the copies that reorder
-its input for the kernel.
+An operation takes the longer of its arithmetic and its memory traffic, plus copies that change the memory format.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.model import VisionSpec
 
-# A batch of small products, one per head, runs at this share of the rate of large ones, as in kernels.py; where
-# rows are no multiple of 16 bytes, as with 197 tokens, loads are by single elements (NVIDIA, Matrix Multiplication
-# Background User's Guide, figure 2; order of magnitude).
+# Share of the rate of large products that batched per-head products reach, as in speed/kernels.py; and the share if
+# rows are not a multiple of 16 bytes, as with 197 tokens, so that elements are loaded one by one (NVIDIA, Matrix
+# Multiplication Background User's Guide, figure 2; order of magnitude).
 _BATCHED_SHARE = 0.6
 _UNALIGNED_SHARE = 0.25
-# Inner dimension at which filling the pipeline of an implicit GEMM costs as much as its products: one slice of it,
-# since convolutions have many more tiles than the device runs at once, and the next one's loads overlap.
+# Inner dimension whose time equals that of filling the pipeline of an implicit GEMM's tile: only one slice, because
+# convolutions have many more tiles than run at once, and the loads of the next tile overlap.
 _CONVOLUTION_DEPTH = 32
-# Share of the fp32 units' peak that torch's depthwise kernels reach (aten/src/ATen/native/cuda/DepthwiseConv2d.cu);
-# calibrated on timm's ConvNeXts, RTX 3090.
+# Share of the fp32 peak that torch's depthwise kernels reach (aten/src/ATen/native/cuda/DepthwiseConv2d.cu), calibrated
+# on timm's ConvNeXts on RTX 3090.
 _DEPTHWISE_SHARE = 0.09
-# Channels that a convolution on matrix units takes at once; images of 3 are padded (NVIDIA, Convolutional Layers User's
-# Guide), and rows into which the gradient of the weights is cut.
+# Channels are padded to a multiple of 8 for tensor cores, such as the 3 channels of images (NVIDIA, Convolutional
+# Layers User's Guide). The weight gradient divides its rows into multiples of 64.
 _CHANNELS = 8
 _PART = 64
-# Share of the fp32 units' peak that products reach on them: 14.5 of V100's 15.7 TFLOP/s are usual for cuBLAS.
+# Share of the fp32 peak that fp32 matrix products reach: cuBLAS usually has 14.5 of the V100's 15.7 TFLOP/s.
 _VECTOR_SHARE = 0.9
-# Products that Winograd's algorithm saves a 3 x 3 convolution of stride 1 where there are no matrix units: 2.25 times
-# fewer (arXiv:1509.09308, F(2 x 2, 3 x 3)), less its transformations.
+# Speed-up by Winograd's algorithm of a 3 x 3 convolution of stride 1 without tensor cores: 2.25 times fewer products
+# (arXiv:1509.09308, F(2 x 2, 3 x 3)), minus the cost of its transformations.
 _WINOGRAD = 2.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device at one precision, and whether a compiler fuses what only moves memory into one kernel."""
+    """A device at one precision; ``fuses``: torch.compile fuses element-wise operations into one kernel."""
 
     rate: Rates
     depthwise_flops: float
@@ -56,7 +56,7 @@ class Machine:
 
 
 def machine(device: Accelerator, precision: str, fuses: bool) -> Machine:
-    """Return the device's rates for the kernels below."""
+    """Return the rates of the device for the kernels of vision networks."""
     rate, vector = rates(device, precision), device.flops["fp32"]
     if device.is_cpu:
         return Machine(rate, rate.matmul, False, fuses)
@@ -68,7 +68,7 @@ def machine(device: Accelerator, precision: str, fuses: bool) -> Machine:
 
 @lru_cache(maxsize=4096)
 def pass_seconds(network: VisionNetwork, samples: int, on: Machine) -> tuple[float, float, int]:
-    """Return forward and backward seconds of one micro-batch, and the number of kernel launches."""
+    """Return (forward seconds, backward seconds, number of kernel launches) of one micro-batch."""
     forward = backward = 0.0
     launched = 0
     for block in network.blocks:
@@ -85,7 +85,7 @@ def pass_seconds(network: VisionNetwork, samples: int, on: Machine) -> tuple[flo
 
 def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tuple[float, float]:
     rate, element = on.rate, on.rate.element_bytes
-    # Intermediate values of a fused operation stay in registers: neither written nor read again.
+    # The intermediate values of a fused operation stay in registers: they are neither written nor read.
     spared = 2 * operation.outputs if fused else 0
     ahead = samples * (element * max(0, operation.moved - spared) + operation.kept_bytes)
     back = samples * (element * max(0, operation.moved_back - spared) + operation.kept_bytes)
@@ -95,13 +95,13 @@ def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tu
         return ahead_moved, back_moved
     forward, backward = _product_seconds(operation, samples, on)
     turned = 0.0
-    if operation.depthwise or on.matrix_units:  # a change between channels-first and channels-last order
+    if operation.depthwise or on.matrix_units:  # conversion between channels-first and channels-last
         turned = memory_seconds(samples * element * operation.copied, 0, rate)
     return max(ahead_moved, forward) + turned, max(back_moved, backward) + 2 * turned
 
 
 def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[float, float]:
-    """Return the seconds of arithmetic alone: forward, and the gradients of input and weights."""
+    """Return the seconds of arithmetic alone: (forward, gradients of input and weights)."""
     rate, flops = on.rate, 2.0 * operation.macs * samples
     rows, depth, columns = operation.rows * samples, operation.depth, operation.columns
     if operation.depthwise:
@@ -109,7 +109,7 @@ def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[f
     if operation.fused_attention:
         width = depth // 2
         causal = flash_attention_seconds(rows, operation.rows, operation.batches, width, width, False, rate)
-        return 2 * causal[0], 2 * causal[1]  # a kernel that computes the causal half only
+        return 2 * causal[0], 2 * causal[1]  # the causal kernel computes only half of the scores
     if operation.batches > 1:
         aligned = operation.rows * rate.element_bytes % 16 == 0
         seconds = flops / (rate.matmul * (_BATCHED_SHARE if aligned else _UNALIGNED_SHARE))
@@ -129,23 +129,23 @@ def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[f
 
 
 def _weight_seconds(rows: int, depth: int, columns: int, rate: Rates) -> float:
-    """Return the seconds of the weight gradient: small, over many rows, which are split to fill the device."""
+    """Return the seconds of the weight gradient, whose many rows are divided to fill all multiprocessors."""
     tiles = -(-depth // rate.tile_rows) * -(-columns // rate.tile_columns)
     parts = max(1, min(rate.multiprocessors // tiles, rows // rate.depth))
     return matmul_seconds(depth * parts, _whole(-(-rows // parts), _PART), columns, rate)
 
 
 def _whole(count: int, multiple: int) -> int:
-    """Return the number rounded up to a multiple."""
+    """Return ``count`` rounded up to a multiple of ``multiple``."""
     return -(-count // multiple) * multiple
 
 
-# What the host needs to issue one kernel of an eager network, autograd included: an order of magnitude.
+# Host seconds to launch one kernel of an eager network, including autograd (order of magnitude).
 _ISSUE_SECONDS = 6e-6
 
 
 def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-    """Return the seconds per optimizer step by cause with derived figures; samples take the place of tokens."""
+    """Return the seconds per optimizer step by cause with derived figures, which count samples instead of tokens."""
     model, training = vision_model(spec), spec.training
     profile = framework_of(spec).profile
     micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
@@ -183,7 +183,7 @@ def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tupl
 
 
 def _loss_seconds(model: VisionSpec, layout: Layout, rate: Rates) -> float:
-    """Return the seconds of a contrastive loss: two matrices of logits, both passes, and entropies in fp32."""
+    """Return the seconds of a contrastive loss, forward and backward: two matrices of logits, cross-entropy in fp32."""
     features = network(model).features
     if not features:
         return 0.0
@@ -196,7 +196,7 @@ def _loss_seconds(model: VisionSpec, layout: Layout, rate: Rates) -> float:
 def _data_seconds(
     spec: RunSpec, layout: Layout, device: Accelerator, profile: FrameworkProfile
 ) -> tuple[int, float, float]:
-    """Return the bytes that a rank sends per step; seconds of communication that is exposed, and that may overlap."""
+    """Return (bytes that a rank sends per step, seconds of exposed communication, seconds that may overlap)."""
     ranks, micro_batches, training = zero_shards(layout), layout.gradient_accumulation_steps, spec.training
     model = vision_model(spec)
     whole, link = network(model), cluster_link(spec.cluster, device)
@@ -214,12 +214,12 @@ def _data_seconds(
     if layout.zero_stage:
         sent += _part(weights, ranks)
         blocking += link.gather(weights, ranks)
-    # DeepSpeed reduces below stage 2 after the last micro-batch (engine.py allreduce_gradients); DDP while it runs.
+    # Below stage 2 DeepSpeed reduces after the last backward pass (engine.py allreduce_gradients), DDP during it.
     if framework_of(spec).reduces_after_backward and layout.zero_stage < 2:
         return sent, blocking + reduced, 0.0
     return sent, blocking, reduced
 
 
 def _part(size: int, ranks: int) -> int:
-    """Return the bytes that each of ``ranks`` sends of a buffer in a ring."""
+    """Return the bytes of a buffer that each of n ranks sends in a ring: (n - 1) / n of it."""
     return size * (ranks - 1) // ranks
