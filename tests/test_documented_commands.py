@@ -60,7 +60,8 @@ KUBERNETES = "recipes/llama-13b-kueue.yaml --set cluster.kubernetes.image=r.exam
 RUN: dict[str, Runs] = {
     "scaletrain plan recipes/llama-7b-h100.yaml": Runs("plan recipes/llama-7b-h100.yaml", ": fits"),
     "scaletrain plan recipes/llama-70b-spot.yaml --deadline 90d": Runs(
-        "plan recipes/llama-70b-spot.yaml --deadline 90d", "Cluster for the fewest GPUs: at most 256 GPUs, done in 90 d"
+        "plan recipes/llama-70b-spot.yaml --deadline 90d",
+        "Cluster with the fewest GPUs: at most 256 GPUs, finished in 90 d",
     ),
     "scaletrain submit recipes/llama-7b-h100.yaml": Runs("submit recipes/llama-7b-h100.yaml --dry-run", "#SBATCH"),
     "scaletrain plan run.yaml": Runs("plan run.yaml", ": fits"),
@@ -70,9 +71,9 @@ RUN: dict[str, Runs] = {
     "scaletrain plan SPEC --all": Runs(f"plan {SPEC} --all", "PaLM"),
     "scaletrain plan A B": Runs(f"plan {SPEC} recipes/gpt2-124m-a100.yaml", "gpt2-124m-a100"),
     "scaletrain plan SPEC --plot plan.html": Runs(f"plan {SPEC} --plot plan.html", "wrote plan.html"),
-    "scaletrain plan SPEC --deadline 30d": Runs(f"plan {SPEC} --deadline 30d", "done in 30 d"),
+    "scaletrain plan SPEC --deadline 30d": Runs(f"plan {SPEC} --deadline 30d", "finished in 30 d"),
     "scaletrain plan SPEC --objective cost --max-gpus 512": Runs(
-        "plan recipes/gpt2-124m-a100.yaml --objective cost --max-gpus 512", "Cluster for the lowest cost"
+        "plan recipes/gpt2-124m-a100.yaml --objective cost --max-gpus 512", "Cluster with the lowest cost"
     ),
     "scaletrain plan SPEC --trace FILE": Runs(f"plan {SPEC} --trace trace.json", "trace"),
     "scaletrain submit run.yaml": Runs("submit run.yaml --dry-run", "local.supervisor"),

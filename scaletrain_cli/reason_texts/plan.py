@@ -1,6 +1,6 @@
-"""The texts of the planner: why layouts and clusters are rejected, what would fit, and what a plan warns of.
+"""The texts of the planner: why layouts and clusters are rejected, what would fit, warnings, checks and explanations.
 
-A rule text follows the key and the value that break it: "layout.tensor_parallel = 3: must divide 32 attention heads".
+The text of a rule follows the key and value that break it: "layout.tensor_parallel = 3: must divide 32 heads".
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from scaletrain_cli.reasons import Text
 _USE = ("Use {allowed:or}.",)
 _OTHER_NETWORK = "For any other network leave it out and set cluster.inter_node_bandwidth, in bytes/s per GPU."
 
-# Rules that degrees of parallelism and batches must keep, of the cluster, the model and the framework.
+# Rules of cluster, model and framework that degrees of parallelism and batch sizes must obey.
 _RULES = {
     "wrong-product": Text(
         "data {data} x tensor {tensor} x pipeline {pipeline} x sequence {sequence} x context {context} = {ranks} "
@@ -34,9 +34,11 @@ _RULES = {
     "needs-experts": Text("needs a model with experts", ("Use 1 or auto.",)),
     "divide-experts": Text("must divide {experts} experts", _USE),
     "divide-expert-ranks": Text("must divide data x sequence parallel = {ranks}", _USE),
-    "leaves-stages-empty": Text("leaves the last stages empty, because stages are balanced by cost", ("Use fewer.",)),
+    "leaves-stages-empty": Text(
+        "leaves the last stages empty, because stages are balanced by cost", ("Use fewer stages.",)
+    ),
     "too-few-micro-batches": Text(
-        "needs at least {needed} micro-batches a step", ("Use fewer, or a smaller micro-batch.",)
+        "needs at least {needed} micro-batches per step", ("Use fewer stages, or a smaller micro-batch.",)
     ),
     "zero-refused-with-pipeline": Text(
         "cannot be combined with pipeline parallelism in DeepSpeed", ("Use 1 or auto.",)
@@ -53,33 +55,33 @@ _ENGINE = {
     "layout-does-not-fit": Text(
         "does not fit: one rank needs {peak:bytes} of {capacity:bytes}", ("See `scaletrain plan`.",)
     ),
-    "engine-axis": Text("this engine runs {axes} parallelism with ZeRO", ("Use 1 or auto.",)),
+    "engine-axis": Text("this engine supports only {axes} parallelism", ("Use 1 or auto.",)),
     "engine-divide-key-value-heads": Text(
         "must divide {heads} key-value heads, which this engine does not repeat", _USE
     ),
     "engine-divide-vocabulary": Text(
-        "must divide model.vocab_size = {vocab_size}, because embedding and head are cut over it",
+        "must divide model.vocab_size = {vocab_size}, because embedding and head are sharded over it",
         ("Pad model.vocab_size to {padded}, or use 1.",),
     ),
     "engine-expert-tensor-parallel": Text(
-        "this engine cuts experts over the same ranks as other matrices", ("Use auto.",)
+        "this engine shards experts over the same tensor ranks as other matrices", ("Use auto.",)
     ),
     "engine-liger-whole-vocabulary": Text(
-        "needs the whole vocabulary on each rank, and tensor_parallel = {tensor_parallel} cuts it",
+        "needs the full vocabulary on each rank, but tensor_parallel = {tensor_parallel} shards it",
         ("Use chunked or auto.",),
     ),
     "engine-expert-rows": Text("must be a multiple of {multiple} with experts in {precision}", ("Use {padded}.",)),
     "engine-expert-columns": Text(
         "must be a multiple of {multiple} on each of {ranks} tensor ranks, in {precision}", ("Use {padded}.",)
     ),
-    "engine-text-only": Text("this engine trains transformers of text only", ("Use llama or gpt.",)),
-    "engine-family-no-experts": Text("this engine's {family} has no experts", ("Use 0, or family: llama.",)),
-    "engine-family-differs": Text("this engine's {family} has {built}", ("Leave it out.",)),
+    "engine-text-only": Text("this engine trains only language models", ("Use llama or gpt.",)),
+    "engine-family-no-experts": Text("this engine's {family} models have no experts", ("Use 0, or family: llama.",)),
+    "engine-family-differs": Text("this engine's {family} models have {built}", ("Remove the key.",)),
     "engine-no-grouped-queries": Text(
-        "this engine's {family} has one for each attention head", ("Use {heads}, or family: llama.",)
+        "this engine's {family} models have one key-value head per attention head", ("Use {heads}, or family: llama.",)
     ),
-    "engine-all-biases": Text("this engine's {family} has all biases", ("Use false.",)),
-    "engine-no-qk-norm": Text("this engine's {family} does not normalize queries and keys", ("Use false.",)),
+    "engine-all-biases": Text("this engine's {family} models always have all biases", ("Use false.",)),
+    "engine-no-qk-norm": Text("this engine's {family} models do not normalize queries and keys", ("Use false.",)),
     "engine-no-latent-attention": Text("this engine has no latent attention", ("Use 0.",)),
     "tf32-gpu": Text("needs an NVIDIA GPU", ("Use fp32 or bf16 with cluster.gpu: cpu.",)),
     "fp8-device": Text("needs an NVIDIA GPU of compute capability 8.9 or higher, and this is {device}", ("Use bf16.",)),
@@ -87,45 +89,46 @@ _ENGINE = {
         "needs an NVIDIA GPU of compute capability 8.9 or higher, and {device} has {compute_capability}", ("Use bf16.",)
     ),
     "grad-dtype": Text("{precision} gradients accumulate in fp32 or {own}", ("Use fp32.",)),
-    "engine-fp8-zero-3": Text("fp8 products keep the weights that stage 3 gathers", ("Use 1, 2 or auto.",)),
-    "engine-muon": Text(
-        "orthogonalizes whole matrices, which ZeRO and tensor parallelism cut", ("Use adamw or lion.",)
+    "engine-fp8-zero-3": Text(
+        "not with fp8, whose matrix products keep the weights that stage 3 gathers", ("Use 1, 2 or auto.",)
     ),
-    "engine-offload": Text("not in this engine", _USE),
+    "engine-muon": Text(
+        "orthogonalizes full matrices, which ZeRO and tensor parallelism shard", ("Use adamw or lion.",)
+    ),
+    "engine-offload": Text("this engine does not support this offload mode", _USE),
     "engine-offload-optimizer": Text(
-        "updates its states on the device", ("Use adamw, adam, momentum or sgd, or layout.offload: none.",)
+        "cannot be offloaded, because it updates its states on the device",
+        ("Use adamw, adam, momentum or sgd, or layout.offload: none.",),
     ),
     "engine-nvme-optimizer": Text(
-        "DeepSpeed fetches only Adam's two moments from NVMe", ("Use adamw, or offload_device: cpu.",)
+        "offload to NVMe supports only Adam's two moments", ("Use adamw, or offload_device: cpu.",)
     ),
-    "engine-nvme-averaging": Text("weights on NVMe are not averaged", ("Use none, or offload to cpu.",)),
-    "engine-liger-gpu": Text("its kernel needs a GPU", ("Use chunked or auto.",)),
-    "engine-whole-norms": Text("this engine does not cut norms over tensor ranks", ("Use false or auto.",)),
-    "engine-attention": Text(
-        "plans for a kernel that this engine leaves to PyTorch to choose", ("Use auto to submit.",)
-    ),
+    "engine-nvme-averaging": Text("averaging does not support offload to NVMe", ("Use none, or offload_device: cpu.",)),
+    "engine-liger-gpu": Text("the kernel of liger needs a GPU", ("Use chunked or auto.",)),
+    "engine-whole-norms": Text("this engine does not shard norms over tensor ranks", ("Use false or auto.",)),
+    "engine-attention": Text("in this engine PyTorch chooses the attention kernel", ("Use auto to submit.",)),
     "framework-for-comparison": Text("is for comparison only", ("Use deepspeed to submit.",)),
-    "relative-checkpoint-dir": Text("must be absolute, because nodes start in another folder"),
+    "relative-checkpoint-dir": Text("must be an absolute path, because nodes start in another folder"),
 }
 
-# Degrees and ZeRO stages that the search leaves out. They follow the axis.
+# Degrees and ZeRO stages that the search excludes. The texts follow the name of the axis.
 _SEARCH_SPACE = {
-    "leaves-the-node": Text("crosses a node of {gpus} GPUs"),
+    "leaves-the-node": Text("more ranks than the {gpus} GPUs of a node"),
     "too-many-stages": Text("more stages than layers, or than any published run"),
-    "more-chunks-than-layers": Text("more chunks than layers"),
+    "more-chunks-than-layers": Text("more virtual stages than layers"),
     "more-ranks-than-heads": Text("more ranks than {heads} heads"),
-    "too-few-tokens": Text("leaves a rank fewer than {tokens} tokens of a sequence"),
+    "too-few-tokens": Text("fewer than {tokens} tokens of a sequence per rank"),
     "more-ranks-than-experts": Text("more ranks than experts"),
-    "chunks-do-not-divide": Text("chunks do not divide the layers"),
-    "more-degrees-than-tried": Text("more degrees than are tried"),
-    "engine-lacks-axis": Text("above 1 cannot be run by this engine version"),
-    "framework-lacks-axis": Text("above 1 cannot be run by {framework}"),
-    "zero-with-pipeline": Text("zero_stage above 1: {framework} does not combine it with a pipeline"),
-    "no-zero-0": Text("zero_stage 0: {framework} has no usable one for {precision}"),
-    "no-zero-3": Text("zero_stage 3: {precision} products keep the weights that it gathers"),
+    "chunks-do-not-divide": Text("stages x virtual stages do not divide the layers"),
+    "more-degrees-than-tried": Text("more degrees than the search tries"),
+    "engine-lacks-axis": Text("this engine version supports only 1"),
+    "framework-lacks-axis": Text("{framework} supports only 1"),
+    "zero-with-pipeline": Text("zero_stage above 1: {framework} does not support it with a pipeline"),
+    "no-zero-0": Text("zero_stage 0: {framework} does not support it with {precision}"),
+    "no-zero-3": Text("zero_stage 3: {precision} matrix products keep the weights that it gathers"),
 }
 
-# Why a layout was not chosen: one layout with its numbers, and "counted-" for all of a kind.
+# Why a layout was not chosen: for one layout with its numbers, and "counted-" for many layouts.
 _CHOICE = {
     "needs-memory": Text("does not fit: needs {peak:bytes} of {capacity:bytes}"),
     "does-not-fit": Text("does not fit"),
@@ -140,9 +143,9 @@ _CHOICE = {
     "faster-within-error": Text("{gain:percent} faster, within the error of the model, and more complex"),
     "counted-faster-within-error": Text("faster by less than the error of the model, and more complex"),
     "not-faster": Text("not faster, and more complex"),
-    "offloads-needlessly": Text("offloads, although it fits without"),
+    "offloads-needlessly": Text("uses offload, although it fits without"),
     "cannot-be-faster": Text("cannot be faster, by a lower bound on the step time"),
-    "search-ended": Text("not evaluated: the search ends after {layouts} layouts, best bounds first"),
+    "search-ended": Text("not evaluated: the search ends after {layouts} layouts, lowest bounds first"),
 }
 
 # A run that fits no layout, and the changes that would make it fit.
@@ -164,7 +167,7 @@ _INFEASIBLE = {
     "nothing-fits": Text("more or larger GPUs do not make it fit", ("Use a smaller model or a shorter seq_len.",)),
 }
 
-# Why a cluster was not chosen, and what one takes that keeps the limits.
+# Why a cluster was not chosen, and the time and cost of one that meets the limits.
 _CLUSTERS = {
     "cluster-does-not-fit": Text("does not fit: {what}"),
     "cluster-does-not-divide": Text("does not divide: {what}"),
@@ -173,15 +176,15 @@ _CLUSTERS = {
     "too-late": Text("{by:seconds} too late"),
     "over-budget": Text("{by:usd} over budget"),
     "more-gpus": Text("more GPUs than needed"),
-    "slower-on-as-many": Text("slower with as many GPUs"),
+    "slower-on-as-many": Text("slower with the same number of GPUs"),
     "slower-by": Text("{by:seconds} slower"),
     "costs-more": Text("costs {by:usd} more"),
     "no-cheaper": Text("no cheaper, and slower"),
     "closest-cluster": Text("{takes}; {missed}"),
     "sufficient-cluster": Text("{takes}"),
-    "scheduler-is-one-node": Text("cluster.scheduler = {scheduler} is one node: use slurm to consider more"),
-    "one-node-limit": Text("is one node", ("Use slurm for more.",)),
-    "more-than-the-spec": Text("more than the {gpus} GPUs of the spec; to submit it: --set cluster.nodes={nodes}"),
+    "scheduler-is-one-node": Text("cluster.scheduler = {scheduler} has only one node: use slurm to consider more"),
+    "one-node-limit": Text("has only one node", ("Use slurm for more nodes.",)),
+    "more-than-the-spec": Text("more than the {gpus} GPUs of the spec; to submit it, use --set cluster.nodes={nodes}"),
 }
 
 # No cluster within the limits, and limits that cannot be used.
@@ -294,26 +297,27 @@ _WARNINGS = {
         "network speed"
     ),
     "too-little-host-memory": Text(
-        "offloading takes {offloaded:bytes} of each node's memory and the copy that checkpoints are written from "
-        "{copied:bytes}: more than {key} = {given:bytes}. The kernel would kill the job"
+        "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from which checkpoints are "
+        "written {copied:bytes}: more than {key} = {given:bytes}. The kernel would kill the job"
     ),
     "host-memory-unchecked": Text(
-        "offloading takes {offloaded:bytes} of each node's memory and the copy that checkpoints are written from "
-        "{copied:bytes}; whether the nodes have it is not checked"
+        "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from which checkpoints are "
+        "written {copied:bytes}; whether the nodes have so much is not checked"
     ),
     "emulated-precision": Text(
         "{device} has no {precision} units: {precision} is emulated, slowly. Times assume fp32 speed"
     ),
     "large-heads": Text(
-        "model.head_dim = {head_dim}: no fused attention above {largest}; memory grows with seq_len squared"
+        "model.head_dim = {head_dim}: fused attention supports at most {largest}; memory grows with seq_len squared"
     ),
     "attention-dropout": Text(
-        "model.attention_dropout = {attention_dropout:g}: no fused attention draws the same masks in every layout, so "
-        "the scores are kept; memory grows with seq_len squared. Current models leave it out"
+        "model.attention_dropout = {attention_dropout:g}: no fused attention kernel draws the same dropout masks in "
+        "every layout, so the scores are stored and memory grows with seq_len squared. Current models have no "
+        "attention dropout"
     ),
     "assumed-preemptions": Text(
-        "spot without cluster.mean_time_between_interruptions: a preemption every {hours:g} hours is assumed, as on "
-        "AWS in 2022 and 2023; set it for your cluster, or plan with --trace"
+        "cluster.mean_time_between_interruptions is not set: a preemption every {hours:g} hours is assumed, as on AWS "
+        "in 2022 and 2023; set it for your cluster, or use plan --trace"
     ),
     "grace-too-short": Text(
         "one step and a checkpoint take {needed:seconds}, more than cluster.grace_seconds = {grace_seconds:g}: a "
@@ -321,17 +325,17 @@ _WARNINGS = {
     ),
 }
 
-# What the numbers of a plan rest on.
+# Where the numbers of a plan come from.
 _ASSUMPTIONS = {
     "assumes-device": Text("device {device}: {source}"),
     "assumes-kernels": Text(
-        "kernels: shares of the device's rates by size and GPU generation, in kernel_rates.json; host work and overlap "
-        "of {framework}, in frameworks/; `make bench-planner` prints the errors"
+        "kernels: shares of the device's peak rates by size and GPU generation, in kernel_rates.json; host work and "
+        "overlap of {framework}, in plan/frameworks/; `make bench-planner` prints the errors"
     ),
     "assumes-compiled": Text(
-        "compiled blocks: one kernel for each chain of element-wise operations, compared with torchtitan's and "
-        "build-nanogpt's figures, not with a GPU run of this engine; graph breaks of ZeRO-3's hooks are not counted. "
-        "Memory is that of eager blocks where training.compile is auto"
+        "compiled blocks: one kernel for each chain of element-wise operations; compared with the published figures "
+        "of torchtitan and build-nanogpt, not with GPU runs of this engine; graph breaks in ZeRO-3's hooks are not "
+        "counted. With training.compile: auto, memory is that of eager blocks"
     ),
     "assumes-network": Text(
         "network between nodes: {network}; bus bandwidths by number of nodes, measured or estimated, in networks.json"
@@ -340,21 +344,21 @@ _ASSUMPTIONS = {
         "model states and buffers: what DeepSpeed 0.19 allocates, from its source; ZeRO, arXiv:1910.02054"
     ),
     "assumes-reduced-type": Text(
-        "gradients are reduced between ranks in the weights' type, whatever grad_dtype they are accumulated in"
+        "gradients are reduced between ranks in the dtype of the weights, also if grad_dtype is another one"
     ),
-    "assumes-counted-states": Text("model states and buffers: as {framework} keeps them, counted in its source"),
+    "assumes-counted-states": Text("model states and buffers: what {framework} allocates, from its source"),
     "assumes-fragmentation": Text("fragmentation: {share:percent} of what is allocated and freed in a step"),
-    "assumes-cpu-process": Text("outside the allocator: 0.5 GB of process"),
+    "assumes-cpu-process": Text("outside the allocator: 0.5 GB for the process"),
     "assumes-outside-allocator": Text(
         "outside the allocator: CUDA context 0.7 GB, NCCL 0.4 GB per axis and 0.5 GB per peer of an all-to-all"
     ),
     "assumes-out-of-memory": Text(
-        "probability of running out of memory: log-normal errors of the estimate, calibrated on the crashes of "
-        "nanotron's Ultra-Scale sweep; nothing comparable is published for other frameworks"
+        "probability of running out of memory: log-normal errors of the estimate, calibrated on runs that ran "
+        "out of memory in nanotron's Ultra-Scale sweep; nothing comparable is published for other frameworks"
     ),
     "assumes-text-activations": Text(
-        "activations: operation by operation, {element_bytes} bytes per element, with attention as the device and "
-        "planner.attention have it; Korthikanti et al., arXiv:2205.05198"
+        "activations: operation by operation, {element_bytes} bytes per element, with the attention kernel of the "
+        "device or planner.attention; Korthikanti et al., arXiv:2205.05198"
     ),
     "assumes-logits": Text("logits and loss: {bytes_per_entry} bytes per token and vocabulary entry"),
     "assumes-text-flops": Text(
@@ -362,47 +366,44 @@ _ASSUMPTIONS = {
     ),
     "assumes-text-data": Text("data: {tokens:.3g} tokens, {per_parameter:.3g} per parameter, read while training"),
     "assumes-vision-activations": Text(
-        "activations: what autograd keeps of each operation, {element_bytes} bytes per element; no dropout"
+        "activations: what autograd saves for each operation, {element_bytes} bytes per element; no dropout"
     ),
     "assumes-vision-time": Text(
-        "time of each operation: its products or its memory traffic, whichever is longer; off by 6 to 8 % on average "
-        "against the results of timm, NVIDIA's examples and MLPerf"
+        "time of each operation: its arithmetic or its memory traffic, whichever is longer; mean error 6 to 8 % "
+        "against the published results of timm, NVIDIA's examples and MLPerf"
     ),
     "assumes-vision-flops": Text(
-        "FLOPs of one of the {unit}: 6 per multiplication with addition of a forward pass; tokens_per_second counts "
-        "{unit}"
+        "FLOPs: 6 per multiply-accumulate of the forward pass; tokens_per_second counts {unit}"
     ),
     "assumes-vision-data": Text("data: {samples:.3g} {unit}; reading and decoding are assumed to keep up"),
     "assumes-storage": Text(
-        "checkpoints: 1.2 GB/s per node to shared storage unless the spec says, as BLOOM's chronicle reports; "
-        "restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006"
+        "checkpoints: 1.2 GB/s per node to shared storage, as BLOOM's chronicle reports, unless the spec sets "
+        "cluster.storage_bandwidth; restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006"
     ),
-    "assumes-stated-interruptions": Text("interruptions: as the spec says, of the whole job and for any cause"),
+    "assumes-stated-interruptions": Text("interruptions: as in the spec, of the whole job and for any cause"),
     "assumes-failures": Text("failures: one per {gpu_hours:,.0f} GPU hours, as {reporter}"),
-    "assumes-stated-preemptions": Text(
-        "preemptions: as the spec says, of the whole job; hardware failures add to them"
-    ),
+    "assumes-stated-preemptions": Text("preemptions: as in the spec, of the whole job; hardware failures add to them"),
     "assumes-traced-preemptions": Text(
-        "preemptions: one per {hours:g} hours of the job, as 21 traces of AWS instances in 2022 and 2023 show "
+        "preemptions: one per {hours:g} hours of the job, as in 21 traces of AWS instances from 2022 and 2023 "
         "(skypilot-org/spot-traces); waiting for capacity is not counted"
     ),
     "assumes-comparison": Text("planner.framework = {framework}: for comparison; it cannot be submitted"),
 }
 
-# Checks of the training recipe. They follow a topic and its value.
+# Checks of the training recipe. The texts follow a topic and its value.
 _RECIPE = {
-    "effective-batch": Text("{micro_batch} per GPU x {accumulation} accumulated x {data} data-parallel ranks"),
+    "effective-batch": Text("micro-batch {micro_batch} x accumulation {accumulation} x {data} data-parallel ranks"),
     "critical-batch": Text(
-        "{tokens:.3g} tokens per step need about {times:.2g} times the tokens that small batches would "
+        "with {tokens:.3g} tokens per step, training needs about {times:.2g} times the tokens that small batches need "
         "(arXiv:1812.06162, arXiv:2001.08361; an order of magnitude)"
     ),
     "no-recipe-linear": Text(
-        "no published recipe for {model} to compare with; when the batch size changes by k, scale the learning rate by "
-        "k, shown for k up to 32 (arXiv:1706.02677)"
+        "no published recipe for {model} to compare with; if you multiply the batch size by k, multiply the learning "
+        "rate by k too, which is shown for k up to 32 (arXiv:1706.02677)"
     ),
     "no-recipe-square-root": Text(
-        "no published recipe for {model} to compare with; when the batch size changes by k, scale the learning rate by "
-        "the square root of k (arXiv:2205.10287)"
+        "no published recipe for {model} to compare with; if you multiply the batch size by k, multiply the learning "
+        "rate by the square root of k (arXiv:2205.10287)"
     ),
     "recipe-of-another-optimizer": Text("the recipe uses {optimizer}, with {lr:g} at {batch:whole} {unit} ({source})"),
     "beyond-linear-scaling": Text(
@@ -428,20 +429,20 @@ _RECIPE = {
         "fine-tuning from given weights usually takes about {usual:g} with Adam (TRL's default); this one is of the "
         "order of pre-training, and may undo what the weights have learned"
     ),
-    "no-warm-up": Text("large batches and Adam's first steps need one (arXiv:1706.02677, arXiv:1908.03265)"),
+    "no-warm-up": Text("large batches and Adam's first steps need a warm-up (arXiv:1706.02677, arXiv:1908.03265)"),
     "warm-up-most-of-the-run": Text("the learning rate rises for most of the run"),
     "long-warm-up": Text("long: published recipes take from 0.1 % to 11 % of the steps"),
-    "usual-warm-up": Text("within what published recipes take, 0.1 % to 11 % of the steps"),
+    "usual-warm-up": Text("as in published recipes, which take from 0.1 % to 11 % of the steps"),
     "tokens-per-parameter": Text(
         "{tokens:count} tokens for {parameters:count} active parameters; about {optimal} is compute-optimal "
         "(arXiv:2203.15556)"
     ),
     "large-validation-split": Text(
-        "holds back about {held:count} tokens of a corpus that is read once; one evaluation reads {read:count}. "
+        "reserves about {held:count} tokens of a corpus that is read once; one evaluation reads {read:count}. "
         "data.validation_split: {enough:g} is enough"
     ),
     "total-flops": Text("{petaflop_days:.3g} PFLOP/s-days, forward and backward, without recomputation"),
-    "precision-emulated": Text("{device} has no {precision} units: it is emulated, slowly. It has {known}"),
+    "precision-emulated": Text("{device} has no {precision} units and emulates it slowly. It has {known}"),
     "loss-scaling": Text("needs loss scaling (arXiv:1710.03740); steps whose gradients overflow are skipped"),
     "loss-scaling-or-bf16": Text(
         "needs loss scaling (arXiv:1710.03740); steps whose gradients overflow are skipped. {device} has bf16, which "
@@ -449,63 +450,63 @@ _RECIPE = {
     ),
     "bf16-is-faster": Text("bf16 has {ratio:.3g} times the peak rate on {device}"),
     "precision-supported": Text("{device} has units for it"),
-    "whole-tiles": Text("tensor cores work on whole tiles"),
-    "padded-tiles": Text("not a multiple of {tile}, so tensor cores work on padding: {widths}"),
+    "whole-tiles": Text("tensor cores compute only full tiles"),
+    "padded-tiles": Text("not a multiple of {tile}, so tensor cores also compute padding: {widths}"),
     "padded-tiles-and-vocabulary": Text(
-        "not a multiple of {tile}, so tensor cores work on padding: {widths}. A vocab_size of {padded:whole} would be "
-        "a multiple"
+        "not a multiple of {tile}, so tensor cores also compute padding: {widths}. A vocab_size of {padded:whole} "
+        "would be a multiple"
     ),
 }
 
-# The walk through the decision (--explain): questions, remarks on a line of arithmetic, answers, and what follows.
+# The explanation of a layout (--explain): questions, notes on a row of numbers, answers, and what they lead to.
 _EXPLANATION = {
-    "ask-states": Text("What must be kept for every parameter, before any activation"),
+    "ask-states": Text("How much memory do weights, gradients and optimizer states need"),
     "ask-one-rank": Text("Does the run fit on one {device}, with a micro-batch of 1"),
-    "ask-sharding": Text("Is data parallelism over all {ranks:whole} ranks enough, with states sharded by ZeRO"),
+    "ask-sharding": Text("Does it fit with data parallelism over all {ranks:whole} ranks, with states sharded by ZeRO"),
     "ask-tensor": Text(
-        "Does it fit when the GPUs of a node share every layer (tensor parallelism, with ZeRO-{zero_stage})"
+        "Does it fit if the GPUs of a node share every layer (tensor parallelism, with ZeRO-{zero_stage})"
     ),
-    "ask-pipeline": Text("Does it fit in pipeline stages, with tensor parallelism {tensor} in each"),
+    "ask-pipeline": Text("Does it fit in pipeline stages, with tensor parallelism {tensor} in each stage"),
     "ask-axes": Text("What does each axis of the layout gain"),
     "ask-recomputation": Text("Must activations be recomputed"),
     "ask-compile": Text("Are the blocks compiled"),
     "ask-micro-batch": Text("How are the {batch:whole} {samples} of a step divided"),
-    "ask-bubble": Text("How long do pipeline stages wait"),
+    "ask-bubble": Text("How long do pipeline stages wait for each other"),
     "ask-communication": Text("What does communication cost"),
     "ask-winner": Text("Why this layout and not the next best"),
     "chosen": Text("chosen"),
     "bytes-per-parameter": Text("{bytes_per_parameter:.3g} bytes per parameter"),
     "recomputation-saves-nothing": Text("recomputation saves nothing"),
     "ranks-do-not-divide": Text("the batch or the ranks do not divide"),
-    "the-spec-asks": Text("but the spec asks for it"),
+    "the-spec-asks": Text("but the spec sets it"),
     "bubble-formula": Text("({stages} - 1) / ({micro_batches} x {chunks})"),
     "yes": Text("Yes"),
     "no": Text("No"),
-    "states-total": Text("{bytes_per_parameter:.3g} bytes, for {parameters:whole} parameters"),
+    "states-total": Text("{bytes_per_parameter:.3g} bytes for each of {parameters:whole} parameters"),
     "states-of-device": Text("These states alone take {share:percent} of the memory of one {device}"),
-    "one-rank-too-small": Text("No: even with every activation recomputed it takes {times:.2f} times what one has"),
-    "spread-states": Text("The states have to be sharded over several"),
+    "one-rank-too-small": Text("No: even with recomputation it needs {times:.2f} times the memory of one"),
+    "spread-states": Text("The states must be sharded over several ranks"),
     "yes-recomputing": Text("Yes, with recompute {mode}"),
     "data-parallel-is-enough": Text(
-        "Data parallelism over the {ranks:whole} is enough; nothing has to be split to fit"
+        "Data parallelism over {ranks:whole} ranks is enough; the model need not be split to fit"
     ),
     "batch-does-not-divide": Text(
         "No: a batch of {batch:whole} {samples} does not divide over {ranks:whole} data-parallel ranks"
     ),
-    "share-sequences": Text("Some ranks must share a sequence"),
-    "sharding-too-small": Text("No: what remains on one {device} is mostly {what}"),
+    "share-sequences": Text("Some ranks must work on the same sequence"),
+    "sharding-too-small": Text("No: what one {device} still holds is mostly {what}"),
     "cut-layers": Text("The layers themselves must be split"),
     "sharding-fits": Text("Yes: ZeRO-{zero_stage} with recompute {mode} takes {share:percent} of the memory"),
-    "no-cut-needed": Text("No layer has to be split"),
+    "no-cut-needed": Text("Layers need not be split"),
     "cut-for-speed": Text("Layers need not be split to fit, but splitting may be faster"),
     "node-too-small": Text("No: even over all {gpus} GPUs of a node it does not fit"),
-    "cut-into-stages": Text("Stages across nodes must share the layers"),
+    "cut-into-stages": Text("The layers must be divided into pipeline stages across nodes"),
     "tensor-degree": Text(
         "The plan uses tensor parallelism {degree}; the fast link inside the node carries its traffic"
     ),
     "yes-from-stages": Text("Yes, from {stages} stages on"),
     "stages-cost-a-bubble": Text(
-        "Stages send only activations, which a network between nodes can carry; the cost is a bubble"
+        "Stages send only activations, which the network between nodes can carry; the cost is the pipeline bubble"
     ),
     "sequences-are-cut": Text("Sequences are split too: sequence {sequence}, context {context}"),
     "not-in-this-engine": Text("This engine version cannot run it yet"),
@@ -526,7 +527,7 @@ _EXPLANATION = {
         "No: auto is off for experts, fp8, short runs and older GPUs. training.compile: true enables it"
     ),
     "batch-parts": Text("{batch:whole} = micro-batch {micro_batch} x accumulation {accumulation} x data {data}"),
-    "micro-batch-takes-all": Text("A rank has no more of the batch"),
+    "micro-batch-takes-all": Text("A micro-batch is already the full share of a rank"),
     "larger-micro-batch-does-not-fit": Text("A larger micro-batch does not fit"),
     "larger-micro-batch-not-faster": Text("A larger micro-batch is no faster"),
     "larger-micro-batch-too-risky": Text(
@@ -539,7 +540,7 @@ _EXPLANATION = {
     "most-traffic": Text("{axis} parallelism sends the most bytes"),
     "only-layout": Text("It is the only layout that the spec allows"),
     "fastest-layout": Text(
-        "Of {considered:whole} layouts it is the fastest that fits with memory to spare, or as fast and simpler"
+        "Of {considered:whole} layouts it is the fastest that fits with a margin, or a simpler one that is as fast"
     ),
     "pinned-by-spec": Text("The spec sets {settings}"),
 }

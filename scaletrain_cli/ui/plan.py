@@ -1,4 +1,4 @@
-"""The screens of a plan: memory, speed, cost, and the reasons for the layout. Computes only widths."""
+"""The screens of a plan: layout, memory, time, durability, cost, recipe, warnings, and the other layouts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MANY_COLUMNS = 5
 
 
 def layout_view(layout: Layout, samples: str) -> RenderableType:
-    """Return the axes and the batch, two lines; ``samples`` is the unit of a batch."""
+    """Return two lines: the axes, and the batch; ``samples``: the unit of a batch."""
     batch = (
         f"{whole_text(layout.global_batch_size)} {samples} per step = micro-batch {layout.micro_batch_size} "
         f"× accumulation {layout.gradient_accumulation_steps} × data {layout.data_parallel}"
@@ -81,7 +81,7 @@ def layout_text(layout: Layout) -> str:
 def alternatives_view(chosen: Layout, shown: Sequence[Alternative], hidden: int) -> RenderableType:
     """Return a row for each layout that was not chosen, with the reason."""
     columns = differing([chosen, *(alternative.layout for alternative in shown)])
-    if len(columns) > _MANY_COLUMNS:  # then there is no space for the reason beside them
+    if len(columns) > _MANY_COLUMNS:  # short titles leave more width for the reason
         columns = {_SHORT.get(name, name): field for name, field in columns.items()}
     table = Table.grid(padding=(0, 1 if len(columns) > _MANY_COLUMNS else 2, 0, 0))
     for name in columns:
@@ -103,7 +103,7 @@ def alternatives_view(chosen: Layout, shown: Sequence[Alternative], hidden: int)
 
 
 def rejected_view(rejected: Sequence[Rejection], hidden: int, *, examples: bool = False) -> RenderableType:
-    """Return the number of layouts that each reason excludes, in the order given; ``examples`` adds one of each."""
+    """Return a row for each reason, with the number of layouts that it excludes; ``examples`` adds an example."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
@@ -117,7 +117,7 @@ def rejected_view(rejected: Sequence[Rejection], hidden: int, *, examples: bool 
 
 
 def differing(layouts: Sequence[Layout]) -> dict[str, str]:
-    """Return the column titles and fields; of the parallel axes only those in which the layouts differ."""
+    """Return {column title: field of Layout}; of the axes of parallelism only those in which the layouts differ."""
     differ = {name: field for name, field in _AXES.items() if len({getattr(layout, field) for layout in layouts}) > 1}
     return {**differ, "ZeRO": "zero_stage", "micro": "micro_batch_size", "recompute": "activation_checkpointing"}
 
@@ -126,18 +126,18 @@ _VERDICT_STYLES = {"ok": "", "note": "cyan", "warning": "yellow"}
 
 
 def durability_view(spec: RunSpec, durability: Durability) -> RenderableType:
-    """Return the checkpoint interval, whether the notice suffices for a save, and the cost of interruptions."""
+    """Return checkpoint size and interval, whether a save fits in the grace period, and the cost of interruptions."""
     grace = "within" if durability.grace_ok else "NOT within"
     steps = durability.interval_steps
     every = f"{whole_text(steps)} steps" if steps > 1 else "step"
     saves = (
         f"checkpoint of {bytes_text(durability.checkpoint_bytes)} every {every} "
         f"({seconds_text(durability.interval_seconds)}), saved in {seconds_text(durability.save_seconds)}, {grace} "
-        f"the {seconds_text(spec.cluster.grace_seconds)} of grace"
+        f"the grace period of {seconds_text(spec.cluster.grace_seconds)}"
     )
     lines = [escaped_text(saves), escaped_text(_interruptions(durability))]
     if durability.copy_bytes_per_node:
-        copy = f"written from a copy that takes {bytes_text(durability.copy_bytes_per_node)} of each node's memory"
+        copy = f"written from a copy of the state, {bytes_text(durability.copy_bytes_per_node)} of each node's memory"
         lines.insert(1, escaped_text(copy))
     return Group(*lines)
 
@@ -148,7 +148,7 @@ def goodput_text(goodput: float) -> str:
 
 
 def cost_view(plan: RunPlan) -> RenderableType:
-    """Return the dollars and days on demand and on spot; one sentence if no price is known."""
+    """Return the dollars and days on demand and on spot; one sentence without a price."""
     cost = plan.cost
     markets = {"on demand": cost.on_demand, "spot": cost.spot}
     known = {name: market for name, market in markets.items() if market and market.price_per_gpu_hour is not None}
@@ -164,7 +164,7 @@ def cost_view(plan: RunPlan) -> RenderableType:
 
 
 def cost_text(plan: RunPlan) -> str:
-    """Return the expected cost as short text."""
+    """Return the expected cost, the price and its source on one line."""
     cost = plan.cost
     if cost.price_per_gpu_hour is None:
         return str(cost.price_source)
@@ -175,7 +175,7 @@ def cost_text(plan: RunPlan) -> str:
 
 
 def sanity_view(checks: Sequence[Sanity]) -> RenderableType:
-    """Return a bullet for each check: topic, figure, and assessment."""
+    """Return a bullet for each check: topic, figure, and message."""
     table = Table.grid(padding=0)
     table.add_column(width=2)
     table.add_column(overflow="fold")
@@ -192,7 +192,7 @@ def _interruptions(durability: Durability) -> str:
     if expected is None:
         return goodput
     if durability.wall_seconds is None:
-        return f"{goodput}: interruptions arrive so fast that the run never finishes"
+        return f"{goodput}: the run never finishes, because interruptions arrive faster than a restart takes"
     count = f"{expected:,.0f}" if expected >= 9.5 else f"{expected:.2g}"
     lost = (
         f"{seconds_text(durability.lost_work_seconds)} of work on average"
@@ -224,7 +224,7 @@ def show_plan(spec: RunSpec, plan: RunPlan, *, everything: bool = False, console
 
 
 def show_plan_summary(spec: RunSpec, plan: RunPlan) -> None:
-    """Print a summary of the plan in five lines, on stderr."""
+    """Print a summary of the plan on stderr: layout, memory, time, cost and warnings."""
     cost: list[Row] = [("Cost", escaped_text(cost_text(plan)))] if plan.cost.price_per_gpu_hour is not None else []
     show(
         stderr_console(), Group(headline(spec, plan), labelled([*summary_rows(spec, plan), *cost, *warning_rows(plan)]))
@@ -232,7 +232,7 @@ def show_plan_summary(spec: RunSpec, plan: RunPlan) -> None:
 
 
 def summary_rows(spec: RunSpec, plan: RunPlan) -> list[Row]:
-    """Return layout, memory and time, a line or two each."""
+    """Return the rows for layout, memory and time, each of one or two lines."""
     return [
         ("Layout", layout_view(plan.layout, spec.samples)),
         ("Memory", memory_total(plan)),
@@ -241,7 +241,7 @@ def summary_rows(spec: RunSpec, plan: RunPlan) -> list[Row]:
 
 
 def warning_rows(plan: RunPlan) -> list[Row]:
-    """Return one row, or none."""
+    """Return the row of warnings, if there are any."""
     return [("Warnings", _bullets(condensed(plan.warnings), "yellow"))] if plan.warnings else []
 
 
@@ -285,7 +285,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
     yield "Layout", layout_view(plan.layout, spec.samples)
     yield "Memory", memory_view(plan, bar, unicode)
     if not plan.memory.fits:
-        return  # a rate is no answer to that
+        return  # times and costs of a layout that cannot run would mislead
     yield "Time", time_view(spec, plan.time, bar, unicode, everything=everything)
     yield "Network", escaped_text(_network(plan))
     yield "Durability", durability_view(spec, plan.durability)

@@ -1,4 +1,4 @@
-"""The screens of an answer, one block after the other: the cluster, the plan, the trace, the explanation."""
+"""The screens of `scaletrain plan`, in order: the chosen cluster, the plan, the spot trace, the explanation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from scaletrain_cli.ui.plan import goodput_text, show_plan
 def show_trace(outcome: TraceOutcome, console: Console | None = None) -> None:
     """Print the median over all starting points, and the range from the 10th to the 90th percentile."""
     title = (
-        f"On the spot market of {plain(outcome.name)}: {outcome.finished} of {outcome.starts} starts finish, "
-        f"{seconds_text(outcome.trace_days * 86400)} recorded"
+        f"On the spot trace {plain(outcome.name)} of {seconds_text(outcome.trace_days * 86400)}: "
+        f"the run finishes from {outcome.finished} of {outcome.starts} starting points"
     )
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=13, style="bold")
@@ -61,25 +61,25 @@ def _spread(spread: Spread, text: Callable[[float], str]) -> str:
     return middle if low == middle == high else f"{middle} ({low} to {high})"
 
 
-_OBJECTIVES = {"time": "the soonest end", "cost": "the lowest cost", "gpus": "the fewest GPUs"}
-_TITLES = ("GPUs", "done in", "expected cost", "goodput", "why not")
+_OBJECTIVES = {"time": "the shortest time", "cost": "the lowest cost", "gpus": "the fewest GPUs"}
+_TITLES = ("GPUs", "time", "expected cost", "goodput", "why not")
 
 
 def show_sizing(sizing: Sizing, console: Console | None = None) -> None:
-    """Print the question, and the table of sizes."""
+    """Print objective, limits and the table of clusters."""
     console = console or stdout_console()
     limits = [f"at most {whole_text(sizing.max_gpus)} GPUs"]
     if sizing.deadline_seconds is not None:
-        limits.append(f"done in {seconds_text(sizing.deadline_seconds)}")
+        limits.append(f"finished in {seconds_text(sizing.deadline_seconds)}")
     if sizing.budget_usd is not None:
-        limits.append(f"for {dollars_text(sizing.budget_usd)} at most")
-    asked = f"Cluster for {_OBJECTIVES[sizing.objective]}: {', '.join(limits)}"
+        limits.append(f"at most {dollars_text(sizing.budget_usd)}")
+    asked = f"Cluster with {_OBJECTIVES[sizing.objective]}: {', '.join(limits)}"
     notes = [escaped_text(str(note), "yellow") for note in sizing.notes]
     show(console, Group(escaped_text(asked, "bold"), *notes, "", _table(sizing.considered), ""))
 
 
 def show_considered(considered: Sequence[Considered], console: Console | None = None) -> None:
-    """Print the table alone, if no size is sufficient."""
+    """Print only the table of clusters, for when none meets the limits."""
     if considered:
         show(console or stdout_console(), _table(considered))
 
@@ -106,7 +106,7 @@ def _table(considered: Sequence[Considered]) -> Table:
 
 
 def _short(why: Reason | None) -> str:
-    """Return why a cluster was not chosen, shortened: the parts that do not fit are too long for a table."""
+    """Return why a cluster was not chosen, short enough for a table."""
     if why is None:
         return ""
     return "does not fit" if why.code == "plan.cluster-does-not-fit" else str(why)
@@ -141,7 +141,7 @@ def _numbered(number: int, question: str) -> RenderableType:
 
 
 def _arithmetic(rows: Sequence[Row]) -> RenderableType:
-    """Return name, size, time, share and remark, in the columns in use; with titles if the rows are layouts."""
+    """Return the rows as a table without its empty columns; with column titles if the rows are layouts."""
     columns = {
         "memory": [bytes_text(row.bytes) if row.bytes is not None else "" for row in rows],
         "step": [seconds_text(row.seconds) if row.seconds is not None else "" for row in rows],
@@ -174,7 +174,7 @@ def _remark(row: Row) -> str:
 
 
 def show_answer(found: Answer, *, everything: bool = False, console: Console | None = None) -> None:
-    """Print the answer on ``console`` or stdout; modules for parts that were not requested are not imported."""
+    """Print every part of the answer on ``console``, by default stdout."""
     if found.sizing is not None:
         show_sizing(found.sizing, console)
     show_plan(found.spec, found.plan, everything=everything, console=console)

@@ -1,4 +1,4 @@
-"""The memory and the time of a plan: sums, and their parts as bars that add up to the whole."""
+"""The memory and time of a plan: totals, and their parts as a waterfall of bars."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
 def waterfall(parts: list[float], whole: float, width: int, *, unicode: bool) -> list[str]:
-    """Return a bar per part, ``width`` characters for ``whole``; a part too small to see is a tick."""
+    """Return a bar per part, each starting where the one before ends; ``whole`` is ``width`` characters wide."""
     bars, before = [], 0.0
     for part in parts:
         bars.append(_bar(before / whole * width, part / whole * width, unicode) if whole > 0 else "")
@@ -32,14 +32,15 @@ def _bar(start: float, length: float, unicode: bool) -> str:
         return ""
     if not unicode:
         return " " * first + "#" * max(1, round(start + length) - first)
-    # Blocks of an eighth fill from the left only, so the start is cut to a whole cell and the end keeps its eighth.
+    # Characters of n eighths fill from the left, so the start is rounded down to a full cell; the end keeps its
+    # eighths.
     end = start + length
     eighths = max(1, round((end - first) * 8))
     return " " * first + "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
 
 
 def part_line(name: str, amount: str, bar: str, style: str) -> Text:
-    """Return one part of a whole: name, size and bar."""
+    """Return one line: name, size and bar."""
     return Text.assemble(f"  {name:<{PART}}{amount:>{AMOUNT}} ", (bar, style))
 
 
@@ -55,8 +56,8 @@ MEMORY_PARTS = {
     "framework": "framework",
     "fragmentation": "fragmentation",
 }
-# A smaller probability of running out of memory is not shown: the estimate of it is no more accurate.
-_WORTH_SAYING = 0.005
+# A smaller probability of running out of memory is not shown: the estimate is not that accurate.
+_SHOWN_PROBABILITY = 0.005
 
 
 def memory_view(plan: RunPlan, bar: int, unicode: bool) -> RenderableType:
@@ -73,12 +74,12 @@ def memory_view(plan: RunPlan, bar: int, unicode: bool) -> RenderableType:
         if size
     ]
     if rest < 0:
-        lines.append(part_line("too much", bytes_text(-rest), "", "red"))
+        lines.append(part_line("over capacity", bytes_text(-rest), "", "red"))
     return Group(memory_total(plan), *_risk(memory), *lines, *_kinds(memory), *_stages(memory))
 
 
 def memory_total(plan: RunPlan) -> Text:
-    """Return ``72.8 GB of 84.9 GB (86 %) per rank``, in both kinds of gigabytes."""
+    """Return ``72.8 GB of 84.9 GB (86 %) per rank · 67.8 GiB of 79.1 GiB``."""
     memory = plan.memory
     rank = "per rank" if plan.layout.pipeline_parallel == 1 else "on the fullest stage"
     return Text.assemble(
@@ -91,9 +92,9 @@ def memory_total(plan: RunPlan) -> Text:
 def risk_text(memory: Memory) -> str:
     """Return the probability of an out-of-memory error; empty if it is too small to show."""
     chance = memory.out_of_memory_probability
-    if not memory.fits or chance < _WORTH_SAYING:
+    if not memory.fits or chance < _SHOWN_PROBABILITY:
         return ""
-    return f"chance of running out of memory: {percent_text(chance)}"
+    return f"probability of running out of memory: {percent_text(chance)}"
 
 
 def _risk(memory: Memory) -> Iterator[Text]:
@@ -104,11 +105,11 @@ def _risk(memory: Memory) -> Iterator[Text]:
 def _kinds(memory: Memory) -> Iterator[Text]:
     if memory.reserved:
         yield escaped_text(
-            f"  of it PyTorch allocates {bytes_text(memory.allocated)} and reserves {bytes_text(memory.reserved)}",
+            f"  PyTorch allocates {bytes_text(memory.allocated)} of it and reserves {bytes_text(memory.reserved)}",
             "dim",
         )
     if memory.host:
-        yield escaped_text(f"  in the node's memory: {bytes_text(memory.host)} for each rank")
+        yield escaped_text(f"  in the node's memory: {bytes_text(memory.host)} per rank")
 
 
 def _stages(memory: Memory) -> Iterator[Text]:
@@ -130,13 +131,11 @@ TIME_PARTS = {
     "optimizer": "optimizer",
     "data_wait": "waiting for data",
 }
-_CONVENTION = (
-    "MFU: FLOPs that the model needs, over the dense peak of its precision; HFU counts what is computed again too"
-)
+_CONVENTION = "MFU: FLOPs of the model, divided by the dense peak of the precision; HFU also counts recomputation"
 
 
 def time_view(spec: RunSpec, time: Time, bar: int, unicode: bool, *, everything: bool = False) -> RenderableType:
-    """Return the time section; a bar of ``bar`` characters is a step. ``everything`` adds how MFU is defined."""
+    """Return the time section; a bar of ``bar`` characters is a step. ``everything`` adds the definition of MFU."""
     seconds = {name: getattr(time, field) for field, name in TIME_PARTS.items()}
     bars = waterfall(list(seconds.values()), max(time.step, sum(seconds.values())), bar, unicode=unicode)
     lines = [
@@ -146,7 +145,7 @@ def time_view(spec: RunSpec, time: Time, bar: int, unicode: bool, *, everything:
     ]
     convention = [escaped_text(_CONVENTION, "dim")] if everything else []
     again = (
-        [escaped_text(f"  of the compute {seconds_text(time.recompute)} is recomputation", "dim")]
+        [escaped_text(f"  {seconds_text(time.recompute)} of the compute is recomputation", "dim")]
         if time.recompute
         else []
     )

@@ -1,4 +1,4 @@
-"""Plans side by side, with the ratio of each to the first one. Computes only ratios and widths."""
+"""Plans side by side, with the ratio of each figure to that of the first plan."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from scaletrain_cli.ui.plan_breakdown import VERDICT_STYLES
 
 _LIST_GAP = 2
 _WIDEST_NAME, _NARROWEST_NAME = 30, 12
-# Columns in the order in which they are dropped if the width does not suffice.
-_LEAST_WANTED = (
+# Columns in the order in which they are dropped if the console is too narrow.
+_DROPPED_FIRST = (
     "of device",
     "MFU",
     "whole run",
@@ -35,7 +35,7 @@ _LEAST_WANTED = (
 
 
 def comparison_list(compared: Sequence[Compared], width: int) -> Table:
-    """Return layout, memory, step and its ratio to the first that fits; the rest as far as ``width`` allows."""
+    """Return a row per run: layout, memory, step and its ratio to the first that fits; more if ``width`` allows."""
     layouts = [column.plan.layout for column in compared if column.plan is not None]
     fields = differing(layouts)
     titles = [*fields, "memory", "of device", "step", "", "MFU", "whole run", "cost"]
@@ -44,7 +44,7 @@ def comparison_list(compared: Sequence[Compared], width: int) -> Table:
     name = min(_WIDEST_NAME, max(len(column.name) for column in compared))
     widths = {title: max(len(title), *(len(row.get(title, "")) for row in rows)) for title in titles}
     kept = [title for title in titles if any(row.get(title) for row in rows)]
-    for title in _LEAST_WANTED:
+    for title in _DROPPED_FIRST:
         if name + _taken(kept, widths) > width and title in kept:
             kept.remove(title)
     name = min(name, max(_NARROWEST_NAME, width - _taken(kept, widths)))
@@ -92,9 +92,9 @@ _SAME = "="
 
 @dataclass(frozen=True)
 class _Figure:
-    """One row: a number or word of a plan (None where there is none), and whether a ratio to the first one helps.
+    """One row of the comparison: a figure of each plan (None if it has none), and whether its ratio is shown.
 
-    The empty label is that of the rate, whose unit the runs decide.
+    The empty label is that of the throughput, whose unit depends on the runs.
     """
 
     label: str
@@ -147,18 +147,18 @@ _FIGURES = (
 
 
 def show_comparison(compared: Sequence[Compared], console: Console | None = None) -> None:
-    """Print a column for each run, compared with the first; one line each if the width does not suffice."""
+    """Print a column for each run, compared with the first; a row for each if the console is too narrow."""
     console = console or stdout_console()
     side_by_side = _LABEL + len(compared) * (_COLUMN + _GAP) <= console.width + _GAP
     table = _table(compared) if side_by_side else comparison_list(compared, console.width)
-    same = f"{_SAME} as in the first column; " if side_by_side else ""
-    legend = escaped_text(f"{same}x: times the first one's", "dim")
+    same = f"{_SAME} same as in the first column; " if side_by_side else ""
+    legend = escaped_text(f"{same}x: ratio to the first run", "dim")
     reasons = [escaped_text(f"{column.name}: {column.reason}.", "red") for column in compared if not column.feasible]
     show(console, Group(table, "", legend, *reasons, *_own_warnings(compared)))
 
 
 def _own_warnings(compared: Sequence[Compared]) -> Iterator[Text]:
-    """Yield the warnings that not all runs share, except what this engine cannot run, which a plan alone lists."""
+    """Yield the warnings that not all runs share, except settings that the engine cannot run."""
     warned = {column.name: column.plan.warnings for column in compared if column.plan and column.feasible}
     texts = [{str(warning) for warning in warnings} for warnings in warned.values()]
     shared = set.intersection(*texts) if texts else set()

@@ -1,4 +1,7 @@
-"""Plots of a plan: the file is checked before the plan is computed, and written atomically."""
+"""Plots of a plan as HTML, SVG or PNG: memory by stage, step by cause, pipeline timeline, scaling.
+
+``check_plot_file`` runs before the plan is computed; ``write_plot`` replaces the file atomically.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from scaletrain_cli.ui.plan_breakdown import MEMORY_PARTS, TIME_PARTS
 _MEMORY_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#2B2B2B", "#F0E442", "#E69F00", "#CC79A7", "#777777", "#C8C8C8")
 _TIME_COLORS = ("#0072B2", "#E69F00", "#DDDDDD", "#009E73", "#CC79A7")
 _FORWARD, _BACKWARD = "#0072B2", "#E69F00"
-_MOST_LABELS = 16  # stages with a label of their own; of more, every n-th
+_MOST_LABELS = 16  # of stages; with more stages only every n-th has a label
 
 
 def draw_memory(axes: Any, memory: Memory) -> None:
@@ -72,7 +75,10 @@ def draw_step(axes: Any, time: Time) -> None:
 
 
 def draw_pipeline(axes: Any, drawn: Timeline) -> None:
-    """Draw every pass as a box, stage by stage; white is idle time. Steady micro-batches may be left out."""
+    """Draw each pass as a box, one row per stage; white is idle time.
+
+    Micro-batches of the steady state may be missing.
+    """
     unit, name = (1e-3, "milliseconds") if drawn.seconds < 1 else (1.0, "seconds")
     chunks = 1 + max(each.chunk for each in drawn.passes)
     dense = len(drawn.passes) > 3000
@@ -103,16 +109,16 @@ def draw_pipeline(axes: Any, drawn: Timeline) -> None:
     axes.set_xlabel(name)
     if drawn.left_out_seconds:
         left_out = f"{drawn.micro_batches - drawn.drawn} of {drawn.micro_batches} micro-batches"
-        axes.set_xlabel(f"{name}, without {left_out} in the middle: {seconds_text(drawn.left_out_seconds)} of the same")
+        axes.set_xlabel(f"{name}; {left_out} are not shown: {seconds_text(drawn.left_out_seconds)} of steady state")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, fontsize=8)
 
 
 def draw_rate(axes: Any, points: Sequence[ScalingPoint], chosen: int, unit: str) -> None:
-    """Draw tokens (or images) per second against GPUs, with the line of perfect scaling."""
+    """Draw tokens (or images) per second against GPUs, with a line for linear scaling."""
     from matplotlib.ticker import LogLocator
 
     gpus, rates = [point.gpus for point in points], [point.tokens_per_second for point in points]
-    axes.plot(gpus, [rates[0] * count / gpus[0] for count in gpus], "--", color="#777777", lw=1.2, label="perfect")
+    axes.plot(gpus, [rates[0] * count / gpus[0] for count in gpus], "--", color="#777777", lw=1.2, label="linear")
     axes.plot(gpus, rates, "o-", color="#0072B2", lw=1.8, label="planned")
     _mark(axes, [(g, r) for g, r in zip(gpus, rates, strict=True) if g == chosen])
     axes.set_xscale("log", base=2)
@@ -133,8 +139,8 @@ def draw_efficiency(axes: Any, points: Sequence[ScalingPoint], chosen: int) -> N
     axes.set_xscale("log", base=2)
     _count_ticks(axes, gpus)
     axes.set_ylim(0, 1.1 * max(100.0, *shares))
-    axes.set_ylabel("% of the rate per rank")
-    axes.set_title(f"Efficiency, against {gpus[0]}", loc="left")
+    axes.set_ylabel("throughput per rank, %")
+    axes.set_title(f"Efficiency, relative to {gpus[0]} ranks", loc="left")
 
 
 def _mark(axes: Any, here: list[tuple[float, float]]) -> None:
@@ -186,7 +192,7 @@ def draw(spec: RunSpec, plan: RunPlan, pipeline: Timeline | None, scaling: Seque
     with matplotlib.rc_context(_STYLE):
         figure: Any = Figure(figsize=(_WIDTH_INCHES, height + scaling_height + 0.4), layout="constrained")
         figure.suptitle(headline(spec, plan).plain, x=0.01, ha="left", fontweight="bold")
-        # A figure for each part, so that the legends beside the upper panels do not narrow the lower ones.
+        # Two subfigures, so that the legends of the upper panels do not narrow the lower ones.
         parts = figure.subfigures(2, 1, height_ratios=(height, scaling_height)) if scaling_height else [figure]
         rows = parts[0].subplots(len(panels), 1, squeeze=False, height_ratios=[inches for inches, _ in panels])
         for axes, (_, panel) in zip(rows[:, 0], panels, strict=True):
@@ -251,7 +257,7 @@ def _memory(found: Answer) -> Iterator[str]:
         for index, stage in enumerate(memory.by_stage)
     ]
     yield f"<h2>Memory of one rank, of {bytes_text(memory.capacity)}</h2>"
-    yield _table(["", *MEMORY_PARTS.values(), "together", "of the device"], rows)
+    yield _table(["", *MEMORY_PARTS.values(), "total", "of the device"], rows)
 
 
 def _scaling(found: Answer, scaling: Sequence[ScalingPoint]) -> Iterator[str]:
@@ -299,7 +305,7 @@ def check_plot_file(path: Path) -> None:
     if path.suffix.lower() not in _KINDS:
         raise UsageError(f"--plot {path}: the name must end in .html, .svg or .png.")
     if path.is_dir():
-        raise UsageError(f"--plot {path}: that is a folder. Give the name of a file.")
+        raise UsageError(f"--plot {path}: is a folder. Give the name of a file.")
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.parent}.")
     try:
@@ -307,7 +313,7 @@ def check_plot_file(path: Path) -> None:
         create_file(probe, b"")
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"--plot {path}: it cannot be written there: {error.strerror or error}.") from error
+        raise UsageError(f"--plot {path}: cannot be written: {error.strerror or error}.") from error
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackageError("--plot needs matplotlib.", install_command("plot"))
 

@@ -122,7 +122,7 @@ def test_an_infeasible_run_is_a_column_and_the_code_is_3_only_if_all_are() -> No
         ([SMALL, "--trace", "nowhere.json"], "nowhere.json"),
         ([SMALL, "--plot", "a.pdf"], "must end in .html, .svg or .png"),
         ([SMALL, "--plot", "no/such/a.svg"], "there is no folder no/such"),
-        ([SMALL, "--plot", "folder.png"], "that is a folder"),
+        ([SMALL, "--plot", "folder.png"], "is a folder"),
         ([SMALL, "--plto", "a.png"], "--plto"),
     ],
     ids=str,
@@ -146,7 +146,7 @@ def test_an_unwritable_plot_file_is_reported_before_planning(tmp_path: Path, mon
     monkeypatch.setattr("scaletrain_cli.plan.advice.answer.answer", _must_not_run)
     ended = scaletrain("plan", SMALL, "--plot", "a.svg")
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
-    assert "a.svg: it cannot be written there: Permission denied." in ended.err
+    assert "a.svg: cannot be written: Permission denied." in ended.err
 
 
 def test_without_matplotlib_the_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def _must_not_run(*_: Any, **__: Any) -> Any:
 def test_a_deadline_chooses_the_cluster_and_shows_the_alternatives() -> None:
     ended = scaletrain("plan", RECIPE, "--deadline", "60d", "--max-gpus", "64")
     assert ended.code == 0
-    assert ended.out.startswith("Cluster for the fewest GPUs: at most 64 GPUs, done in 60 d\n")
+    assert ended.out.startswith("Cluster with the fewest GPUs: at most 64 GPUs, finished in 60 d\n")
     data = scaletrain("plan", RECIPE, "--deadline", "60d", "--max-gpus", "64", "--json").data
     (chosen,) = [row for row in data["sizing"]["considered"] if row["chosen"]]
     assert chosen["gpus"] == data["layout"]["world_size"] < 64
@@ -222,7 +222,7 @@ def test_a_deadline_chooses_the_cluster_and_shows_the_alternatives() -> None:
 def test_a_deadline_that_no_cluster_meets_ends_with_3_and_the_table() -> None:
     ended = scaletrain("plan", RECIPE, "--deadline", "1h")
     assert ended.code == ExitCode.INFEASIBLE
-    assert "done in" in ended.out.splitlines()[0]
+    assert ended.out.splitlines()[0].split()[:2] == ["GPUs", "time"]
     assert "at most 512 GPUs" in ended.err  # sixteen times those of the spec
     within = scaletrain("plan", RECIPE, "--deadline", "1h", "--max-gpus", "64")
     assert "at most 64 GPUs" in within.err
@@ -243,7 +243,7 @@ def test_a_run_is_simulated_on_a_trace(tmp_path: Path) -> None:
     spot = ["--set=cluster.spot=true", "--trace", trace]
     ended = scaletrain("plan", RECIPE, *spot)
     assert ended.code == 0
-    assert "On the spot market of trace.json: 16 of 16 starts finish" in ended.out
+    assert "On the spot trace trace.json of 2 d: the run finishes from 16 of 16 starting points" in ended.out
     data = scaletrain("plan", RECIPE, *spot, "--json").data
     assert data["trace"]["nodes_needed"] == 4
     assert data["trace"]["days"]["median"] > data["trace"]["on_demand_days"]

@@ -26,9 +26,7 @@ EXPLANATION = (
         Reason("plan.ask-states"),
         (
             Row("weights", 138 * GB, note=Reason("plan.bytes-per-parameter", {"bytes_per_parameter": 2.0})),
-            Row(
-                "together", 1240 * GB, share=14.6, note=Reason("plan.bytes-per-parameter", {"bytes_per_parameter": 18})
-            ),
+            Row("total", 1240 * GB, share=14.6, note=Reason("plan.bytes-per-parameter", {"bytes_per_parameter": 18})),
         ),
         None,
         (Reason("plan.states-total", {"bytes_per_parameter": 18.0, "parameters": 68_976_648_192}),),

@@ -47,7 +47,7 @@ def test_gpt3_has_175_billion_parameters() -> None:
     assert parameter_count(model_of("gpt3-175b")) == pytest.approx(174.6e9, rel=1e-3)
 
 
-def test_every_preset_has_a_claim() -> None:
+def test_every_preset_has_a_published_count() -> None:
     assert set(presets()) == {*PUBLISHED, "gpt3-175b"}
 
 

@@ -193,7 +193,7 @@ def test_the_flops_are_those_that_torch_counts(traits: dict[str, Any]) -> None:
     assert training_flops_per_token(model) == 3 * counted.get_total_flops() / tokens.numel()
 
 
-def test_a_token_meets_the_shared_and_its_own_experts_alone() -> None:
+def test_a_token_uses_only_the_shared_experts_and_those_it_is_routed_to() -> None:
     model = small(EXPERTS | {"shared_expert_intermediate_size": 80, "first_k_dense_replace": 1})
     idle = 2 * 2 * 3 * model.hidden_size * model.moe_intermediate_size
     assert active_parameter_count(model) == parameter_count(model) - idle

@@ -1,4 +1,4 @@
-"""Frameworks and workloads are asked for their rules; nobody compares their names."""
+"""Frameworks and workloads own their rules: no module of the planner compares their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors that the planner counts are those of the engine's modules: each stage, each cut, in their order."""
+"""The tensors that the planner counts are those of the engine's modules: in each stage and sharding, in order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
     "model", [*MODELS.values(), model_of("deepseek-v2-lite"), model_of("gpt2", gated_mlp=True, embedding_norm=True)]
 )
 @pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (2, 2)])
-def test_they_add_up_to_the_architecture(model: ModelSpec, tensor: int, expert: int) -> None:
+def test_the_tensors_add_up_to_the_architecture(model: ModelSpec, tensor: int, expert: int) -> None:
     expert = expert if model.num_experts else 1
     whole = architecture(model, tensor, expert)
     dense = model.num_hidden_layers - model.moe_layers

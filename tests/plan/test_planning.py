@@ -1,4 +1,4 @@
-"""make_plan as a whole: the choice, the reasons, and plans that humans would recognise."""
+"""make_plan: the choice, the reasons, and plans that experts would choose."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_70b_on_64_gpus_needs_zero_3_and_recomputation() -> None:
     assert layout.activation_checkpointing != "none"
 
 
-def test_the_chosen_layout_is_the_fastest_that_fits_with_room() -> None:
+def test_the_chosen_layout_is_the_fastest_that_fits_with_a_margin() -> None:
     plan = make_plan(spec_of("llama-7b", cluster__nodes=4))
     roomy = [a for a in plan.alternatives if a.peak_bytes <= 0.92 * plan.memory.capacity]
     assert plan.time.step <= 1.02 * min(a.step_seconds for a in roomy)
@@ -141,7 +141,7 @@ def test_odd_widths_and_missing_units_are_warned_about() -> None:
     assert any("v100-sxm2-32gb has no bf16 units" in str(line) for line in old.warnings)
 
 
-def test_attention_that_drops_scores_keeps_them_and_says_so() -> None:
+def test_attention_with_dropout_stores_its_scores_with_a_warning() -> None:
     plain, dropped = (make_plan(spec_of("gpt2", model__attention_dropout=rate)) for rate in (0.0, 0.1))
     assert dropped.memory.activations / dropped.layout.micro_batch_size > 2 * (
         plain.memory.activations / plain.layout.micro_batch_size

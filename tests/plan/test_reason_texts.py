@@ -1,4 +1,4 @@
-"""Every code of the planner has one text, and every text is of a code that the planner gives."""
+"""Every reason code of the planner has one text, and every text has a code that the planner gives."""
 
 from __future__ import annotations
 

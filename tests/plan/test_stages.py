@@ -71,14 +71,14 @@ def test_no_other_split_has_a_faster_slowest_stage(preset: str) -> None:
         assert slowest(split) == min(map(slowest, others))
 
 
-def test_what_does_not_divide_goes_where_few_micro_batches_are_in_flight() -> None:
+def test_remaining_blocks_go_to_stages_with_few_micro_batches_in_flight() -> None:
     assert blocks_per_stage(model_of("llama-7b"), 4) == (8, 8, 8, 8), "a head of half a block moves none"
     assert blocks_per_stage(model_of("llama-7b", num_hidden_layers=30), 4) == (7, 8, 8, 7)
     assert blocks_per_stage(model_of("llama-3-8b"), 4) == (8, 8, 9, 7)
     assert blocks_per_stage(model_of("gpt2"), 2) == (8, 4)
 
 
-def test_every_framework_spreads_all_blocks() -> None:
+def test_every_framework_divides_all_blocks_over_its_stages() -> None:
     model = model_of("llama-7b", num_hidden_layers=30)
     assert FRAMEWORKS["fsdp"].blocks_by_stage(model, 4) == (8, 8, 7, 7)
     for framework, stages in itertools.product(("deepspeed", "fsdp", "megatron", "nanotron"), (1, 2, 4, 8, 30)):
@@ -125,7 +125,7 @@ def test_nanotron_leaves_stages_behind_the_loss_where_there_are_too_many(stages:
     assert bool(refused) == (last < stages - 1)
 
 
-def test_a_slip_of_the_keyboard_ends_soon() -> None:
+def test_a_pipeline_of_a_billion_stages_is_sized_in_seconds() -> None:
     spec = spec_of("llama-7b", model__num_hidden_layers=10**9, planner__framework="nanotron")
     assert isinstance(spec.model, ModelSpec)
     began = time.process_time()

@@ -100,7 +100,7 @@ def _states(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> 
     }
     total = sum(parts.values())
     rows = [Row(name, size, note=_per_parameter(size, count)) for name, size in parts.items()]
-    rows.append(Row("together", total, share=total / memory.capacity, note=_per_parameter(total, count)))
+    rows.append(Row("total", total, share=total / memory.capacity, note=_per_parameter(total, count)))
     yield Question(
         "states",
         Reason("plan.ask-states"),

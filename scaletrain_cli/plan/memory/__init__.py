@@ -1,1 +1,1 @@
-"""Bytes of a rank: states, activations, buffers, and the probability of running out. Entry: device_memory.plan_memory."""
+"""Bytes of a rank: states, activations, buffers; the probability of an OOM. Entry: device_memory.plan_memory."""

@@ -122,5 +122,6 @@ def test_every_model_field_changes_the_model_or_is_rejected(family: str) -> None
 
 def test_grouped_queries_of_a_gpt_are_rejected_with_a_remedy() -> None:
     assert refused(ModelSpec.model_validate({**GPT, "num_key_value_heads": 2})) == [
-        "model.num_key_value_heads = 2: this engine's gpt has one for each attention head. Use 4, or family: llama."
+        "model.num_key_value_heads = 2: this engine's gpt models have one key-value head per attention head. "
+        "Use 4, or family: llama."
     ]

@@ -1,4 +1,4 @@
-"""Plans side by side: names that tell runs apart, and reasons where one cannot run."""
+"""Plans side by side: names that distinguish runs, and reasons for runs that do not fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_runs_are_named_by_what_differs() -> None:
     assert names(("a.yaml", ("name=x",), one), ("b.yaml", ("name=x",), two))[0] == "test name=x"
 
 
-def test_what_cannot_run_has_a_reason_and_the_rest_a_plan() -> None:
+def test_a_run_that_does_not_fit_has_a_reason_and_the_others_a_plan() -> None:
     fits, too_large, odd = compare(
         [
             ("small", spec_of("gpt2")),
@@ -38,10 +38,19 @@ def test_what_cannot_run_has_a_reason_and_the_rest_a_plan() -> None:
     )
     assert (fits.feasible, fits.reason) == (True, None)
     assert too_large.plan is not None
-    assert "does not fit" in (too_large.reason or "")
+    assert too_large.reason is not None
+    assert too_large.reason.code == "plan.run-does-not-fit"
     assert odd.plan is None
-    assert "layout.data_parallel = 3" in (odd.reason or "")
-    assert odd.to_json() == {"name": "odd", "feasible": False, "reason": odd.reason, "plan": None, "problems": ANY}
+    assert "layout.data_parallel = 3" in str(odd.reason)
+    assert odd.to_json() == {
+        "name": "odd",
+        "feasible": False,
+        "reason": str(odd.reason),
+        "code": "plan.cluster-does-not-divide",
+        "params": ANY,
+        "plan": None,
+        "problems": ANY,
+    }
     assert none_feasible([fits, odd]) is None
     error = none_feasible([too_large, odd])
     assert error is not None

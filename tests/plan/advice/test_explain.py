@@ -1,4 +1,4 @@
-"""The explanation tells what the plan says, asks in the order people reason in, and never contradicts the planner."""
+"""The explanation agrees with the plan, and its questions are in the order in which a person decides."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def explained(spec: RunSpec) -> tuple[RunPlan, dict[str, Question]]:
     return plan, {question.key: question for question in questions}
 
 
-def test_what_fits_on_one_gpu_needs_data_parallelism_only() -> None:
+def test_a_run_that_fits_on_one_gpu_needs_only_data_parallelism() -> None:
     _, questions = explained(spec_of("gpt2"))
     assert questions["one_rank"].answer is True
-    assert "Data parallelism over the 8 is enough" in questions["one_rank"].follows_text
+    assert "Data parallelism over 8 ranks is enough" in questions["one_rank"].follows_text
     assert not {"tensor", "pipeline", "axes", "bubble"} & questions.keys()
 
 
@@ -57,7 +57,7 @@ def test_a_7b_model_costs_18_bytes_per_parameter_and_is_sharded() -> None:
     assert questions["sharding"].answer is True
 
 
-def test_a_model_that_layers_must_be_cut_for_goes_all_the_way() -> None:
+def test_a_model_whose_layers_must_be_split_gets_every_question() -> None:
     plan, questions = explained(spec_of("llama-405b", **BIG))
     assert questions["sharding"].answer is False
     assert {"tensor", "pipeline", "axes", "bubble"} <= questions.keys()
@@ -67,7 +67,7 @@ def test_a_model_that_layers_must_be_cut_for_goes_all_the_way() -> None:
     assert real.seconds == plan.time.bubble
 
 
-def test_the_chosen_layout_stands_in_each_table_that_compares_with_it() -> None:
+def test_every_table_of_variants_has_the_chosen_layout() -> None:
     plan, questions = explained(spec_of("llama-7b", cluster__nodes=4))
     for key in ("micro_batch", "recomputation", "winner"):
         chosen = [row for row in questions[key].rows if row.note and row.note.code == "plan.chosen"]
@@ -76,7 +76,7 @@ def test_the_chosen_layout_stands_in_each_table_that_compares_with_it() -> None:
     assert [row.bytes for row in others] == [other.peak_bytes for other in plan.alternatives[:3]]
 
 
-def test_what_does_not_fit_ends_with_what_was_tried() -> None:
+def test_the_explanation_of_a_run_that_does_not_fit_has_no_speed_questions() -> None:
     plan, questions = explained(spec_of("llama-70b"))
     assert not plan.memory.fits
     assert questions["sharding"].answer is False

@@ -1,4 +1,4 @@
-"""What a recipe is told: batch, learning rate, warm-up, data, precision and dimensions, against published recipes."""
+"""Checks of the recipe: batch, learning rate, warm-up, data, precision and dimensions, against published recipes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_adam_scales_by_the_square_root_and_sgd_linearly() -> None:
     assert scaled_lr(resnet, 8192, "adamw") is None
 
 
-def test_the_authors_own_learning_rate_is_fine() -> None:
+def test_the_published_learning_rate_is_ok() -> None:
     row = checks_of(**optimizer(3e-4))["learning rate"]
     assert (row.verdict, row.value) == ("ok", "0.0003")
     assert "arXiv:2307.09288" in str(row.message)
@@ -66,9 +66,9 @@ def test_another_optimizer_is_not_compared() -> None:
     assert "the recipe uses adamw" in str(row.message)
 
 
-def test_without_a_recipe_the_rule_is_named() -> None:
+def test_without_a_published_recipe_the_scaling_rule_is_named() -> None:
     assert "square root of k (arXiv:2205.10287)" in str(checks_of("qwen2.5-7b")["learning rate"].message)
-    assert "by k, shown for k up to 32 (arXiv:1706.02677)" in str(
+    assert "which is shown for k up to 32 (arXiv:1706.02677)" in str(
         checks_of("qwen2.5-7b", **optimizer(0.1, "sgd"))["learning rate"].message
     )
 
@@ -123,11 +123,11 @@ def test_the_effective_batch_is_the_product_of_its_parts() -> None:
     assert row.value == "1,024 sequences, 4,194,304 tokens"
     parts = plan.layout.micro_batch_size, plan.layout.gradient_accumulation_steps, plan.layout.data_parallel
     assert math.prod(parts) == 1024
-    assert str(row.message) == "{} per GPU x {} accumulated x {} data-parallel ranks".format(*parts)
+    assert str(row.message) == "micro-batch {} x accumulation {} x {} data-parallel ranks".format(*parts)
 
 
 @pytest.mark.parametrize(("steps", "verdict"), [(0, "note"), (10, "ok"), (100, "ok"), (200, "note"), (600, "warning")])
-def test_warm_up_is_judged_as_a_share_of_the_steps(steps: int, verdict: str) -> None:
+def test_warm_up_is_checked_as_a_share_of_the_steps(steps: int, verdict: str) -> None:
     row = checks_of(training__schedule={"warmup_steps": steps})["warm-up"]
     assert row.verdict == verdict
     assert row.value == f"{steps:,} steps, {steps / 10:.2g} %"
@@ -153,7 +153,7 @@ def test_precision_is_checked_against_the_device() -> None:
     assert checks_of()["precision"].verdict == "ok"
 
 
-def test_odd_dimensions_are_named_with_the_next_good_vocabulary() -> None:
+def test_padded_dimensions_are_named_with_the_next_aligned_vocabulary() -> None:
     row = checks_of("gpt2")["matrix dimensions"]
     assert row.verdict == "note"
     assert "vocab_size per tensor rank = 50,257" in str(row.message)

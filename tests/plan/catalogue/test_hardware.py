@@ -29,7 +29,7 @@ def test_every_accelerator_has_plausible_sourced_figures(name: str) -> None:
         assert 0.94 * size < device.memory_bytes < 1.075 * size  # vendors' GB are partly GiB
 
 
-def test_only_devices_with_the_units_have_the_precision() -> None:
+def test_a_device_has_only_the_precisions_of_its_units() -> None:
     """bf16 and tf32 came with Ampere, fp8 with Ada and Hopper (CUDA C++ Programming Guide, compute capabilities)."""
     for name in accelerator_names():
         device = find_accelerator(spec_of(cluster__gpu=name).cluster)
@@ -47,7 +47,7 @@ def test_old_devices_have_no_fused_attention_with_grouped_queries() -> None:
     assert old.fuses_attention("fp16", 128, grouped=False)
 
 
-def test_the_names_people_use_are_known() -> None:
+def test_common_names_of_gpus_are_known() -> None:
     known = accelerator_names()
     families = (
         "v100-sxm2 v100-pcie a100-sxm a100-pcie h100-sxm h100-pcie h100-nvl h20 h200 b200 b300 gb200 gb300 l4 l40s a10g"
@@ -96,7 +96,7 @@ def test_an_unknown_name_is_a_usage_error_with_the_nearest_one() -> None:
     assert caught.value.exit_code == ExitCode.USAGE
 
 
-def test_a_table_describes_an_accelerator_of_ones_own() -> None:
+def test_a_table_describes_an_accelerator_that_the_catalogue_lacks() -> None:
     table = {
         "name": "mine",
         "memory": "48GB",

@@ -1,4 +1,4 @@
-"""The price catalogue is sourced, dated and plausible, and its one figure is the median."""
+"""Every price has a source and a date and is plausible; the price for ``auto`` is the median."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_source_is_used_and_is_an_address() -> None:
     assert all(address.startswith("https://") for address in CATALOGUE["sources"].values())
 
 
-def test_auto_is_the_median_and_says_of_what() -> None:
+def test_auto_is_the_median_and_names_its_prices() -> None:
     offers = CATALOGUE["gpus"]["h100-sxm-80gb"]["on_demand"]
     quote = catalogue_price("h100-sxm-80gb", spot=False)
     assert quote is not None
@@ -43,7 +43,7 @@ def test_auto_is_the_median_and_says_of_what() -> None:
     assert "2026-09" in str(quote.source)
 
 
-def test_spot_is_what_offers_with_both_prices_take_off() -> None:
+def test_the_spot_price_uses_the_ratio_of_offers_that_list_both_prices() -> None:
     spot, on_demand = (catalogue_price("a100-sxm-80gb", spot=spot) for spot in (True, False))
     assert spot is not None
     assert on_demand is not None

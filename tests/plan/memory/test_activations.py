@@ -30,7 +30,7 @@ def test_tensor_parallelism_divides_24_of_those_bytes() -> None:
     assert saved - 4 * (96 // 8 + 4) == (8 + 24 // 8) * 12288
 
 
-def test_fp32_keeps_twice_as_much_as_16_bits_but_for_the_statistics() -> None:
+def test_fp32_saves_twice_the_bytes_of_16_bits_except_for_statistics() -> None:
     model = model_of("gpt2")
     statistics = 4 * (12 + 4)
     narrow, wide = (token_activations(model, element).saved - statistics for element in (2, 4))
@@ -54,7 +54,7 @@ def test_full_checkpointing_keeps_the_input_of_each_block() -> None:
     assert stage_activation_bytes(per_token, 4096, 32, Recomputation("full"), 1) == 4096 * 32 * 2 * 4096
 
 
-def test_recomputation_brings_one_block_back_during_its_backward() -> None:
+def test_recomputation_restores_one_block_at_a_time() -> None:
     per_token = token_activations(model_of("llama-7b"), 2)
     full, none = (block_backward_bytes(per_token, 1, 32, Recomputation(mode)) for mode in ("full", "none"))
     again = full - none
@@ -69,7 +69,7 @@ def test_more_checkpointing_keeps_less() -> None:
     assert kept[0] > 2 * kept[1] / 2 > kept[2]
 
 
-def test_the_loss_of_a_large_vocabulary_outweighs_a_block() -> None:
+def test_the_loss_of_a_large_vocabulary_needs_more_than_a_block() -> None:
     model = model_of("llama-3-8b")
     assert loss_bytes(model, 2, 8192) > 12 * 128_256 * 8192 > token_activations(model, 2).saved * 8192
 
@@ -84,7 +84,7 @@ def test_a_loss_in_chunks_keeps_the_gradient_of_the_head_and_the_logits_of_one_c
     assert loss_bytes(model, 2, 8192, cross_entropy="liger") < loss_bytes(model, 2, 8192, cross_entropy="chunked")
 
 
-def test_the_loss_goes_in_chunks_where_it_would_take_much_of_the_device() -> None:
+def test_the_loss_is_chunked_if_it_would_take_much_of_the_device() -> None:
     spec, device = spec_of("llama-3-8b"), 80 * 10**9
     most = int(0.15 * device) // (12 * 128_256)
     assert chosen_cross_entropy(spec, most, 1, device) == chosen_cross_entropy(spec, 2 * most, 2, device) == "whole"

@@ -29,7 +29,7 @@ def test_megatron_keeps_34_bytes_per_channel_of_a_gpt_block_with_dropout() -> No
 
 
 @pytest.mark.parametrize(("norms", "each"), [(8, 34 / 8), (1, 10 + 24 / 8)])
-def test_sequence_parallelism_cuts_norms_and_dropout_too(norms: int, each: float) -> None:
+def test_sequence_parallelism_shards_norms_and_dropout_too(norms: int, each: float) -> None:
     # Equations 2 and 4 of the same.
     saved = block("gpt3-175b", tensor=8, norms=norms, hidden_dropout=0.1).saved
     assert saved - 4 * (96 // 8 + 2 * 2 // norms) == pytest.approx(each * 12288, abs=8)
@@ -57,7 +57,7 @@ def test_selective_operations_keep_less_than_every_second_block() -> None:
     assert found.block_input < found.products < (found.saved + found.block_input) / 2
 
 
-def test_a_token_is_kept_once_per_expert_that_it_meets() -> None:
+def test_a_token_is_saved_once_per_expert_that_it_is_routed_to() -> None:
     one, two = (block("mixtral-8x7b", num_experts_per_tok=k).mlp for k in (1, 2))
     routers = 2 * 4 * 8
     assert two - routers == 2 * (one - routers)

@@ -1,4 +1,4 @@
-"""Model states of our engine: to the byte what four ranks of it hold, in every way of cutting a model."""
+"""Model states of the engine: to the byte what four ranks hold, in every sharding of a model."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_an_average_of_the_weights_is_one_more_fp32_copy_of_what_a_rank_updates(
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_a_slip_of_a_billion_blocks_is_counted_without_looking_at_each(zero: int) -> None:
+def test_a_billion_blocks_are_counted_without_visiting_each(zero: int) -> None:
     model = {"model__num_hidden_layers": 10**9, "training__precision": "fp32", "training__grad_dtype": "fp32"}
     spec = spec_of("llama-7b", layout__zero_stage=zero, cluster__gpus_per_node=2, **model)
     held = rank_model_states(spec, build_layout(spec, resolve_axes(spec), zero, "none", 1))

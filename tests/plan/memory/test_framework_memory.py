@@ -79,7 +79,7 @@ def test_reserved_bytes_of_nanotron_s_first_stage(micro_batch: int, measured: fl
 
 @pytest.mark.parametrize("framework", ["fsdp", "megatron", "nanotron"])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_the_parts_add_up_and_the_kinds_are_nested(framework: str, mode: str) -> None:
+def test_the_parts_add_up_and_allocated_is_below_reserved_is_below_peak(framework: str, mode: str) -> None:
     memory = memory_of(framework, mode=mode, layout__tensor_parallel=2, layout__pipeline_parallel=2)
     for stage in memory.by_stage:
         assert sum(getattr(stage, name) for name in MEMORY_PARTS) == stage.peak
@@ -109,7 +109,7 @@ def test_megatron_s_selective_checkpointing_only_drops_the_scores() -> None:
     assert materialised[1] < materialised[0]
 
 
-def test_tensor_parallel_experts_cut_width_and_not_number() -> None:
+def test_tensor_parallelism_shards_the_width_of_experts_not_their_number() -> None:
     cut: dict[str, Any] = {"cluster__nodes": 2, "layout__tensor_parallel": 4}
     whole, each = (
         memory_of("megatron", "mixtral-8x7b", layout__expert_tensor_parallel=ranks, **cut) for ranks in (1, 4)
@@ -117,7 +117,7 @@ def test_tensor_parallel_experts_cut_width_and_not_number() -> None:
     assert whole.parameters > 3 * each.parameters
 
 
-def test_collectives_keep_tensors_waiting_only_where_the_gpu_is_behind() -> None:
+def test_collectives_defer_tensors_only_if_the_gpu_is_slower_than_the_host() -> None:
     def lost(tensor: int, micro_batch: int) -> int:
         memory = memory_of(
             "nanotron",

@@ -1,4 +1,4 @@
-"""Peak memory: its parts, its worst rank, and how it moves with the layout."""
+"""Peak memory: its parts, the fullest rank, and its dependence on the layout."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_verdict_follows_the_peak() -> None:
     assert words[-1] == "does not fit"
 
 
-def test_what_is_offloaded_lies_in_the_host_s_memory() -> None:
+def test_offloaded_states_are_in_host_memory() -> None:
     kept = memory_of(spec_of("llama-7b"), stage=2)
     gone = memory_of(spec_of("llama-7b", layout__offload="optimizer"), stage=2)
     assert kept.host == 0
@@ -133,7 +133,7 @@ def test_shared_experts_and_leading_dense_blocks_count() -> None:
     assert shared.activations > plain.activations > leading.activations
 
 
-def test_of_a_long_pipeline_each_kind_of_stage_is_sized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_stages_of_a_long_pipeline_are_sized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(
         "llama-7b",
         model__num_hidden_layers=128,

@@ -1,4 +1,4 @@
-"""The chance of running out of memory, and the word for it."""
+"""The probability of running out of memory, and the verdict."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from scaletrain_cli.plan.memory.device_memory import out_of_memory_probability, 
 GIB = 2**30
 
 
-def test_a_rank_that_just_fits_fails_every_second_time() -> None:
+def test_a_rank_whose_peak_is_the_capacity_fails_half_of_the_time() -> None:
     assert out_of_memory_probability(FRAMEWORKS["megatron"], 70 * GIB, 70 * GIB) == 0.5
 
 
-def test_the_chance_grows_with_the_peak() -> None:
+def test_the_probability_grows_with_the_peak() -> None:
     chances = [
         out_of_memory_probability(FRAMEWORKS["nanotron"], peak * GIB, 70 * GIB) for peak in (0, 20, 60, 68, 72, 80, 200)
     ]
@@ -21,7 +21,7 @@ def test_the_chance_grows_with_the_peak() -> None:
     assert chances[-1] == 1.0
 
 
-def test_published_runs_crash_as_often_as_said() -> None:
+def test_published_runs_run_out_of_memory_as_often_as_predicted() -> None:
     # The Ultra-Scale sweep: of runs estimated at 0.85 of the device 24 % crashed, at 0.95 78 %, at half of it 4 %.
     device = int(79.18 * GIB)
     capacity = usable_bytes(FRAMEWORKS["nanotron"], device)
@@ -35,9 +35,9 @@ def test_published_runs_crash_as_often_as_said() -> None:
     assert chances[3] > 0.95
 
 
-def test_what_fits_with_little_room_is_tight() -> None:
+def test_a_layout_that_fits_with_a_small_margin_is_tight() -> None:
     assert [verdict(True, 0.01), verdict(True, 0.3), verdict(False, 0.7)] == ["fits", "tight", "does not fit"]
 
 
-def test_a_cpu_rank_can_use_all_that_it_is_given() -> None:
+def test_a_cpu_rank_can_use_all_of_its_memory() -> None:
     assert usable_bytes(FRAMEWORKS["nanotron"], 100, is_cpu=True) == 100

@@ -18,11 +18,11 @@ def outside(preset: str = "llama-7b", is_cpu: bool = False, **changed: Any) -> i
     return outside_allocator_bytes(layout, spec.cluster.gpus_per_node, is_cpu)
 
 
-def test_one_gpu_pays_for_its_context_alone() -> None:
+def test_one_gpu_has_only_its_context_outside_the_allocator() -> None:
     assert outside(cluster__gpus_per_node=1) == 0.7 * GB
 
 
-def test_every_axis_adds_a_communicator_whatever_its_width() -> None:
+def test_every_axis_above_1_adds_one_communicator() -> None:
     one, same, two, three = (
         outside(cluster__nodes=nodes, layout__tensor_parallel=tensor, layout__pipeline_parallel=pipeline)
         for nodes, tensor, pipeline in ((1, 1, 1), (16, 1, 1), (4, 2, 1), (4, 2, 2))
@@ -32,7 +32,7 @@ def test_every_axis_adds_a_communicator_whatever_its_width() -> None:
     assert three < 2 * GB  # what the fullest of the published runs left
 
 
-def test_experts_open_a_connection_to_every_peer_in_the_node() -> None:
+def test_an_all_to_all_of_experts_opens_a_connection_to_every_peer_in_the_node() -> None:
     # NVIDIA/nccl issue 1685: 3.28 GB more after the first all-to-all of eight H100.
     alone, within, beyond = (
         outside("mixtral-8x7b", cluster__nodes=nodes, layout__expert_parallel=degree)

@@ -1,4 +1,4 @@
-"""Model-state bytes: the field's worked examples, and what DeepSpeed really allocates."""
+"""Bytes of model states: examples of the literature, and what DeepSpeed allocates."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_bf16_with_fp32_gradients_is_the_18_bytes_per_parameter_of_megatron() ->
     assert sum(model_state_bytes(1000, "bf16", "fp32", zero_stage=1, data_parallel=1)) == 18 * 1000
 
 
-def test_zero_shares_first_states_then_gradients_then_weights() -> None:
+def test_zero_shards_states_then_gradients_then_weights() -> None:
     by_stage = [model_state_bytes(800, "bf16", "bf16", stage, data_parallel=8) for stage in (1, 2, 3)]
     assert by_stage == [(1600, 1600, 1200), (1600, 200, 1200), (200, 200, 1200)]
 
@@ -61,7 +61,7 @@ def test_other_optimizers_keep_their_own_moments(optimizer: str, moments: float)
     assert states.optimizer_states == 2560 * (4 + moments)
 
 
-def test_fsdp_s_weights_are_their_own_fp32_master() -> None:
+def test_the_weights_of_fsdp_are_fp32_without_a_master_copy() -> None:
     assert model_state_bytes(800, "bf16", "fp32", 3, data_parallel=8, master=MasterWeights.THE_WEIGHTS) == (
         400,
         400,

@@ -1,4 +1,4 @@
-"""Checkpoint cadence, goodput, grace and dollars."""
+"""Checkpoint interval, goodput, grace period and cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan_of(preset: str = "llama-7b", **overrides: Any) -> RunPlan:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_checkpoint_is_12_bytes_per_parameter_however_they_are_cut(stage: int, precision: str) -> None:
+def test_a_checkpoint_has_12_bytes_per_parameter_in_every_layout(stage: int, precision: str) -> None:
     plan = plan_of(layout__zero_stage=stage, training__precision=precision)
     assert plan.durability.checkpoint_bytes == 12 * 6_738_415_616
 
@@ -61,7 +61,7 @@ def test_preemptions_that_a_last_save_answers_do_not_shorten_the_interval() -> N
     assert warned.durability.interval_seconds == pytest.approx(young, abs=warned.time.step)
 
 
-def test_work_under_way_to_storage_is_lost_too() -> None:
+def test_work_during_an_asynchronous_write_is_lost_too() -> None:
     """Two checkpoints of one interval: one that holds up training, one that is written beside it and whole later."""
     run = {"checkpoint__every": 200, "cluster__mean_time_between_interruptions": "100h"}
     held, beside = (plan_of(checkpoint__async=way, **run).durability for way in (False, True))
@@ -145,7 +145,7 @@ def test_goodput_is_that_of_kokolis_where_interruptions_are_rare() -> None:
     assert d.lost_work_seconds == pytest.approx(d.interval_seconds / 2, rel=0.01)
 
 
-def test_a_run_interrupted_all_the_time_never_ends_and_does_not_overflow() -> None:
+def test_a_run_that_is_always_interrupted_never_finishes_and_does_not_overflow() -> None:
     plan = plan_of(cluster__mean_time_between_interruptions=0.001, checkpoint__every=1000)
     assert plan.durability.expected_goodput == 0
     assert plan.durability.wall_seconds is plan.durability.interruptions_expected is plan.cost.expected_usd is None
@@ -165,7 +165,7 @@ def test_a_mean_time_between_failures_of_nodes_is_divided_by_the_nodes() -> None
     assert plan_of(cluster__per_node_mtbf="400h").durability.seconds_between_interruptions == pytest.approx(100 * 3600)
 
 
-def test_notice_that_holds_a_last_save_loses_no_work() -> None:
+def test_a_notice_long_enough_for_a_checkpoint_loses_no_work() -> None:
     run = {"cluster__spot": True, "cluster__mean_time_between_interruptions": "1h", "checkpoint__every": 200}
     warned = plan_of(cluster__grace_seconds=600, **run).durability
     sudden = plan_of(cluster__grace_seconds=1, **run).durability
@@ -226,7 +226,7 @@ def test_spot_and_on_demand_are_compared_with_their_own_interruptions() -> None:
     assert cost.spot.usd < cost.on_demand.usd
 
 
-def test_the_copy_that_checkpoints_are_written_from_is_shared_out_over_the_nodes() -> None:
+def test_each_node_holds_its_share_of_the_copy_that_checkpoints_are_written_from() -> None:
     assert plan_of().durability.copy_bytes_per_node == 12 * 6_738_415_616 / 4
 
 

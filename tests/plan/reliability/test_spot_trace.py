@@ -1,4 +1,4 @@
-"""Runs replayed on recorded spot markets: what is paid, lost and waited for, and traces that are none."""
+"""Runs simulated on recorded spot markets: cost, lost work and waiting; and files that are no trace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trace_of(*intervals: tuple[float, int]) -> SpotTrace:
     return SpotTrace("trace", intervals)
 
 
-def test_nodes_that_stay_cost_the_start_and_the_checkpoints_only() -> None:
+def test_without_preemptions_only_the_start_and_checkpoints_take_time() -> None:
     spec, plan = run_of(days=10)
     outcome = simulate(spec, plan, trace_of((HOUR, 4)))
     wall = 180 + 10 * 86400 * 1.02
@@ -61,7 +61,7 @@ def test_each_loss_repeats_the_work_since_the_last_checkpoint() -> None:
     assert outcome.goodput.median == pytest.approx(3000 / 7200, rel=0.05)
 
 
-def test_notice_saves_the_work() -> None:
+def test_with_notice_no_work_is_lost() -> None:
     spec, plan = run_of(days=1, grace_seconds=120)
     outcome = simulate(spec, plan, trace_of((HOUR, 4), (HOUR, 0)))
     assert outcome.lost_hours.median == 0
@@ -76,7 +76,7 @@ def test_only_time_with_all_nodes_is_paid() -> None:
     assert outcome.spot_usd.median == pytest.approx(2 * 32 * paid, rel=0.02)
 
 
-def test_long_runs_are_the_same_as_walking_round_by_round() -> None:
+def test_skipping_repetitions_of_a_trace_gives_the_same_result() -> None:
     """A year on a trace of hours: skipping rounds changes nothing but the time it takes."""
     spec, plan = run_of(days=365)
     outcome = simulate(spec, plan, trace_of((5 * HOUR, 4), (HOUR, 0), (0.5 * HOUR, 4), (2 * HOUR, 1)))
@@ -86,7 +86,7 @@ def test_long_runs_are_the_same_as_walking_round_by_round() -> None:
     assert "plan.trace-repeats" in {note.code for note in outcome.notes}
 
 
-def test_the_end_of_a_trace_goes_on_at_its_beginning() -> None:
+def test_a_trace_continues_at_its_beginning() -> None:
     spec, plan = run_of(days=3)
     whole = simulate(spec, plan, trace_of((4 * HOUR, 4), (HOUR, 0)))
     cut = simulate(spec, plan, trace_of((1 * HOUR, 4), (HOUR, 0), (3 * HOUR, 4)))
@@ -118,20 +118,20 @@ def test_json_has_the_notes_as_texts_with_their_codes_beside_them() -> None:
     )
 
 
-def test_a_run_that_would_never_end_is_refused() -> None:
+def test_a_run_that_never_finishes_on_a_trace_is_an_error() -> None:
     spec, plan = run_of(days=1)
     with pytest.raises(UsageError, match="never finishes") as caught:
         simulate(spec, plan, trace_of((1000, 4), (HOUR, 0)))
     assert "leaves no time for a checkpoint" in str(caught.value)
 
 
-def test_a_run_that_would_take_a_thousand_years_is_refused_at_once() -> None:
+def test_a_run_of_a_thousand_years_is_an_error_at_once() -> None:
     spec, plan = run_of(days=365, grace_seconds=120)
     with pytest.raises(UsageError, match="never finishes"):
         simulate(spec, plan, trace_of((300.0001, 4), (HOUR, 0)))
 
 
-def test_on_demand_stands_beside_it() -> None:
+def test_a_trace_outcome_has_the_on_demand_cost_too() -> None:
     spec, plan = run_of(days=1)
     outcome = simulate(spec, plan, trace_of((HOUR, 4)))
     assert plan.cost.on_demand is not None
@@ -173,7 +173,7 @@ def test_csv_is_read_with_and_without_a_header(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
-def test_an_odd_trace_is_one_clear_error(tmp_path: Path, content: bytes, said: str) -> None:
+def test_an_invalid_trace_is_one_error_with_a_reason(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "trace"
     path.write_bytes(content)
     with pytest.raises(UsageError) as caught:

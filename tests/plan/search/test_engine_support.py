@@ -1,4 +1,4 @@
-"""What this engine cannot run is named, one line per thing, with what to do."""
+"""Each setting that the engine cannot run is one problem with a remedy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
         ({"layout__tensor_parallel": 2, "model__num_key_value_heads": 1}, "must divide 1 key-value heads, which"),
         ({"layout__tensor_parallel": 2, "model__vocab_size": 32001}, "Pad model.vocab_size to 32128, or use 1."),
         ({"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": True}, "tensor_sequence_parallel = true"),
-        ({"layout__tensor_parallel": 2, "training__cross_entropy": "liger"}, "the whole vocabulary on each rank"),
-        ({"training__cross_entropy": "liger", "cluster__gpu": "cpu"}, "cross_entropy = liger: its kernel needs a GPU"),
+        ({"layout__tensor_parallel": 2, "training__cross_entropy": "liger"}, "the full vocabulary on each rank"),
+        (
+            {"training__cross_entropy": "liger", "cluster__gpu": "cpu"},
+            "cross_entropy = liger: the kernel of liger needs a GPU",
+        ),
         (
             {**EXPERTS, "model__moe_intermediate_size": 12},
             "moe_intermediate_size = 12: must be a multiple of 8",
@@ -43,11 +46,11 @@ EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
         ({"training__precision": "fp16", "training__grad_dtype": "bf16"}, "fp16 gradients accumulate in fp32 or fp16"),
         ({"training__grad_dtype": "fp16"}, "training.grad_dtype = fp16"),
         ({"training__precision": "tf32", "cluster__gpu": "cpu"}, "training.precision = tf32: needs an NVIDIA GPU"),
-        ({"training__optimizer": {"name": "muon"}}, "training.optimizer.name = muon: orthogonalizes whole matrices"),
+        ({"training__optimizer": {"name": "muon"}}, "training.optimizer.name = muon: orthogonalizes full matrices"),
         ({"training__optimizer": {"name": "lion"}, "layout__offload": "optimizer"}, "updates its states on the device"),
         (
             {"training__optimizer": {"name": "sgd"}, "layout__offload": "optimizer", "layout__offload_device": "nvme"},
-            "fetches only Adam's two moments from NVMe",
+            "offload to NVMe supports only Adam's two moments",
         ),
         (
             {
@@ -55,14 +58,16 @@ EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
                 "layout__offload": "optimizer",
                 "layout__offload_device": "nvme",
             },
-            "training.averaging.name = ema: weights on NVMe are not averaged",
+            "training.averaging.name = ema: averaging does not support offload to NVMe",
         ),
-        ({"checkpoint__dir": "scratch"}, "checkpoint.dir = scratch: must be absolute"),
+        ({"checkpoint__dir": "scratch"}, "checkpoint.dir = scratch: must be an absolute path"),
         ({"planner__framework": "megatron"}, "planner.framework = megatron"),
-        ({"planner__attention": "materialised"}, "planner.attention = materialised: plans for a kernel that this"),
+        ({"planner__attention": "materialised"}, "planner.attention = materialised: in this engine PyTorch chooses"),
     ],
 )
-def test_what_the_engine_cannot_run_is_planned_but_not_submitted(overrides: dict[str, Any], expected: str) -> None:
+def test_a_layout_that_the_engine_cannot_run_is_planned_but_not_submitted(
+    overrides: dict[str, Any], expected: str
+) -> None:
     spec = spec_of("llama-7b", **({f"model__{key}": value for key, value in SMALL.items()} | overrides))
     plan = make_plan(spec)
     (broken,) = submittable(spec, plan)
@@ -89,7 +94,7 @@ def test_what_the_engine_cannot_run_is_planned_but_not_submitted(overrides: dict
     ],
     ids=lambda overrides: " ".join(key.rpartition("__")[2] for key in overrides),
 )
-def test_what_the_engine_can_run_may_be_submitted(overrides: dict[str, Any]) -> None:
+def test_a_layout_that_the_engine_can_run_may_be_submitted(overrides: dict[str, Any]) -> None:
     spec = spec_of("llama-7b", **({f"model__{key}": value for key, value in SMALL.items()} | overrides))
     assert submittable(spec, make_plan(spec)) == []
 
@@ -110,13 +115,13 @@ def test_the_search_proposes_only_what_the_engine_runs(preset: str, overrides: d
     assert all(unsupported(spec, other.layout) == [] for other in plan.alternatives)
 
 
-def test_what_an_engine_of_ones_own_can_run_is_not_ours_to_say() -> None:
+def test_an_engine_of_the_user_may_run_every_layout() -> None:
     spec = spec_of(planner__framework="fsdp", code__engine="mine.train", checkpoint__dir="scratch")
     (only,) = unsupported(spec, make_plan(spec).layout)
-    assert only.text.startswith("checkpoint.dir = scratch: must be absolute")
+    assert only.text.startswith("checkpoint.dir = scratch: must be an absolute path")
 
 
-def test_the_search_stays_within_the_declaration_unless_it_is_asked_for_more() -> None:
+def test_the_search_proposes_what_the_engine_declares_unless_everything_is_requested() -> None:
     assert capabilities(spec_of()) is ENGINE
     assert capabilities(spec_of(planner__search="everything")).axes == set(AXES)
 
@@ -128,10 +133,10 @@ def test_other_frameworks_are_offered_the_axes_that_they_have() -> None:
     spec = spec_of("llama-70b", cluster__nodes=4, planner__framework="megatron", planner__search="everything")
     plan = make_plan(spec)
     assert plan.layout.sequence_parallel == 1
-    assert "sequence_parallel: above 1 cannot be run by megatron" in {row.text for row in plan.rejected}
+    assert "sequence_parallel: megatron supports only 1" in {row.text for row in plan.rejected}
 
 
-def test_a_search_of_everything_opens_the_axes_that_the_spec_does_not_speak_of() -> None:
+def test_a_search_of_everything_tries_every_axis_that_the_spec_does_not_set() -> None:
     layout = opened(spec_of(planner__search="everything")).layout
     assert (layout.virtual_pipeline, layout.context_parallel) == ("auto", "auto")
     pinned = spec_of(planner__search="everything", layout__virtual_pipeline=1, layout__context_parallel=1)

@@ -1,4 +1,4 @@
-"""What does not fit is refused with the numbers, and with ways out that do fit."""
+"""A run that does not fit is an error with its memory, and with changes that make it fit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_pinned_setting_in_the_way_is_named_with_a_value_that_fits(
     assert make_plan(spec_of(**changed)).memory.fits  # type: ignore[arg-type]
 
 
-def test_when_nothing_helps_that_is_said() -> None:
+def test_a_run_that_no_change_makes_fit_says_so() -> None:
     error = refusal(spec_of("llama-7b", model__hidden_size=10**6, model__head_dim=10**6, model__num_attention_heads=1))
     assert "more or larger GPUs do not make it fit" in str(error)
 
@@ -85,7 +85,7 @@ def test_a_batch_that_does_not_divide_has_no_plan_to_show() -> None:
     assert refusal(spec_of("gpt2", training__global_batch_size=100, **DATA_ALONE)).plan is None
 
 
-def test_what_another_engine_could_run_is_named_as_such() -> None:
+def test_layouts_that_the_engine_lacks_are_marked_in_suggestions() -> None:
     """Long sequences of few heads fit when keys and values travel round the ranks, which this engine does not do."""
     spec = spec_of("llama-7b", model__seq_len=262144, model__max_position_embeddings=262144, **DATA_ALONE)
     error = refusal(spec)
@@ -100,14 +100,14 @@ def test_what_another_engine_could_run_is_named_as_such() -> None:
     refusal(cut_over(degree // 2))
 
 
-def test_offload_is_a_way_out_where_it_may_be_used() -> None:
+def test_offload_is_suggested_if_the_spec_allows_it() -> None:
     for search in ("engine", "everything"):
         error = refusal(spec_of("llama-70b", planner__search=search))
         found = [(problem.key, problem.given) for problem in error.problems if problem.where == "would fit"]
         assert ("layout.offload", "optimizer") in found
 
 
-def test_taking_activations_to_the_host_is_one_too() -> None:
+def test_activation_offload_is_suggested_too() -> None:
     pinned = {"training__micro_batch_size": 4, "layout__activation_checkpointing": "full", "layout__zero_stage": 3}
     long = {"model__seq_len": 32768, "model__max_position_embeddings": 32768, "training__cross_entropy": "chunked"}
     error = refusal(spec_of("llama-7b", **pinned, **long, **DATA_ALONE))

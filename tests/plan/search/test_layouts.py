@@ -30,7 +30,7 @@ def test_micro_4_times_accumulation_8_times_8_data_parallel_ranks_is_256_sequenc
     assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.data_parallel) == (4, 8, 8)
 
 
-def test_with_tensor_parallel_2_the_same_8_gpus_make_128_of_it_not_256() -> None:
+def test_with_tensor_parallel_2_the_batch_of_8_gpus_is_128_not_256() -> None:
     layout = make_plan(spec_of(training__global_batch_size=128, layout__tensor_parallel=2, **PINNED)).layout
     assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.data_parallel) == (4, 8, 4)
     assert layout.global_batch_size == 4 * 8 * 4 == 128
@@ -48,7 +48,7 @@ def test_world_size_is_the_product_of_the_degrees() -> None:
     assert layout.world_size == 128 == layout.data_parallel * 4 * 2 * 2
 
 
-def test_auto_leaves_at_1_what_the_engine_cannot_run() -> None:
+def test_auto_is_1_for_axes_that_the_engine_cannot_run() -> None:
     plan = make_plan(spec_of("llama-70b", cluster__nodes=16, layout__context_parallel="auto"))
     layouts = [plan.layout, *(other.layout for other in plan.alternatives)]
     assert {layout.context_parallel for layout in layouts} == {1}
@@ -76,7 +76,7 @@ def test_auto_leaves_at_1_what_the_engine_cannot_run() -> None:
         ),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_would(overrides: dict[str, Any], message: str) -> None:
+def test_degrees_that_do_not_divide_are_an_error_with_valid_ones(overrides: dict[str, Any], message: str) -> None:
     assert any(message in line for line in problems_of(**overrides)), problems_of(**overrides)
     with pytest.raises(PlanInfeasibleError):
         make_plan(spec_of(**DATA_ALONE | overrides))
@@ -92,7 +92,7 @@ def test_16_bit_training_has_no_stage_0() -> None:
         assert 0 not in zero_stages(spec, resolve_axes(spec))
 
 
-def test_stage_0_in_bf16_becomes_stage_1_openly() -> None:
+def test_stage_0_in_bf16_becomes_stage_1_with_a_warning() -> None:
     plan = make_plan(spec_of("gpt2", layout__zero_stage=0))
     assert plan.layout.zero_stage == 1
     assert any("layout.zero_stage = 0 with bf16 runs as ZeRO-1" in str(warning) for warning in plan.warnings)
@@ -112,7 +112,7 @@ def test_divisors_divide_and_come_in_pairs(number: int) -> None:
     assert [number // n for n in reversed(found)] == found
 
 
-def test_deepspeed_alone_turns_stage_0_into_1() -> None:
+def test_only_deepspeed_turns_stage_0_into_1() -> None:
     for framework, expected in (("deepspeed", 1), ("fsdp", 0), ("megatron", 0), ("nanotron", 0)):
         spec = spec_of("gpt2", planner__framework=framework, layout__zero_stage=0)
         assert make_plan(spec).layout.zero_stage == expected
@@ -128,19 +128,19 @@ def test_each_framework_has_its_own_stages_and_a_pipeline_has_no_more_than_one()
         assert piped == [stage for stage in stages if stage <= 1]
 
 
-def test_an_interleaved_pipeline_runs_micro_batches_in_rounds() -> None:
+def test_an_interleaved_pipeline_needs_a_multiple_of_the_stages_as_micro_batches() -> None:
     spec = spec_of(training__global_batch_size=48)
     assert micro_batch_sizes(spec, Axes(2, 1, 4, 1, 1, 1, 1)) == [1, 2, 3, 4, 6, 8, 12, 24]
     assert micro_batch_sizes(spec, Axes(2, 1, 4, 2, 1, 1, 1)) == [1, 2, 3, 6]
 
 
-def test_chunks_that_would_do_are_named() -> None:
+def test_valid_numbers_of_virtual_stages_are_named() -> None:
     spec = spec_of("llama-70b", layout__pipeline_parallel=8, layout__virtual_pipeline=3)
     with pytest.raises(PlanInfeasibleError, match=r"Use 1, 2, 5 or 10\."):
         make_plan(spec)
 
 
-def test_a_contrastive_loss_sees_the_whole_batch_where_it_fits() -> None:
+def test_a_contrastive_loss_gets_the_full_batch_if_it_fits() -> None:
     fits = make_plan(spec_of("clip-vit-large-patch14", training__global_batch_size=8192, cluster__nodes=8))
     assert fits.layout.gradient_accumulation_steps == 1
     assert not any("contrastive" in str(line) for line in fits.warnings)
@@ -149,7 +149,7 @@ def test_a_contrastive_loss_sees_the_whole_batch_where_it_fits() -> None:
     assert any("changes a contrastive loss" in str(line) for line in large.warnings)
 
 
-def test_nvme_takes_zero_3_alone() -> None:
+def test_nvme_offload_needs_zero_3() -> None:
     offload = {"layout__offload": "optimizer", "layout__offload_device": "nvme"}
     assert zero_stages(spec_of(**offload), resolve_axes(spec_of(**offload)), "optimizer") == [3]
     problems = division_problems(spec_of(**offload, layout__zero_stage=2), resolve_axes(spec_of(**offload)))

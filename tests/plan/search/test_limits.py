@@ -1,4 +1,4 @@
-"""Limits from words: what they mean without an objective, and what is refused."""
+"""Options for the choice of a cluster: defaults, and invalid values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def limits(objective: str | None = None, **given: Any) -> Limits | None:
     return parse_limits(objective, **{"max_gpus": None, "deadline": None, "budget": None, "gpus": (), **given})
 
 
-def test_nothing_asked_is_no_limit() -> None:
+def test_no_options_are_no_limits() -> None:
     assert limits() is None
 
 
-def test_a_deadline_alone_asks_for_the_fewest_gpus_and_the_rest_for_the_soonest_end() -> None:
+def test_the_default_objective_is_gpus_with_a_deadline_and_time_otherwise() -> None:
     assert limits(deadline="30d") == Limits("gpus", None, 30 * 86400.0, None, ())
     assert limits(budget="$50k") == Limits("time", None, None, 50_000.0, ())
     assert limits(max_gpus=8, gpus=["t4", "h200-sxm-141gb", "t4"]) == Limits(
@@ -28,6 +28,6 @@ def test_a_deadline_alone_asks_for_the_fewest_gpus_and_the_rest_for_the_soonest_
 
 
 @pytest.mark.parametrize("given", [{"deadline": "soon"}, {"deadline": "0"}, {"budget": "-1"}, {"budget": ""}])
-def test_what_is_no_limit_is_refused_with_its_option(given: dict[str, str]) -> None:
+def test_an_invalid_limit_is_an_error_that_names_its_option(given: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=f"--{next(iter(given))} is not understood"):
         limits(**given)

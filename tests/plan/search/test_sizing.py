@@ -1,4 +1,4 @@
-"""The cluster for an objective: what meets the limits, the best of it, and the closest miss where nothing does."""
+"""The cluster for an objective: the best that meets the limits, and the closest one if none does."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_the_cheapest_and_the_fastest_within_a_budget() -> None:
     assert within.dollars <= middle
 
 
-def test_days_count_interruptions() -> None:
+def test_wall_clock_time_includes_interruptions() -> None:
     sizing = size_cluster(run(cluster__spot=True, cluster__mean_time_between_interruptions="30m"), "time")
     plan, row = sizing.plan, chosen(sizing)
     assert plan.durability.expected_goodput < 0.95
     assert row.seconds == pytest.approx(plan.time.to_train / plan.durability.expected_goodput)
 
 
-def test_a_deadline_out_of_reach_names_the_closest_miss_and_what_would_do() -> None:
+def test_a_missed_deadline_names_the_closest_cluster_and_a_sufficient_one() -> None:
     with pytest.raises(SizingError) as caught:
         size_cluster(run(), "gpus", max_gpus=32, deadline_seconds=5 * DAY)
     error = caught.value
@@ -92,7 +92,7 @@ def test_a_deadline_out_of_reach_names_the_closest_miss_and_what_would_do() -> N
 
 
 @pytest.mark.parametrize(("batch", "deadline_days", "most"), [(1024, 17, 48), (5040, 6.7, 72), (1024, 9, 64)])
-def test_no_smaller_cluster_keeps_the_deadline(batch: int, deadline_days: float, most: int) -> None:
+def test_no_smaller_cluster_meets_the_deadline(batch: int, deadline_days: float, most: int) -> None:
     """Against planning every node count."""
     spec = run(training__global_batch_size=batch, planner__search="everything", cluster__nodes=4)
     row = chosen(size_cluster(spec, "gpus", max_gpus=most, deadline_seconds=deadline_days * DAY))
@@ -100,7 +100,7 @@ def test_no_smaller_cluster_keeps_the_deadline(batch: int, deadline_days: float,
     assert row.gpus == min(each.gpus for each in tried if each.seconds and each.seconds <= deadline_days * DAY)
 
 
-def test_the_soonest_end_and_the_lowest_cost_look_between_the_powers_of_two() -> None:
+def test_time_and_cost_objectives_try_counts_between_powers_of_two() -> None:
     spec = run(planner__search="everything", training__global_batch_size=960, cluster__nodes=4)
     rows = [try_cluster(spec, nodes, None).row for nodes in range(1, 15)]
     soonest, cheapest = (chosen(size_cluster(spec, objective, max_gpus=8 * 14)) for objective in ("time", "cost"))
@@ -108,12 +108,12 @@ def test_the_soonest_end_and_the_lowest_cost_look_between_the_powers_of_two() ->
     assert cheapest.dollars == min(each.dollars for each in rows if each.dollars)
 
 
-def test_what_only_a_size_between_keeps_is_found() -> None:
+def test_a_limit_that_only_an_intermediate_size_meets_is_found() -> None:
     spec = run(layout__pipeline_parallel="auto", cluster__nodes=2)  # in three stages
     assert chosen(size_cluster(spec, "gpus", max_gpus=24, deadline_seconds=17 * DAY)).gpus == 24
 
 
-def test_texts_of_a_miss_tell_the_difference_and_not_the_rounded_sum() -> None:
+def test_the_text_of_a_missed_limit_has_the_difference_not_the_rounded_sum() -> None:
     seconds = size_cluster(run(cluster__nodes=1), "time").considered[0].seconds
     assert seconds is not None
     with pytest.raises(SizingError, match="90 s too late") as caught:
@@ -134,7 +134,7 @@ def test_counts_that_do_not_divide_the_batch_are_listed_with_the_reason() -> Non
     assert {15, 16} <= set(node_counts(run(training__global_batch_size=960), 128))
 
 
-def test_what_does_not_fit_is_listed_and_a_run_that_never_fits_is_refused() -> None:
+def test_clusters_that_do_not_fit_are_listed_and_a_run_that_never_fits_is_an_error() -> None:
     sizing = size_cluster(spec_of("llama-70b", cluster__nodes=8), "gpus")
     assert str(sizing.considered[0].why).startswith("does not fit: ")
     with pytest.raises(SizingError) as caught:
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_listed_and_a_run_that_never_fits_is_refused() -> N
     assert "would do" in str(caught.value)
 
 
-def test_gpu_types_are_compared_each_at_its_own_price() -> None:
+def test_gpu_types_are_compared_at_their_own_prices() -> None:
     names = ("h100-sxm-80gb", "a100-sxm-80gb")
     sizing = size_cluster(run(), "time", max_gpus=32, gpus=names)
     assert {row.gpu for row in sizing.considered} == set(names)
@@ -155,7 +155,7 @@ def test_gpu_types_are_compared_each_at_its_own_price() -> None:
 
 
 @pytest.mark.parametrize("objective", ["time", "cost", "gpus"])
-def test_of_several_gpu_types_the_best_is_found_without_planning_every_cluster(objective: str) -> None:
+def test_the_best_of_several_gpu_types_is_found_without_planning_every_cluster(objective: str) -> None:
     names = ("h100-sxm-80gb", "a100-sxm-80gb", "h200-sxm-141gb", "b200-sxm-180gb", "l40s-48gb")
     spec, most = run(training__global_batch_size=1024), 512
     sizing = size_cluster(spec, objective, max_gpus=most, deadline_seconds=30 * DAY, gpus=names)
@@ -166,7 +166,7 @@ def test_of_several_gpu_types_the_best_is_found_without_planning_every_cluster(o
     assert len(sizing.considered) < len(every)
 
 
-def test_questions_without_an_answer_are_usage_errors() -> None:
+def test_invalid_objectives_limits_and_gpus_are_usage_errors() -> None:
     for arguments in (
         {"objective": "speed"},
         {"objective": "time", "max_gpus": 4},
@@ -178,14 +178,14 @@ def test_questions_without_an_answer_are_usage_errors() -> None:
         size_cluster(spec_of("gpt2", cluster__gpu="cpu", cluster__gpus_per_node=2), "cost")
 
 
-def test_this_machine_has_one_node() -> None:
+def test_the_local_scheduler_has_one_node() -> None:
     spec = spec_of("gpt2", cluster__scheduler="local")
     assert node_counts(spec, 64) == [1]
     assert not size_cluster(spec, "time").notes
-    assert "local is one node" in str(size_cluster(spec, "time", max_gpus=64).notes[0])
+    assert "local has only one node" in str(size_cluster(spec, "time", max_gpus=64).notes[0])
 
 
-def test_a_limit_beyond_every_cluster_ends_at_the_largest_that_a_spec_may_name() -> None:
+def test_a_limit_above_every_cluster_ends_at_the_largest_cluster_of_a_spec() -> None:
     assert max(node_counts(run(), 10**20)) <= MOST_NODES
     assert chosen(size_cluster(run(), "time", max_gpus=10**20)).gpus == 1024  # the batch has no more to share out
 

@@ -1,4 +1,4 @@
-"""Property: a device or a network with more of anything does not take longer for the same layout."""
+"""Property: a faster device or network never takes longer for the same layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES: list[tuple[str, str, str, int, int, int]] = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_more_of_anything_is_never_slower(case: tuple[str, str, str, int, int, int]) -> None:
+def test_more_hardware_is_never_slower(case: tuple[str, str, str, int, int, int]) -> None:
     preset, gpu, framework, tensor, pipeline, chunks = case
     overrides: dict[str, Any] = {
         "cluster__gpu": gpu,

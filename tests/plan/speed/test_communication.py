@@ -58,11 +58,11 @@ def test_a_pipeline_sends_one_activation_each_way() -> None:
         ("fsdp", 3, 8 * (2 * 2 + 4) * 7_000_000),
     ],
 )
-def test_each_framework_sends_what_it_sends(framework: str, stage: int, expected: int) -> None:
+def test_each_framework_has_its_own_traffic(framework: str, stage: int, expected: int) -> None:
     assert data_bytes(framework, stage) == expected
 
 
-def test_what_hides_still_slows_what_it_hides_behind() -> None:
+def test_overlapped_communication_slows_compute() -> None:
     assert exposed(1.0, 10.0, 1.0) == pytest.approx(CONTENTION)
     assert exposed(1.0, 10.0, 0.0) == 1.0
     assert exposed(5.0, 2.0, 1.0) == pytest.approx(3.0 + 2.0 * CONTENTION)

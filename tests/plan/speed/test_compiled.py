@@ -40,7 +40,7 @@ def test_gpt_2_takes_about_what_build_nanogpt_reports() -> None:
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "fsdp", "megatron", "nanotron"])
-def test_compiling_moves_fewer_bytes_and_issues_fewer_kernels(framework: str) -> None:
+def test_compiled_blocks_move_fewer_bytes_and_launch_fewer_kernels(framework: str) -> None:
     eager = FRAMEWORKS[framework].profile
     compiled = compiled_profile(eager)
     assert compiled.norm_forward <= eager.norm_forward
@@ -48,7 +48,7 @@ def test_compiling_moves_fewer_bytes_and_issues_fewer_kernels(framework: str) ->
     assert compiled.loss == eager.loss
 
 
-def test_auto_compiles_where_it_can_be_relied_on() -> None:
+def test_auto_compiles_only_what_compiles_reliably() -> None:
     def layout(preset: str = "llama-7b", **overrides: Any) -> Layout:
         return make_plan(spec_of(preset, **overrides)).layout
 

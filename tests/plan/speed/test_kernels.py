@@ -36,7 +36,7 @@ def test_no_product_is_faster_than_the_data_sheet(name: str) -> None:
 
 # ml-engineering, maximum achievable matmul FLOP/s; training sustains less than the best shape in a short burst.
 @pytest.mark.parametrize(("name", "best"), [("a100-sxm-80gb", 271e12), ("h100-sxm-80gb", 795e12), ("b200", 1745e12)])
-def test_a_large_product_reaches_most_of_what_was_achieved(name: str, best: float) -> None:
+def test_a_large_product_reaches_most_of_the_measured_rate(name: str, best: float) -> None:
     reached = 2 * 8192**3 / matmul_seconds(8192, 8192, 8192, on(name))
     assert 0.6 * best < reached < 1.02 * best
 
@@ -52,7 +52,7 @@ def test_small_and_narrow_products_are_less_efficient() -> None:
     assert flops(4096, 4096, 4096) > 1.05 * flops(4096, 4096, 4100)  # rows that begin where tensor cores do not load
 
 
-def test_a_kernel_that_moves_little_still_takes_its_start() -> None:
+def test_a_small_kernel_takes_at_least_its_launch_time() -> None:
     rate = on("h100-sxm-80gb")
     assert memory_seconds(0, 3, rate) == pytest.approx(3 * rate.kernel_seconds)
     assert memory_seconds(3.35e9, 1, rate) > 1e-3
@@ -75,6 +75,6 @@ def test_attention_that_keeps_its_scores_is_slower() -> None:
     assert sum(dropped) > sum(kept)
 
 
-def test_a_processor_has_one_plain_rate() -> None:
+def test_a_cpu_has_one_rate_for_all_dimensions() -> None:
     rate = on("cpu", "fp32")
     assert matmul_seconds(64, 64, 64, rate) == pytest.approx(2 * 64**3 / rate.matmul)

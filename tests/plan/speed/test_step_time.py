@@ -58,7 +58,7 @@ def test_the_parts_add_up_to_the_step(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_activation_offload_costs_a_copy_out_and_a_copy_back_of_what_it_takes_off_the_device(
+def test_activation_offload_takes_the_time_of_a_copy_to_the_host_and_one_back(
     checkpointing: str,
 ) -> None:
     here, away = (spec_of("llama-7b", cluster__gpu="a100-sxm-80gb", layout__activation_offload=on) for on in (0, 1))
@@ -73,7 +73,7 @@ def test_activation_offload_costs_a_copy_out_and_a_copy_back_of_what_it_takes_of
 
 @pytest.mark.parametrize("gpu", [name for name in accelerator_names() if name != "cpu"])
 @pytest.mark.parametrize("framework", ["deepspeed", "fsdp", "megatron", "nanotron"])
-def test_every_device_stays_within_reason(gpu: str, framework: str) -> None:
+def test_every_device_has_a_plausible_speed(gpu: str, framework: str) -> None:
     time, _ = plan("gpt2-xl", {"micro_batch": 4}, cluster__gpu=gpu, planner__framework=framework)
     assert 0.005 < time.mfu < 0.85
 
@@ -148,7 +148,7 @@ def test_each_axis_counts_its_bytes() -> None:
     assert sent.sequence == sent.expert == 0
 
 
-def test_the_processor_of_the_demo_keeps_a_plain_model() -> None:
+def test_the_cpu_of_the_demo_fits_its_model() -> None:
     time, _ = plan("gpt2", cluster__gpu="cpu", cluster__gpus_per_node=2, training__precision="fp32")
     assert time.compute > 0.7 * time.step
 
@@ -167,7 +167,7 @@ def test_one_layout_takes_a_tenth_of_a_millisecond_or_so() -> None:
 
 
 @pytest.mark.parametrize(("tensor", "expert_tensor"), [(1, 1), (2, 2), (4, 4), (4, 1), (8, 8)])
-def test_experts_do_the_same_work_however_they_are_cut(tensor: int, expert_tensor: int) -> None:
+def test_experts_do_the_same_work_in_every_sharding(tensor: int, expert_tensor: int) -> None:
     model = spec_of("mixtral-8x7b").transformer
     work = RankWork(
         tokens=8192, keys=8192, tensor=tensor, sequence=1, expert=8, expert_tensor=expert_tensor,
@@ -177,13 +177,13 @@ def test_experts_do_the_same_work_however_they_are_cut(tensor: int, expert_tenso
     assert routed * tensor == model.num_experts_per_tok * 8192 * 3 * model.hidden_size * model.intermediate_size
 
 
-def test_tokens_that_are_no_multiple_of_anything_cost_no_alignment() -> None:
+def test_an_odd_number_of_tokens_does_not_reduce_the_rate() -> None:
     rate = rates(find_accelerator(spec_of().cluster), "bf16")
     even, odd = (sum(linear_seconds(tokens, 4096, 4096, False, rate)) for tokens in (8192, 8191))
     assert odd <= even * 1.01
 
 
-def test_nvme_costs_what_its_drives_take_for_the_states_there_and_back() -> None:
+def test_nvme_offload_takes_the_time_to_read_and_write_all_states() -> None:
     offloaded = {"layout": {"zero_stage": 3}, "layout__offload": "optimizer"}
     on_host = seconds(**offloaded)
     on_drives = seconds(**offloaded, layout__offload_device="nvme", cluster__nvme_bandwidth=8e9)

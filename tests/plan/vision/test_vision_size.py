@@ -108,7 +108,7 @@ def test_attention_costs_with_the_square_of_the_patches() -> None:
     assert large > 4 * small
 
 
-def test_an_odd_image_loses_what_strides_leave_over() -> None:
+def test_an_image_size_that_strides_do_not_divide_loses_the_remainder() -> None:
     for preset in ("resnet-50", "convnext-tiny"):
         odd, even = (network(model_of(preset, image_size=size)).macs for size in (223, 256))
         assert 0 < odd < even
