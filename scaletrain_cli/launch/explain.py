@@ -73,7 +73,8 @@ def _unknown(status: RunStatus) -> Finding:
     """Return the finding for an unknown state: the scheduler does not answer."""
     what = f"attempt {status.attempt}" if status.attempt else "the job"
     why = Reason("launch.state-unknown", {"what": what, "run": status.run_id})
-    return Finding.because("unknown", why, (_scheduler_reports(status),))
+    remedies = () if status.job.reason is None else status.job.reason.remedies
+    return Finding.because("unknown", why, (_scheduler_reports(status),), remedies)
 
 
 def _running(run: RunDir, status: RunStatus) -> Finding:

@@ -27,6 +27,7 @@ _ASK_RIGHT = "Ask an administrator for the right to {verb} {resource}: {roles} h
 _OTHER_ID = "Submit under another --run-id"
 _NOT_WRITABLE = "{folder} cannot be written by the pods (uid {uid}, gid {gid}, groups {groups})"
 _FOLDER = "the pods run as uid {uid}, which cannot write {folder} (uid {owner}, gid {group}, mode {mode})"
+_TOO_FEW_NODES = "the {nodes} nodes can run at most {fit} of the job's pods, and {needed} are needed ({lacks})"
 _CHOOSE_OWNER = "Set cluster.kubernetes.run_as_user: {owner}, or change the owner of the folder to {uid}"
 
 TEXTS: dict[str, Text] = {
@@ -46,7 +47,7 @@ TEXTS: dict[str, Text] = {
         "{where}: not authenticated (401)",
         ("Log in again: the credentials of the context are missing, wrong or expired",),
     ),
-    "forbidden": Text("{where} forbids it (403): {said}", (_ASK_RIGHT,)),
+    "forbidden": Text("{where} forbids the request (403): {said}", (_ASK_RIGHT,)),
     "not-installed": Text("{where} has no {kind} of {api_version}", ("Install it: {install}",)),
     "not-served": Text("{where} has no {kind} of {api_version}"),
     "read-refused": Text("{where}: {object} cannot be read ({status}): {said}"),
@@ -152,7 +153,7 @@ TEXTS: dict[str, Text] = {
         "ClusterQueue {queue} admits no jobs of namespace {namespace} (its namespaceSelector)"
     ),
     "queue-not-active": Text("{queue} is not active: {said}"),
-    "queue-never": Text("ClusterQueue {queue} can never admit it: {why}"),
+    "queue-never": Text("ClusterQueue {queue} can never admit the job: {why}"),
     "namespace-quota-too-small": Text(
         "ResourceQuota {quota} of the namespace allows {total} {resource}, and the job needs {needed}"
     ),
@@ -169,8 +170,8 @@ TEXTS: dict[str, Text] = {
     "derived-field-refused": Text("the {kind} that would be created from it is refused: {field} {cause}"),
     # Notes of a preflight: nothing here keeps the job from being submitted.
     "note-image-tag": Text(
-        "cluster.kubernetes.image = {image}: a tag can point to another image later, so that attempts "
-        "or pods of one run differ. Name the image by digest"
+        "cluster.kubernetes.image = {image}: a tag can later point to another image, so that attempts or "
+        "pods of one run differ. Name the image by digest"
     ),
     "note-ipc-lock": Text(
         "cluster.kubernetes.ipc_lock: Linux grants IPC_LOCK to root only, and these pods are not root. RDMA needs "
@@ -230,14 +231,10 @@ TEXTS: dict[str, Text] = {
         "the rest"
     ),
     "nodes-cordoned": Text("{nodes} suitable nodes are cordoned: the job waits until they are uncordoned"),
-    "too-few-nodes": Text("the {nodes} nodes can run at most {fit} of its pods, and {needed} are needed ({lacks})"),
-    "nodes-until-pools-grow": Text(
-        "the {nodes} nodes can run at most {fit} of its pods, and {needed} are needed ({lacks}); the job waits until "
-        "the node pools have grown"
-    ),
+    "too-few-nodes": Text(_TOO_FEW_NODES),
+    "nodes-until-pools-grow": Text(f"{_TOO_FEW_NODES}; the job waits until the node pools have grown"),
     "nodes-until-admission-check": Text(
-        "the {nodes} nodes can run at most {fit} of its pods, and {needed} are needed ({lacks}); the job waits until "
-        "an admission check of its queue provides more"
+        f"{_TOO_FEW_NODES}; the job waits until an admission check of its queue adds nodes"
     ),
     "claim-unbound": Text("claim {claim} is not bound yet; its volume is created for the first pod that uses it"),
     "secrets-unreadable": Text(
@@ -283,17 +280,18 @@ TEXTS: dict[str, Text] = {
         "longer"
     ),
     "start-quota-used": Text(
-        "queue {queue} has no free quota, and at most {waiting:of job} before it; Kueue gives no time"
+        "queue {queue} has no free quota, and at most {waiting:of job} ahead of this one; Kueue gives no start time"
     ),
     "start-behind-others": Text(
-        "queue {queue} has free quota, and at most {waiting:of job} before it; Kueue gives no time"
+        "queue {queue} has free quota, and at most {waiting:of job} ahead of this one; Kueue gives no start time"
     ),
     "start-queue-stopped": Text("{queue} is held"),
-    "start-nodes-cordoned": Text("nodes that it needs are cordoned"),
-    "start-too-few-nodes": Text("there are not yet enough nodes for it"),
+    "start-nodes-cordoned": Text("nodes that the job needs are cordoned"),
+    "start-too-few-nodes": Text("there are not yet enough nodes for the job"),
     "start-quota-unreadable": Text("the quota of queue {queue} cannot be read"),
     "start-volcano": Text(
-        "Volcano gives no time: the gang starts once queue {queue} and the nodes have free resources for all of it"
+        "Volcano gives no start time: the gang starts once queue {queue} and the nodes have free resources for all of "
+        "it"
     ),
     "start-no-queue": Text(
         "there is no queue: the gang of {pods:of pod} starts once the nodes have free resources for it "
@@ -308,11 +306,11 @@ TEXTS: dict[str, Text] = {
     "request-lost": Text("never submitted: the API server did not answer, and has no {job}"),
     "other-job-active": Text("{job}, another job of this run, is active"),
     # A job that ends or has ended.
-    "cancelled": Text("cancelled"),
+    "cancelled": Text("canceled"),
     "workload-gone": Text("the workload no longer exists"),
     "deleting": Text("being deleted"),
     "jobset-deleting": Text("its JobSet is being deleted"),
-    "end-unknown": Text("it is no longer in the cluster, which does not report how it ended"),
+    "end-unknown": Text("the job is no longer in the cluster, which does not report how it ended"),
     "completed": Text("completed"),
     "failed": Text("failed"),
     "failed-said": Text("failed: {said}"),
@@ -327,7 +325,7 @@ TEXTS: dict[str, Text] = {
     "node-silent": Text("node {node} does not report, {pods:of pod} on it may be lost"),
     # A job that never ends by itself.
     "child-refused": Text(
-        "it will never start: the API server refuses the {kind} created from it ({said})",
+        "the job will never start: the API server refuses the {kind} created from it ({said})",
         ("Cancel the run, fix the spec and submit it again",),
     ),
     "dead-node": Text(
@@ -403,31 +401,31 @@ TEXTS: dict[str, Text] = {
     "running": Text("all {pods:of pod} running"),
     "running-others-ended": Text("{running} of {expected} pods running, the others have ended"),
     "restarted": Text("restart {count}"),
-    # What explain says of a wait, and what to do about it.
-    "explain-unmanaged": Text("Kueue does not manage it", (_RESUBMIT,)),
-    "explain-given-up": Text("Kueue has deactivated it", (_DESCRIBE, _RESUBMIT)),
-    "explain-held": Text("it is held", ("Find out who set spec.active: false on its Workload",)),
-    "explain-suspended": Text("it is suspended, and no queue resumes it", (_RESUBMIT,)),
-    "explain-no-queue": Text("its queue does not exist", (_RESUBMIT,)),
-    "explain-reclaimed": Text("another team reclaimed quota that it had lent"),
-    "explain-preempted": Text("a job of higher priority preempted it"),
-    "explain-queue-stopped": Text("its queue was stopped", (_ASK_ADMIN,)),
-    "explain-node-failed": Text("no node replaces one that failed", (_FEWER_NODES,)),
-    "explain-image-unavailable": Text("its image cannot be pulled", (_FIX_IMAGE,)),
+    # Headlines and remedies of explain for a job that waits.
+    "explain-unmanaged": Text("Kueue does not manage the job", (_RESUBMIT,)),
+    "explain-given-up": Text("Kueue has deactivated the job", (_DESCRIBE, _RESUBMIT)),
+    "explain-held": Text("the job is held", ("Find out who set spec.active: false on its Workload",)),
+    "explain-suspended": Text("the job is suspended, and no queue resumes it", (_RESUBMIT,)),
+    "explain-no-queue": Text("the queue of the job does not exist", (_RESUBMIT,)),
+    "explain-reclaimed": Text("another team reclaimed the quota that it had lent to the job"),
+    "explain-preempted": Text("a job of higher priority preempted this one"),
+    "explain-queue-stopped": Text("the queue of the job was stopped", (_ASK_ADMIN,)),
+    "explain-node-failed": Text("no free node can replace a failed one", (_FEWER_NODES,)),
+    "explain-image-unavailable": Text("the image of the pods cannot be pulled", (_FIX_IMAGE,)),
     "explain-container": Text("a container cannot start", (_FIX_IMAGE, _RESUBMIT)),
     "explain-volume": Text("a volume cannot be mounted", (_DESCRIBE,)),
-    "explain-evicted": Text("its pods did not become ready in time, or it lost its quota", (_DESCRIBE,)),
-    "explain-queue-inactive": Text("its queue admits no jobs now", (_ASK_ADMIN,)),
-    "explain-no-quota-defined": Text("its queue has no quota for it", (_RESUBMIT,)),
+    "explain-evicted": Text("the pods did not become ready in time, or the job lost its quota", (_DESCRIBE,)),
+    "explain-queue-inactive": Text("the queue of the job admits no jobs now", (_ASK_ADMIN,)),
+    "explain-no-quota-defined": Text("the queue of the job has no quota for it", (_RESUBMIT,)),
     "explain-over-capacity": Text(
-        "it is too large for a flavor of its queue",
-        ("Compare with `scaletrain status --cluster`: a flavor that it fits may only be busy", _FEWER_NODES),
+        "the job is too large for a flavor of its queue",
+        ("Compare with `scaletrain status --cluster`: another flavor may be large enough and busy", _FEWER_NODES),
     ),
-    "explain-quota": Text("Kueue does not admit it now", (_FEWER_NODES,)),
-    "explain-child": Text("the API server refuses the objects created from it for now", (_DESCRIBE,)),
-    "explain-namespace-quota": Text("the namespace refuses its pods", (_RESUBMIT, "Request a larger ResourceQuota")),
+    "explain-quota": Text("Kueue does not admit the job now", (_FEWER_NODES,)),
+    "explain-child": Text("the API server refuses the objects of the job for now", (_DESCRIBE,)),
+    "explain-namespace-quota": Text("the namespace refuses the pods", (_RESUBMIT, "Request a larger ResourceQuota")),
     "explain-gate": Text(
-        "its pods wait until they may be scheduled",
+        "the pods wait until they may be scheduled",
         (
             "Kueue removes its gate once it has admitted the job and chosen nodes: kubectl -n {namespace} describe "
             "workloads. Other gates belong to the controller that they are named after",
@@ -448,32 +446,32 @@ TEXTS: dict[str, Text] = {
         "the nodes are cordoned", ("Wait until they are uncordoned (kubectl get nodes), or ask the administrator",)
     ),
     "explain-unschedulable": Text("no node has enough free resources for a pod", (_FEWER_NODES,)),
-    "explain-starting": Text("its pods are starting"),
+    "explain-starting": Text("the pods are starting"),
     "explain-unknown": Text("the cluster does not report more", (_DESCRIBE,)),
-    "explain-child-refused": Text("no Job can be created from it", (_RESUBMIT,)),
+    "explain-child-refused": Text("the API server refuses the objects that the job consists of", (_RESUBMIT,)),
     "explain-dead-node": Text("a node is dead, and Kubernetes waits for it", (_FIX_NODE,)),
-    # What explain says of an end.
-    "last-step": Text("step {step} of {total_steps} was the last that they printed"),
-    "ended-never-submitted": Text("its job was never submitted", ("scaletrain resume {run} submits it",)),
+    # Headlines and remedies of explain for a job that has ended.
+    "last-step": Text("step {step} of {total_steps} was the last step that the pods printed"),
+    "ended-never-submitted": Text("the job was never submitted", ("scaletrain resume {run} submits it",)),
     "ended-unknown": Text(
-        "its job is gone, and how it ended is not known",
+        "the job no longer exists, and how it ended is not known",
         (_LOGS, "scaletrain resume {run} continues it; pods that find the run finished end at once"),
     ),
-    "ended-finished": Text("its job has finished"),
-    "ended-cancelled": Text("its job was cancelled", (_RESUME,)),
+    "ended-finished": Text("the job has finished"),
+    "ended-cancelled": Text("the job was canceled", (_RESUME,)),
     "ended-refused-spec": Text(
-        "its job ended with exit code {exit_code}: it cannot run with this spec",
+        "the job ended with exit code {exit_code}: it cannot run with this spec",
         (_LOGS, "Fix what the message names: `scaletrain resume {run} --set KEY=VALUE`, or submit a corrected spec"),
     ),
     "ended-final": Text(
-        "its job ended with exit code {exit_code}: another attempt would not help",
+        "the job ended with exit code {exit_code}: another attempt would not help",
         (_LOGS, "Remove the cause before `scaletrain resume {run}`: a restart alone ends in the same way"),
     ),
     "ended-wrong-nodes": Text(
-        "its job ended with exit code {exit_code}: a node or a volume is not what was planned",
+        "the job ended with exit code {exit_code}: a node or a volume is not what was planned",
         (_LOGS, "Correct what the message names (the volume, the GPUs, the spec); then `scaletrain resume {run}`"),
     ),
-    "ended": Text("its job has ended: {state}", (_LOGS, _RESUME)),
+    "ended": Text("the job has ended: {state}", (_LOGS, _RESUME)),
     # ---- status --cluster ------------------------------------------------------------------------------------------
     "view-not-permitted": Text("not shown: {part}; you need the right to list {right}"),
     "view-not-permitted-in-all-namespaces": Text(

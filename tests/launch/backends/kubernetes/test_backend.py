@@ -209,12 +209,12 @@ def test_a_job_that_was_deleted_before_its_end_was_seen_has_an_unknown_state(mad
     assert not inspect_resume(made.run).active
 
 
-def test_a_server_that_does_not_answer_leaves_the_state_unknown(made: MadeRun, api: FakeApi) -> None:
+def test_a_forbidden_request_leaves_the_state_unknown(made: MadeRun, api: FakeApi) -> None:
     submit(made)
     api.forbid("list", "jobsets", GROUP)
     found = run_status(made.run)
     assert found.state == "unknown"
-    assert "forbids it" in found.why
+    assert "forbids the request" in found.why
 
 
 def test_a_queued_run_shows_the_message_of_its_own_kueue_workload(made: MadeRun, api: FakeApi) -> None:
@@ -258,7 +258,7 @@ def test_a_cancelled_run_gets_its_grace_period_and_is_active_until_its_pods_are_
     assert made.run.is_cancelled
     assert made.events("cancelled")
     job = scheduler.job(made.run, made.record)
-    assert (job.state, "cancelled" in job.detail) == ("ending", True)
+    assert (job.state, "canceled" in job.detail) == ("ending", True)
     assert inspect_resume(made.run).active
     scheduler.cancel(made.run, made.record)  # a second cancel sends no second SIGTERM
     assert len(api.deletions) == 1

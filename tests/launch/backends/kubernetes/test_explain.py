@@ -128,9 +128,13 @@ def test_an_unanswered_submission_is_not_ended_while_the_server_is_down(made: Ma
     assert (found.cause, "is not known" in found.headline) == ("unknown", True)
 
 
-def test_an_unreachable_cluster_is_reported(made: MadeRun, api: FakeApi, whole: dict[str, Any]) -> None:
+def test_a_forbidden_request_is_the_evidence_and_its_remedy_an_action(
+    made: MadeRun, api: FakeApi, whole: dict[str, Any]
+) -> None:
     api.forbid("list", "jobsets", GROUP)
-    assert "forbids it" in explained(made).evidence[0].text
+    found = explained(made)
+    assert "forbids the request" in found.evidence[0].text
+    assert any("the right to list jobsets" in action for action in found.actions)
 
 
 @pytest.mark.parametrize(

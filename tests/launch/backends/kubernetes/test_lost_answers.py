@@ -241,7 +241,7 @@ def test_a_status_of_an_earlier_job_does_not_overwrite_a_later_submission(made: 
     stale = job_ref.job_ref_of(made.run, made.record)
     assert stale is not None
     second = resume(made.run).submission.job_id
-    job_ref.record_end(made.run, stale, Job(stale.job_id, "ended", "it is no longer in the cluster"))
+    job_ref.record_end(made.run, stale, Job(stale.job_id, "ended", "the job is no longer in the cluster"))
     job_ref.record_progress(made.run, stale, {"step": 3})
     job_ref.withdraw_intent(made.run, stale)
     assert (job(made).id, job(made).state) == (second, "queued")
@@ -352,7 +352,7 @@ def test_a_cancelled_trainjob_is_deleted_and_its_pods_keep_their_grace_period(
     assert not api.all("trainingruntimes")
     assert not api.all("configmaps")
     found = job(made)
-    assert (found.state, found.detail) == ("ending", "cancelled; 1 pod saving and exiting")
+    assert (found.state, found.detail) == ("ending", "canceled; 1 pod saving and exiting")
     assert saving["metadata"]["deletionTimestamp"], "the kubelet sends SIGTERM; the pod is not killed"
     api.objects.clear()
     assert run_status(made.run).state == "cancelled"

@@ -125,7 +125,7 @@ def test_a_quota_that_can_never_fit_is_distinguished_from_one_that_is_busy(
 ) -> None:
     whole = put_queue(api, gpus=8)
     text = problems(preflight, *QUEUE)
-    assert "can never admit it: flavor h100: the job needs 16 nvidia.com/gpu, and there are at most 8" in text
+    assert "can never admit the job: flavor h100: the job needs 16 nvidia.com/gpu, and there are at most 8" in text
     resources = whole["spec"]["resourceGroups"][0]["flavors"][0]["resources"]
     resources[0]["nominalQuota"] = "16"
     assert not [note for note in preflight(*QUEUE) if "busy" in note]
@@ -145,10 +145,10 @@ def test_the_start_is_now_where_quota_is_free_and_else_not_known_and_why(
     assert "queue team-a has free quota and no job waits for it" in start.why
     whole["status"]["pendingWorkloads"] = 3
     start = outlook(*QUEUE).start
-    assert (start.at, "free quota, and at most 3 jobs before it" in start.why) == (None, True)
+    assert (start.at, "free quota, and at most 3 jobs ahead of this one" in start.why) == (None, True)
     taken = [{"name": "h100", "resources": [{"name": "nvidia.com/gpu", "total": "8"}]}]
     whole["status"]["flavorsReservation"] = taken
-    assert "team-a has no free quota, and at most 3 jobs before it" in outlook(*QUEUE).start.why
+    assert "team-a has no free quota, and at most 3 jobs ahead of this one" in outlook(*QUEUE).start.why
     whole["spec"]["stopPolicy"] = "Hold"
     assert outlook(*QUEUE).start.why == "ClusterQueue training is held"
     api.forbid("get", "clusterqueues", KUEUE)
@@ -248,9 +248,8 @@ def test_secrets_and_their_keys_are_checked_if_they_are_readable(
 
 def test_without_a_queue_the_suitable_nodes_are_counted(preflight: Callable[..., list[str]], api: FakeApi) -> None:
     text = problems(preflight, *GPU, "cluster.kubernetes.gpu_product=B200")
-    assert (
-        "the 4 nodes can run at most 0 of its pods, and 2 are needed (4 lack label nvidia.com/gpu.product=B200)" in text
-    )
+    lack = "4 lack label nvidia.com/gpu.product=B200"
+    assert f"the 4 nodes can run at most 0 of the job's pods, and 2 are needed ({lack})" in text
     taint = {"key": "team", "value": "b", "effect": "NoSchedule"}
     for number in range(3):
         api.put("nodes", gpu_node(f"n{number}", taints=[taint]), namespace="")
@@ -514,7 +513,7 @@ def test_a_job_for_a_held_queue_is_accepted_and_waits(outlook: Callable[..., Pre
 @pytest.mark.parametrize(
     ("settings", "spec", "told"),
     [
-        (("cluster.kubernetes.node_selector={rack: r9}",), {}, "can run at most 0 of its pods, and 2 are needed"),
+        (("cluster.kubernetes.node_selector={rack: r9}",), {}, "can run at most 0 of the job's pods, and 2 are needed"),
         ((), {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}, "a toleration of team=b:NoSchedule"),
     ],
 )
@@ -538,7 +537,7 @@ def test_a_job_whose_nodes_are_cordoned_does_not_start_now_although_the_queue_ha
     for number in range(3):
         api.put("nodes", gpu_node(f"n{number}", unschedulable=True), namespace="")
     found = outlook(*QUEUE)
-    assert (found.start.at, found.start.why) == (None, "nodes that it needs are cordoned")
+    assert (found.start.at, found.start.why) == (None, "nodes that the job needs are cordoned")
     assert any("3 suitable nodes are cordoned" in note for note in found.notes)
 
 
