@@ -12,21 +12,20 @@ TEXTS: dict[str, Text] = {
         ("Lower the learning rate, lengthen the warm-up, or inspect batch {batch}.",),
     ),
     "gradient-not-finite-again": Text(
-        "step {step}: gradient not finite again, after {rollbacks:of rollback} to step {to_step} "
-        "(guard.spike.retries) and no newer "
-        "clean checkpoint: {evidence}; skipping batches {skipped} did not help, so the data is not the cause",
+        "step {step}: loss {evidence[loss]}, gradient norm {evidence[grad_norm]}, again after {rollbacks:of rollback} "
+        "to step {to_step} (guard.spike.retries) and without a newer clean checkpoint; skipping batches {skipped} did "
+        "not help, so the data is not the cause",
         ("Lower the learning rate, or resume with other settings.",),
     ),
     "loss-spike": Text(
-        "step {step}: the loss spiked again, after {rollbacks:of rollback} to step {to_step} "
-        "(guard.spike.retries) and no newer "
-        "clean checkpoint: {evidence}; skipping batches {skipped} did not help, so the data is not the cause",
+        "step {step}: another spike at steps {evidence[steps]:list} with losses {losses:list}, after "
+        "{rollbacks:of rollback} to step {to_step} (guard.spike.retries) and without a newer clean checkpoint; "
+        "skipping batches {skipped} did not help, so the data is not the cause",
         ("Lower the learning rate, or resume with other settings.",),
     ),
     "loss-scale-at-floor": Text(
-        "the gradient is not finite at loss scale {loss_scale:g}, the smallest that "
-        "training.loss_scale.minimum allows; "
-        "the weights are unchanged",
+        "the gradient is not finite at loss scale {loss_scale:g}, the smallest that training.loss_scale.minimum "
+        "allows; the weights are unchanged",
         ("Lower the learning rate or inspect the batch; bf16 needs no loss scale.",),
     ),
     # The text to train on.
@@ -69,8 +68,7 @@ TEXTS: dict[str, Text] = {
     ),
     "data-was-edited": Text(
         "{checkpoint} was trained on data with other hashes than those of this dataset, which has the same "
-        "fingerprint: "
-        "one of them was edited",
+        "fingerprint: one of them was edited",
         ("Restore the dataset's folder from a copy, or start a new run.",),
     ),
     "data-too-small-to-validate": Text(
@@ -121,8 +119,8 @@ TEXTS: dict[str, Text] = {
     "later-attempt": Text("attempt {attempt} begins after attempt {later}"),
     "attempt-superseded": Text("attempt {attempt} was superseded by a later one; its checkpoint was not committed"),
     "random-state-unknown": Text(
-        "the checkpoint's random state is not {schema}: another version of scaletrain wrote it, in a format that "
-        "this version does not load because it can run code",
+        "the checkpoint's random state is not {schema}: another version of scaletrain wrote it, in a format that this "
+        "version does not load because it can run code",
         (
             "Resume with the version that wrote it, or export the weights with `scaletrain checkpoint export` and "
             "start a run with model.weights.",
@@ -131,8 +129,8 @@ TEXTS: dict[str, Text] = {
     "no-averaged-weights": Text("{checkpoint} has no averaged weights: the run has training.averaging.name = none"),
     "output-exists": Text("{path} exists and is not overwritten", ("Give another folder with --output.",)),
     "disk-too-small": Text(
-        "{folder} has {free_bytes:bytes} free and checkpoints will need {checkpoints} x {checkpoint_bytes:bytes} more: "
-        "checkpoint.keep = {keep}, a clean one and the next",
+        "{folder} has {free_bytes:bytes} free and checkpoints will need {checkpoints} x {checkpoint_bytes:bytes} "
+        "more: checkpoint.keep = {keep}, a clean one and the next",
         ("Free space, lower checkpoint.keep, or set checkpoint.dir to a larger disk.",),
     ),
     "too-few-inodes": Text(
@@ -145,9 +143,8 @@ TEXTS: dict[str, Text] = {
     "checkpoints-unreadable": Text(
         "no node of the job can read a checkpoint in {folder}: {problems}",
         (
-            "Check that file system, the owner and the permissions of the files; `scaletrain resume` then "
-            "continues the "
-            "run.",
+            "Check that file system, the owner and the permissions of the files; `scaletrain resume` then continues "
+            "the run.",
         ),
     ),
     "checkpoint-folder-unreadable": Text(
@@ -158,8 +155,8 @@ TEXTS: dict[str, Text] = {
     ),
     "checkpoint-unreadable-elsewhere": Text("{path} cannot be read on {nodes:list}"),
     "layout-bound-states": Text(
-        "{checkpoint} has optimizer states that are quantized in blocks, which only the layout that saved "
-        "them can read",
+        "{checkpoint} has optimizer states that are quantized in blocks, which only the layout that saved them can "
+        "read",
         ("Resume with the same number of ranks, parallel degrees and zero_stage.",),
     ),
     # The job.

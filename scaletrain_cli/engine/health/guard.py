@@ -152,7 +152,8 @@ def _deviation(values: Iterable[float], median: float) -> float:
     return _DEVIATION_PER_MAD * statistics.median(abs(value - median) for value in values)
 
 
-# Slow failures, each reported once: a collapsing loss scale, dead gradients, a loss that does not fall.
+# Slow failures: a collapsing loss scale, dead gradients, a loss that does not fall. Each is reported once; checkpoints
+# record that under the key ``told``.
 
 
 _SCALE_WINDOW_STEPS = 100

@@ -142,9 +142,10 @@ class GuardActions:
             nan = cause == "nan"
             error = NonFiniteGradientError if nan else SpikeError
             code = "engine.gradient-not-finite-again" if nan else "engine.loss-spike"
-            params = {"step": step, "rollbacks": allowed, "to_step": target.step}
-            skipped = [list(skip) for skip in self.skipped]
-            raise error(Reason(code, {**params, "evidence": evidence, "skipped": skipped}))
+            params: dict[str, Any] = {"step": step, "rollbacks": allowed, "to_step": target.step, "evidence": evidence}
+            params["losses"] = [round(loss, 4) for loss in evidence["losses"]]
+            params["skipped"] = [list(skip) for skip in self.skipped]
+            raise error(Reason(code, params))
         from_batch = max(self.guard.first_outlier(step) - margin, target.step + 1)
         skip = self.batch_number(from_batch), self.batch_number(trained)
         rollback = Rollback(from_step=trained, to_step=target.step, skip=skip)
