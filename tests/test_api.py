@@ -25,7 +25,7 @@ def test_a_run_is_submitted_once_and_shown_to_its_end(spec: api.RunSpec, capsys:
     again = api.submit(spec, run_id="first")
     assert (again.created, again.job_id) == (False, submitted.job_id)
     run = submitted.run
-    ended = run.wait(timeout_seconds=60)
+    ended = run.wait(timeout_seconds=120)
     assert (ended.state, ended.step) == ("finished", 4)
     assert [line.text for line in run.logs()] == ["finished at step 4"]
     assert run.explain().state == "finished"
@@ -39,13 +39,13 @@ def test_a_run_is_cancelled_with_its_state_and_resumed(spec: api.RunSpec, tmp_pa
     run = api.submit(slow).run
     wait_until(lambda: run.status().step > 0, "a step")
     assert run.cancel() == api.Cancellation(run.run_id, "running", cancelled=True)
-    saved = run.wait(timeout_seconds=60)
+    saved = run.wait(timeout_seconds=120)
     assert (saved.state, saved.last_checkpoint_step) == ("cancelled", saved.step)
     assert run.cancel() == api.Cancellation(run.run_id, "cancelled", cancelled=False)
     assert run.resume().job_id != saved.job_id
     assert run.status().attempt == 2
     run.cancel()
-    assert run.wait(timeout_seconds=60).state == "cancelled"
+    assert run.wait(timeout_seconds=120).state == "cancelled"
 
 
 def test_nothing_is_written_before_a_submission(spec: api.RunSpec, tmp_path: Path) -> None:
@@ -96,4 +96,4 @@ def test_a_run_of_another_user_is_not_cancelled_whatever_status_is_given(
             api.cancel(run, seen=seen, force=True)
     assert run.status().state == "running"
     assert run.cancel().cancelled
-    assert run.wait(timeout_seconds=60).state == "cancelled"
+    assert run.wait(timeout_seconds=120).state == "cancelled"

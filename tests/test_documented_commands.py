@@ -230,7 +230,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         create_run(slurm, make_plan(slurm), "queued")
         submitted = scaletrain("submit", "run.yaml", "--run-id", "small", "--set", "env={FAKE: '{}'}")
         assert submitted.code == 0, submitted.err
-        assert scaletrain("status", "small", "--wait", "60s").code == 0
+        assert scaletrain("status", "small", "--wait", "120s").code == 0
         yield folder
     os.chdir(here)
 

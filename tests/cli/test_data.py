@@ -52,7 +52,7 @@ def test_a_missing_source_ends_with_2_and_the_reason() -> None:
 
 
 def test_ctrl_c_ends_both_processes_without_a_traceback_or_half_a_dataset(tmp_path: Path) -> None:
-    Path("text.jsonl").write_text("".join(f'{{"text": "It was the worst of times, {n}."}}\n' for n in range(50_000)))
+    Path("text.jsonl").write_text("".join(f'{{"text": "It was the worst of times, {n}."}}\n' for n in range(300_000)))
     small = ["--set", "data.tokenizer.vocab_size=300", "--set", "data.source=text.jsonl", "--json"]
     command = [sys.executable, "-m", "scaletrain_cli", "data", "prepare", str(SMALL), *small]
     with subprocess.Popen(

@@ -28,7 +28,7 @@ def submit(verb: str = "submit", run_id: str = "r1", *more: str, **fake: Any) ->
 
 
 def ended(run_id: str = "r1") -> Ended:
-    return scaletrain("status", run_id, "--wait", "60s", "--json")
+    return scaletrain("status", run_id, "--wait", "120s", "--json")
 
 
 def wait_for_step(run_id: str, step: int) -> None:
@@ -227,7 +227,7 @@ def test_a_sweep_is_shown_and_canceled_as_a_whole() -> None:
     cancelled = scaletrain("cancel", "s", "--yes")
     assert (cancelled.code, cancelled.out) == (0, ""), cancelled.err
     assert "canceled 3 runs of the sweep s" in cancelled.err
-    waited = scaletrain("status", "s", "--wait", "60s", "--json")
+    waited = scaletrain("status", "s", "--wait", "120s", "--json")
     assert (waited.code, waited.data["states"]) == (ExitCode.PREEMPTED, {"cancelled": 3})
     again = scaletrain("cancel", "s", "--yes")
     assert (again.code, "(3 cancelled). Nothing was done." in again.err) == (0, True)

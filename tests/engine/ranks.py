@@ -35,7 +35,7 @@ class RanksFailedError(AssertionError):
 
 
 def on_ranks(
-    world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60.0, connected: bool = True
+    world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 180.0, connected: bool = True
 ) -> list[Any]:
     """Return the results of ``function(*arguments)`` on each rank, in rank order.
 

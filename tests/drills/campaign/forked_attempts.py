@@ -31,7 +31,7 @@ from tests.drills.training_runs import differences
 from tests.engine.checkpoint.whole_state import whole_state
 from tests.engine.ranks import RanksFailedError, on_ranks
 
-_SECONDS = 120.0
+_SECONDS = 240.0
 
 
 @dataclass
