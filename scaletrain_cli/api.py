@@ -116,7 +116,7 @@ _POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Run:
-    """A run, by its directory. It holds no state: every method reads the directory and asks the scheduler anew."""
+    """A run, by its directory. It holds no state: every method reads the directory and queries the scheduler."""
 
     path: Path
 

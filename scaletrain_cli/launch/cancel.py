@@ -1,4 +1,4 @@
-"""`scaletrain cancel`: ask the ranks of a run to save and stop; with force, remove what a dead node leaves behind."""
+"""`scaletrain cancel`: let the ranks of a run save and stop; with force, remove its remains on dead nodes."""
 
 from __future__ import annotations
 

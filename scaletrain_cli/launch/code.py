@@ -6,13 +6,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import scaletrain_cli
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.own_processes import absolute_paths
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import CodeRecord, code_file, hash_of, listing
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
@@ -129,13 +130,13 @@ class WorkingTree:
     def __init__(self, folder: Path, where: str) -> None:
         self.folder, self.where = folder, where
         if not folder.is_dir():
-            raise refusal(where, "is no folder here.", folder, "Give the folder of a git working tree.")
+            raise _refusal(where, Reason("checks.code-no-folder"), folder)
         if shutil.which("git") is None:
-            raise refusal(where, "needs git, which is not installed here.", folder, "Install it, or leave code.path.")
+            raise _refusal(where, Reason("checks.code-no-git"), folder)
         try:
             self._reader = Git(folder)
         except GitError as error:
-            raise self._refusal("config", str(error)) from error
+            raise self._git_failed("config", str(error)) from error
         self._git("rev-parse", "--show-toplevel")
 
     def commit(self) -> str:
@@ -183,12 +184,8 @@ class WorkingTree:
         unwatched = {entry[2:] for entry in self._paths("ls-files", "-v") if entry[0] == "S" or entry[0].islower()}
         problems = [why for path in sorted(there) if (why := self._obstacle(path, inside, unwatched)) is not None]
         if problems:
-            raise refusal(
-                self.where,
-                f"holds what a snapshot cannot: {some(problems)}.",
-                self.folder,
-                f"Name it in {IGNORE_FILE} if the run does not need it.",
-            )
+            params = {"files": problems, "ignore_file": IGNORE_FILE}
+            raise _refusal(self.where, Reason("checks.code-not-storable", params), self.folder)
         return there
 
     def holds(self, path: str) -> bool:
@@ -255,15 +252,15 @@ class WorkingTree:
         try:
             return self._reader.run(*arguments, environment=environment, sent=sent)
         except GitError as error:
-            raise self._refusal(arguments[0], str(error), about_head=arguments[-1] == "HEAD") from error
+            raise self._git_failed(arguments[0], str(error), about_head=arguments[-1] == "HEAD") from error
 
-    def _refusal(self, command: str, said: str, *, about_head: bool = False) -> UsageError:
-        hint = None
-        if "dubious ownership" in said:
-            hint = "It belongs to another user. If you trust it: git config --global --add safe.directory FOLDER."
+    def _git_failed(self, command: str, said: str, *, about_head: bool = False) -> UsageError:
+        code = "checks.code-git-failed"
+        if "dubious ownership" in said:  # words of git
+            code = "checks.code-of-other-user"
         elif "not a git repository" in said or about_head:
-            hint = "Make it a git working tree with one commit (git init, git add, git commit)."
-        return refusal(self.where, f"cannot be snapshotted: git {command} says: {said}", self.folder, hint)
+            code = "checks.code-no-repository"
+        return _refusal(self.where, Reason(code, {"command": command, "said": said}), self.folder)
 
 
 def _is_run(record: Path) -> bool:
@@ -275,21 +272,9 @@ def _is_run(record: Path) -> bool:
         return False
 
 
-def refusal(where: str, message: str, given: Path | None, hint: str | None, *, key: str = "code.path") -> UsageError:
-    """Return the UsageError about one key of the code section."""
-    problem = Problem(where, key, message, None if given is None else str(given), hint)
-    return UsageError("the code cannot be kept with the run", (problem,))
-
-
-def count(paths: Collection[str]) -> str:
-    """Return the number of paths as text, such as ``3 files``."""
-    return "1 file" if len(paths) == 1 else f"{len(paths)} files"
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the rest, as text."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _refusal(where: str, reason: Reason, given: object, key: str = "code.path") -> UsageError:
+    """Return the error about one key of the section ``code``."""
+    return UsageError(Reason("checks.code-not-kept"), (Problem.because(where, key, reason, given),))
 
 
 # The exact version of this package: the release number does not identify a checkout or an image.
@@ -329,14 +314,10 @@ def take_snapshot(spec: RunSpec, working_folder: str = "", runs: Path | None = N
     kept, changed = tree.kept(but=runs or runs_root()), tree.changed()
     uncommitted = sorted(path for path in changed if path in kept or not tree.holds(path))
     if uncommitted and code.uncommitted == "refuse":
-        raise refusal(
-            tree.where,
-            f"has {count(uncommitted)} that are not committed: {some(uncommitted)}.",
-            tree.folder,
-            "Commit or stash them, or set code.uncommitted: patch.",
-        )
+        params = {"count": len(uncommitted), "files": uncommitted}
+        raise _refusal(tree.where, Reason("checks.code-uncommitted", params), tree.folder)
     if not kept:
-        raise refusal(tree.where, "holds no file that git would take.", tree.folder, "Give the folder of your code.")
+        raise _refusal(tree.where, Reason("checks.code-empty"), tree.folder)
     _require_size(spec, tree.sizes(kept))
     contents = {path: (tree.folder / path).read_bytes() for path in sorted(kept)}
     text = listing({path: hashlib.sha256(content).hexdigest() for path, content in contents.items()})
@@ -350,14 +331,10 @@ def _require_size(spec: RunSpec, sizes: Mapping[str, int]) -> None:
     if whole <= most:
         return
     largest = sorted(sizes, key=lambda path: -sizes[path])
-    raise refusal(
-        spec.where("code.max_size"),
-        f"is {most:,} bytes, and {count(sizes)} of {spec.code.path} take {whole:,}; the largest are "
-        f"{some([f'{path} ({sizes[path]:,})' for path in largest])}.",
-        None,
-        f"Name what a run does not need in {IGNORE_FILE}, or raise it.",
-        key="code.max_size",
-    )
+    params = {"folder": str(spec.code.path), "files": len(sizes), "bytes": whole, "max_bytes": most}
+    shown = {"largest": [f"{path} ({sizes[path]:,})" for path in largest[:_NAMED]], "ignore_file": IGNORE_FILE}
+    reason = Reason("checks.code-too-large", params | shown)
+    raise _refusal(spec.where("code.max_size"), reason, None, "code.max_size")
 
 
 def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:

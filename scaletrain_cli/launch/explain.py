@@ -111,7 +111,7 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
     why = Reason(f"launch.exit-{cause}", params)
     left = attempt.decision is not None and attempt.decision.left_to_scheduler
     if left and job.cause is not None and cause in ("preempted", "out-of-grace", "node"):
-        # The scheduler ended the job, and it knows the reason.
+        # The scheduler ended the job and reports the reason.
         cause = job.cause
         why = Reason(f"launch.exit-by-scheduler-{cause}", params | {"detail": job.why})
     return Finding.because(

@@ -36,7 +36,7 @@ def exclusion(
 
     A node that is not usable now can always be excluded. One that the spec names (``pinned``) is never excluded.
     """
-    room = len(set(usable)) - needed
+    spare = len(set(usable)) - needed
     excluded: list[str] = []
     spared: list[str] = []
     for node in bad:
@@ -44,8 +44,8 @@ def exclusion(
             spared.append(node.node)
         elif node.node not in usable:
             excluded.append(node.node)
-        elif room > 0:
-            room -= 1
+        elif spare > 0:
+            spare -= 1
             excluded.append(node.node)
         else:
             spared.append(node.node)

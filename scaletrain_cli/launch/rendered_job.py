@@ -38,14 +38,14 @@ def changes_since_sent(run: RunDir, text: str) -> list[str] | None:
     ]
 
 
-def in_format(backend: Backend, text: str, wanted: str) -> str:
+def in_format(backend: Backend, text: str, output: str) -> str:
     """Return the text of Backend.render(), or its JSON. Raises UsageError for a format that the back end lacks."""
     usual = backend.output_format
-    if wanted == usual:
+    if output == usual:
         return text
-    if wanted == "json":
+    if output == "json":
         return json.dumps(_as_json(backend, text), indent=1) + "\n"
-    params = {"requested": wanted, "scheduler": backend.traits.display_name, "format": usual}
+    params = {"requested": output, "scheduler": backend.traits.display_name, "format": usual}
     raise UsageError(Reason("runs.output-format", params))
 
 

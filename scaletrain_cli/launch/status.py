@@ -186,13 +186,13 @@ def _schedulers(runs: Sequence[RunDir]) -> list[Backend | None]:
         with contextlib.suppress(UsageError):  # its own row reports the damage
             if not _is_done(run):
                 open_runs.setdefault(read_record(run).spec.cluster.scheduler, []).append(run)
-    asked: dict[RunDir, Backend] = {}
+    found: dict[RunDir, Backend] = {}
     for name, group in open_runs.items():
         if len(group) > 1:
             # Each row says that the back end is not installed here, or failed.
             with contextlib.suppress(SchedulerError), failures_of_plugin(name):
-                asked |= dict.fromkeys(group, backend_for(name).asked_once(group))
-    return [asked.get(run) for run in runs]
+                found |= dict.fromkeys(group, backend_for(name).prefetched(group))
+    return [found.get(run) for run in runs]
 
 
 def _status_or_error(run: RunDir, scheduler: Backend | None) -> RunStatus | UsageError:

@@ -90,7 +90,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Request:
-    """A submission without an answer so far: the request was sent, or about to be sent, at ``asked`` (Unix time).
+    """A submission without an answer so far: its request was sent, or was about to be sent, at ``asked`` (Unix time).
 
     ``before``: the submission that it replaces; ``earlier``: the time of the previous request, if that was not answered
     either.
@@ -268,14 +268,14 @@ def submit_lock(run: RunDir) -> Iterator[None]:
         yield
 
 
-def _existing(run: RunDir, wanted: RunRecord) -> CreatedRun:
+def _existing(run: RunDir, given: RunRecord) -> CreatedRun:
     first = read_first_record(run)  # as first submitted: a resize since then does not make it another run
-    if first.spec != wanted.spec:
-        differing = [f"{key} was {old}, now {new}" for key, (old, new) in changed_keys(first.spec, wanted.spec).items()]
+    if first.spec != given.spec:
+        differing = [f"{key} was {old}, now {new}" for key, (old, new) in changed_keys(first.spec, given.spec).items()]
         shown = "; ".join(differing[:3]) + (f"; and {len(differing) - 3} more" if len(differing) > 3 else "")
         raise UsageError(Reason("runs.other-spec", {"run": run.run_id, "differences": shown}))
-    if first.code is not None and wanted.code is not None and first.code.sha256 != wanted.code.sha256:
-        params = {"run": run.run_id, "before": first.code.name, "given": wanted.code.name}
+    if first.code is not None and given.code is not None and first.code.sha256 != given.code.sha256:
+        params = {"run": run.run_id, "before": first.code.name, "given": given.code.name}
         raise UsageError(Reason("runs.other-code", params))
     return CreatedRun(run, read_record(run), created=False)
 

@@ -176,7 +176,7 @@ def look_at(sweep: Sweep) -> SweepStatus:
 
 
 def look_again(before: SweepStatus) -> SweepStatus:
-    """Return the updated status; the scheduler is asked only about runs that may have changed."""
+    """Return the updated status; queries the scheduler only about runs that may have changed."""
     changing = [member.run for member in before.members if member.state not in (*OVER, "damaged")]
     found = {member.run: member for member in _look(changing)}
     return SweepStatus(before.sweep, tuple(found.get(member.run, member) for member in before.members))

@@ -57,6 +57,31 @@ TEXTS: dict[str, Text] = {
         "it is the name of a file, and a module is required",
         ("Set code.engine to {module}",),
     ),
+    # ---- the snapshot of code.path ---------------------------------------------------------------------------------
+    "code-not-kept": Text("the code cannot be stored with the run"),
+    "code-no-folder": Text("is not a folder here", ("Set it to a folder of a git working tree",)),
+    "code-no-git": Text("requires git, which is not installed here", ("Install git, or remove code.path",)),
+    "code-git-failed": Text("git {command} failed: {said}"),
+    "code-of-other-user": Text(
+        "git {command} failed: {said}",
+        ("It belongs to another user. If you trust it: git config --global --add safe.directory FOLDER",),
+    ),
+    "code-no-repository": Text(
+        "git {command} failed: {said}",
+        ("Make it a git working tree with one commit (git init, git add, git commit)",),
+    ),
+    "code-not-storable": Text(
+        "contains what a snapshot cannot store: {files:list}",
+        ("Name it in {ignore_file} if the run does not need it",),
+    ),
+    "code-uncommitted": Text(
+        "has {count:of uncommitted file}: {files:list}", ("Commit or stash them, or set code.uncommitted: patch",)
+    ),
+    "code-empty": Text("has no file that git tracks or would add", ("Set it to the folder of your code",)),
+    "code-too-large": Text(
+        "is {max_bytes:,} bytes, and {files:of file} of {folder} take {bytes:,}; the largest are {largest:list}",
+        ("Name what a run does not need in {ignore_file}, or increase it",),
+    ),
     # ---- checkpoint.dir, secrets, trackers -------------------------------------------------------------------------
     "checkpoints-no-folder": Text("{folder} is not a folder", ("Name a folder",)),
     "checkpoints-not-writable": Text(

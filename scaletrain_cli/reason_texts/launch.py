@@ -323,6 +323,8 @@ TEXTS: dict[str, Text] = {
     ),
     "cluster-not-reported": Text("{scheduler} reports nothing about its nodes"),
     # ---- before a submission ---------------------------------------------------------------------------------------
+    "not-implemented": Text("{option} is not implemented for {scheduler}", ("Remove the option",)),
+    "no-foreground": Text("jobs of {scheduler} cannot run in the foreground"),
     "start-unknown": Text("{scheduler} does not estimate when a job starts"),
     "runs-root-local": Text(
         "the runs root {folder} is on {file_system}, which other nodes see only if this machine exports it",

@@ -181,7 +181,7 @@ class Backend(ABC):
     A back end must implement render, submit, job and cancel; every other method has a default. The contract:
 
     - **Errors.** SchedulerError where the scheduler refuses or cannot be reached, with nothing changed;
-      SchedulerSilentError where it did not answer, so that it may or may not have done what was asked.
+      SchedulerSilentError where it did not answer, so that the request may or may not have been applied.
     - **Idempotent submit.** A submitter may die after the scheduler took the job. ``submit`` of a run whose latest
       revision the scheduler already has returns the id of that job and creates no second one.
     - **Lost answers.** The job of a submission that was not answered is found without its id: by its name, if that is
@@ -232,7 +232,7 @@ class Backend(ABC):
     def cancel(self, run: RunDir, record: RunRecord) -> None:
         """End the job, with its state saved; no further attempt starts.
 
-        Asks the ranks to save (SIGTERM to the node agents, or the stop file of the run) and does not wait for them.
+        Sends SIGTERM to the node agents, or writes the stop file of the run; does not wait for the ranks to save.
         """
 
     # ---- before a job is submitted ------------------------------------------------------------------------------
@@ -248,18 +248,15 @@ class Backend(ABC):
 
     def probe(self, spec: RunSpec, plan: RunPlan) -> Sequence[Any]:
         """Run a short job on the nodes and return the facts of each. Raises UsageError where can_probe is False."""
-        raise UsageError(f"--probe is not implemented for {self.traits.display_name}.")
+        raise self._not_implemented("--probe")
 
-    def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
-        """Return the maximum number of concurrent runs of a sweep. Raises UsageError for an impossible ``wanted``.
+    def max_concurrent(self, cluster: ClusterSpec, requested: int | None, points: int) -> int:
+        """Return the maximum number of concurrent runs of a sweep. Raises UsageError for an impossible ``requested``.
 
-        By default any ``wanted`` below ``points`` is refused: submit() has to start the runs in turn for it.
+        By default any ``requested`` below ``points`` is refused: submit() has to start the runs in turn for it.
         """
-        if wanted is not None and wanted < points:
-            raise UsageError(
-                f"--max-concurrent {wanted} is not implemented for {self.traits.display_name}.",
-                remedy="Leave the option out.",
-            )
+        if requested is not None and requested < points:
+            raise self._not_implemented(f"--max-concurrent {requested}")
         return points
 
     def unseen_place(self, view: View, path: str) -> str:
@@ -295,16 +292,20 @@ class Backend(ABC):
 
         ``on_tick`` is called several times a second. Raises UsageError where the ranks run on other machines.
         """
-        raise UsageError(f"jobs of {self.traits.display_name} cannot run in the foreground.")
+        raise UsageError(Reason("launch.no-foreground", {"scheduler": self.traits.display_name}))
+
+    def _not_implemented(self, option: str) -> UsageError:
+        params = {"option": option, "scheduler": self.traits.display_name}
+        return UsageError(Reason("launch.not-implemented", params))
 
     # ---- while it is queued or runs -----------------------------------------------------------------------------
 
-    def asked_once(self, runs: Sequence[RunDir]) -> Backend:
+    def prefetched(self, runs: Sequence[RunDir]) -> Backend:
         """Return a back end that answers job() for these runs from one request to the scheduler, if it can."""
         return self
 
     def latest_job_id(self, run: RunDir, record: RunRecord, submitted: str) -> str:
-        """Return the id of the latest job without asking the scheduler; ``submitted`` is that of submission.json."""
+        """Return the id of the latest job, without a request; ``submitted`` is that of submission.json."""
         return submitted
 
     def logs(self, run: RunDir, record: RunRecord) -> LogFetcher | None:

@@ -1,4 +1,4 @@
-"""What is kept of a working tree: what git would take, as it is now, and a patch of what is not committed."""
+"""The snapshot of a working tree: the files that git tracks or would add, and a patch of uncommitted changes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_an_uncommitted_tree_is_rejected_if_the_spec_requires_it(tree: WorkingTr
     assert snapshot(tree, "code.uncommitted=refuse").record.uncommitted == 0
     tree.write("train.py", "print('two')\n")
     tree.write("new.py", "")
-    with pytest.raises(UsageError, match=r"2 files that are not committed: new\.py, train\.py\. Commit or stash"):
+    with pytest.raises(UsageError, match=r"2 uncommitted files: new\.py, train\.py\. Commit or stash"):
         snapshot(tree, "code.uncommitted=refuse")
 
 
@@ -192,13 +192,13 @@ def test_a_nested_repository_is_rejected_by_name(tree: WorkingTree) -> None:
 def test_a_folder_that_is_not_a_working_tree_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"not a git repository.*git init"):
         take_snapshot(make_spec(f"code.path={tmp_path}"))
-    with pytest.raises(UsageError, match="is no folder here"):
+    with pytest.raises(UsageError, match="is not a folder here"):
         take_snapshot(make_spec(f"code.path={tmp_path / 'gone'}"))
 
 
 def test_a_repository_without_a_commit_is_one_error(tmp_path: Path) -> None:
     subprocess.run(["git", "-C", tmp_path, "init", "--quiet"], check=True)
-    with pytest.raises(UsageError, match=r"cannot be snapshotted: git rev-parse says.*git commit"):
+    with pytest.raises(UsageError, match=r"git rev-parse failed.*git commit"):
         take_snapshot(make_spec(f"code.path={tmp_path}"))
 
 
@@ -314,5 +314,5 @@ def test_a_folder_in_place_of_a_tracked_file_is_kept_with_its_content(tree: Work
 
 
 def test_a_folder_without_tracked_files_is_rejected(tree: WorkingTree) -> None:
-    with pytest.raises(UsageError, match="holds no file that git would take"):
+    with pytest.raises(UsageError, match="has no file that git tracks"):
         take_snapshot(make_spec(f"code.path={tree.folder / 'data'}"))

@@ -269,10 +269,10 @@ class KubernetesBackend(Backend):
             record_event(run, "pods-force-deleted", pods=removed)
         return removed
 
-    def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
-        """Return ``points``: the quota of a queue limits them. Raises UsageError for any ``wanted``."""
-        if wanted is not None:
-            raise UsageError(reason("max-concurrent", given=wanted))
+    def max_concurrent(self, cluster: ClusterSpec, requested: int | None, points: int) -> int:
+        """Return ``points``: the quota of a queue limits them. Raises UsageError for any ``requested``."""
+        if requested is not None:
+            raise UsageError(reason("max-concurrent", given=requested))
         return points
 
     def unseen_place(self, view: View, path: str) -> str:

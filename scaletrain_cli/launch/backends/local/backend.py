@@ -121,11 +121,11 @@ class LocalBackend(Backend):
         record_event(run, "cancelled")
         forget_secrets(run)
 
-    def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
-        """Return ``wanted``, by default 1. Raises UsageError if the runs would share GPUs."""
-        if (wanted or 1) > 1 and cluster.gpu != "cpu":
-            raise UsageError(Reason("local.shared-gpus", {"requested": wanted}))
-        return min(points, wanted or 1)
+    def max_concurrent(self, cluster: ClusterSpec, requested: int | None, points: int) -> int:
+        """Return ``requested``, by default 1. Raises UsageError if the runs would share GPUs."""
+        if (requested or 1) > 1 and cluster.gpu != "cpu":
+            raise UsageError(Reason("local.shared-gpus", {"requested": requested}))
+        return min(points, requested or 1)
 
     def run_in_foreground(self, run: RunDir, record: RunRecord, on_tick: Callable[[], None]) -> int:
         """Supervise the run in a child of this process. Ctrl-C saves a checkpoint and stops it, as a preemption."""

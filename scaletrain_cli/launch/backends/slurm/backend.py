@@ -59,7 +59,7 @@ class SlurmBackend(Backend):
     answers: Mapping[Path, Job | SchedulerError] = field(default_factory=dict)
     _sites: dict[str, Site] = field(default_factory=dict)  # cache: each command queries the site once
 
-    def asked_once(self, runs: Sequence[RunDir]) -> SlurmBackend:
+    def prefetched(self, runs: Sequence[RunDir]) -> SlurmBackend:
         """Return a back end with the jobs of all these runs, from one squeue and at most one sacct call."""
         return SlurmBackend(jobs_of_runs(runs))
 
@@ -128,9 +128,9 @@ class SlurmBackend(Backend):
 
         return probe_nodes(spec, plan)
 
-    def max_concurrent(self, cluster: ClusterSpec, wanted: int | None, points: int) -> int:
-        """Return ``wanted``, at most ``points``: a job of the sweep waits for the one before it (afterany)."""
-        return min(points, wanted or points)
+    def max_concurrent(self, cluster: ClusterSpec, requested: int | None, points: int) -> int:
+        """Return ``requested``, at most ``points``: a job of the sweep waits for the one before it (afterany)."""
+        return min(points, requested or points)
 
     def unseen_place(self, view: View, path: str) -> str:
         """Return ``in the container`` or ``on the nodes`` where the path is not visible from here."""
