@@ -205,8 +205,8 @@ def test_a_repository_without_a_commit_is_one_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("code.on_nodes=/code", "Give code.path too"),
-        ("code.import_root=src", "Give code.path too"),
+        ("code.on_nodes=/code", "Set code.path"),
+        ("code.import_root=src", "Set code.path"),
         ("code.engine=my-package", "engine"),
         ("code.import_root=/src", "import_root"),
     ],
