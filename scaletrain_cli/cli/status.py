@@ -114,6 +114,7 @@ def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:
     from scaletrain_cli.launch.backends.registry import usual_backend
     from scaletrain_cli.spec import ClusterSpec, load_cluster
     from scaletrain_cli.spec.backend_traits import backend_names
+    from scaletrain_cli.text import either
 
     section = load_cluster(name)
     if name is not None and section is not None and scheduler not in (None, section.scheduler):
@@ -121,7 +122,7 @@ def _cluster(name: str | None, scheduler: str | None) -> ClusterSpec:
     if section is not None and scheduler in (None, section.scheduler):
         return section
     if scheduler is not None and scheduler not in backend_names():
-        raise UsageError(f"--scheduler {scheduler}: use {', '.join(backend_names())}.")
+        raise UsageError(f"--scheduler {scheduler}: unknown scheduler. Use {either(backend_names())}.")
     return ClusterSpec.model_validate({"scheduler": scheduler or usual_backend().name})
 
 

@@ -200,7 +200,7 @@ _SIZING = {
         ("Use --max-gpus {gpus_per_node} or more, or fewer cluster.gpus_per_node.",),
     ),
     "unknown-objective": Text("unknown objective {given}", ("Use {allowed:or}.",)),
-    "invalid-limit": Text("{option} is not understood"),
+    "invalid-limit": Text("{option} is invalid"),
     "limit-not-parsed": Text("{detail}"),
     "limit-not-positive": Text("must be above 0"),
 }

@@ -97,7 +97,7 @@ def test_without_a_network_the_error_suggests_to_check_it(monkeypatch: pytest.Mo
         raise Failure("Failed to load catalogs of all providers")
 
     monkeypatch.setitem(sys.modules, "gpuhunt", SimpleNamespace(query=query, GPUHuntError=Failure))
-    with pytest.raises(UsageError, match="cannot reach its price lists"):
+    with pytest.raises(UsageError, match="cannot download its price lists"):
         with_live_prices(spec_of())
 
 

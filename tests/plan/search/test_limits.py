@@ -29,5 +29,5 @@ def test_the_default_objective_is_gpus_with_a_deadline_and_time_otherwise() -> N
 
 @pytest.mark.parametrize("given", [{"deadline": "soon"}, {"deadline": "0"}, {"budget": "-1"}, {"budget": ""}])
 def test_an_invalid_limit_is_an_error_that_names_its_option(given: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=f"--{next(iter(given))} is not understood"):
+    with pytest.raises(UsageError, match=f"--{next(iter(given))} is invalid"):
         limits(**given)
