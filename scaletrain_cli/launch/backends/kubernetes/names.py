@@ -32,11 +32,9 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 MANAGED = f"app.kubernetes.io/managed-by={MANAGER}"  # selects the objects of this launcher
 
-LONGEST_POD_NAME = 63
 LONGEST_LABEL_VALUE = 63
 _LONGEST_READABLE = 40
-_LONGEST_WORKLOAD = 44  # leaves room for -node-0-99999 and -abcde
-_POD_INDEX_AND_SUFFIX = len(f"-{NODE}-0-") + 6
+_LONGEST_WORKLOAD = 44  # with -node-0-99999-abcde at most 63
 _HASH_DIGITS = 6
 
 
@@ -140,11 +138,6 @@ def run_label(run_id: str) -> str:
     if len(run_id) <= 63 and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", run_id):
         return run_id
     return f"{run_id[: 63 - _HASH_DIGITS - 1].rstrip('._-')}-{_short_hash(run_id)}"
-
-
-def longest_pod_name(workload_name: str, nodes: int) -> int:
-    """Return the length of the last pod's generated name."""
-    return len(workload_name) + _POD_INDEX_AND_SUFFIX + len(str(max(0, nodes - 1)))
 
 
 def _short_hash(text: str) -> str:

@@ -131,10 +131,10 @@ def _apply_workload(cluster: Cluster, workload: Object) -> Object:
 
 
 def _apply_until_answered(cluster: Cluster, body: Object, *, is_new: bool = False) -> Object:
-    """Apply an object, and again if the answer was lost, which changes nothing of what exists.
+    """Apply an object, and repeat the request if its answer was lost.
 
-    An object ``to_make`` is read before it is applied again: a controller may have changed it. Raises
-    SchedulerSilentError if no request is answered, RefusedError if the server is known not to have the object.
+    For ``is_new``, the object is read before the request is repeated, since a controller may have changed it. Raises
+    SchedulerSilentError if no request is answered, RefusedError if the server does not have the object.
     """
     lost: SchedulerSilentError | None = None
     kind, metadata = kind_of(body), body["metadata"]

@@ -248,11 +248,6 @@ def children(objects: Iterable[Object]) -> list[Object]:
     return [*found, *jobs, *map(child_pod, jobs)]
 
 
-def child_job(jobset: Object) -> Object:
-    """Return the first batch/v1 Job of a JobSet, as its controller writes it."""
-    return next(child_jobs(jobset))
-
-
 def child_jobs(jobset: Object) -> Iterator[Object]:
     """Yield the first Job of every replicated job."""
     metadata, spec = jobset.get("metadata", {}), jobset.get("spec", {})

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from scaletrain_cli.launch.backends.kubernetes.manifest import Manifest, manifest
+from scaletrain_cli.launch.backends.kubernetes.workloads import child_jobs
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec, load_spec
@@ -95,3 +96,8 @@ def container_of(made: Manifest) -> dict[str, Any]:
 def environment_of(made: Manifest) -> dict[str, Any]:
     """Return the container's environment: values by name, references unchanged."""
     return {each["name"]: each.get("value", each.get("valueFrom")) for each in container_of(made)["env"]}
+
+
+def child_job(jobset: dict[str, Any]) -> dict[str, Any]:
+    """Return the first Job that the controller creates for a JobSet."""
+    return next(child_jobs(jobset))

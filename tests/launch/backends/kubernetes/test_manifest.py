@@ -12,7 +12,7 @@ import pytest
 
 from scaletrain_cli.errors import SpecError, UsageError
 from scaletrain_cli.launch.backends.kubernetes.manifest import to_yaml
-from scaletrain_cli.launch.backends.kubernetes.workloads import child_job, children
+from scaletrain_cli.launch.backends.kubernetes.workloads import children
 from scaletrain_cli.own_processes import python_words
 from scaletrain_cli.spec import load_spec, parse_spec
 from tests.launch.backends.kubernetes.rendering import (
@@ -21,6 +21,7 @@ from tests.launch.backends.kubernetes.rendering import (
     EVERY_OPTION,
     NEEDED,
     RECIPES,
+    child_job,
     container_of,
     environment_of,
     plan_of,

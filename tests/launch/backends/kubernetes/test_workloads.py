@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scaletrain_cli.launch.backends.kubernetes.workloads import child_job, child_pod, children
-from tests.launch.backends.kubernetes.rendering import environment_of, rendered_recipe, template_of
+from scaletrain_cli.launch.backends.kubernetes.workloads import child_pod, children
+from tests.launch.backends.kubernetes.rendering import child_job, environment_of, rendered_recipe, template_of
 
 RECIPE = "llama-7b-h100"
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from scaletrain_cli.launch.backends.kubernetes.names import LONGEST_POD_NAME
 from scaletrain_cli.launch.backends.kubernetes.pod import EXCLUSIVE_TOPOLOGY
 from tests.launch.backends.kubernetes.rules.findings import (
+    LONGEST_POD_NAME,
     RuleFinding,
     below,
     dns_label,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.launch.backends.kubernetes.workloads import child_job
-from tests.launch.backends.kubernetes.rendering import rendered_recipe
+from tests.launch.backends.kubernetes.rendering import child_job, rendered_recipe
 from tests.launch.backends.kubernetes.rules.objects import problems
 
 GONE = object()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from scaletrain_cli.launch.backends.kubernetes.names import LONGEST_POD_NAME
 from tests.launch.backends.kubernetes.rules.findings import (
+    LONGEST_POD_NAME,
     RuleFinding,
     below,
     dns_label,
