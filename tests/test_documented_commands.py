@@ -254,9 +254,9 @@ def test_documented_make_targets_exist_and_ci_runs_those_in_contributing() -> No
     assert named <= targets
     in_ci = re.findall(r"^make ([a-z-]+)$", (PROJECT / ".ci" / "run").read_text(encoding="utf-8"), flags=re.MULTILINE)
     page = (PROJECT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    told = re.search(r"CI runs `\.ci/run`, which calls (.*?), and nothing else", page, flags=re.DOTALL)
-    assert told is not None
-    assert set(re.findall(r"`make ([a-z-]+)`", told[1])) == set(in_ci)
+    reported = re.search(r"CI runs `\.ci/run`, which calls (.*?), and nothing else", page, flags=re.DOTALL)
+    assert reported is not None
+    assert set(re.findall(r"`make ([a-z-]+)`", reported[1])) == set(in_ci)
     assert {"demo", "check", "test", "test-long", "docs"} == set(in_ci)
 
 
@@ -293,20 +293,20 @@ def _told_by_the_program() -> Iterator[tuple[str, str]]:
     for path in sorted((PROJECT / "scaletrain_cli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                for told in re.findall(r"\bscaletrain (?:[a-z]+)(?: [a-z]+)?(?: --?[a-z-]+)*", node.value):
-                    yield str(path.relative_to(PROJECT)), told
+                for reported in re.findall(r"\bscaletrain (?:[a-z]+)(?: [a-z]+)?(?: --?[a-z-]+)*", node.value):
+                    yield str(path.relative_to(PROJECT)), reported
 
 
 def test_messages_name_only_verbs_and_options_that_exist() -> None:
     verbs = set(typer.main.get_command(app).list_commands(None))  # type: ignore[attr-defined]
     helps: dict[str, str] = {}
-    for file, told in sorted(set(_told_by_the_program())):
-        _, verb, *rest = told.split()
+    for file, reported in sorted(set(_told_by_the_program())):
+        _, verb, *rest = reported.split()
         if verb not in verbs:
-            assert not [word for word in rest if word.startswith("--")], (file, told)
+            assert not [word for word in rest if word.startswith("--")], (file, reported)
             continue
         second = [rest[0]] if rest and not rest[0].startswith("-") and verb in ("checkpoint", "nodes", "data") else []
         key = " ".join([verb, *second])
         helps[key] = helps.get(key) or scaletrain(verb, *second, "--help").out
         for option in (word for word in rest if word.startswith("--")):
-            assert option in helps[key], (file, told)
+            assert option in helps[key], (file, reported)

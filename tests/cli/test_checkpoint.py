@@ -92,9 +92,9 @@ def test_pruning_never_deletes_the_checkpoint_that_a_resume_would_load(folder: P
     for step in (50, 60):
         flip_bit(folder / f"step-{step:08d}" / "rank-00000.pt", 0)
     assert scaletrain("checkpoint", "prune", "r1", "--keep", "1").code == 0
-    sound, _ = latest_valid(folder)
-    assert sound is not None
-    assert sound.step == 40
+    latest, _ = latest_valid(folder)
+    assert latest is not None
+    assert latest.step == 40
     for step in (30, 40):
         flip_bit(folder / f"step-{step:08d}" / "rank-00000.pt", 0)
     before = names(folder)

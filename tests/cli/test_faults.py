@@ -207,7 +207,7 @@ def nobody() -> None:
 
 
 def full_disk() -> None:
-    """No file takes more than these bytes: the kernel says so to whoever writes."""
+    """Limit the size of files: the kernel fails a write beyond it."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 
@@ -328,10 +328,10 @@ def test_without_extras_every_verb_works_or_names_its_extra(tmp_path: Path, prep
         data = json.loads(out)
         extra = needing.get(tuple(words[:-1]))
         if extra is not None:
-            told = json.dumps(data["error"])
+            reported = json.dumps(data["error"])
             assert code == 2, (words, err)
-            assert f"'.[{extra}]'" in told, (words, err)
-            assert "pip install" in told, (words, err)
+            assert f"'.[{extra}]'" in reported, (words, err)
+            assert "pip install" in reported, (words, err)
         else:
             assert code in (0, 1, 2, 4), (words, err)
 

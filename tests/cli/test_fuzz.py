@@ -106,7 +106,7 @@ data = st.recursive(
 )
 # Mostly of the right kind, so that the planner is reached and has to say what does not divide or fit.
 sizes = st.integers(1, 12) | st.sampled_from([16, 32, 64, 96, 128, 1024, 4096, 32768, 10**6, 10**9])
-sound = st.one_of(
+legal = st.one_of(
     st.builds(
         "{}={}".format,
         st.sampled_from(
@@ -195,13 +195,13 @@ def test_any_override_gives_a_plan_or_an_error(recipe: Path, settings: list[str]
 
 
 @few
-@given(st.sampled_from(RECIPES), st.lists(sound, min_size=1, max_size=4))
+@given(st.sampled_from(RECIPES), st.lists(legal, min_size=1, max_size=4))
 def test_settings_of_valid_types_give_a_plan_or_a_reason(recipe: Path, settings: list[str]) -> None:
     check(scaletrain("plan", recipe, *(f"--set={setting}" for setting in settings)))
 
 
 @fewer
-@given(st.sampled_from(RECIPES), st.lists(sound, min_size=1, max_size=4))
+@given(st.sampled_from(RECIPES), st.lists(legal, min_size=1, max_size=4))
 def test_any_plan_can_be_explained(recipe: Path, settings: list[str]) -> None:
     check(scaletrain("plan", recipe, "--explain", *(f"--set={setting}" for setting in settings)))
 
@@ -210,7 +210,7 @@ def test_any_plan_can_be_explained(recipe: Path, settings: list[str]) -> None:
 @given(
     st.sampled_from(RECIPES),
     st.sampled_from(["--vary", "--deadline", "--budget", "--trace", "--plot", "--objective", "--max-gpus", "--gpu"]),
-    values | sound,
+    values | legal,
 )
 def test_any_value_of_an_option_gives_a_result_or_an_error(recipe: Path, option: str, value: str) -> None:
     with contextlib.chdir(FOLDER) if hasattr(contextlib, "chdir") else contextlib.nullcontext():

@@ -55,8 +55,8 @@ def test_a_size_counts_nodes_and_devices() -> None:
 
 def test_cost_is_shown_for_the_remaining_steps_and_per_hour() -> None:
     cost = Cost(3.0, "list price", 100.0, None, 1200.0)
-    told = "$1,200 expected for the whole run, $6.00 per hour ($3.00 per GPU-hour: list price)"
-    assert cost_text(prospect(cost=cost)) == told
+    reported = "$1,200 expected for the whole run, $6.00 per hour ($3.00 per GPU-hour: list price)"
+    assert cost_text(prospect(cost=cost)) == reported
     assert cost_text(prospect(cost=cost, step=15)).startswith("$300 expected for the remaining 5 steps, ")
     never = dataclasses.replace(cost, expected_usd=None)
     assert cost_text(prospect(cost=never)).startswith("never finishes: ")

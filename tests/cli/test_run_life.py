@@ -207,9 +207,9 @@ def test_a_submission_is_shown_with_cost_and_start() -> None:
 
 
 def test_the_json_of_a_submission_has_cost_and_start() -> None:
-    told = submit("submit", "r1", "--json", "--set", "cluster.price_per_gpu_hour=3", steps=1).data
-    assert (told["start"]["why"], told["notes"]) == ("this machine has no queue", [])
-    assert (told["cost"]["usd_per_hour"], told["cost"]["steps"]) == (6.0, 100)
+    reported = submit("submit", "r1", "--json", "--set", "cluster.price_per_gpu_hour=3", steps=1).data
+    assert (reported["start"]["why"], reported["notes"]) == ("this machine has no queue", [])
+    assert (reported["cost"]["usd_per_hour"], reported["cost"]["steps"]) == (6.0, 100)
     ended()
 
 
@@ -220,8 +220,8 @@ def test_a_sweep_is_shown_and_canceled_as_a_whole() -> None:
     shown = [" ".join(row.split()) for row in submitted.err.splitlines()]
     assert "Jobs 3 runs, 1 at a time, 1 node with 2 CPU processes each on this machine" in shown
     wait_for_step("s-seed-1", 1)
-    told = scaletrain("status", "s", "--json").data
-    assert (told["sweep"], told["points"], told["states"]) == ("s", 3, {"queued": 2, "running": 1})
+    reported = scaletrain("status", "s", "--json").data
+    assert (reported["sweep"], reported["points"], reported["states"]) == ("s", 3, {"queued": 2, "running": 1})
     assert scaletrain("status", "s").out.startswith("s  3 runs: 2 queued, 1 running\n")
     assert scaletrain("status", "s", "--wait", "0.1s").code == 124
     cancelled = scaletrain("cancel", "s", "--yes")

@@ -270,7 +270,7 @@ def test_a_slow_rank_is_reported_while_the_run_continues(dataset: Path, monkeypa
     monkeypatch.setenv(VARIABLE, "slow-rank rank=1 seconds=0.2")
     drill = submit_drill(dataset)
     drill.wait_for_end()
-    (told,) = drill.events("stragglers")
-    assert (told["rank"], told["step"]) == (1, 40)
-    assert told["seconds"] > 0.2 > told["others_seconds"]
+    (reported,) = drill.events("stragglers")
+    assert (reported["rank"], reported["step"]) == (1, 40)
+    assert reported["seconds"] > 0.2 > reported["others_seconds"]
     assert run_status(drill.run).straggler.startswith("rank 1 computes")

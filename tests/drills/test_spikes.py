@@ -92,7 +92,7 @@ def test_a_spike_before_any_clean_checkpoint_is_recorded_and_training_continues(
     monkeypatch.setenv(VARIABLE, "spike step=14-16 factor=20")
     drill = submit_drill(dataset, training__steps=18)
     drill.wait_for_end()
-    (told,) = drill.events("spike")
-    assert told["step"] == 16
-    assert "no checkpoint is known to be clean" in told["then"]
+    (reported,) = drill.events("spike")
+    assert reported["step"] == 16
+    assert "no checkpoint is known to be clean" in reported["then"]
     assert drill.events("finished")

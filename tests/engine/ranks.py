@@ -61,8 +61,8 @@ def on_ranks(
             started.process.join()
             started.process.close()
     if failed := [outcome for outcome in outcomes if not outcome.returned]:
-        told = "\n".join(f"--- rank {outcome.rank} of {world_size}: {outcome.value}" for outcome in failed)
-        raise RanksFailedError(f"{function.__qualname__}{arguments!r:.500}\n{told}")
+        reported = "\n".join(f"--- rank {outcome.rank} of {world_size}: {outcome.value}" for outcome in failed)
+        raise RanksFailedError(f"{function.__qualname__}{arguments!r:.500}\n{reported}")
     return [outcome.value for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
 
 

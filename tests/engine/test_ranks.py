@@ -51,7 +51,7 @@ def test_a_rank_has_the_environment_of_the_test_and_one_thread(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "reported"),
     [
         (fail_on_rank_one, "ValueError: rank one is unwell"),
         (die_on_rank_one, "rank 1 of 2: died with exit code -9"),
@@ -59,10 +59,10 @@ def test_a_rank_has_the_environment_of_the_test_and_one_thread(monkeypatch: pyte
     ],
     ids=["raises", "dies", "hangs"],
 )
-def test_a_failure_is_reported_and_leaves_no_process(function: object, told: str) -> None:
+def test_a_failure_is_reported_and_leaves_no_process(function: object, reported: str) -> None:
     on_ranks(1, os.getpid)  # so that the server runs
     before, started = children(os.getpid()), time.monotonic()
-    with pytest.raises(RanksFailedError, match=told):
+    with pytest.raises(RanksFailedError, match=reported):
         on_ranks(2, function, seconds=1.0 if function is hang_on_rank_one else 300.0)  # type: ignore[arg-type]
     assert children(os.getpid()) == before
     assert time.monotonic() - started < 120

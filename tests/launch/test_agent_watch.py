@@ -105,25 +105,25 @@ def in_state(process: subprocess.Popen[bytes], letter: str) -> bool:
 
 
 def test_an_agent_under_a_debugger_is_not_continued() -> None:
-    told: list[float] = []
+    reported: list[float] = []
     with running("import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)") as process:
         assert in_state(process, "t")
-        watch = AgentWatch(process.pid, lambda seconds, ends: told.append(seconds), limit_seconds=1, look_seconds=1)
+        watch = AgentWatch(process.pid, lambda seconds, ends: reported.append(seconds), limit_seconds=1, look_seconds=1)
         for _ in range(4):
             watch._look()
         watch.leave()
-        assert (process_state(process.pid), told) == ("t", [])
+        assert (process_state(process.pid), reported) == ("t", [])
 
 
 def test_only_consecutive_polls_count() -> None:
-    told: list[float] = []
+    reported: list[float] = []
     with running("input()") as process:
-        watch = AgentWatch(process.pid, lambda seconds, ends: told.append(seconds), limit_seconds=2, look_seconds=1)
+        watch = AgentWatch(process.pid, lambda seconds, ends: reported.append(seconds), limit_seconds=2, look_seconds=1)
         for signum, letter in ((signal.SIGSTOP, "T"), (signal.SIGCONT, "S"), (signal.SIGSTOP, "T")):
             process.send_signal(signum)
             assert in_state(process, letter)
             watch._look()
-        assert told == []
+        assert reported == []
         watch._look()
-        assert told == [2]
+        assert reported == [2]
         assert in_state(process, "S")

@@ -26,7 +26,7 @@ def ran(made: MadeRun) -> Explanation:
     return explain(made.run)
 
 
-def told(finding: Finding) -> str:
+def reported(finding: Finding) -> str:
     return "\n".join(f"{evidence.source}: {evidence.text}" for evidence in finding.evidence)
 
 
@@ -48,10 +48,10 @@ def test_every_exit_reason_of_an_attempt_is_explained(make_run: MakeRun, reason:
     end_attempt(made.run, made.record.spec, 1, outcome, decision)
     (finding,) = explain(made.run).findings
     assert finding.cause == reason
-    assert "attempts/0001/attempt.json: these words" in told(finding)
+    assert "attempts/0001/attempt.json: these words" in reported(finding)
     assert "{" not in "".join(finding.actions)
     if reason != "done":
-        assert "no attempt follows unless" in told(finding)
+        assert "no attempt follows unless" in reported(finding)
         assert any(f"scaletrain resume {made.run.run_id}" in action for action in finding.actions)
 
 
@@ -59,20 +59,20 @@ def test_a_crash_shows_the_failure_reason_of_the_rank_and_the_end_of_its_log(mak
     explanation = ran(make_run("restarts.crash=0", die={"*:1": 1}, reason="odd"))
     (finding,) = explanation.findings
     assert (explanation.state, finding.cause) == ("failed", "crash")
-    assert "odd on request" in told(finding)
-    assert "-00001.log: " in told(finding)
-    assert "dying 1" in told(finding)
+    assert "odd on request" in reported(finding)
+    assert "-00001.log: " in reported(finding)
+    assert "dying 1" in reported(finding)
 
 
 def test_earlier_attempts_are_listed_with_the_steps_they_reached(make_run: MakeRun) -> None:
     (finding,) = ran(make_run("restarts.crash=1", die={"*:1": 1})).findings
-    assert "attempts before it: 1 crash at step" in told(finding)
+    assert "attempts before it: 1 crash at step" in reported(finding)
 
 
 def test_a_run_that_was_never_submitted_is_reported_as_such(make_run: MakeRun) -> None:
     (finding,) = explain(make_run().run).findings
     assert finding.cause == "never-began"
-    assert "never started" in told(finding)
+    assert "never started" in reported(finding)
 
 
 def test_the_verb_prints_the_headline_the_evidence_and_the_actions(make_run: MakeRun) -> None:

@@ -96,12 +96,12 @@ def test_a_warning_before_the_time_limit_makes_the_end_a_time_limit() -> None:
         assert not time_is_up("7", cluster, environment, now=end - 600)
 
 
-def conclude(made: MadeRun, *failures: Failure, code: int = 1, **told: object) -> None:
+def conclude(made: MadeRun, *failures: Failure, code: int = 1, **reported: object) -> None:
     number = begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("n0",))
     write_node_record(made.run, number, node(code, rank(0, code)))
     for failure in failures:
         write_failure(made.run, number, "rank-00000", failure)
-    conclude_attempt(made.run, made.record, number, first_attempt=1, **told)  # type: ignore[arg-type]
+    conclude_attempt(made.run, made.record, number, first_attempt=1, **reported)  # type: ignore[arg-type]
 
 
 def test_evidence_against_a_node_expires_after_the_time_of_its_kind(make_run: MakeRun) -> None:

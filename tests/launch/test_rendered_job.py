@@ -30,16 +30,16 @@ def test_a_submission_keeps_the_rendered_job(make_run: MakeRun) -> None:
 def test_changes_are_the_removed_and_added_lines_except_new_job_numbers(make_run: MakeRun) -> None:
     run = make_run().run
     keep_sent(run, 'name: llama-s1\nscaletrain.dev/submission: "1"\nnodes: 4\nimage: a\n')
-    told = changes_since_sent(run, 'name: llama-s2\nscaletrain.dev/submission: "2"\nnodes: 8\nimage: a\n')
-    assert told == ["-nodes: 4", "+nodes: 8"]
+    reported = changes_since_sent(run, 'name: llama-s2\nscaletrain.dev/submission: "2"\nnodes: 8\nimage: a\n')
+    assert reported == ["-nodes: 4", "+nodes: 8"]
 
 
 def test_a_batch_script_is_written_as_a_script_or_as_json_and_not_as_yaml() -> None:
     on_slurm = settings("cluster.scheduler=slurm")
     script = scaletrain("submit", SMALL, "--run-id", "a", "--dry-run", *on_slurm).out
     assert scaletrain("submit", SMALL, "--run-id", "a", "--output", "script", *on_slurm).out == script
-    told = scaletrain("submit", SMALL, "--run-id", "a", "--output", "json", *on_slurm).data
-    assert (told["scheduler"], told["script"]) == ("slurm", script)
+    reported = scaletrain("submit", SMALL, "--run-id", "a", "--output", "json", *on_slurm).data
+    assert (reported["scheduler"], reported["script"]) == ("slurm", script)
     assert scaletrain("submit", SMALL, "--output", "yaml", *on_slurm).code == 2
     with pytest.raises(UsageError, match="jobs of this machine have the format script"):
         in_format(LocalBackend(), "", "yaml")
@@ -49,14 +49,14 @@ def test_objects_are_written_as_yaml_or_as_a_list_for_kubectl() -> None:
     there = settings(*KUBERNETES)
     text = scaletrain("submit", SMALL, "--run-id", "a", "--output", "yaml", *there).out
     assert text.count("\nkind: ") == 2
-    told = json.loads(scaletrain("submit", SMALL, "--run-id", "a", "--output", "json", *there).out)
-    assert (told["kind"], [item["kind"] for item in told["items"]]) == ("List", ["ConfigMap", "JobSet"])
+    reported = json.loads(scaletrain("submit", SMALL, "--run-id", "a", "--output", "json", *there).out)
+    assert (reported["kind"], [item["kind"] for item in reported["items"]]) == ("List", ["ConfigMap", "JobSet"])
 
 
 def test_resume_shows_the_changes_of_the_rendered_job(make_run: MakeRun) -> None:
     made = make_run("cluster.scheduler=slurm")
     keep_sent(made.run, "#!/bin/bash\n#SBATCH --nodes=9\n")
-    told = scaletrain("resume", made.run.run_id, "--dry-run")
-    assert told.code == 0, told.err
-    assert "-#SBATCH --nodes=9" in told.err
-    assert "+#SBATCH --nodes=1" in told.err
+    reported = scaletrain("resume", made.run.run_id, "--dry-run")
+    assert reported.code == 0, reported.err
+    assert "-#SBATCH --nodes=9" in reported.err
+    assert "+#SBATCH --nodes=1" in reported.err

@@ -184,8 +184,8 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "prepared").mkdir()
     (folder / "prepared" / "train.bin").write_bytes(bytes(8))
     (folder / "prepared" / "validation.bin").write_bytes(b"")
-    told = {"dtype": "uint16", "train_tokens": 5, "validation_tokens": 0, "vocab_size": 300}
-    (folder / "prepared" / "dataset.json").write_text(json.dumps(told))
+    reported = {"dtype": "uint16", "train_tokens": 5, "validation_tokens": 0, "vocab_size": 300}
+    (folder / "prepared" / "dataset.json").write_text(json.dumps(reported))
     (folder / "weights").mkdir()
     (folder / "weights" / "model.safetensors").write_bytes(safetensors('{"w":{"data_offsets":[0,4]}}'))
     (folder / "other").mkdir()
@@ -326,10 +326,10 @@ def test_a_warning_names_what_only_the_nodes_see() -> None:
     ):
         taken = submit(*sets)
         assert taken.code == 0, taken.err
-        told = " ".join(taken.err.split())
-        assert "not checked here: data.source = /" in told
-        assert "model.weights = /" in told
-        assert "Each node checks it before it starts a rank." in told
+        reported = " ".join(taken.err.split())
+        assert "not checked here: data.source = /" in reported
+        assert "model.weights = /" in reported
+        assert "Each node checks it before it starts a rank." in reported
 
 
 def test_a_node_checks_before_it_starts_a_rank(
@@ -394,15 +394,15 @@ def test_a_module_in_the_python_path_of_the_spec_is_found(things: Path) -> None:
 def test_a_pipe_in_place_of_a_file_blocks_no_verb(things: Path, sets: tuple[str, ...]) -> None:
     (things / "pipe").mkdir()
     os.mkfifo(things / "pipe" / "model.safetensors")
-    writer = os.open(things / "pipe" / "model.safetensors", os.O_RDWR)  # or a failure would wait for ever
+    writer = os.open(things / "pipe" / "model.safetensors", os.O_RDWR)  # otherwise a failure would never end
     rescue = threading.Timer(5, os.close, (writer,))
     rescue.start()
-    told = submit(*(one.replace("HERE", str(things)) for one in sets))
+    reported = submit(*(one.replace("HERE", str(things)) for one in sets))
     assert rescue.is_alive()
     rescue.cancel()
     os.close(writer)
-    assert told.code == 2
-    assert "not a regular file" in " ".join(told.err.split())
+    assert reported.code == 2
+    assert "not a regular file" in " ".join(reported.err.split())
 
 
 def test_the_wandb_key_is_found_where_wandb_looks_for_it(things: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,9 +446,9 @@ def test_files_that_are_never_read_are_a_warning(things: Path) -> None:
     (things / "corpus").mkdir()
     for name in ("a.txt", "b.jsonl.zst", "c.jsonl.zst", "README.md"):
         (things / "corpus" / name).write_text("text " * 100)
-    told = submit("data.source=corpus")
-    assert told.code == 0
-    assert "these files are not read: 2 .zst" in " ".join(told.err.split())
+    reported = submit("data.source=corpus")
+    assert reported.code == 0
+    assert "these files are not read: 2 .zst" in " ".join(reported.err.split())
 
 
 def test_checks_write_nothing(things: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_preemption_budget_is_respected() -> None:
     assert decide_last(attempts(*[("preempted", 1)] * 2), RestartsSpec(preemption=2)).requeue
     assert decide_last(attempts(*[("time-limit", 1)] * 2), RestartsSpec(preemption=0)).requeue  # nobody's fault
     decision = decide_last(attempts(*[("preempted", 1)] * 3), RestartsSpec(preemption=2))
-    assert (decision.requeue, decision.exit_code) == (False, 75), "its state is saved, whoever starts it again"
+    assert (decision.requeue, decision.exit_code) == (False, 75), "its state is saved and the run can be resumed"
     assert decide_last(attempts(("preempted", 1)), RestartsSpec(preemption=0)).exit_code == 75
     assert decide_last(attempts(("out-of-grace", 1)), RestartsSpec(preemption=0)).exit_code == 1
 

@@ -1,4 +1,4 @@
-"""Resuming by hand: what is told, what is refused, and what is handed over."""
+"""Resuming a run: the report, rejected resumes, and the submitted job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.launch.test_submit import CountingScheduler
 
 
 class Cluster(CountingScheduler):
-    """Its job is as active as it is told to be."""
+    """A back end whose job is in the given state."""
 
     state = "ended"
 

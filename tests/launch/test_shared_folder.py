@@ -1,4 +1,4 @@
-"""A folder on a drive of one machine is told from one on a shared file system, and a full one from a roomy one."""
+"""Local file systems are distinguished from shared ones, and full ones from those with enough space."""
 
 from __future__ import annotations
 

@@ -137,10 +137,10 @@ def test_an_attempt_that_the_scheduler_ended_is_not_the_end_of_its_run(
     found = run_status(made.run, Says(answer))
     assert found.state == ("unknown" if answer is SILENT else "queued")
     monkeypatch.setattr("scaletrain_cli.launch.status.backend_for", lambda name: Says(answer))
-    told = json.dumps(explain(made.run).to_json())
+    reported = json.dumps(explain(made.run).to_json())
     follows = "whether another attempt follows is not known" if answer is SILENT else "another attempt follows"
-    assert follows in told
-    assert "no attempt follows" not in told
+    assert follows in reported
+    assert "no attempt follows" not in reported
 
 
 def test_a_preempted_run_whose_job_has_ended_is_not_reported_as_waiting(

@@ -32,9 +32,9 @@ def test_every_folder_is_listed_with_its_problem(tmp_path: Path) -> None:
 def test_files_are_verified_concurrently_and_each_is_reported(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     (checkpoint,) = list_checkpoints(tmp_path)
-    told: dict[str, int] = {}
-    assert verify_files(checkpoint, told.__setitem__) == []
-    assert told == {"rank-00000.pt": 3000, "sub/rank-00001.pt": 2000}
+    reported: dict[str, int] = {}
+    assert verify_files(checkpoint, reported.__setitem__) == []
+    assert reported == {"rank-00000.pt": 3000, "sub/rank-00001.pt": 2000}
     flip_bit(path / "sub/rank-00001.pt", 77)
     (path / "rank-00000.pt").unlink()
     assert verify_files(checkpoint) == [

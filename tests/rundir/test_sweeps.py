@@ -104,8 +104,8 @@ def test_an_unknown_sweep_is_an_error_that_lists_the_known_ones(make: Make) -> N
 
 
 def test_an_invalid_sweep_file_does_not_hide_other_sweeps(make: Make) -> None:
-    sound, damaged = make("s-1", "s", 1), make("t-1", "t", 1)
+    valid, damaged = make("s-1", "s", 1), make("t-1", "t", 1)
     (damaged.path / "sweep.json").write_text('{"sweep": "t"}')
     assert read_sweep_place(damaged) is None
     assert list_sweeps().keys() == {"s"}
-    assert find_sweep("s").runs == (sound,)
+    assert find_sweep("s").runs == (valid,)

@@ -88,8 +88,8 @@ def test_a_problem_from_the_clusters_file_names_its_line(tmp_path: Path) -> None
     )
     with pytest.raises(SpecError) as error:
         load(tmp_path)
-    told = {(problem.where, problem.key) for problem in error.value.problems}
-    assert told == {(f"{file}:8", "cluster.gpus_per_node"), (f"{file}:9", "cluster.slurm.partitoin")}
+    reported = {(problem.where, problem.key) for problem in error.value.problems}
+    assert reported == {(f"{file}:8", "cluster.gpus_per_node"), (f"{file}:9", "cluster.slurm.partitoin")}
 
 
 def test_an_error_in_the_spec_still_names_the_line_of_the_spec(configured: Path, tmp_path: Path) -> None:

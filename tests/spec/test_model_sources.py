@@ -120,8 +120,8 @@ def test_every_key_of_a_transformers_config_is_used_or_known_to_have_no_effect(f
     load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
     for key in ("something_new", *OTHERWISE.get(family, {})):
         write_config(tmp_path, whole | {key: OTHERWISE.get(family, {}).get(key, "x")})
-        assert f"has {key} = " in (told := problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)) or (
-            f"has the unsupported key {key}." in told or f"and {key} = " in told
+        assert f"has {key} = " in (reported := problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)) or (
+            f"has the unsupported key {key}." in reported or f"and {key} = " in reported
         ), key
 
 
@@ -161,8 +161,8 @@ def test_rope_scaling_is_imported_or_rejected_by_name(tmp_path: Path) -> None:
     config = json.loads((FIXTURES / "llama/config.json").read_text())
     for kind in ("dynamic", "longrope", "su"):
         write_config(tmp_path, config | {"rope_scaling": {"type": kind, "factor": 2.0}})
-        told = problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
-        assert f"has rope_scaling of type {kind}, but only linear, llama3 and yarn are supported" in told
+        reported = problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
+        assert f"has rope_scaling of type {kind}, but only linear, llama3 and yarn are supported" in reported
     write_config(tmp_path, config | {"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}})
     assert "rope_scaling.surprise" in problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
     whole = f"{START}model: {{hf_config: llama, rope_scaling: {{rope_type: llama3, factor: 8, low_freq_factor: 4, "
@@ -179,8 +179,8 @@ def test_rope_scaling_is_imported_or_rejected_by_name(tmp_path: Path) -> None:
 
 def test_a_sliding_window_limits_seq_len() -> None:
     assert load(f"{START}model: {{hf_config: mistral}}\n").model.seq_len == 4096
-    told = problem(f"{START}model: {{hf_config: mistral, seq_len: 8192}}\n")
-    assert "has sliding_window = 4096, and model.seq_len is 8192" in told
+    reported = problem(f"{START}model: {{hf_config: mistral, seq_len: 8192}}\n")
+    assert "has sliding_window = 4096, and model.seq_len is 8192" in reported
     assert load(f"{START}model: {{hf_config: qwen2}}\n").model.seq_len == 8192, "its window is not used"
     assert sliding_window({"model_type": "qwen3", "sliding_window": 4096}) is None
     assert sliding_window({"model_type": "mistral", "sliding_window": 4096}) == 4096

@@ -67,8 +67,8 @@ def _damage_once(
         _hurt(checkpoint.path / name, chance.choice(_KINDS), chance)
     taken, passed_over = latest_valid(hurt)
     found.damages += 1
-    sound = [checkpoint.step for checkpoint in checkpoints if checkpoint not in doomed]
-    if taken is None or taken.step != sound[-1]:
+    valid = [checkpoint.step for checkpoint in checkpoints if checkpoint not in doomed]
+    if taken is None or taken.step != valid[-1]:
         found.wrong_restores.append(f"{names}: took {taken}")
         return
     restored = whole_state(taken.path)

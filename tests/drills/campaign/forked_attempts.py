@@ -142,7 +142,7 @@ def be_rank(path: Path, number: int) -> int:
     sys.argv = ["engine", str(path)]
     code = main()
     sys.stdout.flush()
-    # An end that the others must not wait for: as the node agent does, whoever called ends them.
+    # The other ranks must not wait for this one: the caller kills them, as the node agent does.
     assert code in (0, 75), f"exit code {code}"
     return code
 

@@ -85,11 +85,11 @@ def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ..
 @pytest.mark.parametrize(("kind", "dims"), EXPORTED.items(), ids=EXPORTED.keys())
 def test_exported_weights_equal_the_trained_ones(kind: str, dims: dict[str, Any], tmp_path: Path) -> None:
     weights = contents(dims)
-    told = export(
+    reported = export(
         checkpoint_of(tmp_path / "step-00000001", weights), spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT
     )
-    assert told["model_type"] == kind.split()[0]
-    assert told["parameters"] == sum(values.numel() for values in weights.values())
+    assert reported["model_type"] == kind.split()[0]
+    assert reported["parameters"] == sum(values.numel() for values in weights.values())
     torch.testing.assert_close(loaded(tmp_path / "out", dims), weights, rtol=0, atol=0)
     assert list(config_mismatches(tmp_path / "out", ModelSpec.model_validate(dims))) == []
     config = json.loads((tmp_path / "out" / "config.json").read_text())

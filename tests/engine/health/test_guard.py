@@ -61,11 +61,11 @@ def test_the_guard_sees_the_loss_scale_of_fp16_steps() -> None:
     for step in range(1, 21):
         measured = {"loss": 2.0, "grad_norm": 0.5, "loss_scale": 1024.0, "skipped": 0.0}
         assert watch.observe(step, measured) == ("fine", [])
-    told = []
+    reported = []
     for step in range(21, 31):
         measured = {"loss": 2.0, "loss_scale": 1024.0 / 2 ** (step - 20), "skipped": 1.0}
-        told += watch.observe(step, measured)[1]
-    assert [finding.event for finding in told] == ["loss-scale-collapsed"]
+        reported += watch.observe(step, measured)[1]
+    assert [finding.event for finding in reported] == ["loss-scale-collapsed"]
 
 
 def test_a_reported_failure_is_not_reported_again_after_a_resume() -> None:

@@ -67,17 +67,17 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_ranks_measure_themselves_and_each_other(run: RunDir) -> None:
     assert on_ranks(4, checked, run.path, None, "slurm") == ["", "", "", ""]
-    told = json.loads((run.attempt(1) / "preflight.json").read_text())
-    assert told["all_reduce_seconds"] > 0
-    assert [len(rank["links"]) for rank in told["ranks"]] == [3, 3, 3, 3]
-    assert all(link > 0 for rank in told["ranks"] for link in rank["links"])
-    assert told["findings"] == []
+    reported = json.loads((run.attempt(1) / "preflight.json").read_text())
+    assert reported["all_reduce_seconds"] > 0
+    assert [len(rank["links"]) for rank in reported["ranks"]] == [3, 3, 3, 3]
+    assert all(link > 0 for rank in reported["ranks"] for link in rank["links"])
+    assert reported["findings"] == []
 
 
 def test_a_rank_with_a_slow_device_reports_it_and_exits(run: RunDir) -> None:
-    told = on_ranks(4, checked, run.path, 2, "slurm")
-    assert told[2].startswith("rank 2: CPU process 2 computes 1e-12 TFLOP/s")
-    assert all(word.startswith("lost") for rank, word in enumerate(told) if rank != 2)
+    reported = on_ranks(4, checked, run.path, 2, "slurm")
+    assert reported[2].startswith("rank 2: CPU process 2 computes 1e-12 TFLOP/s")
+    assert all(word.startswith("lost") for rank, word in enumerate(reported) if rank != 2)
     (finding,) = json.loads((run.attempt(1) / "preflight.json").read_text())["findings"]
     assert (finding["rank"], finding["keeps_off"]) == (2, True)
 

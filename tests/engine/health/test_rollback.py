@@ -50,8 +50,8 @@ class Kept:
         self.done.append(f"clean {step}")
 
     def latest_clean(self) -> Checkpoint | None:
-        sound = (each for each in reversed(list_checkpoints(self.folder)) if each.clean and not verify(each))
-        return next(sound, None)
+        valid = (each for each in reversed(list_checkpoints(self.folder)) if each.clean and not verify(each))
+        return next(valid, None)
 
     def delete_newer(self, step: int) -> None:
         self.done.append(f"retire {step}")

@@ -8,12 +8,12 @@ from scaletrain_cli.engine.health.guard import DeadGradients, FlatLoss, LossScal
 
 
 def test_a_collapsing_loss_scale_is_reported_once() -> None:
-    watch, scale, told = LossScaleCollapse(), 65536.0, []
+    watch, scale, reported = LossScaleCollapse(), 65536.0, []
     for step in range(200):
         skipped = step > 20 and step % 4 == 0 and scale > 1
         scale = scale / 2 if skipped else scale
-        told.append(watch.observe(scale, skipped=skipped))
-    (found,) = [each for each in told if each]
+        reported.append(watch.observe(scale, skipped=skipped))
+    (found,) = [each for each in reported if each]
     assert (found["fell_from"], found["loss_scale"]) == (65536.0, 2048.0)
 
 

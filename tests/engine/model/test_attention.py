@@ -32,11 +32,11 @@ class Operations(TorchDispatchMode):
 def test_the_reported_kernel_is_the_one_that_runs(dtype: torch.dtype, kv_heads: int, allowed: list[SDPBackend]) -> None:
     query, key = (torch.randn(2, heads, 16, 8, dtype=dtype, requires_grad=True) for heads in (4, kv_heads))
     with sdpa_kernel(allowed):
-        told = attention_kernel(CPU, dtype, batch=2, heads=4, kv_heads=kv_heads, length=16, head_dim=8)
+        reported = attention_kernel(CPU, dtype, batch=2, heads=4, kv_heads=kv_heads, length=16, head_dim=8)
         with Operations() as ran:
             causal_attention(query, key, key.detach())
     fused = any("flash_attention" in name for name in ran.names)
-    assert told == ("flash" if fused else "math")
+    assert reported == ("flash" if fused else "math")
     assert fused or SDPBackend.FLASH_ATTENTION not in allowed or kv_heads == 2
 
 

@@ -149,9 +149,9 @@ def test_a_head_is_tied_in_the_model_when_it_is_in_the_files(tmp_path: Path) -> 
 
 def test_a_list_of_hundreds_of_problems_is_truncated(tmp_path: Path) -> None:
     save_file(contents(LLAMA), tmp_path / "model.safetensors")
-    told = complaints(tmp_path, {**LLAMA, "num_hidden_layers": 30})
-    assert "8 of 252 differences:" in told
-    assert len(told.splitlines()) == 9
+    reported = complaints(tmp_path, {**LLAMA, "num_hidden_layers": 30})
+    assert "8 of 252 differences:" in reported
+    assert len(reported.splitlines()) == 9
 
 
 def test_differences_that_shapes_do_not_show_are_found_in_config_json(tmp_path: Path) -> None:
@@ -165,11 +165,11 @@ def test_differences_that_shapes_do_not_show_are_found_in_config_json(tmp_path: 
     }
     rope = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window": 4}
     (tmp_path / "config.json").write_text(json.dumps(config | rope))
-    told = complaints(tmp_path, LLAMA)
-    assert "num_attention_heads = 2: the spec has 4. Set model.num_attention_heads: 2." in told
-    assert "rope_theta = 500000.0: the spec has 10000.0." in told
-    assert "rope_scaling = {rope_type: linear, factor: 2.0}: the spec has null." in told
-    assert "sliding_window = 4" in told
+    reported = complaints(tmp_path, LLAMA)
+    assert "num_attention_heads = 2: the spec has 4. Set model.num_attention_heads: 2." in reported
+    assert "rope_theta = 500000.0: the spec has 10000.0." in reported
+    assert "rope_scaling = {rope_type: linear, factor: 2.0}: the spec has null." in reported
+    assert "sliding_window = 4" in reported
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0, "num_attention_heads": 4}))
     HuggingFaceFolder(tmp_path, model_of(LLAMA))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "logit_softcap": 30}))

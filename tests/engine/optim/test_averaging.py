@@ -45,12 +45,12 @@ def exponential(seen: list[Tensor], decay: float) -> Tensor:
 @pytest.mark.parametrize(("precision", "stage"), WRAPPERS)
 def test_the_model_uses_the_exponential_average_within_the_context_only(precision: str, stage: int) -> None:
     both = on_ranks(2, averaged, precision, stage, {"name": "ema", "decay": 0.8})
-    for told in both:
+    for reported in both:
         # In 16 bits the average is of the fp32 weights, and what is seen of them and of it is rounded.
         closeness = 1e-6 if precision == "fp32" else 4e-3
-        assert torch.allclose(told["lent"], exponential(told["seen"], 0.8), atol=closeness)
-        assert not torch.allclose(told["lent"], told["after"], atol=5 * closeness)
-        assert torch.equal(told["after"], told["seen"][-1])
+        assert torch.allclose(reported["lent"], exponential(reported["seen"], 0.8), atol=closeness)
+        assert not torch.allclose(reported["lent"], reported["after"], atol=5 * closeness)
+        assert torch.equal(reported["after"], reported["seen"][-1])
     assert torch.equal(both[0]["lent"], both[1]["lent"])
 
 
@@ -69,9 +69,9 @@ def trained_alone(precision: str, stage: int) -> Tensor:
 
 @pytest.mark.parametrize(("stage", "offload"), [(1, "optimizer"), (3, "optimizer+params")])
 def test_offloaded_weights_are_averaged_too(stage: int, offload: str) -> None:
-    told = on_ranks(2, averaged, "fp32", stage, {"name": "ema", "decay": 0.8}, offload)[0]
-    assert torch.allclose(told["lent"], exponential(told["seen"], 0.8), atol=1e-6)
-    assert torch.equal(told["after"], told["seen"][-1])
+    reported = on_ranks(2, averaged, "fp32", stage, {"name": "ema", "decay": 0.8}, offload)[0]
+    assert torch.allclose(reported["lent"], exponential(reported["seen"], 0.8), atol=1e-6)
+    assert torch.equal(reported["after"], reported["seen"][-1])
 
 
 class PlainEngine:

@@ -40,8 +40,8 @@ def skips_and_goes_on(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_skips_the_step_and_halves_the_scale_and_training_continues(stage: int) -> None:
-    told = {"skipped": [True, False], "kept": True, "scales": [1024.0, 512.0], "moved": True}
-    assert on_ranks(2, skips_and_goes_on, stage) == [told, told]
+    reported = {"skipped": [True, False], "kept": True, "scales": [1024.0, 512.0], "moved": True}
+    assert on_ranks(2, skips_and_goes_on, stage) == [reported, reported]
 
 
 def grows(stage: int, clip: float) -> tuple[list[float], list[float], Tensor]:
@@ -89,9 +89,9 @@ def falls_to_the_floor(stage: int) -> tuple[list[float], str, int, bool]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_overflow_at_the_smallest_scale_ends_the_run(stage: int) -> None:
     """The first overflow only uses up the hysteresis."""
-    scales, told, code, kept = on_ranks(2, falls_to_the_floor, stage)[0]
+    scales, reported, code, kept = on_ranks(2, falls_to_the_floor, stage)[0]
     assert scales == [16.0, 8.0, 4.0]
-    assert told.startswith("the gradient is not finite at loss scale 4")
+    assert reported.startswith("the gradient is not finite at loss scale 4")
     assert code == ExitCode.DO_NOT_REQUEUE
     assert kept
 

@@ -33,9 +33,9 @@ def test_optimizer_states_and_weights_are_offloaded_to_the_host() -> None:
 
 @pytest.mark.parametrize(("replicas", "size"), [(1, 16 * 64), (4, 4 * 64)])
 def test_offload_to_nvme_has_a_folder_and_buffers_for_the_largest_shard(replicas: int, size: int) -> None:
-    told = settings("optimizer+params", "nvme", replicas)
-    assert {place["nvme_path"] for place in told.values()} == {"/scratch/run"}
-    assert told["offload_param"]["buffer_size"] == size
+    reported = settings("optimizer+params", "nvme", replicas)
+    assert {place["nvme_path"] for place in reported.values()} == {"/scratch/run"}
+    assert reported["offload_param"]["buffer_size"] == size
 
 
 WIDE = 32768  # so that the matrices' pieces reach the megabyte from which DeepSpeed swaps

@@ -199,7 +199,7 @@ def test_a_resume_uses_the_same_code_without_the_option_new_code(
     program: WorkingTree, start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = submit(program)
-    program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
+    program.write("src/my_model/__init__.py", "VERSION = 'fixed'\n")
     monkeypatch.chdir("/")
     assert replan(made.run, ["cluster.grace_seconds=30"]).after.code == made.record.code
 
@@ -210,7 +210,7 @@ def test_a_resume_uses_the_same_code_without_the_option_new_code(
     assert (record.revision, record.code) == (1, resize.after.code)
     agent = start_agent(MadeRun(made.run, record))
     assert agent.wait() == 0, agent.errors
-    assert "version mended" in made.log(1, 0)
+    assert "version fixed" in made.log(1, 0)
     assert {path.suffix for path in (made.run.path / "code").iterdir()} == {".gz", ".sha256", ".patch"}
     assert len(list((made.run.path / "code").iterdir())) == 5
 
@@ -224,7 +224,7 @@ def test_code_that_has_not_changed_makes_no_revision(program: WorkingTree) -> No
 def test_a_rejected_job_leaves_no_new_code(program: WorkingTree) -> None:
     made = submit(program)
     before = {path.name for path in (made.run.path / "code").iterdir()}
-    program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
+    program.write("src/my_model/__init__.py", "VERSION = 'fixed'\n")
     with pytest.raises(SchedulerError):
         resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Refusing())
     assert {path.name for path in (made.run.path / "code").iterdir()} == before
@@ -267,8 +267,8 @@ def test_code_is_unpacked_into_a_folder_that_is_private_to_the_user(
 def test_entries_of_pythonpath_in_the_tree_are_mapped_to_the_copy(program: WorkingTree, tmp_path: Path) -> None:
     made = submit(program)
     live = program.folder
-    told = {"PYTHONPATH": f"{live}/src:{live}::/opt/lib:{tmp_path}/elsewhere"}
-    found = code_environment(made.record, Path("/kept"), told)
+    reported = {"PYTHONPATH": f"{live}/src:{live}::/opt/lib:{tmp_path}/elsewhere"}
+    found = code_environment(made.record, Path("/kept"), reported)
     assert found["PYTHONPATH"] == f"/kept/src:/kept/src:/kept:/opt/lib:{tmp_path}/elsewhere"
 
 
@@ -286,7 +286,7 @@ def test_an_unexpected_error_during_submission_leaves_no_new_code(program: Worki
             raise UsageError("a ConfigMap has no room for it")
 
     made = submit(program)
-    program.write("src/my_model/__init__.py", "VERSION = 'mended'\n")
+    program.write("src/my_model/__init__.py", "VERSION = 'fixed'\n")
     with pytest.raises(UsageError, match="no room"):
         resume(made.run, resize=replan(made.run, [], new_code=True), scheduler=Confused())
     assert read_record(made.run) == made.record

@@ -28,7 +28,7 @@ def environment(
 
 
 def test_the_environment_of_a_rank_has_its_rank_and_the_rendezvous() -> None:
-    told = environment(base={"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "RANK": "99"})
+    reported = environment(base={"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "RANK": "99"})
     expected = {
         "RANK": "6",
         "WORLD_SIZE": "8",
@@ -43,7 +43,7 @@ def test_the_environment_of_a_rank_has_its_rank_and_the_rendezvous() -> None:
         "PATH": "/bin",
         "API_KEY": "secret",
     }
-    assert {name: told[name] for name in expected} == expected
+    assert {name: reported[name] for name in expected} == expected
 
 
 def test_the_gpu_allocator_uses_expandable_segments_unless_the_user_sets_it() -> None:
@@ -69,8 +69,8 @@ def test_threads_follow_the_cores_that_a_rank_may_use(override: str, cores: int,
 
 
 def test_variables_of_the_user_override_those_of_the_node_but_not_those_of_the_contract() -> None:
-    told = environment(env={"OMP_NUM_THREADS": "3", "HOME": "/mine", "RANK": "7"}, base={"HOME": "/root"})
-    assert (told["OMP_NUM_THREADS"], told["HOME"], told["RANK"]) == ("3", "/mine", "6")
+    reported = environment(env={"OMP_NUM_THREADS": "3", "HOME": "/mine", "RANK": "7"}, base={"HOME": "/root"})
+    assert (reported["OMP_NUM_THREADS"], reported["HOME"], reported["RANK"]) == ("3", "/mine", "6")
 
 
 def test_gpus_are_counted_by_what_is_visible_or_by_their_devices(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ HOUR = 3600.0
 
 
 def run_of(days: float, *, grace_seconds: float = 0, nodes: int = 4) -> tuple[RunSpec, RunPlan]:
-    """A run of so many days that restarts in 180 s and blocks 20 s for a checkpoint every 1,000 s."""
+    """Return a run of ``days`` that restarts in 180 s and blocks 20 s for a checkpoint every 1,000 s."""
     run = {"cluster__spot": True, "cluster__price_per_gpu_hour": 2, "cluster__grace_seconds": grace_seconds}
     spec = spec_of("llama-7b", cluster__nodes=nodes, training__micro_batch_size=1, **run)
     plan = make_plan(spec)

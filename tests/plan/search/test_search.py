@@ -101,8 +101,8 @@ def test_every_layout_is_chosen_or_rejected_for_a_reason() -> None:
     for name in ("7b on 8", "experts"):
         plan = make_plan(everything(name))
         degrees = ("layout.", "training.", "model.", "zero_stage", *AXES)
-        told = sum(row.count for row in plan.rejected if not row.text.startswith(degrees))
-        assert told == plan.considered - 1, plan.rejected
+        reported = sum(row.count for row in plan.rejected if not row.text.startswith(degrees))
+        assert reported == plan.considered - 1, plan.rejected
         assert all(row.text and row.example and row.count > 0 for row in plan.rejected)
 
 
