@@ -6,8 +6,7 @@ from scaletrain_cli.spec.json_schema import json_schema
 from scaletrain_cli.spec.loading import changed_keys, load_cluster, load_spec, override_spec, parse_spec
 from scaletrain_cli.spec.model import ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, VitSpec
 from scaletrain_cli.spec.presets import presets, vision_presets
-from scaletrain_cli.spec.run import SCHEMA, RunSpec
-from scaletrain_cli.spec.sections import DataSpec
+from scaletrain_cli.spec.run import SCHEMA, DataSpec, RunSpec
 from scaletrain_cli.spec.starting_spec import starting_spec
 from scaletrain_cli.spec.training import TrainingSpec
 

@@ -7,7 +7,7 @@ import pytest
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.restart import attempts_without_progress, decide
-from scaletrain_cli.spec.sections import RestartsSpec
+from scaletrain_cli.spec.run import RestartsSpec
 
 CODES: dict[ExitReason, int] = {"done": 0, "preempted": 75, "wrong-nodes": 5, "usage": 2}
 
