@@ -178,7 +178,7 @@ def _gpu(gpu: GpuHealth, driver: str) -> Check:
     memory = "unknown memory" if gpu.memory_bytes is None else binary_bytes_text(gpu.memory_bytes)
     problems = [*gpu_problems(NodeHealth(), [gpu], needed_bytes=0), *gpu_notes([gpu])]
     found = f"{gpu.name}, {memory}, driver {driver}"
-    return Check(f"gpu {gpu.index}", "warn" if problems else "ok", found, "; ".join(problems))
+    return Check(f"gpu {gpu.index}", "warn" if problems else "ok", found, "; ".join(map(str, problems)))
 
 
 def _compilers() -> Iterator[Check]:

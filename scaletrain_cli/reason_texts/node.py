@@ -57,6 +57,37 @@ TEXTS: dict[str, Text] = {
         "{folder} exists and is not private to this user; no code is unpacked there", ("Remove it, or set TMPDIR.",)
     ),
     # Why no rank was started: the node.
-    "unfit": Text("{problems}"),
+    "unfit": Text("{problems}"),  # several of those below
+    "too-few-gpus": Text("{found:of GPU} ({source}), but the plan needs {planned} per node"),
+    "host-memory-short": Text(
+        "{free_bytes:bytes} of host memory are free for this job, but the copy that checkpoints are written from and "
+        "the offloaded states take {needed_bytes:bytes}"
+    ),
+    "driver-failed": Text("{error}"),
+    "gpu-memory-broken": Text("GPU {gpu} has broken memory that its spare rows cannot replace (remapped row failure)"),
+    "gpu-needs-reset": Text("GPU {gpu} has broken memory and needs a reset to take it out of use"),
+    "gpu-in-use": Text(
+        "GPU {gpu} has {free_bytes:bytes} free of {memory_bytes:bytes}, and {processes:of process/processes} use it; "
+        "the plan needs {needed_bytes:bytes}"
+    ),
+    "gpu-too-small": Text("GPU {gpu} is a {name} with {memory_bytes:bytes}; the plan needs {needed_bytes:bytes}"),
+    # Notes about a node that may run ranks.
+    "gpu-ecc-errors": Text("GPU {gpu} has had {errors:of uncorrected ECC error} since its driver was loaded"),
+    "gpu-clocks-limited": Text("the clocks of GPU {gpu} are held down by {cause}"),
+    "other-version": Text(
+        "the installed scaletrain is {installed}, but the run was made with {submitted}: another version, image or "
+        "checkout"
+    ),
+    "shm-small": Text(
+        "{folder} has {free_bytes:bytes} free; NCCL may need {needed_bytes:bytes}, and then fails with 'No space left "
+        "on device'",
+        ("Increase it (cluster.kubernetes.shm_size, docker --shm-size).",),
+    ),
+    "clock-ahead": Text(
+        "the clock is {seconds:.0f} s ahead of that of the run directory's file system: times in logs are wrong"
+    ),
+    "clock-behind": Text(
+        "the clock is {seconds:.0f} s behind that of the run directory's file system: times in logs are wrong"
+    ),
     "start-failed": Text("{error}"),
 }

@@ -82,7 +82,8 @@ def run_node(options: AgentOptions) -> int:
     for note in found.notes:
         logger.warning("%s", note)
     if found.problems:
-        cause = Reason("node.unfit", {"problems": "; ".join(found.problems)})
+        first, *others = found.problems
+        cause = Reason("node.unfit", {"problems": "; ".join(map(str, found.problems))}) if others else first
         failure = observed_failure("wrong-nodes", cause, node.node, exit_code=ExitCode.WRONG_NODES)
         _record_failed_start(run, options.attempt, node, failure)
         raise WrongNodesError(cause)

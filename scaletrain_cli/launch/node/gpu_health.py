@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from scaletrain_cli.own_processes import python_command
-from scaletrain_cli.text import counted
+from scaletrain_cli.reasons import Reason
 
 T = TypeVar("T")
 _KILL_SECONDS = 1.0
@@ -100,38 +100,32 @@ def visible_gpus(health: NodeHealth, environment: Mapping[str, str]) -> tuple[Gp
     )
 
 
-def gpu_problems(health: NodeHealth, gpus: Sequence[GpuHealth], needed_bytes: int) -> Iterator[str]:
+def gpu_problems(health: NodeHealth, gpus: Sequence[GpuHealth], needed_bytes: int) -> Iterator[Reason]:
     """Yield the problems that make these GPUs unfit for ranks. ``needed_bytes``: a rank's planned peak memory."""
     if health.trouble:
-        yield health.trouble
+        yield Reason("node.driver-failed", {"error": health.trouble})
     for gpu in gpus:
         if gpu.beyond_repair:
-            yield f"GPU {gpu.index} has broken memory that its spare rows cannot replace (remapped row failure)"
+            yield Reason("node.gpu-memory-broken", {"gpu": gpu.index})
         elif gpu.waits_for_reset:
-            yield f"GPU {gpu.index} has broken memory and needs a reset to take it out of use"
+            yield Reason("node.gpu-needs-reset", {"gpu": gpu.index})
         if gpu.memory_bytes is not None and gpu.used_bytes is not None:
+            sizes = {"gpu": gpu.index, "memory_bytes": gpu.memory_bytes, "needed_bytes": needed_bytes}
             free = gpu.memory_bytes - gpu.used_bytes
             if gpu.memory_bytes >= needed_bytes > free:
-                others = f" by {counted(gpu.processes, 'process', 'processes')}" if gpu.processes else ""
-                yield (
-                    f"GPU {gpu.index} has {free / 1e9:.1f} GB free of {gpu.memory_bytes / 1e9:.1f} GB, the rest is in "
-                    f"use{others}; the plan needs {needed_bytes / 1e9:.1f} GB"
-                )
+                used = {"free_bytes": free, "processes": gpu.processes or 0}
+                yield Reason("node.gpu-in-use", sizes | used)
             elif gpu.memory_bytes < needed_bytes:
-                yield (
-                    f"GPU {gpu.index} is a {gpu.name} with {gpu.memory_bytes / 1e9:.1f} GB; the plan needs "
-                    f"{needed_bytes / 1e9:.1f} GB"
-                )
+                yield Reason("node.gpu-too-small", {**sizes, "name": gpu.name})
 
 
-def gpu_notes(gpus: Sequence[GpuHealth]) -> Iterator[str]:
+def gpu_notes(gpus: Sequence[GpuHealth]) -> Iterator[Reason]:
     """Yield warnings: conditions that slow these GPUs down or may become a problem."""
     for gpu in gpus:
         if gpu.uncorrected_errors:
-            errors = counted(gpu.uncorrected_errors, "uncorrected ECC error")
-            yield f"GPU {gpu.index} has had {errors} since its driver was loaded"
-        for reason in gpu.held_down_by:
-            yield f"the clocks of GPU {gpu.index} are held down by {reason}"
+            yield Reason("node.gpu-ecc-errors", {"gpu": gpu.index, "errors": gpu.uncorrected_errors})
+        for cause in gpu.held_down_by:
+            yield Reason("node.gpu-clocks-limited", {"gpu": gpu.index, "cause": cause})
 
 
 def _read_gpu(nvml: Any, index: int) -> GpuHealth:

@@ -23,6 +23,7 @@ from scaletrain_cli.launch.node.gpu_health import (
     query_driver,
     visible_gpus,
 )
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -89,14 +90,16 @@ def _text(path: Path) -> str:
         return ""
 
 
-def problems_of_node(cluster: ClusterSpec, environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Return why this node cannot run its ranks, one line each. More devices than planned are no problem."""
+def problems_of_node(
+    cluster: ClusterSpec, environment: Mapping[str, str], devices: Path = Path("/dev")
+) -> list[Reason]:
+    """Return why this node cannot run its ranks. More devices than planned are no problem."""
     if cluster.gpu == "cpu":
         return []
     found, source = count_gpus(environment, devices)
     if found >= cluster.gpus_per_node:
         return []
-    return [f"{found} GPUs ({source}), but the plan needs {cluster.gpus_per_node} per node"]
+    return [Reason("node.too-few-gpus", {"found": found, "source": source, "planned": cluster.gpus_per_node})]
 
 
 def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[int, str]:
@@ -126,8 +129,8 @@ class NodeInspection:
     shm_free_bytes: int | None
     run_free_bytes: int | None
     clock_ahead_seconds: float | None  # relative to the file system of the run directory
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
+    problems: tuple[Reason, ...]
+    notes: tuple[Reason, ...]
 
 
 def inspect_node(run: RunDir, record: RunRecord, node: str, environment: Mapping[str, str]) -> NodeInspection:
@@ -155,7 +158,12 @@ def write_inspection(run: RunDir, attempt: int, found: NodeInspection) -> None:
     """Write the inspection into the attempt. Raises OSError."""
     folder = run.attempt(attempt) / "preflight"
     make_folder(folder)
-    write_document(folder / f"{found.node}.json", {"schema": SCHEMA, **dataclasses.asdict(found)})
+    texts = {"problems": list(map(str, found.problems)), "notes": list(map(str, found.notes))}
+    codes = {
+        "problem_reasons": [reason.to_document() for reason in found.problems],
+        "note_reasons": [reason.to_document() for reason in found.notes],
+    }
+    write_document(folder / f"{found.node}.json", {"schema": SCHEMA, **dataclasses.asdict(found), **texts, **codes})
 
 
 def host_bytes_needed(record: RunRecord) -> int:
@@ -169,16 +177,13 @@ def _problems(
     health: NodeHealth | None,
     gpus: tuple[GpuHealth, ...],
     memory: int | None,
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     yield from problems_of_node(record.spec.cluster, environment)
     if health is not None:
         yield from gpu_problems(health, gpus, record.plan.memory.peak)
     needed = host_bytes_needed(record)
     if memory is not None and memory < needed:
-        yield (
-            f"{memory / 1e9:.1f} GB of host memory are free for this job, but the copy that checkpoints are written "
-            f"from and the offloaded states take {needed / 1e9:.1f} GB"
-        )
+        yield Reason("node.host-memory-short", {"free_bytes": memory, "needed_bytes": needed})
 
 
 def _notes(
@@ -188,25 +193,18 @@ def _notes(
     shm: int | None,
     ahead: float | None,
     code: str,
-) -> Iterator[str]:
+) -> Iterator[Reason]:
     if health is not None and health.note:
-        yield health.note
+        yield recorded(health.note)
     if code != record.code_hash:
-        yield (
-            f"the installed scaletrain is {code[:12]}, but the run was made with {record.code_hash[:12]}: another "
-            "version, image or checkout"
-        )
+        yield Reason("node.other-version", {"installed": code[:12], "submitted": record.code_hash[:12]})
     yield from gpu_notes(gpus)
     cluster = record.spec.cluster
     needed = _SHM_BYTES_PER_GPU * cluster.gpus_per_node
     if cluster.gpu != "cpu" and cluster.gpus_per_node > 1 and shm is not None and shm < needed:
-        yield (
-            f"{_SHM} has {shm / 1e6:.0f} MB free; NCCL may need {needed / 1e6:.0f} MB, and then fails with 'No space "
-            "left on device'. Increase it (cluster.kubernetes.shm_size, docker --shm-size)"
-        )
+        yield Reason("node.shm-small", {"folder": str(_SHM), "free_bytes": shm, "needed_bytes": needed})
     if ahead is not None and abs(ahead) > _CLOCK_SECONDS:
-        side = "ahead of" if ahead > 0 else "behind"
-        yield f"the clock is {abs(ahead):.0f} s {side} that of the run directory's file system: times in logs are wrong"
+        yield Reason("node.clock-ahead" if ahead > 0 else "node.clock-behind", {"seconds": abs(ahead)})
 
 
 def _free(path: Path) -> int | None:

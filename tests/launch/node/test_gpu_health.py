@@ -47,7 +47,7 @@ def health(*gpus: dict[str, Any], **state: Any) -> NodeHealth:
 
 def problems(*gpus: dict[str, Any], needed: int = 70 * GB) -> list[str]:
     found = health(*gpus)
-    return list(gpu_problems(found, found.gpus, needed))
+    return list(map(str, gpu_problems(found, found.gpus, needed)))
 
 
 def test_healthy_gpus_are_no_problem() -> None:
@@ -69,7 +69,7 @@ def test_healthy_gpus_are_no_problem() -> None:
         ({"rows": [0, 1, 1, 1]}, "GPU 1 has broken memory that its spare rows cannot replace"),
         (
             {"used": 40000 << 20, "processes": 2},
-            "GPU 1 has 43.6 GB free of 85.5 GB, the rest is in use by 2 processes; the plan needs 70.0 GB",
+            "GPU 1 has 43.6 GB free of 85.5 GB, and 2 processes use it; the plan needs 70.0 GB",
         ),
         ({"lost": True}, "GPU 1 cannot be read: GPU is lost"),
     ],
@@ -80,11 +80,11 @@ def test_each_fault_that_rejects_a_node_is_reported_with_its_gpu(changed: dict[s
 
 
 def test_a_smaller_gpu_than_planned_is_reported_with_its_name() -> None:
-    assert problems({}, needed=100 * GB) == ["GPU 0 is a NVIDIA H100 80GB HBM3 with 85.5 GB; the plan needs 100.0 GB"]
+    assert problems({}, needed=100 * GB) == ["GPU 0 is a NVIDIA H100 80GB HBM3 with 85.5 GB; the plan needs 100 GB"]
 
 
 def test_clocks_that_are_held_down_are_a_note() -> None:
-    assert list(gpu_notes(health({"reasons": 0x41}, {"reasons": 0x80}).gpus)) == [
+    assert list(map(str, gpu_notes(health({"reasons": 0x41}, {"reasons": 0x80}).gpus))) == [
         "the clocks of GPU 0 are held down by overheating",
         "the clocks of GPU 1 are held down by the power supply",
     ]
@@ -93,7 +93,9 @@ def test_clocks_that_are_held_down_are_a_note() -> None:
 def test_uncorrected_errors_are_a_note() -> None:
     found = health({}, {"ecc": 3})
     assert list(gpu_problems(found, found.gpus, GB)) == []
-    assert list(gpu_notes(found.gpus)) == ["GPU 1 has had 3 uncorrected ECC errors since its driver was loaded"]
+    assert list(map(str, gpu_notes(found.gpus))) == [
+        "GPU 1 has had 3 uncorrected ECC errors since its driver was loaded"
+    ]
 
 
 def test_a_value_that_a_gpu_does_not_report_is_none_and_not_zero() -> None:
@@ -134,7 +136,7 @@ def test_values_of_the_driver_are_returned_by_the_process_that_reads_them(fake_d
 def test_a_driver_that_is_broken_is_the_problem(fake_driver: Any) -> None:
     found = fake_driver(init_error=18, gpus=[])
     (problem,) = gpu_problems(found, found.gpus, 1)
-    assert problem == "the driver cannot be used: Driver/library version mismatch"
+    assert str(problem) == "the driver cannot be used: Driver/library version mismatch"
 
 
 def test_a_driver_that_hangs_is_the_problem(fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:

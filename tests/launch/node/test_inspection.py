@@ -87,15 +87,15 @@ def test_broken_gpus_little_memory_and_a_small_shm_are_reported_separately(
     monkeypatch.setattr(inspection, "_free", lambda path: 64 * 2**20)
     monkeypatch.setattr(inspection, "_clock_ahead", lambda path: -90.0)
     found = inspected(made, monkeypatch, NodeHealth("550", gpus))
-    assert [problem[:5] for problem in found.problems] == ["GPU 1"]
-    assert [note.split(";")[0] for note in found.notes] == [
-        "/dev/shm has 67 MB free",
+    assert [problem.code for problem in found.problems] == ["node.gpu-needs-reset"]
+    assert [str(note).split(";")[0] for note in found.notes] == [
+        "/dev/shm has 67.1 MB free",
         "the clock is 90 s behind that of the run directory's file system: times in logs are wrong",
     ]
     durability = dataclasses.replace(made.record.plan.durability, copy_bytes_per_node=40 * GB)
     plan = dataclasses.replace(made.record.plan, durability=durability)
     more = inspected(MadeRun(made.run, dataclasses.replace(made.record, plan=plan)), monkeypatch, NodeHealth("550"))
-    assert "take 40.0 GB" in more.problems[-1]
+    assert "take 40.0 GB" in str(more.problems[-1])
 
 
 def test_the_agent_writes_its_inspection_and_starts_no_rank_on_a_bad_node(
@@ -107,9 +107,11 @@ def test_the_agent_writes_its_inspection_and_starts_no_rank_on_a_bad_node(
     agent = start_agent(made, {"PYTHONPATH": path, "FAKE_NVML": lost, "CUDA_VISIBLE_DEVICES": "0,1"})
     assert agent.wait() == 5
     (path,) = (made.run.attempt(1) / "preflight").iterdir()
-    assert "GPU is lost" in json.loads(path.read_text())["problems"][0]
+    document = json.loads(path.read_text())
+    assert "GPU is lost" in document["problems"][0]
+    assert document["problem_reasons"][0]["code"] == "node.driver-failed"
     (failure,) = read_failures(made.run, 1)
-    assert failure.reason == "wrong-nodes"
+    assert (failure.reason, failure.code) == ("wrong-nodes", "node.driver-failed")
     assert "GPU is lost" in failure.message
     assert read_node_records(made.run, 1)[0].ranks == ()
 
@@ -120,4 +122,4 @@ def test_another_version_of_this_package_than_the_run_was_made_with_is_a_note(
     made = make_run()
     older = MadeRun(made.run, dataclasses.replace(made.record, code_hash="0" * 64))
     (note,) = inspected(older, monkeypatch).notes
-    assert f"the installed scaletrain is {made.record.code_hash[:12]}, but the run was made with 000000000000" in note
+    assert note.params == {"installed": made.record.code_hash[:12], "submitted": "0" * 12}

@@ -85,7 +85,8 @@ def test_gpus_are_counted_by_what_is_visible_or_by_their_devices(tmp_path: Path)
 def test_a_node_needs_at_least_the_planned_gpus_and_none_for_cpu_ranks(tmp_path: Path) -> None:
     gpus = make_spec(*SLURM, "cluster.gpu=h100-sxm-80gb").cluster
     assert problems_of_node(gpus, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == []
-    assert problems_of_node(gpus, {}, tmp_path) == [f"0 GPUs ({tmp_path}/nvidia*), but the plan needs 4 per node"]
+    (problem,) = problems_of_node(gpus, {}, tmp_path)
+    assert str(problem) == f"0 GPUs ({tmp_path}/nvidia*), but the plan needs 4 per node"
     assert problems_of_node(make_spec().cluster, {}, tmp_path) == []
 
 

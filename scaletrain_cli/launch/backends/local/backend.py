@@ -73,7 +73,7 @@ class LocalBackend(Backend):
     ) -> PreflightResult:
         problems = problems_of_node(spec.cluster, os.environ)
         if problems:
-            raise SchedulerError(Reason("local.unfit-machine", {"problems": problems}))
+            raise SchedulerError(Reason("local.unfit-machine", {"problems": list(map(str, problems))}))
         ours = self.engine == ENGINE_MODULE and spec.code.engine is None
         missing = [name for name in _ENGINE_NEEDS if ours and find_spec(name) is None]
         if missing:
