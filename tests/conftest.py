@@ -1,4 +1,4 @@
-"""What every test gets: a clean environment, golden files, and skips that count as failures in CI."""
+"""For every test: a clean environment, golden files, and skips that count as failures in CI."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """In CI a Slurm test that skips is a failure: there a real Slurm can always be had."""
+    """Count a skipped Slurm test as a failure in CI, where a real Slurm is always available."""
     report = yield
     expected_failure = hasattr(report, "wasxfail")
     if report.skipped and not expected_failure and in_ci() and item.get_closest_marker("slurm"):

@@ -48,7 +48,7 @@ ENGINE = "tests.launch.fake_engine"
 
 @dataclass(frozen=True)
 class Runs:
-    """``line`` is what is run in place of the documented one; it ends with ``code`` and shows ``says``."""
+    """The command ``line`` that is run for the documented one, its exit ``code``, and a text ``says`` in its output."""
 
     line: str
     says: str
@@ -137,7 +137,7 @@ OPTION_BY_NAME += ("scaletrain cancel --force",)
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    """``(place, command line)``, each command of a pipe or an ``&&`` by itself, without its comment."""
+    """Yield ``(place, command line)`` for each command, also within a pipe or an ``&&``, without its comment."""
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         for block in re.finditer(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
@@ -185,7 +185,7 @@ def test_no_table_has_unused_entries() -> None:
 
 
 def _names_a_verb(command: str) -> bool:
-    """Return whether a command is the mere name of a verb that exists, such as ``scaletrain nodes clear``."""
+    """Return True for the name of an existing verb without arguments, such as ``scaletrain nodes clear``."""
     return VERB_ALONE.fullmatch(command) is not None and _parses(command.split()[1:], names_alone=True)
 
 
@@ -278,7 +278,7 @@ def test_documented_files_exist() -> None:
 
 
 def test_the_development_cluster_accepts_the_documented_verbs() -> None:
-    """tests/slurm_cluster runs it; here the verbs and options of the page are those of the script."""
+    """tests/slurm_cluster runs the script; this test compares its verbs and options with the page."""
     lines = [command for command in COMMANDS if "slurm/dev_cluster.py" in command]
     verbs = {re.search(r"dev_cluster\.py ([a-z-]+)", line)[1] for line in lines}  # type: ignore[index]
     done = subprocess.run(
@@ -289,7 +289,7 @@ def test_the_development_cluster_accepts_the_documented_verbs() -> None:
 
 
 def _told_by_the_program() -> Iterator[tuple[str, str]]:
-    """``(file, scaletrain ...)`` in the texts of the package, which people read when something went wrong."""
+    """Yield ``(file, scaletrain ...)`` for each command in the messages of the package."""
     for path in sorted((PROJECT / "scaletrain_cli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

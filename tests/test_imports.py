@@ -116,7 +116,7 @@ class Import:
 
     @property
     def target_package(self) -> str | None:
-        """The package that is imported; None outside the package."""
+        """Return the package that is imported; None outside scaletrain_cli."""
         parts = self.target.split(".")
         if parts[0] != PACKAGE:
             return None
@@ -147,7 +147,7 @@ def is_module(path: Path) -> bool:
 
 
 def walk(node: ast.AST, at_module_level: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node, and whether it runs when the module is imported (type-checking blocks and functions do not)."""
+    """Yield every node, and True if it runs when the module is imported (not in functions or for type checkers)."""
     for child in ast.iter_child_nodes(node):
         runs = at_module_level and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         yield child, runs
@@ -163,7 +163,7 @@ def walk(node: ast.AST, at_module_level: bool) -> Iterator[tuple[ast.AST, bool]]
 
 
 def targets(node: ast.AST, parent: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
-    """The modules that a statement imports, with the name that it takes from each; absolute."""
+    """Yield the modules that a statement imports, by absolute name, with the name imported from each."""
     match node:
         case ast.Import():
             yield from ((alias.name, None) for alias in node.names)
@@ -179,7 +179,7 @@ def targets(node: ast.AST, parent: tuple[str, ...]) -> Iterator[tuple[str, str |
 
 
 def violations(project: Path) -> list[str]:
-    """Every broken rule, one line each."""
+    """Return one line for each broken rule."""
     return [f"{found}: {rule}" for found in imports_of(project) for rule in broken_rules(found)]
 
 
@@ -202,7 +202,7 @@ def broken_rules(found: Import) -> Iterator[str]:
 
 
 def base_layer_of(package: str) -> set[str]:
-    """The errors module imports the reasons alone of the package; everything else may import all of the base layer."""
+    """Return the modules that every package may import; ``errors`` is below them and imports only ``__init__``."""
     return {"__init__"} if package == "errors" else BASE_LAYER
 
 
@@ -358,7 +358,7 @@ def test_help_costs_little_cpu() -> None:
 
 
 def cpu_seconds(command: list[str]) -> float:
-    """User and system time of one child process, so that a busy machine does not count."""
+    """Return the user and system time of one child process."""
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
     errors = process.stderr.read()

@@ -26,7 +26,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def objects() -> dict[tuple[str, str], dict[str, Any]]:
-    """Every Kubernetes object of the folder by (kind, name)."""
+    """Return every Kubernetes object of the folder by (kind, name)."""
     found = [document for path in FILES if path.name not in OTHERS for document in documents(path.name)]
     by_name = {(document["kind"], document["metadata"]["name"]): document for document in found}
     assert len(by_name) == len(found), "two objects of one kind and name"

@@ -32,7 +32,7 @@ EXPORT_NEEDS = "torch"
 
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """The current folder has a module of every name and a program of many; returns the ones that were run so far."""
+    """Fill the current folder with modules and programs of common names; return a function listing those that ran."""
     folder, ran = tmp_path / "hostile", tmp_path / "ran"
     folder.mkdir()
     ran.mkdir()
@@ -178,7 +178,7 @@ def test_relative_entries_of_pythonpath_are_removed_and_absolute_ones_kept(
 
 
 def command_lines_made_elsewhere(path: Path) -> Iterator[str]:
-    """Every place of a file where a command line of Python could be made."""
+    """Yield every place of a file that may build a Python command line."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         where = f"{path.relative_to(PROJECT)}:{getattr(node, 'lineno', 0)}"
         match node:

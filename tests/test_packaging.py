@@ -25,7 +25,7 @@ def declared() -> dict[str, Any]:
 
 
 def requirements(declared: dict[str, Any]) -> dict[str, str]:
-    """Every requirement of the core and of the extras for users, by its name."""
+    """Return every requirement of the core and of the users' extras, by name."""
     extras = declared["optional-dependencies"]
     lines = [*declared["dependencies"], *(line for extra in extras if extra != "dev" for line in extras[extra])]
     return {re.split(r"[<>=~!]", line)[0]: line for line in lines}

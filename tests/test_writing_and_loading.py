@@ -59,7 +59,7 @@ def given(call: ast.Call, name: str, position: int) -> ast.expr | None:
 
 
 def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and call of all that opens, makes or copies a file at a name."""
+    """Yield line and call of everything that opens, creates or copies a file by name."""
     for call in calls(tree):
         name = ast.unparse(call.func)
         attribute = call.func.attr if isinstance(call.func, ast.Attribute) else ""
@@ -101,7 +101,7 @@ def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def loads(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and statement of all that turns bytes into objects by running what they say."""
+    """Yield line and statement of everything that loads objects by running code in the data."""
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):

@@ -26,7 +26,7 @@ FOLDERS = ("tests/benchmarks", "tests/drills", "tests/engine", "tests/slurm_clus
 
 
 class Refuser(importlib.abc.MetaPathFinder):
-    """Refuses to import what no unit test may load."""
+    """Fail the import of libraries that no unit test may load."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name in ("torch", "deepspeed"):
@@ -65,7 +65,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @functools.cache
 def _needs_more(path: Path) -> bool:
-    """Return whether a file of the tests imports what unit tests do without, directly or through another such file."""
+    """Return True if a test file imports, also through another test file, a library that unit tests must not load."""
     for name in _imports(path):
         if name.partition(".")[0] in LEFT_OUT or name == ENGINE or name.startswith(f"{ENGINE}."):
             return True

@@ -1,4 +1,4 @@
-"""Wait for what another process or thread brings about."""
+"""Wait for the effects of other processes and threads."""
 
 from __future__ import annotations
 

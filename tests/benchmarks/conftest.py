@@ -1,4 +1,4 @@
-"""Makes the modules beside the benchmark scripts importable, as they are when a script runs."""
+"""Make the modules beside the benchmark scripts importable, as they are when a script runs."""
 
 from __future__ import annotations
 

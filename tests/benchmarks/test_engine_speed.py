@@ -14,7 +14,7 @@ from scaletrain_cli.spec import load_spec
 
 
 def test_a_steady_drift_cancels() -> None:
-    """Rival and engine take turns, the rival first, on a machine that gets slower all the time."""
+    """The other program and the engine alternate on a machine that becomes slower and slower."""
     moments = iter(range(100, 120))
     theirs, ours = [], []
     for _ in range(5):

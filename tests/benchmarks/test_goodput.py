@@ -1,4 +1,4 @@
-"""The simulated fleet loses what it should, and what it loses is what the plan expects."""
+"""The simulation loses time to the expected causes, and as much as the plan expects."""
 
 from __future__ import annotations
 

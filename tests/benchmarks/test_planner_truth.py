@@ -1,4 +1,4 @@
-"""From a row of measurements to a prediction and a score: what the planner may see, and what becomes of bad rows."""
+"""From a row of measurements to a prediction and a score: the planner's inputs, and rows that cannot be used."""
 
 from __future__ import annotations
 

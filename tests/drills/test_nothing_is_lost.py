@@ -1,4 +1,4 @@
-"""Kill, signal and preempt real runs at random moments; what comes out equals the undisturbed run to the bit."""
+"""Kill, signal and preempt real runs at random moments; the result equals the undisturbed run to the bit."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def differences(first: Any, second: Any, path: str = "") -> list[str]:
 
 
 def assert_same_run(hurt: Drill, undisturbed: Drill) -> None:
-    """The same losses, weights, optimizer state and random state, to the bit."""
+    """Assert the same losses, weights, optimizer state and random state, to the bit."""
     assert hurt.events("finished"), hurt.events()
     left = {path.name.partition("step-")[0] for path in hurt.run.checkpoints.iterdir()}
     assert left <= {"", "damaged-"}, left

@@ -1,4 +1,4 @@
-"""Runs to launch: a small spec, a plan whose figures nobody reads, and children that find this package."""
+"""Runs to launch: a small spec, a plan with placeholder figures, and child processes that find this package."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_spec(*overrides: str, env: dict[str, str] | None = None, fake: dict[str
 
 
 def make_plan(spec: RunSpec) -> result.RunPlan:
-    """A plan of the right shape."""
+    """Return a plan with placeholder figures."""
     stage = {field.name: 1 for field in fields(result.StageMemory)}
     layout = {field.name: 1 for field in fields(result.Layout)}
     layout |= {  # type: ignore[dict-item]
@@ -84,7 +84,7 @@ def make_plan(spec: RunSpec) -> result.RunPlan:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process lives; a zombie does not."""
+    """Return True if the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -92,7 +92,7 @@ def is_running(pid: int) -> bool:
 
 
 class Agent:
-    """A node agent under test, started as a scheduler would."""
+    """A node agent, started as by a scheduler."""
 
     def __init__(
         self, made: MadeRun, environment: dict[str, str] | None = None, *options: str, node_rank: int = 0

@@ -1,4 +1,4 @@
-"""A rank in a few lines: keeps the launcher's contract with the engine, trains nothing, misbehaves on request.
+"""A stand-in for a rank: it follows the engine's contract with the launcher, trains nothing, and fails on request.
 
 ``FAKE`` in the environment holds a JSON object; see misbehave() for its keys. Imports nothing heavy at its start.
 """

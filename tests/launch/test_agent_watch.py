@@ -1,4 +1,4 @@
-"""Node agents that a signal has stopped, and nobody above them looks: their ranks continue them, or leave."""
+"""Node agents that a signal has stopped: their ranks continue them, or save and exit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_if_a_continued_agent_stops_again_the_ranks_save_exit_and_kill_it(
 
 @contextmanager
 def kept_stopped(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Stop the process again whenever somebody continues it."""
+    """Stop the process again whenever it is continued."""
     done = threading.Event()
 
     def stop() -> None:

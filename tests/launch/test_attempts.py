@@ -1,4 +1,4 @@
-"""Why an attempt ended, judged by what nodes and ranks left behind."""
+"""The exit reason of an attempt, from the records of its nodes and ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.launch.conftest import MakeRun
 
 
 def node(code: int | None, *ranks: RankRecord, number: int = 0, ended: float = 9.0) -> NodeRecord:
-    """A node that ended with ``code``; one that vanished with None."""
+    """Return the record of a node that ended with ``code``; None: it recorded no end."""
     failed = next((rank.rank for rank in ranks if rank.exit_code not in (0, 75)), None)
     return NodeRecord(
         node=f"node-{number:04d}-n{number}",

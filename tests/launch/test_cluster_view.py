@@ -1,4 +1,4 @@
-"""A cluster at a glance: the same rows from a real Slurm's answers and from this machine's runs."""
+"""The cluster view: the same rows from the output of a real Slurm and from runs on this machine."""
 
 from __future__ import annotations
 

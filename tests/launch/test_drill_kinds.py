@@ -1,4 +1,4 @@
-"""Every kind of drill is a fault that the engine knows, and hits the first attempt only."""
+"""Every kind of drill is a fault of the engine, and affects only the first attempt."""
 
 from __future__ import annotations
 

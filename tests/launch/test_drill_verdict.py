@@ -1,4 +1,4 @@
-"""What counts as survived, kind by kind, and what counts as the same run."""
+"""The conditions under which a drill is survived, by kind, and under which two runs are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that ended in every way there is, explained from what they left."""
+"""Explanations of runs with every exit reason, from their run directories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 
 def ran(made: MadeRun) -> Explanation:
-    """Explained once the local scheduler has brought it to its end."""
+    """Return the explanation of the run after it has ended on this machine."""
     submit_run(made.run, made.record, LOCAL)
     wait_until(lambda: LOCAL.job(made.run, made.record).state == "ended", "the run is over")
     return explain(made.run)

@@ -1,4 +1,4 @@
-"""What is taken from the end of a log as the reason."""
+"""The lines at the end of a log that are shown as the reason of a failure."""
 
 from __future__ import annotations
 

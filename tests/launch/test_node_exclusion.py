@@ -1,4 +1,4 @@
-"""Bad nodes are kept away from, as far as that leaves the job room; who becomes one, and for how long."""
+"""Bad nodes are excluded while enough others are left; which nodes are bad, and for how long."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIVE = ["n1", "n2", "n3", "n4", "n5"]
 
 
 def bad(*names: str) -> list[BadNode]:
-    """Newest evidence first."""
+    """Return bad nodes with these names, in the order of their evidence, latest first."""
     return [BadNode(name, "hang", "silent", "run", 1, 0.0, 9e9) for name in names]
 
 
@@ -59,7 +59,7 @@ n7|idle|spot
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Slurm of seven nodes that answers from a table."""
+    """A Slurm of seven nodes with recorded answers."""
 
     def call(command: list[str], **_: object) -> object:
         text = {"sinfo": SINFO, "squeue": "2026-01-02T03:04:05|1-00:30:00\n"}[command[0]]

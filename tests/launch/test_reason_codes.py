@@ -1,4 +1,4 @@
-"""Every code that the source names has its text, so that no reader sees a bare code."""
+"""Every reason code in the source has a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was sent last, how the next text differs, and the forms that other programs read."""
+"""The rendered job: the last submitted one, the differences of the next one, and its output formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming on other nodes: what may change, what is refused and why, and that a refusal leaves the run as it was."""
+"""Resuming with another size: what may change, what is rejected with which reason, and no change after a rejection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.launch.test_resume import Cluster, attempt, commit
 
 
 class Refusing(Cluster):
-    """Says no, or nothing, once it has seen what it was given."""
+    """A back end that rejects a job, or does not answer, after it has read the run."""
 
     def __init__(self, error: type[SchedulerError] = SchedulerError) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Refusing(Cluster):
 
 
 def ended_run(*overrides: str) -> MadeRun:
-    """A run that was planned in earnest, trained to step 10 and was cancelled."""
+    """Return a run with a real plan that trained to step 10 and was canceled."""
     spec = make_spec(*overrides)
     created = create_run(spec, make_plan(spec), "mine")
     made = MadeRun(created.run, created.record)

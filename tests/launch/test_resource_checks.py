@@ -1,4 +1,4 @@
-"""Everything that a spec names outside itself has its row in docs/checks.md, and every row does what it says."""
+"""Every external resource of a spec has a row in docs/checks.md, and every row is checked as described."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
 
 @pytest.fixture(autouse=True)
 def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with everything that can be wrong."""
+    """A working folder with every defect that a check finds."""
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -199,7 +199,7 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def safetensors(header: str) -> bytes:
-    """One whose data are missing."""
+    """Return a safetensors file without data."""
     return len(header).to_bytes(8, "little") + header.encode()
 
 
@@ -208,7 +208,7 @@ def submit(*sets: str, verb: str = "submit", options: tuple[str, ...] = ("--dry-
 
 
 def text_keys(node: dict[str, Any], definitions: dict[str, Any], key: tuple[str, ...] = ()) -> Iterator[str]:
-    """Dotted keys whose value may be text that is neither one of a few words nor a quantity."""
+    """Yield the dotted keys whose value may be free text, neither an enumeration nor a quantity."""
     if "$ref" in node:
         node = definitions[node["$ref"].rpartition("/")[2]]
     options = [*node.get("anyOf", ()), *node.get("oneOf", ())]

@@ -1,4 +1,4 @@
-"""When a run goes on by itself, and when it must not: the policy as a pure function."""
+"""The restart policy: when an ended attempt is followed by another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CODES: dict[ExitReason, int] = {"done": 0, "preempted": 75, "wrong-nodes": 5, "u
 
 
 def attempts(*ends: tuple[ExitReason, int | None]) -> list[AttemptRecord]:
-    """Attempts by (reason, newest checkpoint at the end)."""
+    """Return attempts with these (exit reason, step of the latest checkpoint at the end)."""
     found, before = [], None
     for number, (reason, checkpoint) in enumerate(ends, start=1):
         found.append(

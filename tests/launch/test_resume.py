@@ -142,7 +142,7 @@ def test_from_scratch_is_rejected_while_a_valid_checkpoint_exists(made: MadeRun)
 
 
 def test_a_job_of_unknown_state_is_not_submitted_again(made: MadeRun) -> None:
-    """A local run of another host that shares the file system, say."""
+    """For example, a local run of another host that shares the file system."""
     commit(made, 10)
     attempt(made, 75, "preempted")
     cluster = Cluster()
@@ -152,7 +152,7 @@ def test_a_job_of_unknown_state_is_not_submitted_again(made: MadeRun) -> None:
 
 
 class Unwilling(Cluster):
-    """Takes no job, or says nothing; by then the run may train without a checkpoint."""
+    """A back end that rejects the job, or does not answer, when the start from scratch is already recorded."""
 
     def __init__(self, error: SchedulerError) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""run.json stays as it was written; a revision stands in for its spec and plan, whole or not at all."""
+"""run.json never changes; a revision replaces its spec and plan, completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of secret_env: in the run directory as long as a rank may need them, and no longer."""
+"""The values of secret_env are in the run directory only while a rank may need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands, from its directory and what the scheduler says."""
+"""The status of a run, from its directory and the state of its job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_cancelled_run_is_cancelled_unless_it_finished_first(made: MadeRun) ->
 
 
 class Says(Cluster):
-    """Gives one answer, or raises it."""
+    """A back end that returns this job, or raises this error."""
 
     def __init__(self, answer: Job | SchedulerError) -> None:
         super().__init__()

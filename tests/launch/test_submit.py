@@ -29,7 +29,7 @@ from tests.launch.conftest import MakeRun, make_plan, make_spec
 
 
 class CountingScheduler(Backend):
-    """Hands nothing over, slowly, and counts how often it was asked to."""
+    """A slow back end that submits nothing and counts the calls."""
 
     name: ClassVar[str] = "local"
 

@@ -1,4 +1,4 @@
-"""Sweeps: named after their values, kept to their cap, handed over whole or not at all."""
+"""Sweeps: runs named after their values, limited in number, submitted completely or not at all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.waiting import wait_until
 
 
 class Queue(Backend):
-    """Takes jobs until it refuses one; a job that is cancelled is gone."""
+    """A back end that accepts jobs up to a limit; a canceled job is removed."""
 
     name: ClassVar[str] = "local"
 

@@ -49,7 +49,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 @pytest.fixture
 def runs(make_run: MakeRun, queue: Queue) -> list[MadeRun]:
-    """A sweep of four, all queued."""
+    """Return the runs of a sweep of four, all queued."""
     made = []
     for number in range(1, 5):
         one = make_run(run_id=f"s-{number}")

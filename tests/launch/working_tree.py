@@ -1,4 +1,4 @@
-"""A user's repository, small and real, for what is kept of it. An empty folder is given a few files first."""
+"""A small git repository of a user, from which snapshots are taken. An empty folder gets a few files first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class WorkingTree:
-    """A small repository of a user's."""
+    """A small git repository of a user."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

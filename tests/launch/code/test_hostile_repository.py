@@ -1,4 +1,4 @@
-"""Reading a repository of somebody else starts no program that it names, and keeps the files as they are."""
+"""A snapshot of another user's repository starts no program that it configures, and keeps files unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tree(tmp_path: Path) -> WorkingTree:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Callable[..., str]:
-    """Makes a program that leaves a file of its name in the folder ``ran``, and passes its input on."""
+    """Return a program that creates a file with its name in the folder ``ran`` and copies its input to its output."""
     (tmp_path / "ran").mkdir()
 
     def make(name: str, then: str = "cat") -> str:
@@ -42,7 +42,7 @@ def program(tmp_path: Path) -> Callable[..., str]:
 
 
 def plain_git(tree: WorkingTree, *arguments: str) -> None:
-    """As a user would call it: starts the programs that the tests above it must not start."""
+    """Run git as a user does: it starts the programs that a snapshot must not start."""
     command = ["git", "-C", tree.folder, *arguments]
     subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False)
 
