@@ -265,7 +265,7 @@ def test_ctrl_c_in_the_foreground_saves_the_state(make_run: MakeRun) -> None:
 
 def test_a_machine_without_the_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(SchedulerError, match=r"1 GPUs .* needs 2"):
+    with pytest.raises(SchedulerError, match=r"1 GPU .* needs 2"):
         LOCAL.preflight(spec := make_spec("cluster.gpu=h100-sxm-80gb"), make_plan(spec))
     outlook = LOCAL.preflight(make_spec(), make_plan(make_spec()))
     assert (outlook.notes, outlook.start.why) == ((), "this machine has no queue")
