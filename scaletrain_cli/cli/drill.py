@@ -85,7 +85,7 @@ def _drill(
 ) -> ExitCode:
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
-    from scaletrain_cli.launch.drill import UNDISTURBED, Range, compare_runs, drill_spec, make_folder, run_drill
+    from scaletrain_cli.launch.drill import UNDISTURBED, DrillSetup, compare_runs, drill_spec, make_folder, run_drill
     from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.ui.console import say, warn
     from scaletrain_cli.ui.drill import show_verdicts, verdicts_json
@@ -110,13 +110,13 @@ def _drill(
     folder, verdicts = make_folder(), []
     with StatusLine() as line:
         say(f"undisturbed, in {folder}")
-        run, undisturbed = run_drill(Range(folder, small, plan, scheduler, timeout), UNDISTURBED, line.update)
+        run, undisturbed = run_drill(DrillSetup(folder, small, plan, scheduler, timeout), UNDISTURBED, line.update)
         if undisturbed.state != "finished":
             why = f"the undisturbed run did not finish ({undisturbed.state}): {undisturbed.why}"
             raise ScaletrainError(f"{why}. See `scaletrain logs {run.path}`.")
         for kind in kinds:
             say(f"{kind.name}: {kind.summary}")
-            run, course = run_drill(Range(folder, small, plan, scheduler, timeout), kind, line.update)
+            run, course = run_drill(DrillSetup(folder, small, plan, scheduler, timeout), kind, line.update)
             verdicts.append(compare_runs(kind, str(run.path), course, undisturbed, exact=device == "cpu"))
     survived = all(verdict.survived for verdict in verdicts)
     if as_json:

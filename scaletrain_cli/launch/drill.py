@@ -141,6 +141,7 @@ def drill_kind(name: str) -> DrillKind:
 LOSS_TOLERANCE = 1e-4
 # Relative tolerance of the final loss of a run that skipped batches, and so trained on other data.
 ROLLED_BACK_TOLERANCE = 0.1
+_BITWISE = Reason("launch.drill-match-bitwise")
 _COMPARED = ("step", "loss", "grad_norm", "validation_loss")
 
 
@@ -171,13 +172,18 @@ class DrillResult:
     attempts: int
     steps_lost: int
     seconds_lost: float
-    sameness: str
+    match: Reason  # how far the run agrees with the undisturbed one
     failures: tuple[Reason, ...]
 
     @property
     def survived(self) -> bool:
         """Return whether the run reacted as its kind requires."""
         return not self.failures
+
+    @property
+    def sameness(self) -> str:
+        """The text of ``match``."""
+        return str(self.match)
 
     @property
     def complaints(self) -> tuple[str, ...]:
@@ -209,19 +215,19 @@ def course_of(run: RunDir, status: RunStatus, *, resumed: bool = False) -> Cours
 
 def compare_runs(kind: DrillKind, run_dir: str, faulted: Course, undisturbed: Course, *, exact: bool) -> DrillResult:
     """Compare a run with the undisturbed one; ``exact``: results must be bitwise equal, as on CPUs."""
-    sameness, differs = _compare(kind, faulted.steps, undisturbed.steps, exact)
-    if not differs and faulted.final_files == undisturbed.final_files:
-        sameness = f"{sameness}, checkpoint files too"
+    match, differs = _compare(kind, faulted.steps, undisturbed.steps, exact)
+    if match.code == _BITWISE.code and faulted.final_files == undisturbed.final_files:
+        match = Reason("launch.drill-match-bitwise-with-files")
     failures = _failures(kind, faulted)
     if faulted.state == "finished" and differs:
-        failures.append(Reason("launch.drill-differs", {"difference": sameness}))
+        failures.append(Reason("launch.drill-differs", {"difference": match}))
     return DrillResult(
         kind=kind.name,
         run_dir=run_dir,
         attempts=faulted.attempts,
         steps_lost=faulted.steps_lost,
         seconds_lost=faulted.seconds - undisturbed.seconds,
-        sameness=sameness,
+        match=match,
         failures=tuple(failures),
     )
 
@@ -251,31 +257,33 @@ def _failures(kind: DrillKind, faulted: Course) -> list[Reason]:
 
 def _compare(
     kind: DrillKind, faulted: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]], exact: bool
-) -> tuple[str, bool]:
-    """Return the difference of the two runs as text, and whether it is too large."""
+) -> tuple[Reason, bool]:
+    """Return how far the two runs agree, and whether they differ too much."""
     if not faulted or not undisturbed:
-        return "nothing was logged", True
+        return Reason("launch.drill-match-no-steps"), True
     ours, theirs = (
         [[line.get(key) for key in ("step", *_COMPARED)] for line in lines] for lines in (faulted, undisturbed)
     )
     if ours == theirs:
-        return "to the bit", False
+        return _BITWISE, False
     at = next((mine[0] for mine, other in zip(ours, theirs, strict=False) if mine != other), None)
-    where = f"from step {at} on" if at is not None else f"{len(ours)} steps logged instead of {len(theirs)}"
     final, reference = faulted[-1].get("loss", math.nan), undisturbed[-1].get("loss", math.nan)
     apart = abs(final - reference) / abs(reference) if reference else math.inf
-    words = f"{where}, final loss {apart:.1e} apart"
+    params = {"step": at, "loss_difference": apart, "steps": len(ours), "expected": len(theirs)}
+    match = Reason("launch.drill-match-number-of-steps" if at is None else "launch.drill-match-until-step", params)
+    if not math.isfinite(apart):  # which is no JSON number
+        match = Reason("launch.drill-match-not-finite", {"loss": str(final), "expected": str(reference)})
     if kind.ending == "rolled-back":
-        return words, not final <= reference * (1 + ROLLED_BACK_TOLERANCE)
-    return words, exact or not apart <= LOSS_TOLERANCE or faulted[-1]["step"] != undisturbed[-1]["step"]
+        return match, not final <= reference * (1 + ROLLED_BACK_TOLERANCE)
+    return match, exact or not apart <= LOSS_TOLERANCE or faulted[-1]["step"] != undisturbed[-1]["step"]
 
 
 FEWEST_STEPS = 12
 
 
 @dataclass(frozen=True)
-class Range:
-    """The settings that all drills of one call share: the folder of their runs, the spec and the plan."""
+class DrillSetup:
+    """What all drills of one call share: the folder of their runs, the spec, the plan and the back end."""
 
     folder: Path
     spec: RunSpec
@@ -334,16 +342,16 @@ def make_folder() -> Path:
     return folder
 
 
-def run_drill(place: Range, kind: DrillKind, on_look: Callable[[RunStatus], None]) -> tuple[RunDir, Course]:
+def run_drill(setup: DrillSetup, kind: DrillKind, on_look: Callable[[RunStatus], None]) -> tuple[RunDir, Course]:
     """Run one drill to its end and return its course. ``on_look`` gets every status; a late run is cancelled."""
-    settings = kind.settings(step=place.fault_step(kind), world_size=place.spec.world_size)
-    spec = override_spec(place.spec, settings, file="the drills' spec")
-    made = create_run(spec, place.plan, kind.name, root=place.folder)
-    submit_run(made.run, made.record, place.scheduler)
-    status = wait_for_end(made.run, place.scheduler, place.timeout_seconds, on_look)
+    settings = kind.settings(step=setup.fault_step(kind), world_size=setup.spec.world_size)
+    spec = override_spec(setup.spec, settings, file="the drills' spec")
+    made = create_run(spec, setup.plan, kind.name, root=setup.folder)
+    submit_run(made.run, made.record, setup.scheduler)
+    status = wait_for_end(made.run, setup.scheduler, setup.timeout_seconds, on_look)
     stopped = status.state == "failed" and exit_code_of(made.run, status) == ExitCode.DO_NOT_REQUEUE
     resumed = stopped and kind.ending == "stopped"
     if resumed:
-        resume(made.run, scheduler=place.scheduler)
-        status = wait_for_end(made.run, place.scheduler, place.timeout_seconds, on_look)
+        resume(made.run, scheduler=setup.scheduler)
+        status = wait_for_end(made.run, setup.scheduler, setup.timeout_seconds, on_look)
     return made.run, course_of(made.run, status, resumed=resumed)

@@ -79,8 +79,8 @@ def _unknown(status: RunStatus) -> Finding:
 
 def _running(run: RunDir, status: RunStatus) -> Finding:
     evidence = [_scheduler_reports(status), *_progress(run, status)]
-    if status.straggler:
-        evidence.append(Evidence("events.jsonl", status.straggler))
+    if status.straggler is not None:
+        evidence.append(Evidence.because("events.jsonl", status.straggler))
     params = {"attempt": status.attempt, "run": run.run_id}
     why = Reason("launch.running" if status.attempt else "launch.job-running", params)
     return Finding.because("running", why, tuple(evidence))

@@ -114,7 +114,7 @@ class RunStatus:
     job: Job
     measured: Measured | None  # by the newest attempt that measured anything
     goodput: Goodput | None  # the shares of the time over all attempts
-    straggler: str = ""  # the rank that is slower than the others, as a sentence; empty where there is none
+    straggler: Reason | None = None  # the rank that is slower than the others
     sweep: SweepPlace | None = None  # the sweep that the run is a point of
 
     @property
@@ -127,6 +127,8 @@ class RunStatus:
         measured = None if self.measured is None else self.measured.to_json()
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "reason"}
         plain |= {"why": self.why, **self.reason.to_document()}
+        slow = self.straggler
+        plain |= {"straggler": str(slow or ""), "straggler_reason": None if slow is None else slow.to_document()}
         plain["job"] = {"state": self.job.state, "detail": self.job.detail, **self.job.why.to_document()}
         goodput = None if self.goodput is None else self.goodput.to_json()
         sweep = None if self.sweep is None else dataclasses.asdict(self.sweep)
@@ -323,8 +325,8 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
     return {**newest, **validation}
 
 
-def _straggler(run: RunDir) -> str:
-    """Return the straggler that the newest attempt has reported, as a sentence; empty if it has recovered."""
+def _straggler(run: RunDir) -> Reason | None:
+    """Return the straggler that the newest attempt has reported; None if it has recovered."""
     for event in reversed(read_events(run)):
         if event["event"] in ("started", "resumed"):
             break
@@ -332,8 +334,8 @@ def _straggler(run: RunDir) -> str:
             if event["rank"] is None:
                 break
             params = {name: event[name] for name in ("rank", "seconds", "others_seconds")}
-            return str(Reason("launch.straggler", params))
-    return ""
+            return Reason("launch.straggler", params)
+    return None
 
 
 def _agent_pids(run: RunDir, last: AttemptRecord | None) -> tuple[int, ...]:

@@ -357,5 +357,15 @@ TEXTS: dict[str, Text] = {
     "drill-not-rolled-back": Text("it did not roll back to before the spike"),
     "drill-resumed": Text("it did not restart without a resume"),
     "drill-exit-code": Text("it stopped with exit code {exit_code} instead of {expected}"),
-    "drill-differs": Text("it is another run: {difference}"),
+    "drill-differs": Text("it does not match the undisturbed run: {difference}"),
+    "drill-match-bitwise": Text("bit for bit"),
+    "drill-match-bitwise-with-files": Text("bit for bit, checkpoint files too"),
+    "drill-match-no-steps": Text("no step was logged"),
+    "drill-match-until-step": Text(
+        "different from step {step} on; relative difference of the final loss: {loss_difference:.1e}"
+    ),
+    "drill-match-not-finite": Text("the final loss is {loss} instead of {expected}"),
+    "drill-match-number-of-steps": Text(
+        "{steps:of step} logged instead of {expected}; relative difference of the final loss: {loss_difference:.1e}"
+    ),
 }

@@ -54,6 +54,7 @@ def verdicts_json(folder: Path, undisturbed: Course, verdicts: Sequence[DrillRes
                 "steps_lost": verdict.steps_lost,
                 "seconds_lost": verdict.seconds_lost,
                 "sameness": verdict.sameness,
+                "match": verdict.match.to_document(),
                 "complaints": list(verdict.complaints),
                 "failures": [failure.to_document() for failure in verdict.failures],
                 "run_dir": verdict.run_dir,

@@ -49,8 +49,8 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
         table.add_row("  why", escaped_text(status.why))
     if measures := measures_text(status):
         table.add_row("  last", escaped_text(measures))
-    if status.straggler:
-        table.add_row("  slow", escaped_text(status.straggler))
+    if status.straggler is not None:
+        table.add_row("  slow", escaped_text(str(status.straggler)))
     if status.measured is not None:
         table.add_row("  memory", escaped_text(memory_text(status.measured)))
     if status.goodput is not None:

@@ -26,7 +26,7 @@ def test_a_drill_recovers_from_a_killed_rank_and_leaves_no_files() -> None:
     title, row = ended.out.splitlines()
     assert title.split() == "drill survived attempts steps lost time lost matches undisturbed run".split()
     assert row.split()[:3] == ["sigkill", "survived", "2"]
-    assert row.endswith("to the bit, checkpoint files too") or row.endswith("to the bit")
+    assert row.endswith("bit for bit, checkpoint files too") or row.endswith("bit for bit")
     assert [path.name for path in runs_root().iterdir()] == ["datasets"]
 
 

@@ -65,6 +65,6 @@ def test_a_run_that_waits_again_shows_how_it_ended_and_why_its_job_waits(capsys:
         goodput=None,
     )
     show_status(status, ())
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert "why    attempt 1 ended: preempted" in lines
-    assert "job    slurm job 7: Priority" in lines
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "why attempt 1 ended: preempted" in lines
+    assert "job slurm job 7: Priority" in lines

@@ -19,4 +19,4 @@ def test_the_drill_verb_reports_that_the_run_recovered(dataset: Path, tmp_path: 
     assert ended.code == 0, ended.out + ended.err
     rows = [row.split() for row in ended.out.splitlines()[1:]]
     assert [row[:3] for row in rows] == [["sigkill", "survived", "2"], ["truncate", "survived", "2"]]
-    assert ended.out.count("to the bit") == 2
+    assert ended.out.count("bit for bit") == 2

@@ -273,4 +273,4 @@ def test_a_slow_rank_is_reported_while_the_run_continues(dataset: Path, monkeypa
     (reported,) = drill.events("stragglers")
     assert (reported["rank"], reported["step"]) == (1, 40)
     assert reported["seconds"] > 0.2 > reported["others_seconds"]
-    assert run_status(drill.run).straggler.startswith("rank 1 computes")
+    assert str(run_status(drill.run).straggler).startswith("rank 1 computes")
