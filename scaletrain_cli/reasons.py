@@ -111,6 +111,11 @@ def recorded(text: str) -> Reason:
     return Reason("recorded.text", {"text": text})
 
 
+def as_reason(value: Reason | str) -> Reason:
+    """Return a reason as it is, and a text as a reason without a code of its own."""
+    return value if isinstance(value, Reason) else recorded(value)
+
+
 @dataclass(frozen=True)
 class Text:
     """The English of one code. Both are ``str.format`` templates over the parameters of the reason.

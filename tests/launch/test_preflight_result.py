@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
-from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
+from scaletrain_cli.errors import MissingPackageError
+from scaletrain_cli.launch.backends import base
+from scaletrain_cli.launch.backends.base import PreflightResult, Start, SubmissionSummary, require_engine_packages
 from scaletrain_cli.plan.result import Cost
 from scaletrain_cli.reasons import Reason, recorded
 from tests.launch.conftest import make_plan, make_spec
@@ -20,6 +22,22 @@ START = Start(None, recorded("no estimate"))
 def test_the_expected_cost_is_that_of_the_remaining_steps(step: int, left: int, usd: float) -> None:
     summary = SubmissionSummary(SPEC, PRICED, START, step)
     assert (summary.steps_left, summary.expected_usd, summary.usd_per_hour) == (left, usd, 6.0)
+
+
+def test_a_text_of_a_back_end_becomes_a_reason_without_a_code() -> None:
+    start = Start(None, "a slot is free")  # type: ignore[arg-type]
+    result = PreflightResult(start, ("the queue is old", Reason("launch.queued")))  # type: ignore[arg-type]
+    assert (start.why, start.reason.code) == ("a slot is free", "recorded.text")
+    assert [warning.code for warning in result.warnings] == ["recorded.text", "launch.queued"]
+
+
+def test_the_packages_of_the_engine_are_required_where_it_runs_and_the_user_brings_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(base, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match="torch, deepspeed, numpy, tokenizers not installed here"):
+        require_engine_packages(SPEC)
+    require_engine_packages(make_spec("code.engine=my_trainer"))
 
 
 def test_the_cost_is_null_without_a_price() -> None:

@@ -6,14 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from scaletrain_cli.errors import Problem, UsageError, sentences
+from scaletrain_cli.errors import MissingPackageError, Problem, UsageError, sentences
+from scaletrain_cli.extras import install_command
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.plan.result import RunPlan
-from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.reasons import Reason, as_reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -26,15 +28,21 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.status import RunStatus
 
 
+_ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # found by find_spec, not imported
+
+
 @dataclass(frozen=True)
 class Start:
     """The estimated start of a job: ``at`` in seconds since the epoch, None if unknown.
 
-    ``reason`` names the source of the estimate, or why there is none.
+    ``reason`` names the source of the estimate, or why there is none. A text becomes a Reason without a code.
     """
 
     at: float | None
     reason: Reason
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", as_reason(self.reason))
 
     @property
     def why(self) -> str:
@@ -48,10 +56,13 @@ class Start:
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """The result for a job that can run: its start, and warnings, each as a Reason."""
+    """The result for a job that can run: its start, and warnings, each as a Reason or a text."""
 
     start: Start
     warnings: tuple[Reason, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "warnings", tuple(map(as_reason, self.warnings)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -163,6 +174,19 @@ class Check:
     state: Literal["ok", "warn", "none"]
     found: str
     advice: str = ""
+
+
+def require_engine_packages(spec: RunSpec) -> None:
+    """Raise MissingPackageError if the run uses the built-in engine and this Python lacks one of its packages.
+
+    For the preflight of a back end whose ranks run in it.
+    """
+    missing = [name for name in _ENGINE_NEEDS if spec.code.engine is None and find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"{', '.join(missing)} not installed here: a run on this machine needs the extra train.",
+            install_command("train"),
+        )
 
 
 class LogFetcher(Protocol):

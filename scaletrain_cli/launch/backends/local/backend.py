@@ -12,13 +12,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-from scaletrain_cli.errors import ExitCode, MissingPackageError, SchedulerError, UsageError
-from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult, Start
+from scaletrain_cli.errors import ExitCode, SchedulerError, UsageError
+from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightResult, Start, require_engine_packages
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.node.inspection import problems_of_node
 from scaletrain_cli.launch.node.processes import ProcessIdentity, command_line, send_signal
@@ -37,7 +35,6 @@ from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import open_to_append, touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
-_ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # found by find_spec, not imported
 SUPERVISOR_FAILED = "local.supervisor-failed"  # the code of its last event
 _START_SECONDS = 60.0  # for Python to start on a busy machine with a cold file cache
 _POLL_SECONDS = 0.05
@@ -74,13 +71,8 @@ class LocalBackend(Backend):
         problems = problems_of_node(spec.cluster, os.environ)
         if problems:
             raise SchedulerError(Reason("local.unfit-machine", {"problems": list(map(str, problems))}))
-        ours = self.engine == ENGINE_MODULE and spec.code.engine is None
-        missing = [name for name in _ENGINE_NEEDS if ours and find_spec(name) is None]
-        if missing:
-            raise MissingPackageError(
-                f"{', '.join(missing)} not installed here: a run on this machine needs the extra train.",
-                install_command("train"),
-            )
+        if self.engine == ENGINE_MODULE:
+            require_engine_packages(spec)
         return PreflightResult(Start(time.time(), Reason("local.no-queue")))
 
     def render(self, run: RunDir, record: RunRecord) -> str:
