@@ -67,7 +67,7 @@ class TakingTurns(Faults):
             gc.disable()
         self._began = self._start()
 
-    def poisons_gradient(self, step: int) -> bool:
+    def injects_nan(self, step: int) -> bool:
         return False
 
     def loss_factor(self, batch: int) -> float:

@@ -1,8 +1,7 @@
-"""Example of a user's training program under ScaleTrain: a small GPT on bytes, in plain torch with
-DistributedDataParallel. Each rank runs ``python -m train RUN_DIR``.
+"""A user's training program under ScaleTrain: a small GPT on bytes, with torch's DistributedDataParallel.
 
-The numbered comments mark the contract of docs/own-engine.md. In return the run gets gang scheduling, requeues, restart
-budgets, hang detection and verified checkpoints.
+Each rank runs ``python -m train RUN_DIR``. The numbered comments mark the contract of docs/own-engine.md; with it a run
+has gang scheduling, requeues, restart budgets, hang detection and verified checkpoints.
 """
 
 import json

@@ -157,7 +157,7 @@ class Faults:
             logger.warning("injected: %s %s", fault.kind, corrupt(committed[-1], fault.kind))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def poisons_gradient(self, step: int) -> bool:
+    def injects_nan(self, step: int) -> bool:
         """Return True if this rank's loss is to become NaN at ``step``."""
         return any(fault.kind == "nan" for fault in self._due(step))
 

@@ -43,14 +43,14 @@ class Stepper(ABC):
         adaptive = training.gradient_clipping_by == "adaptive"
         self.adaptive_clip = AdaptiveClip(training.gradient_clipping) if adaptive else None
 
-    def train(self, batches: Sequence[MicroBatch], *, poisoned: bool = False, factor: float = 1.0) -> StepResult:
+    def train(self, batches: Sequence[MicroBatch], *, nan_gradient: bool = False, factor: float = 1.0) -> StepResult:
         """Run forward and backward passes and the update over one global batch.
 
-        Fault injection: ``poisoned`` makes this rank's gradient NaN, ``factor`` multiplies the loss on all ranks.
+        Fault injection: ``nan_gradient`` makes this rank's gradient NaN, ``factor`` multiplies the loss on all ranks.
         """
         if self._composed.model.spec.num_experts:
             scale_router_losses(self._composed.model, self.loss_scale / len(batches))
-        loss, norm = self._train(batches, self._largest_norm(), poisoned, factor)
+        loss, norm = self._train(batches, self._largest_norm(), nan_gradient, factor)
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
         return StepResult(loss, norm, self._fp16 and step_was_skipped(self._engine))
@@ -69,7 +69,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def _train(
-        self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
+        self, batches: Sequence[MicroBatch], largest_norm: float, nan_gradient: bool, factor: float
     ) -> tuple[Tensor, Any]:
         """Return mean loss and gradient norm."""
 
@@ -93,13 +93,13 @@ class ModelStepper(Stepper):
         self._mesh, self._device = mesh, device
 
     def _train(
-        self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
+        self, batches: Sequence[MicroBatch], largest_norm: float, nan_gradient: bool, factor: float
     ) -> tuple[Tensor, Any]:
         total, norm = torch.zeros((), device=self._device), 0.0
         for batch in batches:
             loss = self._loss(batch)
-            if poisoned or factor != 1:
-                loss = loss * (torch.nan if poisoned else factor)
+            if nan_gradient or factor != 1:
+                loss = loss * (torch.nan if nan_gradient else factor)
             total += loss.detach()
             self._engine.backward(loss)
             if self._engine.is_gradient_accumulation_boundary():
@@ -142,10 +142,10 @@ class PipelineStepper(Stepper):
     """Every rank runs its pipeline stage, one forward and one backward pass in turn (1F1B), under ZeRO-1."""
 
     def _train(
-        self, batches: Sequence[MicroBatch], largest_norm: float, poisoned: bool, factor: float
+        self, batches: Sequence[MicroBatch], largest_norm: float, nan_gradient: bool, factor: float
     ) -> tuple[Tensor, Any]:
         assert self._composed.stage is not None
-        self._composed.stage.poisoned, self._composed.stage.loss_factor = poisoned, factor
+        self._composed.stage.nan_gradient, self._composed.stage.loss_factor = nan_gradient, factor
         loss = self._engine.train_batch(self._feed(batches))
         return loss, self._engine.get_global_grad_norm()
 

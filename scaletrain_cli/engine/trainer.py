@@ -212,8 +212,8 @@ class Trainer:
             number = self.guard.batch_number(step)
             with self.ledger.during("data"):
                 batches = self.prefetcher.take(number)
-            poisoned, factor = self.faults.poisons_gradient(step), self.faults.loss_factor(number)
-            result = self.stepper.train(batches, poisoned=poisoned, factor=factor)
+            nan_gradient, factor = self.faults.injects_nan(step), self.faults.loss_factor(number)
+            result = self.stepper.train(batches, nan_gradient=nan_gradient, factor=factor)
         if self.average is not None:
             self.average.update(step)
         measured: dict[str, Tensor | float] = {

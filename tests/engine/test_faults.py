@@ -24,7 +24,7 @@ def test_no_fault_is_injected_by_default() -> None:
     faults = Faults.from_environment(rank=0, attempt=1)
     faults.before_step(1)
     assert faults.save_delay_seconds == 0
-    assert not faults.poisons_gradient(1)
+    assert not faults.injects_nan(1)
 
 
 def test_a_fault_applies_to_its_rank_step_and_attempt_only() -> None:

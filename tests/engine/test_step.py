@@ -61,8 +61,8 @@ def _driven(overrides: list[str]) -> tuple[Composed, Stepper, list[MicroBatch]]:
     return composed, build_stepper(composed, mesh, device, spec.training), batches
 
 
-def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, float, bool, bool]:
-    """Return loss and norm of a poisoned step after a valid one, and whether each of the two changed the weights."""
+def _step_with_nan(overrides: list[str], nan_rank: int) -> tuple[float, float, bool, bool]:
+    """Return loss and norm of a step with a NaN gradient after a valid one, and whether each changed the weights."""
     composed, drive, batches = _driven(overrides)
 
     def weights() -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ def _poisoned_step(overrides: list[str], poisoned_rank: int) -> tuple[float, flo
     fresh = weights()
     drive.train(batches)
     trained = weights()
-    result = drive.train(batches, poisoned=torch.distributed.get_rank() == poisoned_rank)
+    result = drive.train(batches, nan_gradient=torch.distributed.get_rank() == nan_rank)
     left = weights()
     moved = any(not torch.equal(a, b) for a, b in zip(fresh, trained, strict=True))
     changed = any(not torch.equal(a, b) for a, b in zip(trained, left, strict=True))
@@ -85,8 +85,8 @@ def _overrides(keys: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.parametrize("name", _LAYOUTS)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_applied_on_none(name: str) -> None:
-    keys, poisoned_rank = _LAYOUTS[name], list(_LAYOUTS).index(name) % 2
-    for loss, norm, moved, changed in on_ranks(2, _poisoned_step, _overrides(keys), poisoned_rank):
+    keys, nan_rank = _LAYOUTS[name], list(_LAYOUTS).index(name) % 2
+    for loss, norm, moved, changed in on_ranks(2, _step_with_nan, _overrides(keys), nan_rank):
         assert moved
         assert not changed
         assert not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(norm)))

@@ -55,7 +55,7 @@ class PipelineStage(nn.Module):
         self._first = axis.rank == 0
         self._expected: deque[MicroBatch] = deque()
         # fault injection: NaN output of this stage, and a factor of the last stage's loss
-        self.poisoned, self.loss_factor = False, 1.0
+        self.nan_gradient, self.loss_factor = False, 1.0
 
     def expect(self, batches: Sequence[MicroBatch]) -> None:
         """Set the next micro-batches, in the order of every stage; DeepSpeed passes on only some of their tensors."""
@@ -66,7 +66,7 @@ class PipelineStage(nn.Module):
         batch = self._expected.popleft()
         hidden = self.model.embed(inputs, batch.positions, batch.samples) if self._first else inputs
         hidden = self.model.transform(hidden, batch.positions, batch.samples)
-        return hidden * torch.nan if self.poisoned else hidden
+        return hidden * torch.nan if self.nan_gradient else hidden
 
     def loss(self, hidden: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
         """Return the loss on the last stage; ``labels`` are [batch, length] and the divisor of their summed loss."""

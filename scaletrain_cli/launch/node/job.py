@@ -182,10 +182,10 @@ class OneNodeJob:
 
     def listen(self, timeout: float = 0.0) -> int | None:
         """Return the next signal to forward to the ranks; None if none arrives within ``timeout`` seconds."""
-        heard = next_signal(AGENT_SIGNALS, timeout)
-        if heard is None or heard in (signal.SIGCHLD, signal.SIGHUP):
+        signum = next_signal(AGENT_SIGNALS, timeout)
+        if signum is None or signum in (signal.SIGCHLD, signal.SIGHUP):
             return None
-        if heard == signal.SIGUSR1:
+        if signum == signal.SIGUSR1:
             return signal.SIGUSR1  # a preemption to be followed by another attempt
         self.stopping = True
         return signal.SIGTERM
