@@ -1,0 +1,17 @@
+"""The benchmark of frequent verbs: its dry runs succeed on any machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_cost import COMMANDS
+
+from tests.cli.command_line import scaletrain
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith("submit")])
+def test_each_dry_run_succeeds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+    arguments, _ = COMMANDS[name]
+    assert scaletrain(*arguments).code == 0
