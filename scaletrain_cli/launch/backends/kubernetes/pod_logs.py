@@ -170,7 +170,7 @@ def _has_started(pod: Object) -> bool:
 
 
 def newest_progress(cluster: Cluster, ref: JobRef, seen: Observation) -> dict[str, float]:
-    """Return the newest progress that pod 0 printed; empty where it cannot be read."""
+    """Return the newest progress that pod 0 printed; empty if it cannot be read."""
     started = [pod for pod in seen.pods if index_of(pod) == 0 and "waiting" not in own_container(pod).get("state", {})]
     first = [pod for pod in started if reports(pod)]  # a request to a dead node would time out
     if not first:

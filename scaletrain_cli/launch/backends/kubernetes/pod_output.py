@@ -55,7 +55,7 @@ def rank_of(line: str) -> tuple[int | None, str]:
 
 
 def progress_in(lines: Iterable[str]) -> dict[str, float]:
-    """Return the newest progress line of rank 0: its step, loss and tokens per second; empty where there is none."""
+    """Return the newest progress line of rank 0: its step, loss and tokens per second; empty if there is none."""
     newest: dict[str, float] = {}
     for line in lines:
         rank, text = rank_of(line)
