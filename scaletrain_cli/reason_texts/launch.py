@@ -36,15 +36,15 @@ TEXTS: dict[str, Text] = {
     "no-space-for-record": Text("the disk was full when an agent wrote its record; {then}"),
     "one-and-another": Text("{first}, and {second}"),
     "one-then-another": Text("{first}; then {then}"),
-    "cancelled-with": Text("cancelled; {end}"),
+    "cancelled-with": Text("canceled; {end}"),
     "out-of-time": Text("the time limit was reached; {end}"),
     # ---- restart decisions -----------------------------------------------------------------------------------------
     "restart-free": Text("{exit_reason}: restarted, not counted against a budget"),
     "restart-unlimited": Text("{exit_reason}: restart {used} (restarts.{budget})"),
     "restart-counted": Text("{exit_reason}: restart {used} of {allowed} (restarts.{budget})"),
     "stop-done": Text("the run is done"),
-    "stop-cancelled": Text("the run was cancelled"),
-    "stop-cancelled-before-start": Text("the run was cancelled before the attempt began"),
+    "stop-cancelled": Text("the run was canceled"),
+    "stop-cancelled-before-start": Text("the run was canceled before the attempt began"),
     "stop-before-start": Text("the job was stopped before an attempt began"),
     "job-stopped": Text("the job was stopped; `scaletrain resume` continues the run"),
     "stop-no-retry": Text("exit code {exit_code} means that a retry cannot help"),
@@ -57,7 +57,7 @@ TEXTS: dict[str, Text] = {
     "watcher-gone": Text("the process that watched the attempt is gone"),
     # ---- exit reasons: what each means, and what to do -------------------------------------------------------------
     "exit-done": Text("attempt {attempt} ended: the run is done"),
-    "exit-cancelled": Text("attempt {attempt} ended: the run was cancelled", (f"{_RESUME} continues it",)),
+    "exit-cancelled": Text("attempt {attempt} ended: the run was canceled", (f"{_RESUME} continues it",)),
     "exit-preempted": Text("attempt {attempt} ended: preempted; all ranks saved a checkpoint and exited"),
     "exit-time-limit": Text(
         "attempt {attempt} ended: the time limit was reached; all ranks saved a checkpoint before it",
@@ -168,13 +168,13 @@ TEXTS: dict[str, Text] = {
         ("Fix what the message says, then submit or resume",),
     ),
     # ---- what a scheduler reports as the cause of the end of a whole job -------------------------------------------
-    "job-cancelled": Text("its job was cancelled"),
+    "job-cancelled": Text("its job was canceled"),
     "job-preempted": Text("its job was preempted"),
     "job-time-limit": Text("its job reached its time limit"),
     "job-host-oom": Text("its job exceeded its memory limit"),
     "job-node": Text("its job lost a node"),
     "exit-by-scheduler-cancelled": Text(
-        "attempt {attempt} ended: its job was cancelled ({detail})", (f"{_RESUME} continues the run",)
+        "attempt {attempt} ended: its job was canceled ({detail})", (f"{_RESUME} continues the run",)
     ),
     "exit-by-scheduler-preempted": Text("attempt {attempt} ended: its job was preempted ({detail})"),
     "exit-by-scheduler-time-limit": Text(
@@ -318,7 +318,7 @@ TEXTS: dict[str, Text] = {
         ("Check it with `scaletrain status {run}`",),
     ),
     "sweep-partly-submitted": Text(
-        "{why}; these runs could not be cancelled again: {runs:list}",
+        "{why}; these runs could not be canceled again: {runs:list}",
         ("Cancel each with `scaletrain cancel`",),
     ),
     "cluster-not-reported": Text("{scheduler} reports nothing about its nodes"),

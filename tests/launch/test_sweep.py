@@ -121,7 +121,7 @@ def test_a_submitted_run_that_cannot_be_cancelled_is_named(monkeypatch: pytest.M
         raise SchedulerError("no.")
 
     monkeypatch.setattr(queue, "cancel", refuse)
-    with pytest.raises(SchedulerError, match="could not be cancelled again: s-seed-1"):
+    with pytest.raises(SchedulerError, match="could not be canceled again: s-seed-1"):
         submit_sweep("s", points(1, 2), queue, cap=2)
 
 

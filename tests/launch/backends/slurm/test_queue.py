@@ -345,7 +345,7 @@ def test_a_job_that_slurm_no_longer_lists_has_the_state_of_the_accounting(
     (controller.folder / "accounted").write_text("100|CANCELLED by 1000\n")
     found = run_status(made.run)
     assert found.state == "cancelled"
-    assert "its job was cancelled" in found.why
+    assert "its job was canceled" in found.why
 
 
 def test_a_job_that_slurm_no_longer_lists_is_not_reported_as_pending(controller: Controller) -> None:
