@@ -1,8 +1,8 @@
-"""The planner against measurements that others published: memory, step time, what fits and what it would choose.
+"""Compare the planner with published measurements: memory, step time, which runs fit, and which it would choose.
 
-Reads tables of runs (CSV) from the directory that ``--truth`` or the variable SCALETRAIN_PLANNER_TRUTH names, and gives
-the planner each run's model, machines and layout, never what was measured. A file that is missing is left out; so is a
-row that cannot be told as a run spec, and the output says why. Without a directory there is nothing to measure.
+Reads tables of runs (CSV) from the directory of ``--truth`` or of the variable SCALETRAIN_PLANNER_TRUTH. The planner
+gets each run's model, machines and layout, never a measured value. A missing file, or a row that no run spec describes,
+is skipped, and the output says why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "SCALETRAIN_PLANNER_TRUTH"
 
 
 def main() -> int:
-    """Print the scores; 2 if the directory or a name is wrong."""
+    """Print the scores; return 2 if the directory or a name is wrong."""
     names = [chosen.name for chosen in SETS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--truth", metavar="DIR", help=f"directory of the tables (else ${VARIABLE})")

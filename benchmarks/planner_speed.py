@@ -1,6 +1,6 @@
-"""CPU time and memory that the planner takes: a given layout, and searches over 16,384 GPUs with every axis open.
+"""Measure the planner's CPU time and memory: one layout, and searches over 16,384 GPUs with every axis on auto.
 
-Each row is a process of its own, three times; the arithmetic alone is timed, after the imports.
+Each row runs three times in a process of its own; only the arithmetic is timed, after the imports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CASES = {
 
 
 def measure(overrides: tuple[str, ...]) -> tuple[float, float, int]:
-    """CPU seconds of the first plan and of a second one, and the peak memory of the process in bytes."""
+    """Return the CPU seconds of a first and a second plan, and the peak memory of the process in bytes."""
     arguments = [sys.executable, __file__, "--one", *overrides]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True)
     first, again, memory = json.loads(done.stdout)
@@ -54,7 +54,7 @@ def measure(overrides: tuple[str, ...]) -> tuple[float, float, int]:
 
 
 def plan_one(overrides: list[str]) -> None:
-    """What the process of a row runs."""
+    """Plan once and print the measurements; the process of a row runs this."""
     import resource
     import time
 

@@ -1,4 +1,5 @@
-"""Measurements that others published, as run specs with the layout they had, and scores of what is predicted.
+"""Published measurements as run specs with the layouts of the runs, and scores of the planner's predictions.
 
-One module per table says which columns describe the run and which were measured. Only the first reach the planner.
+Each module reads one table: it names the columns that describe a run, and those that were measured. The planner gets
+only the first.
 """

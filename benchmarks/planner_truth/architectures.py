@@ -1,6 +1,6 @@
-"""Dimensions of well-known models, for rows that name a model and leave some of its dimensions out.
+"""Dimensions of well-known models, for rows that name a model without all of its dimensions.
 
-From the models' published config.json; the tables' own columns go first where they are filled.
+They are from the models' published config.json. Columns of a table take precedence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from planner_truth.table import whole
 
 @dataclass(frozen=True)
 class Architecture:
-    """``more``: keys of the model section beyond the dimensions."""
+    """Dimensions of a model; ``more``: other keys of the spec's model section."""
 
     family: str
     layers: int
@@ -69,7 +69,10 @@ _MODELS: tuple[tuple[str, Architecture], ...] = (
 
 
 def known_model(row: Mapping[str, str], tensor: int = 1) -> dict[str, Any]:
-    """The model section: the row's columns, completed by what is known of the model it names. Raises Unmapped."""
+    """Return the model section: the row's columns, completed by the dimensions of the model that it names.
+
+    Raises Unmapped.
+    """
     name = row["model"].lower().replace("_", " ")
     found = next((model for pattern, model in _MODELS if re.search(pattern, name)), None)
     if found is None:

@@ -1,7 +1,7 @@
-"""Rows of train_runs.csv from BigScience's chronicles: GPT models under Megatron-DeepSpeed at Jean Zay, V100 and A100.
+"""Rows of train_runs.csv from BigScience's chronicles: GPT models with Megatron-DeepSpeed on V100 and A100.
 
-The tables of the chronicles leave out what their section said; what stands here was read in the text around them
-(bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, experiments/gpt2.md, train/tr3-*, tr8-*).
+The tables of the chronicles lack settings that the text around them has (bigscience-workshop/bigscience,
+train/tr11-176B-ml/chronicles-prequel.md, experiments/gpt2.md, train/tr3-*, tr8-*); these settings are here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BATCH_OF_SIX_LAYERS = 512
 
 
 def build(row: Mapping[str, str]) -> Case:
-    """Full recomputation, scores kept as a matrix (2021 and 2022: fused softmax, no flash attention)."""
+    """Return the run of a row: full recomputation, and attention with its matrix of scores (2021 and 2022)."""
     if row["gpu"] == "A100":
         return _a100(row)
     if row["gpu"] == "V100":
@@ -29,7 +29,7 @@ def build(row: Mapping[str, str]) -> Case:
 
 
 def _a100(row: Mapping[str, str]) -> Case:
-    """250k tokens of vocabulary, ALiBi and a norm behind the embedding as in the model that was trained in the end."""
+    """Return the run on A100, with the vocabulary of 250k, ALiBi and embedding norm of the final model."""
     gpus, tensor, pipeline = whole(row, "n_gpus"), whole(row, "tp"), whole(row, "pp", 1)
     hidden = whole(row, "hidden", 14400 if "fastest 3D Topology" in row["notes"] else None)
     return build_case(
@@ -65,7 +65,7 @@ def _a100(row: Mapping[str, str]) -> Case:
 
 
 def _layers(size: str, hidden: int, pipeline: int) -> int:
-    """The number of layers was "tweaked to fit PP": the multiple of the stages that is nearest to the printed size."""
+    """Return the multiple of the stages nearest to the printed size: the layers were "tweaked to fit PP"."""
     billions = re.match(r"([\d.]+)B", size)
     if billions is None:
         raise Unmapped("no layers")
@@ -74,7 +74,7 @@ def _layers(size: str, hidden: int, pipeline: int) -> int:
 
 
 def _v100(row: Mapping[str, str]) -> Case:
-    """fp16 with tensor parallelism over the node's four GPUs unless the table has the degree."""
+    """Return the run on V100: fp16, and tensor parallelism over the node's four GPUs unless the table has a degree."""
     if re.search("ZeRO|Offload|BNB", row["notes"]):
         raise Unmapped("offloading, tiling or an 8-bit optimizer on old branches")
     known = _V100_MODELS.get(row["model"])

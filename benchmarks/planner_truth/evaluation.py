@@ -1,4 +1,4 @@
-"""Runs the planner over tables of measurements and scores each set. Prints nothing."""
+"""Run the planner on tables of measurements, and score each set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scaletrain_cli.spec import RunSpec
 
 @dataclass(frozen=True)
 class Judged:
-    """One row, predicted and measured. Seconds and bytes."""
+    """One row, predicted and measured, in seconds and bytes."""
 
     row: Row
     panel: str
@@ -34,19 +34,22 @@ class Judged:
 
     @property
     def runs(self) -> bool:
-        """Whether the planner would let it start."""
+        """Return whether the planner says that the run fits."""
         return self.memory.fits and not self.refused
 
     @property
     def memory_bytes(self) -> int:
-        """Of the same kind as what was measured, on the same pipeline stage."""
+        """Return the predicted bytes of the kind, and on the pipeline stage, that was measured."""
         stages = {"first": self.memory.by_stage[0], "last": self.memory.by_stage[-1], "worst": self.memory}
         return int(getattr(stages[self.measured.memory_stage], self.measured.memory_kind))
 
 
 @dataclass(frozen=True)
 class Pick:
-    """The run that the planner would choose of a panel, among those it says fit. ``regret``: None where it crashed."""
+    """The run of a panel that the planner would choose among those that it says fit.
+
+    ``regret``: how much slower it is than the best; None if it crashed.
+    """
 
     panel: str
     row_id: str
@@ -55,7 +58,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Score:
-    """One set: the rows that count and what they say."""
+    """The statistics of one set, and the rows that count."""
 
     truth_set: TruthSet
     rows: tuple[Judged, ...]
@@ -68,7 +71,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A table: rows predicted, and reasons of the others with their number. ``missing``: there is no such file."""
+    """The result for one table: rows predicted, and counts by reason of the others. ``missing``: no such file."""
 
     rows: tuple[Judged, ...]
     skipped: Mapping[str, int]
@@ -76,7 +79,7 @@ class Outcome:
 
 
 def judge(table: Table, directory: Path, framework: str | None = None) -> Outcome:
-    """Predict every row of a file; a row that cannot be mapped is counted with its reason."""
+    """Predict every row of a file; count the rows that cannot be mapped by reason."""
     if not (directory / table.file).is_file():
         return Outcome((), {}, missing=True)
     judged, skipped = [], Counter[str]()
@@ -109,7 +112,7 @@ def _under(spec: RunSpec, framework: str) -> RunSpec:
 
 
 def score(truth_set: TruthSet, outcome: Outcome) -> Score:
-    """The set's statistics over the rows it keeps."""
+    """Return the statistics of a set over the rows that it keeps."""
     rows = [row for row in outcome.rows if truth_set.keep(row.row.inputs, row.measured)]
     if truth_set.quantity == "fits":
         rows = [row for row in rows if row.measured.ran is not None]
@@ -141,7 +144,7 @@ def _by_panel(rows: Sequence[Judged]) -> dict[str, list[Judged]]:
 
 
 def _picks(rows: Sequence[Judged]) -> tuple[Pick, ...]:
-    """Crashed runs are candidates too: the planner must have kept away from them by itself."""
+    """Return the planner's choice in each panel; crashed runs are candidates too."""
     found = []
     for panel, runs in _by_panel(rows).items():
         times = [run.measured.step_seconds for run in runs if run.measured.step_seconds]

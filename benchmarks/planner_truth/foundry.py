@@ -8,12 +8,15 @@ from planner_truth.mapping import GBIT, Case, Degrees, Machines, Unmapped, build
 from planner_truth.table import whole
 
 _GPUS = {("H100", 80): "h100-sxm-80gb", ("A100", 80): "a100-sxm-80gb", ("A100", 40): "a100-sxm-40gb"}
-# The README's section titles: 1600 Gbit/s of RoCE per node of A100; of H100 nothing is said, 8 x 400 is usual.
+# The README's section titles: 1600 Gbit/s of RoCE per node of A100; for H100 it says nothing; 8 x 400 is usual.
 _NODE_GBIT = {"A100": 1600, "H100": 3200}
 
 
 def build(row: Mapping[str, str]) -> Case:
-    """FULL_SHARD. MPT: LayerNorm without bias, no biases, ALiBi, GELU, tied embeddings, flash attention."""
+    """Return the run of a row: FULL_SHARD, and MPT's architecture.
+
+    MPT has LayerNorm without bias, no biases, ALiBi, GELU, tied embeddings and flash attention.
+    """
     gpu = _GPUS.get((row["gpu"], whole(row, "gpu_mem_gb", 0)))
     if gpu is None:
         raise Unmapped(f"no catalogue name for {row['gpu']} with {row['gpu_mem_gb']} GB")

@@ -15,9 +15,10 @@ _TUNE_GPUS = {"4090": "rtx-4090-24gb", "A6000": "a6000-48gb", "A100": "a100-sxm-
 
 
 def build_titan(row: Mapping[str, str]) -> Case:
-    """Llama 3 at full shard, fp32 master weights sharded, gradients reduced in fp32 (torchtitan's defaults).
+    """Return a run of torchtitan: Llama 3, fully sharded, fp32 master weights, gradients reduced in fp32 (its
+    defaults).
 
-    ``mbs`` is torchtitan's local batch size. A pipeline cuts it into micro-batches of one sequence
+    ``mbs`` is torchtitan's local batch size. A pipeline divides it into micro-batches of one sequence
     (pipeline_parallel_microbatch_size is 1 by default).
     """
     gpu = _TITAN_GPUS.get(row["gpu"])
@@ -52,7 +53,9 @@ def build_titan(row: Mapping[str, str]) -> Case:
 
 
 def build_intern(row: Mapping[str, str]) -> Case:
-    """InternEvo: flash attention, ZeRO-1 over all ranks or within groups, bf16 gradients; FSDP rows at full shard."""
+    """Return a run of InternEvo: flash attention, ZeRO-1 over all ranks or groups, bf16 gradients; FSDP rows fully
+    sharded.
+    """
     gpu = _INTERN_GPUS.get(row["gpu"])
     if gpu is None:
         raise Unmapped(f"no catalogue name for {row['gpu']}")
@@ -81,7 +84,7 @@ def build_intern(row: Mapping[str, str]) -> Case:
 
 
 def build_tune(row: Mapping[str, str]) -> Case:
-    """torchtune's full fine-tuning, where the row says enough: its README tables leave much to footnotes."""
+    """Return a run of full fine-tuning with torchtune, if the row has enough settings."""
     if row["gpu"] not in _TUNE_GPUS or not row["seq_len"]:
         raise Unmapped("torchtune's tables leave out batch, sequence length or optimizer")
     gpus = whole(row, "n_gpus")

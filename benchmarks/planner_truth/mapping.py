@@ -1,4 +1,4 @@
-"""From plain dimensions and degrees to a run spec and the layout that a measured run had. Sees no measurement."""
+"""Map plain dimensions and degrees to a run spec and the layout of a measured run, without its measurements."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_LAYERS = 10_000
 
 
 class Unmapped(Exception):
-    """A row that cannot be said in a run spec; the message is the reason, the same for all rows of its kind."""
+    """A row that no run spec describes; the message is the reason, the same for all rows of its kind."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run as the planner sees it."""
+    """One run as the planner gets it."""
 
     spec: RunSpec
     layout: Layout
@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Degrees:
-    """How the run was cut. ``data`` counts replicas, sequence and context ranks not included."""
+    """Degrees of parallelism; ``data`` counts replicas, without sequence and context ranks."""
 
     data: int
     tensor: int = 1
@@ -51,7 +51,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Machines:
-    """``network``: a name in the planner's network catalogue; else bytes/s per GPU and direction."""
+    """The cluster; ``network``: a name in the planner's network catalogue, or bytes/s per GPU and direction."""
 
     gpu: str
     count: int
@@ -71,7 +71,7 @@ def build_case(
     training: Mapping[str, Any] | None = None,
     planner: Mapping[str, Any] | None = None,
 ) -> Case:
-    """The spec with every axis pinned, and its layout. Raises Unmapped where the parts do not make a run."""
+    """Return the spec, with every axis set, and its layout. Raises Unmapped if the parts do not form a run."""
     if min(degrees.world_size, degrees.data, machines.count, machines.per_node, micro_batch, global_batch) < 1:
         raise Unmapped("a degree, a batch or a number of GPUs is below 1")
     if max(degrees.pipeline, model.get("num_hidden_layers", 1)) > _MOST_LAYERS:
@@ -119,7 +119,7 @@ def transformer(
     tied: bool,
     **more: Any,
 ) -> dict[str, Any]:
-    """The model section from its dimensions; what the table does not give follows the family."""
+    """Return the model section from its dimensions; others follow the model family."""
     return {
         "family": family,
         "num_hidden_layers": layers,
@@ -137,7 +137,7 @@ def transformer(
 
 
 def padded_vocab(size: int, tensor: int, multiple: int = 128) -> int:
-    """Megatron's padding (make-vocab-size-divisible-by): the embedding rows of a tensor rank come in multiples."""
+    """Return the vocabulary size padded as in Megatron-LM (make-vocab-size-divisible-by)."""
     step = multiple * tensor
     return -(-size // step) * step
 

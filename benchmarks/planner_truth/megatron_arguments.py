@@ -1,4 +1,4 @@
-"""The model that Megatron-LM builds from its command line, with Megatron's defaults where an argument is left out."""
+"""The model that Megatron-LM builds from its command line, with Megatron-LM's defaults for missing arguments."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _VOCABULARIES = {
 
 
 def whole_or_none(args: Mapping[str, Any], name: str) -> int | None:
-    """The argument, None where it was not given."""
+    """Return the argument as an integer; None if it was not given."""
     return int(args[name]) if name in args else None
 
 
 def model_section(args: Mapping[str, Any], family: str, tensor: int) -> dict[str, Any]:
-    """Of the spec, from arguments by their name with underscores. Raises Unmapped."""
+    """Return the model section from arguments by their names with underscores. Raises Unmapped."""
     hidden, heads, layers = int(args["hidden_size"]), int(args["num_attention_heads"]), int(args["num_layers"])
     gated = bool(args.get("swiglu"))
     ffn = whole_or_none(args, "ffn_hidden_size") or (hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden)

@@ -1,4 +1,4 @@
-"""Megatron-LM's functional tests: exact peak of allocated bytes and iteration time, from the arguments of each test."""
+"""Megatron-LM's functional tests: peak allocated bytes and iteration time, by the arguments of each test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner_truth.mapping import Case, Degrees, Machines, Unmapped, build_case
 from planner_truth.megatron_arguments import model_section, whole_or_none
 from planner_truth.table import Measured, Table, number, whole
 
-# "unknown": tests of the time when all ran on A100. GPUs per node and network follow.
+# "unknown": tests from the time when all ran on A100. GPUs per node, and network.
 _GPUS = {
     "a100": ("a100-sxm-80gb", 8, "infiniband-hdr"),
     "unknown": ("a100-sxm-80gb", 8, "infiniband-hdr"),
@@ -20,7 +20,7 @@ _GPUS = {
 }
 # recipes/*.yaml of the tests: eight GPUs each; those of the release runs are not public, 64 is assumed.
 _RELEASE_GPUS = 64
-# Arguments that change memory in ways that a run spec cannot say.
+# Arguments that change memory and have no key in a run spec.
 _UNSAYABLE = {
     "cuda_graph_impl": "CUDA graphs",
     "enable_cuda_graph": "CUDA graphs",
@@ -39,7 +39,7 @@ _UNSAYABLE = {
 
 
 def build(row: Mapping[str, str]) -> Case:
-    """Megatron's defaults where the test says nothing. Decoders and BERT only."""
+    """Return the run of a row, with Megatron-LM's defaults for missing arguments. Only decoders and BERT."""
     if row["family"] not in ("gpt", "moe", "mixtral", "bert"):
         raise Unmapped(f"family {row['family']}")
     args = _arguments(row)
@@ -84,7 +84,7 @@ def build(row: Mapping[str, str]) -> Case:
 
 
 def _arguments(row: Mapping[str, str]) -> dict[str, Any]:
-    """By Megatron's name: what the columns say, and beside them every other argument of the test."""
+    """Return the arguments by Megatron-LM's names: those of the columns, and all others of the test."""
     args: dict[str, Any] = {}
     for column in row:
         text = row[column]
@@ -108,7 +108,7 @@ def _gpu_count(row: Mapping[str, str]) -> int:
 
 
 def _first_batch(args: Mapping[str, Any]) -> int:
-    """Of a schedule such as ``0:384 200B:768``: the batch it begins with."""
+    """Return the first batch size of a schedule such as ``0:384 200B:768``."""
     found = re.match(r"0:(\d+)", str(args.get("step_batch_size_schedule", "")))
     if found is None:
         raise Unmapped("no global_batch_size")
@@ -135,7 +135,7 @@ def _checkpointing(args: Mapping[str, Any]) -> str:
 
 
 def _training(args: Mapping[str, Any]) -> dict[str, Any]:
-    """bf16 accumulates and reduces gradients in fp32, fp16 in fp16 unless told (validate_args in arguments.py)."""
+    """Return the training section. Gradients of bf16 are accumulated in fp32, of fp16 in fp16 (validate_args)."""
     if args.get("fp8_format"):
         return {"precision": "fp8", "grad_dtype": "fp32"}
     if args.get("bf16"):
@@ -158,7 +158,7 @@ def _attention(args: Mapping[str, Any]) -> str:
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """The peak over all logged steps, of the last rank: the one that writes to TensorBoard (global_vars.py)."""
+    """Return the peak over all logged steps of the last rank, which writes to TensorBoard (global_vars.py)."""
     return Measured(
         step_seconds=number(truth, "iter_time_s_median"),
         memory_bytes=number(truth, "mem_max_allocated_bytes_max"),

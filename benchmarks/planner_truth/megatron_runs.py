@@ -14,16 +14,16 @@ _GPUS = {
     "H100": ("h100-sxm-80gb", 8, "infiniband-ndr"),
     "B200": ("b200-sxm-180gb", 8, "infiniband-ndr"),
     "B300": ("b300-sxm-270gb", 8, "infiniband-xdr"),
-    # One NVLink domain holds 72; runs use 64 of it. To the planner that is the node, not the tray of four.
+    # An NVLink domain has 72 GPUs, of which runs use 64. For the planner the domain is the node, not the tray of four.
     "GB200": ("gb200-186gb", 64, "infiniband-ndr"),
     "GB300": ("gb300-279gb", 64, "infiniband-xdr"),
 }
 
 
 def build_paper(row: Mapping[str, str]) -> Case:
-    """GPT of 2021 and 2022 on Selene: fp16, biases, dropout, scores kept as a matrix.
+    """Return a GPT run of 2021 or 2022 on Selene: fp16, biases, dropout, attention with its matrix of scores.
 
-    Narayanan 2021 (arXiv:2104.04473, Table 1) gives no virtual stages: 1. Korthikanti 2022 (arXiv:2205.05198, Table 5).
+    Narayanan 2021 (arXiv:2104.04473, table 1) has no virtual stages. Korthikanti 2022: arXiv:2205.05198, table 5.
     """
     tensor, pipeline = whole(row, "tp", 1), whole(row, "pp", 1)
     bf16 = row["precision"] == "bf16"
@@ -59,7 +59,7 @@ def build_paper(row: Mapping[str, str]) -> Case:
 
 
 def build_recipe(row: Mapping[str, str]) -> Case:
-    """NVIDIA's recipes: distributed optimizer, sequence parallelism beside tensor parallelism, no recomputation."""
+    """Return a run of NVIDIA's recipes: distributed optimizer, tensor with sequence parallelism, no recomputation."""
     if re.search("lora", row["workload"] + row["notes"], re.IGNORECASE):
         raise Unmapped("LoRA fine-tuning: frozen weights")
     if "tokendrop" in row["model"]:

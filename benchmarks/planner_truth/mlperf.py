@@ -17,14 +17,14 @@ _ACCELERATORS = {
     "A100-PCIe": ("a100-pcie-80gb", "infiniband-hdr"),
     "L40S": ("l40s-48gb", "roce-100g"),
 }
-# Where the configuration was not found: the cut that NVIDIA's and all others of GPT-3 have in common.
+# If the configuration was not found: the degrees that NVIDIA's and all others of GPT-3 have in common.
 _GPT3_TENSOR, _GPT3_PIPELINE, _GPT3_VIRTUAL = 4, 8, 6
 
 
 def _gpt3(row: Mapping[str, str]) -> Case:
-    """NVIDIA's implementation (conf/custom.yaml, config_fp8.sh): fp8 on Hopper, sequence parallelism, no dropout.
+    """Return a run of NVIDIA's implementation: fp8 on Hopper, sequence parallelism, no dropout.
 
-    INTERLEAVED_PIPELINE is 12 unless set; since round 4.0 it is set.
+    From conf/custom.yaml and config_fp8.sh. INTERLEAVED_PIPELINE is 12 unless set; since round 4.0 it is set.
     """
     tensor, pipeline = whole(row, "tp", _GPT3_TENSOR), whole(row, "pp", _GPT3_PIPELINE)
     virtual = whole(row, "vp", 12 if row["round"] == "v3.1" else _GPT3_VIRTUAL)
@@ -61,7 +61,10 @@ def _gpt3(row: Mapping[str, str]) -> Case:
 
 
 def _llama2_lora(row: Mapping[str, str]) -> Case:
-    """As if all weights were trained: a spec cannot freeze them. Packed to 8192 tokens, micro-batches of one."""
+    """Return the run as if all weights were trained, because a spec cannot freeze them.
+
+    Sequences are packed to 8192 tokens, with one per micro-batch.
+    """
     gpus, tensor, context = whole(row, "n_gpus"), whole(row, "tp"), whole(row, "cp", 1)
     pipeline = whole(row, "pp", 1)
     return build_case(
@@ -101,7 +104,7 @@ _BUILDERS: dict[str, Callable[[Mapping[str, str]], Case]] = {"gpt3": _gpt3, "lla
 
 
 def build(row: Mapping[str, str]) -> Case:
-    """By the benchmark of the row."""
+    """Return the run of a row, by its benchmark."""
     builder = _BUILDERS.get(row["benchmark"])
     if builder is None:
         raise Unmapped(f"no mapping for the benchmark {row['benchmark']}")
@@ -109,7 +112,7 @@ def build(row: Mapping[str, str]) -> Case:
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """The median of logged step times; else from logged throughput if it was logged often, else from the whole run."""
+    """Return the median of logged step times; else from the logged throughput, or from the duration of the run."""
     often = (number(truth, "n_throughput_samples") or 0) >= 10
     order = ["step_time_s_median_logged", "step_time_s_from_run", "step_time_s_from_throughput"]
     if often:

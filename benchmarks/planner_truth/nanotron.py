@@ -9,7 +9,7 @@ from planner_truth.table import Measured, Table, number, whole
 
 
 def build(row: Mapping[str, str]) -> Case:
-    """Recomputation off, RMSNorm and SwiGLU, tensor with sequence parallelism (nanotron's REDUCE_SCATTER)."""
+    """Return the run of a row: no recomputation, RMSNorm, SwiGLU, tensor with sequence parallelism (REDUCE_SCATTER)."""
     if row["gpu"] != "H100":
         raise Unmapped(f"no catalogue name for {row['gpu']}")
     tensor = whole(row, "tp", 1)
@@ -45,10 +45,11 @@ def build(row: Mapping[str, str]) -> Case:
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """Memory as rank 0 logs it (helpers.py): "Mem Res (GB)", max_memory_reserved() / 1024**3; it holds the first stage.
+    """Return step time and memory as rank 0 logs them; rank 0 has the first stage.
 
-    That it is the reserved and not the allocated memory shows in the rows: sharding the optimizer over more replicas
-    often saves less than the states it takes away, which only a cache that keeps freed blocks can do.
+    helpers.py logs "Mem Res (GB)", max_memory_reserved() / 1024**3. The rows confirm that it is reserved and not
+    allocated memory: sharding the optimizer over more replicas often saves less than the states that it removes, which
+    only a cache of freed blocks explains.
     """
     memory, mfu = number(truth, "gpu_memory_gb"), number(truth, "mfu_pct")
     return Measured(

@@ -1,4 +1,4 @@
-"""The scores as text and as JSON. Computes nothing."""
+"""The scores as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = f"{'set':<40}{'n':>5}  {'median':>8}{'MAPE':>8}{'p90':>8}{'tau':>7}   {'
 
 
 def lines(scores: list[Score], outcomes: Mapping[Table, Outcome]) -> Iterator[str]:
-    """One table for errors, one line each for verdicts and rankings, and what was left out and why."""
+    """Yield a table of errors, a line for each verdict and ranking, and the rows left out by reason."""
     yield _HEAD
     for score in scores:
         yield from _score_lines(score)
@@ -57,7 +57,7 @@ def _score_lines(score: Score) -> Iterator[str]:
 
 
 def rows(score: Score) -> Iterator[str]:
-    """Every row of a set, worst error first where there is one."""
+    """Yield every row of a set, those with the largest errors first."""
     for judged in sorted(score.rows, key=lambda row: -abs(_error(score, row))):
         yield _row_line(score, judged)
 
@@ -90,7 +90,7 @@ def _row_line(score: Score, row: Judged) -> str:
 
 
 def to_json(scores: list[Score], outcomes: Mapping[Table, Outcome], with_rows: bool) -> dict[str, Any]:
-    """Scores by name of the set, and what was left out by file."""
+    """Return the scores by set, and the rows left out by file."""
     found: dict[str, Any] = {"sets": {}, "files": {}}
     for score in scores:
         entry: dict[str, Any] = {"title": score.truth_set.title, "quantity": score.truth_set.quantity}

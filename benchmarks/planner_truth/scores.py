@@ -1,4 +1,4 @@
-"""Statistics of predictions against measurements. Knows nothing of runs; errors are shares of the measured value."""
+"""Statistics of predictions against measurements. Errors are shares of the measured value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Errors:
-    """Signed median, mean absolute and 90th percentile of the absolute relative error."""
+    """Median of the relative error, mean and 90th percentile of its absolute value."""
 
     n: int
     median: float
@@ -20,7 +20,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Shares of all rows. ``false_fits``: said to fit, did not run; ``false_rejections``: the reverse."""
+    """Shares of all rows. ``false_fits``: predicted to fit, but did not run; ``false_rejections``: the reverse."""
 
     n: int
     accuracy: float
@@ -30,9 +30,9 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Over panels of competing runs: Kendall's tau, and how much slower than the best the planner's choice is.
+    """Kendall's tau over panels of competing runs, and the regret: how much slower than the best the choice is.
 
-    ``regret_by_time``: of the predicted fastest, also where the planner says that it does not fit.
+    ``regret_by_time``: that of the run with the least predicted time, even if the planner says that it does not fit.
     """
 
     panels: int
@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
 
 def errors(pairs: Sequence[tuple[float, float]]) -> Errors | None:
-    """Of (predicted, measured) pairs; None without any. Measured values must be positive."""
+    """Return the errors of (predicted, measured) pairs; None without any. Measured values must be positive."""
     if not pairs:
         return None
     signed = [predicted / measured - 1 for predicted, measured in pairs]
@@ -62,7 +62,7 @@ def errors(pairs: Sequence[tuple[float, float]]) -> Errors | None:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between the neighbours, as numpy's default."""
+    """Return a quantile, interpolated linearly as numpy does by default."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -70,7 +70,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def verdicts(pairs: Sequence[tuple[bool, bool]]) -> Verdicts | None:
-    """Of (said to fit, ran) pairs; None without any."""
+    """Return the verdicts of (predicted to fit, ran) pairs; None without any."""
     if not pairs:
         return None
     n = len(pairs)
@@ -80,7 +80,7 @@ def verdicts(pairs: Sequence[tuple[bool, bool]]) -> Verdicts | None:
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Tau-b (ties counted out) of two rankings; None where either is constant or there is nothing to rank."""
+    """Return tau-b, which excludes ties; None if a ranking is constant or has fewer than two entries."""
     concordant = discordant = tied_first = tied_second = 0
     for place, (a, b) in enumerate(pairs):
         for c, d in pairs[place + 1 :]:
@@ -97,9 +97,9 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def ranking(panels: Sequence[Sequence[Run]]) -> Ranking | None:
-    """Of panels of runs that ran; panels with fewer than two have nothing to choose.
+    """Return the ranking over panels of runs that ran; panels with fewer than two runs are ignored.
 
-    The planner chooses the fastest of those that it says fit; one that it says does not fit only where none does.
+    The planner chooses the fastest of those that it says fit, and one that it says does not fit only if none does.
     """
     chosen = [panel for panel in panels if len(panel) >= 2]
     if not chosen:

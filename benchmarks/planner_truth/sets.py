@@ -1,8 +1,8 @@
-"""What is scored: which rows make a set, what is compared, what other estimators reach there and what must be reached.
+"""The sets that are scored: their rows, the compared value, errors of other estimators, and the targets.
 
-Figures of other estimators come from anchor_baseline_errors.csv: the same sources, but more rows of them (1746 runs of
-the sweep, say), and for the sweep's regret those with an MFU of at least 10 % and tensor parallelism up to 8. So they
-stand beside ours for the order of magnitude. "all" of the sweep's step times: its two parts, weighted by their rows.
+Figures of other estimators come from anchor_baseline_errors.csv: the same sources, but more rows (1746 runs of the
+sweep, for example), and for the sweep's regret only runs with an MFU of at least 10 % and tensor parallelism up to 8.
+So they show the order of magnitude. "all" of the sweep's step times combines its two parts, weighted by rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _every(inputs: Mapping[str, str], measured: Measured) -> bool:
 
 @dataclass(frozen=True)
 class TruthSet:
-    """``keep`` decides with both halves of the row in hand: the prediction is made by then."""
+    """One set; ``keep`` sees inputs and measurements of a row, because the prediction is already made."""
 
     name: str
     table: Table

@@ -1,6 +1,6 @@
-"""Reads tables of measurements and splits each row: what describes the run, and what was measured on it.
+"""Read tables of measurements, and divide each row into the columns that describe the run and those measured on it.
 
-The mapping to a run spec is handed the first half alone, so no measured column can reach the planner.
+The mapping to a run spec gets only the first, so that no measured value can reach the planner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST_FIELD = 10_000_000  # characters; whole argument lists stand in one col
 
 @dataclass(frozen=True)
 class Measured:
-    """What a row measured; None where it did not. Seconds per optimizer step, bytes on one device."""
+    """The measured values of a row, None if missing: seconds per optimizer step, bytes on one device."""
 
     step_seconds: float | None = None
     memory_bytes: float | None = None
@@ -34,7 +34,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement, split."""
+    """One measurement: the columns that describe the run, and the measured ones."""
 
     row_id: str
     inputs: Mapping[str, str]
@@ -43,10 +43,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """How one file of measurements is read.
+    """How to read one file of measurements.
 
-    ``build`` sees only ``input_columns``. ``measure`` sees both halves, because a rate becomes a time only with the
-    batch it belongs to. ``panel`` names the runs that compete with each other: same model, same machines.
+    ``build`` sees only ``input_columns``. ``measure`` sees all columns, because a rate needs the batch to become a
+    time. ``panel`` names the runs that compete with each other: same model, same machines.
     """
 
     file: str
@@ -62,7 +62,7 @@ class Table:
             raise ValueError(f"{self.file}: {', '.join(sorted(both))} cannot be input and measured at once")
 
     def read(self, directory: Path) -> list[Row]:
-        """Every row of the file, a column that is missing read as empty."""
+        """Return every row of the file; a missing column reads as empty."""
         csv.field_size_limit(_LARGEST_FIELD)
         with (directory / self.file).open(encoding="utf-8", newline="") as file:
             return [self._split(number, row) for number, row in enumerate(csv.DictReader(file), start=2)]
@@ -78,7 +78,7 @@ class Table:
 
 
 def whole(row: Mapping[str, str], column: str, default: int | None = None) -> int:
-    """A whole number, or the default where the cell is empty. Raises Unmapped with the column."""
+    """Return an integer, or the default for an empty cell. Raises Unmapped with the column."""
     value = number(row, column)
     if value is None:
         if default is None:
@@ -90,7 +90,7 @@ def whole(row: Mapping[str, str], column: str, default: int | None = None) -> in
 
 
 def number(row: Mapping[str, str], column: str) -> float | None:
-    """A finite number, None where the cell is empty. Raises Unmapped where it is something else."""
+    """Return a finite number; None for an empty cell. Raises Unmapped for anything else."""
     text = row[column].replace(",", "")
     if text == "" or text.lower() in ("n/a", "na", "none", "nan", "-"):
         return None

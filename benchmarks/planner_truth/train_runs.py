@@ -1,4 +1,4 @@
-"""train_runs.csv: runs of many frameworks in one set of columns. Which framework maps how stands in a module each."""
+"""train_runs.csv: runs of many frameworks in one set of columns. Each framework's mapping is in a module of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BUILDERS: dict[str, Callable[[Mapping[str, str]], Case]] = {
 
 
 def build(row: Mapping[str, str]) -> Case:
-    """By the set that the row belongs to."""
+    """Return the run of a row, by the set that it belongs to."""
     if re.search("lora|adapter", row["workload"], re.IGNORECASE):
         raise Unmapped("fine-tuning of adapters: frozen weights")
     builder = _BUILDERS.get(row["set"])
@@ -34,7 +34,7 @@ def build(row: Mapping[str, str]) -> Case:
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """Step time as printed, else from tokens/s/GPU or FLOP/s; memory by what the author says was read."""
+    """Return the step time, as printed or from tokens/s/GPU or FLOP/s, and memory of the kind that the author names."""
     seconds, rate = number(truth, "step_time_s"), number(truth, "tokens_per_s_per_gpu")
     batch, seq_len = number(inputs, "gbs_samples"), number(inputs, "seq_len")
     if seconds is None and rate and batch and seq_len:
@@ -53,7 +53,9 @@ def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
 
 
 def _narayanan_seconds(inputs: Mapping[str, str], teraflops: float | None) -> float | None:
-    """From FLOP/s per GPU as arXiv:2104.04473 counts them (equation 3): with recomputation, 96 B s l h^2 (...)."""
+    """Return the step time from FLOP/s per GPU as arXiv:2104.04473 counts them (equation 3): with recomputation, 96 B s
+    l h^2 (...).
+    """
     if not teraflops:
         return None
     layers, hidden, seq_len = whole(inputs, "layers"), whole(inputs, "hidden"), whole(inputs, "seq_len")

@@ -31,7 +31,9 @@ _PRECISIONS = {"amp fp16": "fp16", "amp bf16": "bf16", "fp32": "fp32"}
 
 
 def build_timm(row: Mapping[str, str]) -> Case:
-    """timm's benchmark.py: one GPU, torch.autocast, SGD with momentum, attention with its scores before PyTorch 2."""
+    """Return a run of timm's benchmark.py: one GPU, torch.autocast, SGD with momentum, unfused attention before PyTorch
+    2.
+    """
     model = _timm_model(row["model"]) | {"image_size": whole(row, "img_size")}
     if model["family"] == "resnet":
         model["memory_format"] = "channels_last" if row["memory_format"] == "nhwc" else "contiguous_format"
@@ -56,7 +58,7 @@ def build_timm(row: Mapping[str, str]) -> Case:
 
 
 def _timm_model(name: str) -> dict[str, Any]:
-    """The plain variants; those with other stems, activations or attention in them are other networks."""
+    """Return the model of a plain variant; variants with other stems, activations or attention are other networks."""
     kind, _, rest = name.partition("_")
     presets = vision_presets()
     if kind == "convnext" and rest:
@@ -84,13 +86,13 @@ def _timm_model(name: str) -> dict[str, Any]:
 
 
 def measure_timm(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """Seconds of a step, forward, backward and update."""
+    """Return the seconds of a step: forward, backward and update."""
     milliseconds = number(truth, "train_step_time_ms")
     return Measured(step_seconds=None if milliseconds is None else milliseconds / 1e3)
 
 
 def build_mlperf(row: Mapping[str, str]) -> Case:
-    """MLPerf's ResNet-50 in MXNet: channels last, 16 bits, LARS or SGD, one reduction that runs beside backward."""
+    """Return a run of MLPerf's ResNet-50 in MXNet: channels last, 16 bits, LARS or SGD, reduction beside backward."""
     if row["benchmark"] != "resnet":
         raise Unmapped("not ResNet-50")
     if row["accelerator"] not in _GPUS:
@@ -108,7 +110,7 @@ def build_mlperf(row: Mapping[str, str]) -> Case:
 
 
 def measure_mlperf(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """Seconds of a step from the logged throughput, else from the run without its evaluations."""
+    """Return the seconds of a step from the logged throughput, else from the run's duration without evaluations."""
     seconds = (number(truth, column) for column in _MLPERF_SECONDS)
     return Measured(step_seconds=next((value for value in seconds if value), None))
 
@@ -123,9 +125,9 @@ _DEVICES = {
 
 
 def build_dle(row: Mapping[str, str]) -> Case:
-    """ResNet-50 v1.5 of NVIDIA's examples; the batch where the table has none is the one their commands use.
+    """Return a run of ResNet-50 v1.5 in NVIDIA's examples; a missing batch is that of their commands.
 
-    Channels come last in mixed precision alone. MXNet and PaddlePaddle fuse norm, addition and ReLU there.
+    Only mixed precision uses channels last. MXNet and PaddlePaddle fuse norm, addition and ReLU there.
     """
     if "resnet50" not in row["model"] and "RN50" not in row["model"]:
         raise Unmapped("not ResNet-50")
@@ -156,7 +158,7 @@ def build_dle(row: Mapping[str, str]) -> Case:
 
 
 def measure_dle(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """Seconds of a step from images per second of all GPUs."""
+    """Return the seconds of a step from the images per second of all GPUs."""
     rate = number(truth, "value")
     try:
         batch = build_dle(inputs).spec.training.global_batch_size

@@ -1,4 +1,4 @@
-"""Step times that vTrain (MICRO'24) was validated on: GPT under Megatron-DeepSpeed on A100, one and eight nodes."""
+"""Step times with which vTrain (MICRO'24) was validated: GPT with Megatron-DeepSpeed on one and eight nodes of A100."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planner_truth.table import Measured, Table, number, whole
 
 
 def build(row: Mapping[str, str]) -> Case:
-    """Full recomputation, fp16, GPT with biases and learned positions, the vocabulary that vTrain assumed."""
+    """Return the run of a row: full recomputation, fp16, GPT with biases and learned positions, vTrain's vocabulary."""
     if row["gpu"] != "A100":
         raise Unmapped(f"no catalogue name for {row['gpu']}")
     tensor, gpus, per_node = whole(row, "tp", 1), whole(row, "n_gpus"), whole(row, "gpus_per_node", 8)
@@ -39,7 +39,7 @@ def build(row: Mapping[str, str]) -> Case:
             "a100-sxm-80gb",
             gpus,
             per_node,
-            # What is wired beyond HDR's 200 Gbit/s per GPU is told by the column; the latencies are InfiniBand's.
+            # The column has the bandwidth beyond HDR's 200 Gbit/s per GPU; latencies are those of InfiniBand.
             network="infiniband-hdr",
             inter_node_bandwidth=(number(row, "inter_node_gbps") or 800) * GBIT / per_node,
         ),
@@ -51,7 +51,7 @@ def build(row: Mapping[str, str]) -> Case:
 
 
 def measure(inputs: Mapping[str, str], truth: Mapping[str, str]) -> Measured:
-    """Seconds per optimizer step."""
+    """Return the seconds per optimizer step."""
     return Measured(step_seconds=number(truth, "step_time_s"))
 
 

@@ -48,7 +48,7 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a framework supports: axes other than data whose degree may exceed 1, ZeRO stages, and offload modes."""
+    """Features of a framework: axes other than data whose degree may exceed 1, ZeRO stages, and offload modes."""
 
     axes: frozenset[str]
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)

@@ -1,1 +1,1 @@
-"""What a plan says beside its numbers: warnings, assumptions, recipe checks, explanations and comparisons."""
+"""The texts of a plan: warnings, assumptions, recipe checks, explanations and comparisons."""

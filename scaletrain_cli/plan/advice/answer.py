@@ -1,4 +1,4 @@
-"""What `scaletrain plan` returns: the answer for one run with the requested parts, or the plans of several runs."""
+"""The answer of `scaletrain plan`: the plan of one run with the requested parts, or the plans of several runs."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _communication(plan: RunPlan) -> Question:
     time = plan.time
     sent = {name: size for name, size in vars(plan.network.per_step_bytes).items() if size}
     rows = [Row(f"sent for {name} parallelism", size) for name, size in sent.items()]
-    rows.append(Row("not hidden behind compute", seconds=time.exposed_communication, share=_exposed(time)))
+    rows.append(Row("exposed (not overlapped)", seconds=time.exposed_communication, share=_exposed(time)))
     question = Reason("plan.ask-communication")
     if not sent:
         return Question("communication", question, (), None, (Reason("plan.no-communication"),))

@@ -128,7 +128,7 @@ def latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, i
 
 
 class Recomputation(NamedTuple):
-    """What the backward pass recomputes: ``mode`` is none, selective or full; the rest is for selective.
+    """The recomputation in the backward pass: ``mode`` is none, selective or full; the rest is for selective.
 
     ``scope`` and ``every`` are layout.selective_scope and layout.selective_every.
     """

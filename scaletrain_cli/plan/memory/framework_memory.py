@@ -107,7 +107,7 @@ _FP32 = 4
 
 
 class BlockSharding(NamedTuple):
-    """How one transformer block is sharded: degrees of parallelism, kernel, and element size.
+    """The sharding of one transformer block: degrees of parallelism, kernel, and element size.
 
     ``tensor``: ranks that shard attention and MLP. ``norm_ranks``: ranks that shard norms, dropout and residuals (equal
     to ``tensor`` with Megatron's sequence parallelism, otherwise 1). ``expert_tensor``: ranks that shard each expert.

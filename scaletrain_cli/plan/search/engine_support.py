@@ -1,4 +1,4 @@
-"""What this project's engine can run of all that the planner can size.
+"""The subset of planned layouts and settings that this project's engine can run.
 
 ``ENGINE`` (frameworks/deepspeed.py) declares the supported axes and offload modes: the search proposes only those, and
 ``submittable`` lists what a planned run needs beyond them.

@@ -62,7 +62,7 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkP
         forward += link.exchange(payload * _width(spec, t), sp, t)
         backward += link.exchange(payload * _width(spec, t), sp, t)
     if cp > 1:
-        # Ring attention sends keys and values around the ring; half of that hides behind attention in the forward pass.
+        # Ring attention sends keys and values around the ring; half of that overlaps attention in the forward pass.
         keys = 2 * cp * tokens * model.num_key_value_heads * model.head_dim // t * element
         gathered = link.gather(keys, cp, t * sp)
         forward += gathered / 2

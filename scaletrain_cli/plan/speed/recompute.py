@@ -1,4 +1,4 @@
-"""What activation checkpointing recomputes: as a number of forward passes, in seconds and in FLOPs."""
+"""The recomputation of activation checkpointing: as a number of forward passes, in seconds and in FLOPs."""
 
 from __future__ import annotations
 

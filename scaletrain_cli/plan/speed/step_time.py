@@ -34,7 +34,7 @@ _STORAGE_BANDWIDTH = 1e9
 
 @dataclass(frozen=True)
 class _OncePerStep:
-    """What one stage does once per step."""
+    """The work that one stage does once per step."""
 
     exposed: float  # seconds of gradient reduction and weight all-gather that do not overlap compute
     optimizer: float  # seconds

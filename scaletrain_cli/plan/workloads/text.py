@@ -37,7 +37,7 @@ _LARGEST_FUSED_HEAD = 256
 
 
 class _Family(NamedTuple):
-    """What the engine's modules of one model family support."""
+    """The features that the engine's modules of one model family support."""
 
     experts: bool
     grouped_queries: bool
