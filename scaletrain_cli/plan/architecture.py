@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from scaletrain_cli.spec import ModelSpec
 
@@ -61,6 +62,7 @@ class Architecture:
         return dense * self.dense_block.parameters + (count - dense) * self.block.parameters
 
 
+@lru_cache(maxsize=1024)
 def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: int = 1) -> Architecture:
     """Return the parameters of each part that one rank holds under tensor and expert parallelism.
 
@@ -172,6 +174,7 @@ def head_flops(model: ModelSpec) -> int:
     return 2 * model.vocab_size * model.hidden_size
 
 
+@lru_cache(maxsize=64)
 def training_flops_per_token(model: ModelSpec) -> int:
     """Return the FLOPs per token of forward and backward pass, without recomputation: 6 N + 12 l s a d.
 

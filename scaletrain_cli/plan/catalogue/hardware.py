@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -19,6 +19,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec
 from scaletrain_cli.text import nearest_name
 
+HOPPER = 9.0  # CUDA compute capability
 # Smallest rate: a smaller one is a typing error, and dividing by it would overflow.
 _SLOWEST = 1.0
 # Defaults for a device that the user describes: a host link of PCIe 4.0 x16, and a network between nodes.
@@ -42,6 +43,11 @@ class Accelerator:
     source: str
     is_cpu: bool = False
 
+    @cached_property
+    def cuda_capability(self) -> float:
+        """CUDA compute capability, such as 9.0; 0 for other devices and for those described in a spec."""
+        return _capability(self.compute_capability)
+
     def fuses_attention(self, precision: str, head_dim: int, grouped: bool) -> bool:
         """Return whether torch's scaled_dot_product_attention has a fused kernel, which stores no matrix of scores.
 
@@ -52,7 +58,7 @@ class Accelerator:
         if self.is_cpu:
             return True
         sixteen_bits = precision in self.flops and precision not in ("fp32", "tf32")
-        return (sixteen_bits and head_dim <= 256 and not self.compute_capability.startswith("7.")) or not grouped
+        return (sixteen_bits and head_dim <= 256 and not 7.0 <= self.cuda_capability < 8.0) or not grouped
 
     def peak_flops(self, precision: str) -> float:
         """Return the dense peak in FLOP/s at a precision; that of fp32 if the device does not support the precision."""
@@ -123,8 +129,11 @@ def memory_bytes(cluster: ClusterSpec) -> int:
 def cuda_capability(cluster: ClusterSpec) -> float:
     """Return the CUDA compute capability, such as 9.0; 0 for other devices and for those described in the spec."""
     wanted = cluster.gpu
-    known = str(_catalogue()[full_name(wanted)]["compute_capability"]) if isinstance(wanted, str) else ""
-    return float(known) if re.fullmatch(r"\d+\.\d+", known) else 0.0
+    return _capability(_catalogue()[full_name(wanted)]["compute_capability"]) if isinstance(wanted, str) else 0.0
+
+
+def _capability(text: str) -> float:
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else 0.0
 
 
 def full_name(given: str) -> str:

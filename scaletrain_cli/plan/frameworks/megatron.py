@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scaletrain_cli.plan.axes import AXES, Capabilities
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework, Selective
 from scaletrain_cli.plan.frameworks.profile import FUSED_SCORES, MIB, FrameworkProfile, MemoryProfile
 from scaletrain_cli.spec import RunSpec
@@ -91,8 +91,7 @@ class Megatron(Framework):
 
     def profile_on(self, device: Accelerator) -> FrameworkProfile:
         """Return the profile with Transformer Engine on Hopper and later."""
-        major = device.compute_capability.partition(".")[0]
-        return _TRANSFORMER_ENGINE if major.isdigit() and int(major) >= 9 else _PROFILE
+        return _TRANSFORMER_ENGINE if device.cuda_capability >= HOPPER else _PROFILE
 
     def selective(self, spec: RunSpec) -> Selective:
         """Return the attention core (arXiv:2205.05198, section 5)."""

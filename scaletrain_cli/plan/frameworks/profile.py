@@ -38,8 +38,8 @@ class MemoryProfile:
     step_temporary: int
     # Blocks whose weights are gathered at the same time under ZeRO-3.
     gathered_blocks: int
-    # Bytes of cuBLAS and Transformer Engine workspaces in the caching allocator, and their additional bytes on Hopper
-    # and later.
+    # Bytes of cuBLAS and Transformer Engine workspaces in the caching allocator, and the additional bytes on Hopper and
+    # later (torch, CUDABlas.cpp; Transformer Engine, cuBLAS workspace size).
     workspace: int
     hopper_workspace: int
     # Share of the bytes allocated and freed in a step that the caching allocator cannot use: rounding, split blocks.

@@ -12,10 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Saved in fp32 at every precision: log-sum-exps, means and inverse roots of normalized rows, unfused attention weights.
 _FP32 = 4
+
+
+def fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
+    """Return whether attention without dropout has a fused kernel: by planner.attention, or for auto by the device."""
+    model, wanted = spec.transformer, spec.planner.attention
+    if wanted != "auto":
+        return wanted == "flash"
+    grouped = model.num_key_value_heads != model.num_attention_heads
+    return device.fuses_attention(spec.training.precision, model.head_dim, grouped)
 
 
 @dataclass(frozen=True)

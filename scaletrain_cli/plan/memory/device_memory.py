@@ -13,14 +13,13 @@ other reasons. Nothing comparable is published for other frameworks.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
-from scaletrain_cli.plan.architecture import Architecture, architecture
+from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 
 # A layout that fits is called tight above this probability of running out of memory.
 _TIGHT = 0.1
@@ -51,7 +50,7 @@ def verdict(fits: bool, probability: float) -> str:
 
 def plan_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
     """Return the memory of the worst rank against the device, and of each pipeline stage."""
-    per_rank = _architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
+    per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
     framework = framework_of(spec)
     size = framework.stage_memory(spec, layout, device, per_rank)
     stages = tuple(map(size, framework.pipeline_stages(spec, layout.pipeline_parallel)))
@@ -74,8 +73,3 @@ def against_device(
         verdict=verdict(fits, probability),
         out_of_memory_probability=probability,
     )
-
-
-@lru_cache(maxsize=1024)
-def _architecture(model: ModelSpec, tensor: int, expert: int) -> Architecture:
-    return architecture(model, tensor, expert)

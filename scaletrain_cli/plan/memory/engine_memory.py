@@ -12,6 +12,7 @@ from scaletrain_cli.plan.memory.activations import (
     Recomputation,
     TokenActivations,
     block_backward_bytes,
+    fuses_attention,
     loss_bytes,
     stage_activation_bytes,
     token_activations,
@@ -66,15 +67,13 @@ def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
 
 def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TokenActivations, TokenActivations]:
     """Return the activations per token of (a dense block, an MoE block); both are the same without experts."""
-    model, precision, wanted = spec.transformer, spec.training.precision, spec.planner.attention
-    grouped = model.num_key_value_heads != model.num_attention_heads
-    fused = device.fuses_attention(precision, model.head_dim, grouped) if wanted == "auto" else wanted == "flash"
+    model = spec.transformer
     of_block = functools.partial(
         token_activations,
         model,
-        weight_bytes(precision),
+        weight_bytes(spec.training.precision),
         layout.tensor_parallel,
-        fused,
+        fuses_attention(spec, device),
         sequence_parallel=layout.sequence_parallel,
         compiled=spec.training.compile is True,  # auto falls back to eager blocks, which must fit too
     )

@@ -20,9 +20,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, attention_matmul_flops, mlp_matmul_flops
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
-from scaletrain_cli.plan.memory.activations import latent_attention
+from scaletrain_cli.plan.memory.activations import fuses_attention, latent_attention
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
@@ -272,7 +272,7 @@ def framework_stage_memory(
     element, tokens = weight_bytes(training.precision), local_tokens(spec, layout)
     norm_ranks = layout.tensor_parallel if framework.shards_norms(spec, layout) else 1
     expert_tensor = expert_tensor_parallel(spec, layout)
-    sharding = BlockSharding(layout.tensor_parallel, norm_ranks, expert_tensor, _flash(spec, device), element)
+    sharding = BlockSharding(layout.tensor_parallel, norm_ranks, expert_tensor, fuses_attention(spec, device), element)
     dense_block = block_activations(model, profile, sharding, False)
     moe_block = block_activations(model, profile, sharding, True) if model.num_experts else dense_block
     kept_dense, kept_moe = (_kept(block, selective, layout) for block in (dense_block, moe_block))
@@ -287,7 +287,7 @@ def framework_stage_memory(
     between = 2 * channels if layout.pipeline_parallel > 1 else 0
     deferred = deferred_bytes(spec, layout, device, profile, time, tokens, element)
     expert_share = layout.tensor_parallel / expert_tensor
-    workspace = profile.workspace + (profile.hopper_workspace if _has_large_workspaces(device) else 0)
+    workspace = profile.workspace + (profile.hopper_workspace if device.cuda_capability >= HOPPER else 0)
 
     def fixed_bytes(stage: Stage) -> _FixedBytes:
         shard = stage_shard(per_rank, stage, expert_share)
@@ -332,23 +332,6 @@ def framework_stage_memory(
         return peak_memory(states, worst, fragmentation, outside, fixed.host)
 
     return size
-
-
-def _flash(spec: RunSpec, device: Accelerator) -> bool:
-    wanted, model = spec.planner.attention, spec.transformer
-    if wanted != "auto":
-        return wanted == "flash"
-    grouped = model.num_key_value_heads != model.num_attention_heads
-    return device.fuses_attention(spec.training.precision, model.head_dim, grouped)
-
-
-def _has_large_workspaces(device: Accelerator) -> bool:
-    """Return whether cuBLAS and Transformer Engine allocate the larger workspaces of Hopper and later devices.
-
-    Sources: torch, CUDABlas.cpp; Transformer Engine, cuBLAS workspace size.
-    """
-    major = device.compute_capability.split(".")[0]
-    return major.isdigit() and int(major) >= 9
 
 
 def _kept(block: BlockActivations, selective: Selective, layout: Layout) -> int:

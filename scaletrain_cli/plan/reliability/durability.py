@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import checkpoint_bytes_per_parameter, weight_bytes
 from scaletrain_cli.plan.result import Durability, Layout, Time
@@ -56,7 +56,7 @@ def save_seconds(spec: RunSpec, layout: Layout) -> float:
 
 def gpu_hours_between_failures(device: Accelerator) -> tuple[float, str]:
     """Return (GPU hours between failures of a large job on this GPU generation, their source)."""
-    if device.compute_capability.startswith(("7.", "8.")):
+    if 7.0 <= device.cuda_capability < HOPPER:
         return _GPU_HOURS_BETWEEN_FAILURES_BEFORE_HOPPER, "OPT-175B's chronicle reports (facebookresearch/metaseq)"
     return _GPU_HOURS_BETWEEN_FAILURES, "Llama 3 reports (arXiv:2407.21783, section 3.3.4)"
 

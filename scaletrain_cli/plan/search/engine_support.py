@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from scaletrain_cli.plan.axes import AXES, Capabilities, Rule
@@ -21,7 +20,7 @@ from scaletrain_cli.spec.extensions import optimizer_extension
 
 # Optimizers of bitsandbytes, which update their states on the device that has the gradients.
 _BESIDE_GRADIENTS = ("adamw_8bit", "lion")
-_LEAST_FP8_CAPABILITY = (8, 9)  # Ada and Hopper, the first with fp8 tensor cores
+_LEAST_FP8_CAPABILITY = 8.9  # Ada and Hopper, the first with fp8 tensor cores
 
 
 def searches_engine(spec: RunSpec) -> bool:
@@ -101,11 +100,10 @@ def _about_precision(spec: RunSpec) -> Iterator[Rule]:
 def _about_fp8(spec: RunSpec) -> Iterator[Rule]:
     """Yield a rule if the device has no fp8 tensor cores; a GPU described in the spec is assumed to have them."""
     device = find_accelerator(spec.cluster)
-    numbers = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)
-    if numbers is None:
+    if not device.cuda_capability:
         if device.is_cpu or device.compute_capability:
             yield Rule("training.precision", "fp8", "fp8-device", {"device": device.name})
-    elif (int(numbers[1]), int(numbers[2])) < _LEAST_FP8_CAPABILITY:
+    elif device.cuda_capability < _LEAST_FP8_CAPABILITY:
         params = {"device": device.name, "compute_capability": device.compute_capability}
         yield Rule("training.precision", "fp8", "fp8-capability", params)
 

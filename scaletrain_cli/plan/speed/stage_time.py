@@ -10,9 +10,14 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.memory.activations import loss_chunks
+from scaletrain_cli.plan.memory.activations import fuses_attention, loss_chunks
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
-from scaletrain_cli.plan.memory.states import gradient_bytes, optimizer_state_bytes_per_parameter, weight_bytes
+from scaletrain_cli.plan.memory.states import (
+    expert_tensor_parallel,
+    gradient_bytes,
+    optimizer_state_bytes_per_parameter,
+    weight_bytes,
+)
 from scaletrain_cli.plan.result import Layout, StageTime
 from scaletrain_cli.plan.speed.block_time import PartTime, RankWork, block_time, embedding_time, head_time
 from scaletrain_cli.plan.speed.communication import (
@@ -255,22 +260,15 @@ def _stage(
 
 
 def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:
-    model = spec.transformer
-    expert_tensor = spec.layout.expert_tensor_parallel
-    wanted = spec.planner.attention
-    grouped = model.num_key_value_heads != model.num_attention_heads
-    flash = device.fuses_attention(spec.training.precision, model.head_dim, grouped)
     framework = framework_of(spec)
-    dropped = framework.drops_scores(spec)
-    flash = flash and not dropped
     return RankWork(
         tokens=local_tokens(spec, layout),
-        keys=model.seq_len,
+        keys=spec.transformer.seq_len,
         tensor=layout.tensor_parallel,
         sequence=layout.sequence_parallel,
         expert=layout.expert_parallel,
-        expert_tensor=layout.tensor_parallel if expert_tensor == "auto" else expert_tensor,
+        expert_tensor=expert_tensor_parallel(spec, layout),
         sharded_norms=framework.shards_norms(spec, layout),
-        flash=flash if wanted == "auto" else wanted == "flash" and not dropped,
+        flash=fuses_attention(spec, device) and not framework.drops_scores(spec),
         compiled=layout.compile,
     )

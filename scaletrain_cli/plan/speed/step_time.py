@@ -8,9 +8,8 @@ optimizer, waiting for data). The stage that finishes last decides.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from scaletrain_cli.plan.architecture import Architecture, architecture, training_flops_per_token
+from scaletrain_cli.plan.architecture import architecture, training_flops_per_token
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
@@ -22,7 +21,7 @@ from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
 from scaletrain_cli.plan.speed.stage_time import MicroBatchTime, offload_seconds, stage_parameters, stage_times
 from scaletrain_cli.plan.stages import zero_shards
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 
 # Maximum number of stages whose times a plan lists; no published run has more.
 _MOST_STAGES = 64
@@ -53,7 +52,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     if layout.compile:
         profile = compiled_profile(profile)
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
-    per_rank = _architecture(model, layout.tensor_parallel, layout.expert_parallel)
+    per_rank = architecture(model, layout.tensor_parallel, layout.expert_parallel)
     blocks = framework.blocks_by_stage(model, layout.pipeline_parallel)
     stages = stage_times(spec, layout, device, rate, link, profile, per_rank, blocks)
     m = layout.gradient_accumulation_steps
@@ -81,7 +80,7 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     waited = _data_wait(spec, layout, step)
     step += waited
     tokens = layout.global_batch_size * model.seq_len
-    needed = tokens * _model_flops(model)
+    needed = tokens * training_flops_per_token(model)
     executed = needed + tokens * recompute_flops_per_token(spec, layout)
     peak = layout.world_size * device.peak_flops(spec.training.precision)
     time = Time(
@@ -124,16 +123,6 @@ def _once_per_step(
     gather = exposed(data.gather, windows * forward, profile.gather_overlap)
     optimizer = _optimizer_seconds(spec, layout, device, rate, profile, parameters)
     return _OncePerStep(reduce + gather, optimizer, data.sent)
-
-
-@lru_cache(maxsize=64)
-def _model_flops(model: ModelSpec) -> int:
-    return training_flops_per_token(model)
-
-
-@lru_cache(maxsize=1024)
-def _architecture(model: ModelSpec, tensor: int, expert: int) -> Architecture:
-    return architecture(model, tensor, expert)
 
 
 def _optimizer_seconds(
