@@ -12,11 +12,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import listed
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 BACKENDS = "scaletrain.backends"
 TRACKERS = "scaletrain.trackers"
@@ -130,15 +133,26 @@ def load_reference(reference: str) -> Any:
 @cache
 def _all_plugins() -> dict[str, dict[str, Plugin]]:
     """Return the plug-ins of every group, from one scan of the installed packages."""
-    from importlib.metadata import entry_points
-
-    installed = entry_points()
-    found: dict[str, dict[str, Plugin]] = {}
-    for group in GROUPS:
-        found[group] = {}
-        for entry in sorted(installed.select(group=group), key=lambda entry: entry.name):
-            package = (entry.dist.name if entry.dist is not None else None) or "an installed package"
-            before = found[group].get(entry.name)
-            packages = (package,) if before is None else (*before.packages, package)
-            found[group][entry.name] = Plugin(group, entry.name, entry.value.partition("[")[0].strip(), packages)
+    found: dict[str, dict[str, Plugin]] = {group: {} for group in GROUPS}
+    for entry in sorted(_entry_points(), key=lambda entry: entry.name):
+        reference = entry.value.partition("[")[0].strip()
+        package = (entry.dist.name if entry.dist is not None else None) or reference.partition(":")[0]
+        before = found[entry.group].get(entry.name)
+        packages = (package,) if before is None else (*before.packages, package)
+        found[entry.group][entry.name] = Plugin(entry.group, entry.name, reference, packages)
     return found
+
+
+def _entry_points() -> list[EntryPoint]:
+    """Return the entry points of our groups; a package whose metadata cannot be read is left out."""
+    from importlib.metadata import distributions, entry_points
+
+    try:
+        installed = entry_points()
+        return [entry for group in GROUPS for entry in installed.select(group=group)]
+    except Exception:  # does not say in which package; the search for it reads all of their metadata
+        found: dict[str, list[EntryPoint]] = {}
+        for package in distributions():
+            with contextlib.suppress(Exception):
+                found.setdefault(package.name, [entry for entry in package.entry_points if entry.group in GROUPS])
+        return [entry for entries in found.values() for entry in entries]

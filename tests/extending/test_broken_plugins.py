@@ -139,6 +139,16 @@ def test_doctor_reports_each_plug_in_that_cannot_be_loaded_with_the_cause(site: 
         assert said in found[name]["advice"]
 
 
+@pytest.mark.parametrize("text", [b"[scaletrain.verbs]\nno equals sign\n", b"[scaletrain.verbs]\n\xff = a:b\n"])
+def test_metadata_that_cannot_be_read_disturbs_no_other_package(tmp_path: Path, text: bytes) -> None:
+    site = tmp_path / "site"
+    add_package(site, "damaged", "damaged", "verbs", "")
+    (site / "damaged-1.0.dist-info" / "entry_points.txt").write_bytes(text)
+    add_package(site, "other", "other", "verbs", "EXIT_CODES = ()\ndef command() -> None:\n    print('hello')\n")
+    assert scaletrain(site, "validate", SPEC).returncode == 0
+    assert scaletrain(site, "other").stdout == "hello\n"
+
+
 def test_an_exception_in_the_code_of_a_plug_in_is_reported_as_a_bug_of_its_package(tmp_path: Path) -> None:
     source = "import json\nEXIT_CODES = ()\ndef command() -> None:\n    json.loads('no json')\n"
     add_package(tmp_path / "site", "my-verb", "broken", "verbs", source)
