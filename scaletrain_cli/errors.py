@@ -9,7 +9,7 @@ from typing import Any
 
 from scaletrain_cli.reasons import Reason
 
-# After a word, and before a blank or the end: neither `..` of a path nor `...`.
+# Two full stops after a word and before a space or the end; not `..` in a path, and not `...`.
 _TWO_STOPS = re.compile(r"(?<=[\w)\]'\"`%])\.\.(?=\s|$)")
 
 
@@ -175,7 +175,7 @@ class UsageError(ScaletrainError):
 
 
 class SpecError(UsageError):
-    """The run spec is wrong; carries every problem found, not just the first (exit 2)."""
+    """The run spec is wrong; carries all problems found (exit 2)."""
 
     code = "spec"
 

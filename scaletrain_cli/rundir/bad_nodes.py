@@ -1,6 +1,6 @@
 """<runs root>/bad-nodes.json: nodes on which attempts failed, with evidence against the node, until it expires.
 
-Shared by all runs of a root: a lock keeps writers apart, readers need none.
+Shared by all runs of a root: writers take a lock, readers do not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEMA = "scaletrain.bad-nodes/v1"
 
 @dataclass(frozen=True)
 class BadNode:
-    """The latest evidence against a node, by the scheduler's name of it. Times are Unix seconds."""
+    """The latest evidence against a node, by its name in the scheduler. Times are Unix seconds."""
 
     node: str
     reason: str

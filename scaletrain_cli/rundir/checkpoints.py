@@ -1,7 +1,7 @@
 """The checkpoints in a folder, and which of them are valid. Read-only.
 
-A checkpoint exists when ``step-N/manifest.json`` states step N and every file that it names has the size and hash it
-states. "Latest" is computed, never a pointer file.
+A checkpoint is valid if ``step-N/manifest.json`` is for step N and every file that it lists has the recorded size and
+hash. "Latest" is computed, never a pointer file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Defect:
     """The defect of a checkpoint or of one of its files.
 
     ``damaged``: its content is not what was written. ``unreadable``: this node could not read it; another node, or a
-    later try, may. ``misnamed``: the folder holds the checkpoint of another step, as a copy or a rename leaves it.
+    later try, may. ``misnamed``: the folder contains the checkpoint of another step, after a copy or a rename.
     """
 
     kind: Literal["damaged", "unreadable", "misnamed"]
@@ -74,7 +74,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def find_defects(checkpoint: Checkpoint, names: Collection[str] | None = None) -> dict[str, Defect]:
-    """Read the files (all, or ``names``) and return the defect of each; empty when every byte is as written."""
+    """Read the files (all, or ``names``) and return the defect of each; empty if every byte is as written."""
     from concurrent.futures import ThreadPoolExecutor  # loads logging and more, which most commands do not need
 
     chosen = sorted(checkpoint.files if names is None else names)
@@ -103,7 +103,7 @@ def latest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 def checkpoints_to_prune(folder: Path, keep: int, keep_every: int | None = None) -> list[Checkpoint]:
     """Return the checkpoints that retention does not keep, oldest first.
 
-    Kept are the ``keep`` latest, the latest clean one, and those of steps that ``keep_every`` divides.
+    Retention keeps the ``keep`` latest, the latest clean one, and steps that are multiples of ``keep_every``.
     """
     committed = list_checkpoints(folder)
     kept = committed[-keep:]
@@ -113,7 +113,7 @@ def checkpoints_to_prune(folder: Path, keep: int, keep_every: int | None = None)
 
 
 def committed_folders(folder: Path) -> list[Path]:
-    """Return the folders with the name of a committed step, oldest first, whatever is in them."""
+    """Return the folders with the name of a committed step, oldest first, regardless of their content."""
     found = {int(match[1]): entry for entry in entries(folder) if (match := _STEP.fullmatch(entry.name))}
     return [path for step in sorted(found) if (path := found[step]) == checkpoint_path(folder, step)]
 

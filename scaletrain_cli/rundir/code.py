@@ -1,7 +1,7 @@
 """The user's code in a run directory: the record of a snapshot in run.json, and its files.
 
-``code/<name>.tar.gz`` is the tree, ``.sha256`` one line per file as sha256sum writes it, ``<name>-<commit>.patch`` what
-was not committed. The name is the first digits of the hash over those lines: a run that is resumed with newer code
+``code/<name>.tar.gz`` is the tree, ``.sha256`` one line per file as sha256sum writes it, ``<name>-<commit>.patch`` the
+uncommitted changes. The name is the first digits of the hash over those lines: a run that is resumed with newer code
 keeps both.
 """
 
@@ -61,7 +61,7 @@ def hash_of(text: str) -> str:
 
 
 def differences(folder: Path, text: str) -> list[str]:
-    """Return the files of the listing that are missing below ``folder`` or differ there, each with which of the two."""
+    """Return the files of the listing that are missing below ``folder`` or differ, as text."""
     found = []
     for line in filter(None, text.split("\n")):
         expected, _, path = line.partition("  ")

@@ -19,7 +19,7 @@ T = TypeVar("T")
 def write_document(path: Path, data: dict[str, Any], *, shared: bool = False) -> None:
     """Replace the file atomically. Raises OSError, with the file unchanged.
 
-    A ``shared`` one is for all who may write to its folder.
+    With ``shared``, every user with write access to its folder may replace it.
     """
     replace_file(path, json.dumps(data, indent=1, allow_nan=False) + "\n", shared=shared)
 
@@ -37,7 +37,7 @@ def read_document(path: Path) -> dict[str, Any] | None:
 def parse_json(data: bytes) -> Any:
     """Return the JSON value. Raises ValueError for invalid JSON, other encodings, NaN, infinity, and excessive nesting.
 
-    So one file that is damaged, or planted in a shared runs root, cannot end a verb that reads all runs.
+    A damaged or hostile file in a shared runs root therefore cannot end a verb that reads all runs.
     """
     try:
         return _DECODER.decode(data.decode())

@@ -14,7 +14,7 @@ from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 
 LEDGER_SCHEMA = "scaletrain.ledger/v1"
-# step: without waiting for data; save: what a checkpoint held up; restore: the set-up of an attempt and all it loads.
+# step: without waiting for data; save: time that a checkpoint blocked training; restore: set-up of an attempt.
 Category = Literal["step", "data", "save", "restore", "evaluation", "rollback", "other"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 

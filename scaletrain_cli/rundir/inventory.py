@@ -30,10 +30,7 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """One folder. ``problem`` is the defect that names and sizes show, empty for none. ``written`` in Unix seconds.
-
-    ``written`` in Unix seconds.
-    """
+    """One folder. ``problem``: the defect found in names and sizes, empty for none; ``written``: in Unix seconds."""
 
     path: Path
     step: int

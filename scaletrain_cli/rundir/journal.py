@@ -1,7 +1,7 @@
 """events.jsonl and metrics.jsonl: append-only JSON lines, and the rollbacks that events record.
 
-Several processes append to one file, so a line is one ``write`` on an O_APPEND descriptor; readers skip a line that a
-crash cut short, and the next writer starts a new line. Over NFS, where O_APPEND alone does not keep the lines of
+Several processes append to one file, so a line is one ``write`` on an O_APPEND descriptor; readers skip an
+incomplete line, and the next writer starts a new one. Over NFS, where O_APPEND alone does not keep the lines of
 several hosts apart, an exclusive lock does. Rollbacks are read from events rather than from checkpoints: the checkpoint
 that a run rolls back to is older than the decision.
 """
@@ -126,8 +126,8 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     """Return the metrics by step since the run last started from scratch, without rolled-back steps.
 
-    A step has more than one line when it was evaluated, and when a later attempt trained it again. Of a step's lines
-    the later one in the file wins, key by key.
+    A step has more than one line when it was evaluated, and when a later attempt trained it again. Later lines
+    override earlier ones, key by key.
     """
     events = read_events(run)
     scratch = [event for event in events if event["event"] == "from-scratch"][-1:]

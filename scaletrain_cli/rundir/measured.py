@@ -10,7 +10,7 @@ from scaletrain_cli.rundir.documents import read_document, reporting_damage, wri
 from scaletrain_cli.rundir.paths import RunDir
 
 SCHEMA = "scaletrain.measured/v1"
-# Figures counted from tensors, which must equal the plan's.
+# Figures that are counted from tensors and must equal those of the plan.
 MODEL_STATES = ("parameters", "gradients", "optimizer_states")
 
 

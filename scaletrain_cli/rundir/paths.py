@@ -98,7 +98,7 @@ class RunDir:
         return sorted(int(entry.name) for entry in folder.iterdir() if _ATTEMPT.fullmatch(entry.name))
 
     def new_attempt(self) -> int:
-        """Claim the next attempt number; two processes never get the same one."""
+        """Claim the next attempt number; concurrent processes get different ones."""
         number = max(self.attempts(), default=0) + 1
         while True:
             try:

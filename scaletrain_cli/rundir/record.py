@@ -114,9 +114,7 @@ def revision_path(run: RunDir, number: int) -> Path:
 def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
     """Return run.json and the latest revision by file name, for pods whose volume the submitter cannot access.
 
-    Neither file need exist: without it, the document is made from ``record``.
-
-    The run directory need not exist, nor the revision: a record that was only made is its own then.
+    A document whose file does not exist yet is created from ``record``.
     """
     documents = {"run.json": json.dumps(_read(run.record, SCHEMA) if run.record.exists() else _whole(record))}
     if record.revision:
@@ -129,7 +127,7 @@ def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:
 def place_documents(folder: Path, root: Path) -> tuple[RunDir, RunRecord]:
     """Create the run directory under ``root`` from documents_of() and the code, or complete an existing one.
 
-    Raises UsageError where that one is another run's.
+    Raises UsageError if the existing one belongs to another run.
     """
     first = _read(folder / "run.json", SCHEMA)
     run = RunDir(root / str(first["run_id"]))
@@ -187,7 +185,7 @@ def _read(path: Path, schema: str) -> dict[str, Any]:
 
 @functools.cache
 def _plan_reader() -> TypeAdapter[RunPlan]:
-    """Takes 18 ms to build, and `scaletrain list` reads hundreds of records."""
+    """Return the cached reader: it takes 18 ms to build, and `scaletrain list` reads hundreds of records."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(RunPlan)
@@ -224,9 +222,7 @@ def require_own_run(run: RunDir, *, trust_owner: bool, remedy: str) -> None:
 def require_own_checkpoints(run: RunDir, spec: RunSpec, *, trust_owner: bool) -> None:
     """Raise UsageError if another user owns the folder of this run's checkpoints, whose content is loaded.
 
-    On Kubernetes the pods create it, as a user of their own.
-
-    On Kubernetes the pods make it, as a user of their own.
+    On Kubernetes the pods create it, as another user.
     """
     folder = checkpoint_folder(run, spec)
     if spec.cluster.traits.shared_run_directory and os.path.lexists(folder):
@@ -244,7 +240,7 @@ def require_changeable(run: RunDir, purpose: str) -> None:
 
 
 def require_cancellable(run: RunDir, *, trust_owner: bool) -> None:
-    """Raise UsageError if this user must not, or cannot, stop the run. Call it before signaling a process or job."""
+    """Raise UsageError if this user may not or cannot stop the run. Call it before signaling a process or a job."""
     require_own_run(run, trust_owner=trust_owner, remedy="Ask that user to cancel it")
     require_changeable(run, f"{run.run_id} cannot be canceled")
 

@@ -1,7 +1,7 @@
 """<runs root>/datasets/: prepared data that every user of a runs root may read, each folder changed by its owner only.
 
-A user who can read data that another user has prepared uses them. A user who cannot read them, or finds something else
-under their name, prepares them again under a separate name. The lock of one user never blocks another user.
+Data that another user has prepared are used if this user can read them, and otherwise prepared again under a separate
+name. The lock of one user never blocks another user.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """sweep.json: the sweep that a run belongs to, and the run that its first submission waits for. Written once.
 
-A sweep has no folder of its own: it is the runs under the runs root whose files name it.
+A sweep has no folder: it is the set of runs under the runs root whose files name it.
 """
 
 from __future__ import annotations

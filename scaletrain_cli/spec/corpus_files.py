@@ -31,7 +31,7 @@ FORMATS = ("txt", "md", "py", "jsonl", "parquet")
 COMPRESSED = ("txt.gz", "md.gz", "py.gz", "jsonl.gz")
 # The library itself: no installed packages, and no tests, whose generated tables are poor training text.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# Files that describe a corpus. They are read only if a path or a glob names them.
+# Files that describe a corpus: read only if a path or a glob names them.
 _ABOUT_THE_CORPUS = ("readme", "license", "licence", "notice", "changelog", "dataset_card", "datasheet")
 _FIRST_BYTES = 1 << 16
 _LOOKED_INTO = 32  # number of a corpus's files whose beginning is read before a run

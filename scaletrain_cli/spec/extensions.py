@@ -25,7 +25,7 @@ BUILT_IN_FAMILIES = ("llama", "gpt")  # of transformers
 
 @dataclass(frozen=True)
 class OptimizerExtension:
-    """An optimizer that updates each element of a weight by itself: ZeRO hands it flat parts of matrices.
+    """An element-wise optimizer: ZeRO passes it flat parts of matrices.
 
     ``moment_bytes``: bytes of its states per parameter, without the fp32 master weight. ``build``: ``module:name`` of
     a callable ``(groups, settings) -> torch.optim.Optimizer``; ``groups`` are torch parameter groups with their weight

@@ -1,7 +1,7 @@
 """Numbers with units: ``80GB``, ``30m``, ``300B``.
 
-Each type checks its whole input itself, so that a wrong value is one problem and not one per branch of a union; its
-JSON Schema is what a file may hold.
+Each type validates its input itself, so that a wrong value is one problem and not one per branch of a union. Its JSON
+Schema describes the values allowed in a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _BYTE_UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _SECOND_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-# No quantity is measured in thousandths, so m means a million, as M does.
+# No quantity has thousandths, so that m means million, as M does.
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _RATE_UNITS = {"": 1} | {f"{unit}/s": factor for unit, factor in _BYTE_UNITS.items() if unit}
 _FLOPS_UNITS = {"": 1, "tflops": 10**12, "pflops": 10**15}

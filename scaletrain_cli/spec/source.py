@@ -21,8 +21,6 @@ def variants(settings: Sequence[str], option: str = VARY_OPTION, most: int = _MO
 
     Returns one empty tuple without settings. Commas inside brackets, braces or quotes belong to the value; ``option``
     is named in errors. Raises UsageError.
-
-    Commas inside brackets, braces or quotes belong to the value; ``option`` is who is to blame. Raises UsageError.
     """
     lists = [_one_setting(setting, option) for setting in settings]
     found = list(itertools.islice(itertools.product(*lists), most + 1))
