@@ -38,7 +38,7 @@ from scaletrain_cli.launch.cancel import cancel as cancel_run
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
-from scaletrain_cli.launch.logs import LogLine, logs_brought, read_logs
+from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
 from scaletrain_cli.launch.rendered_job import changes_since_sent
 from scaletrain_cli.launch.replan import Resize, replan
 from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
@@ -339,7 +339,7 @@ def logs(
     Raises UsageError where there is no such attempt or rank.
     """
     found = find_run(run).directory
-    with logs_brought(found):
+    with fetched_logs(found):
         return list(read_logs(found, attempt, rank, last_lines))
 
 

@@ -107,11 +107,11 @@ def _cancel_sweep(sweep: Sweep, *, force: bool, trust_owner: bool, yes: bool, as
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.status import OVER
-    from scaletrain_cli.launch.sweep import cancel_members, look_at
+    from scaletrain_cli.launch.sweep import cancel_members, sweep_status
     from scaletrain_cli.text import counted, listed
     from scaletrain_cli.ui.console import say
 
-    status = look_at(sweep)
+    status = sweep_status(sweep)
     members, states = status.members, status.states_in_words
     schedulers = {member.status.scheduler for member in members if member.status is not None}
     unable = [backend_for(name).traits.display_name for name in sorted(schedulers) if not backend_for(name).can_force]

@@ -159,7 +159,7 @@ def prune(
     Never deletes the latest valid checkpoint or the latest one marked clean. Rejected while the run is active.
     """
     from scaletrain_cli.cli.options import confirm
-    from scaletrain_cli.launch.remove import carry_out, pruning
+    from scaletrain_cli.launch.remove import delete_pruned, pruning
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import require_changeable, require_own_run
     from scaletrain_cli.text import bytes_text
@@ -173,7 +173,7 @@ def prune(
         names = [checkpoint.path.name for checkpoint in found.to_delete]
         if names and not dry_run:
             confirm(f"Delete {len(names)} checkpoints, {bytes_text(freed)} ({', '.join(names)})?", yes)
-            carry_out(found)
+            delete_pruned(found)
     if as_json:
         _print({"deleted": names, "bytes": freed, "dry_run": dry_run, "newest_sound_step": found.newest.step})
         return

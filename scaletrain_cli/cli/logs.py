@@ -52,9 +52,9 @@ def command(
         EarlyOutput,
         LogFollower,
         early_output,
+        fetched_logs,
         is_for_people,
         log_files,
-        logs_brought,
         read_logs,
     )
     from scaletrain_cli.rundir.paths import find_run
@@ -65,7 +65,7 @@ def command(
         return [line for line in lines if everything or as_json or is_for_people(line.text)]
 
     found = find_run(run)
-    with logs_brought(found, follow=follow) as trouble:
+    with fetched_logs(found, follow=follow) as trouble:
         if trouble:
             warn(f"{trouble} Showing the lines fetched before.")
         files = log_files(found, attempt, rank)

@@ -165,10 +165,10 @@ _POLL_SECONDS_PER_RUN = 0.2  # of hundreds, each of which is a question to the c
 
 def _show_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool) -> int:
     """Show a sweep and return the exit code: with a wait 0 if all runs finished, 124 on timeout."""
-    from scaletrain_cli.launch.sweep import exit_code_of_all, look_at
+    from scaletrain_cli.launch.sweep import exit_code_of_all, sweep_status
 
     if wait_seconds is None:
-        status, code = look_at(sweep), int(ExitCode.DONE)
+        status, code = sweep_status(sweep), int(ExitCode.DONE)
     else:
         status, in_time = _wait_for_sweep(sweep, wait_seconds)
         code = exit_code_of_all(status.members) if in_time else _TIMED_OUT
@@ -185,10 +185,10 @@ def _show_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool) -> int:
 
 def _wait_for_sweep(sweep: Sweep, seconds: float) -> tuple[SweepStatus, bool]:
     """Return the last status of the sweep, and whether all its runs ended within ``seconds``."""
-    from scaletrain_cli.launch.sweep import look_again, look_at
+    from scaletrain_cli.launch.sweep import refreshed_sweep_status, sweep_status
     from scaletrain_cli.ui.live import StatusLine
 
-    deadline, status = time.monotonic() + seconds, look_at(sweep)
+    deadline, status = time.monotonic() + seconds, sweep_status(sweep)
     with StatusLine() as line:
         while True:
             over, runs = sum(member.is_over or member.status is None for member in status.members), len(sweep.runs)
@@ -199,4 +199,4 @@ def _wait_for_sweep(sweep: Sweep, seconds: float) -> tuple[SweepStatus, bool]:
             line.show(f"{over}/{runs} over", over, runs, status.states_in_words)
             pause = max(_POLL_SECONDS, _POLL_SECONDS_PER_RUN * (runs - over))
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-            status = look_again(status)
+            status = refreshed_sweep_status(status)

@@ -342,16 +342,16 @@ def make_folder() -> Path:
     return folder
 
 
-def run_drill(setup: DrillSetup, kind: DrillKind, on_look: Callable[[RunStatus], None]) -> tuple[RunDir, Course]:
-    """Run one drill to its end and return its course. ``on_look`` gets every status; a late run is cancelled."""
+def run_drill(setup: DrillSetup, kind: DrillKind, on_status: Callable[[RunStatus], None]) -> tuple[RunDir, Course]:
+    """Run one drill to its end and return its course. ``on_status`` gets every status; a late run is cancelled."""
     settings = kind.settings(step=setup.fault_step(kind), world_size=setup.spec.world_size)
     spec = override_spec(setup.spec, settings, file="the drills' spec")
     made = create_run(spec, setup.plan, kind.name, root=setup.folder)
     submit_run(made.run, made.record, setup.scheduler)
-    status = wait_for_end(made.run, setup.scheduler, setup.timeout_seconds, on_look)
+    status = wait_for_end(made.run, setup.scheduler, setup.timeout_seconds, on_status)
     stopped = status.state == "failed" and exit_code_of(made.run, status) == ExitCode.DO_NOT_REQUEUE
     resumed = stopped and kind.ending == "stopped"
     if resumed:
         resume(made.run, scheduler=setup.scheduler)
-        status = wait_for_end(made.run, setup.scheduler, setup.timeout_seconds, on_look)
+        status = wait_for_end(made.run, setup.scheduler, setup.timeout_seconds, on_status)
     return made.run, course_of(made.run, status, resumed=resumed)

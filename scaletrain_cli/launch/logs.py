@@ -132,7 +132,7 @@ def _files_of(run: RunDir, attempt: int) -> list[LogFile]:
 
 
 @contextlib.contextmanager
-def logs_brought(run: RunDir, *, follow: bool = False) -> Iterator[str]:
+def fetched_logs(run: RunDir, *, follow: bool = False) -> Iterator[str]:
     """Fetch the logs into the run directory on entry; with ``follow``, keep fetching until exit.
 
     Yields the error if they could not be fetched, else an empty text: logs that were fetched before can still be read.

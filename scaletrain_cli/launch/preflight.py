@@ -53,7 +53,7 @@ class Preflight:
 
 
 def run_preflight(
-    spec: RunSpec, plan: RunPlan, scheduler: Backend, timeout_seconds: float, on_look: Callable[[RunStatus], None]
+    spec: RunSpec, plan: RunPlan, scheduler: Backend, timeout_seconds: float, on_status: Callable[[RunStatus], None]
 ) -> Preflight:
     """Submit the job, wait for its end, and return the result.
 
@@ -78,7 +78,7 @@ def run_preflight(
         except SchedulerSilentError:
             kept = True  # the scheduler may have the job, and only this folder identifies it
             raise
-        status = wait_for_end(made.run, scheduler, timeout_seconds, on_look)
+        status = wait_for_end(made.run, scheduler, timeout_seconds, on_status)
         code = exit_code_of(made.run, status)
         kept = code != 0
         return _report(made.run, status, code, made.run.path if kept else None)

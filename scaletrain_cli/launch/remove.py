@@ -53,7 +53,7 @@ def pruning(
         yield found
 
 
-def carry_out(found: Pruning) -> None:
+def delete_pruned(found: Pruning) -> None:
     """Delete what pruning() yielded, inside its context."""
     for checkpoint in found.to_delete:
         delete_checkpoint(checkpoint.path)

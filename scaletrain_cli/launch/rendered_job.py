@@ -21,7 +21,7 @@ from scaletrain_cli.spec.source import read_documents
 _NUMBERED = re.compile(r"(-s|submission: \"?)\d+")
 
 
-def keep_sent(run: RunDir, text: str) -> None:
+def store_rendered_job(run: RunDir, text: str) -> None:
     """Store the text of a submission in the run directory. Raises OSError."""
     replace_file(run.sent, text)
 

@@ -63,7 +63,7 @@ class Resize:
         return dataclasses.replace(self.before, spec=self.spec, plan=self.plan, revision=number, code=code)
 
     @property
-    def cuts_states_anew(self) -> bool:
+    def reshards_states(self) -> bool:
         """Return whether the weights or the optimizer states would be sharded differently."""
         old, new = self.before.plan.layout, self.plan.layout
         return any(getattr(old, field) != getattr(new, field) for field in _SHARDING)
@@ -92,7 +92,7 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
     try:
         plan = plan_for_engine(spec, run.run_id)
     except InfeasibleError as error:
-        error.problems = (*map(_for_a_resume, error.problems), *_pins_in_the_way(spec))
+        error.problems = (*map(_for_a_resume, error.problems), *_pins_to_release(spec))
         raise
     return Resize(before, spec, plan, tuple(overrides), snapshot)
 
@@ -118,7 +118,7 @@ def _for_a_resume(problem: Problem) -> Problem:
     return Problem.because(problem.where, problem.key, why, problem.given)
 
 
-def _pins_in_the_way(spec: RunSpec) -> Iterator[Problem]:
+def _pins_to_release(spec: RunSpec) -> Iterator[Problem]:
     """Yield the pinned fields to set to `auto` so that a plan exists: one field if that suffices, else all of them."""
     pins = {key: value for key in _PINS if (value := _value(spec, key)) != "auto"}
     alone = [key for key in pins if _can_be_planned(spec, [key])]

@@ -19,7 +19,7 @@ from scaletrain_cli.launch.code import write_snapshot
 from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import why_ended
-from scaletrain_cli.launch.submit import Submission, hand_over, keep_secrets, read_submission, submit_lock
+from scaletrain_cli.launch.submit import Submission, keep_secrets, read_submission, submit_job, submit_lock
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
@@ -103,12 +103,12 @@ def resume(
         spec = record.spec if resize is None else resize.spec
         scheduler = scheduler or backend_for(spec.cluster.scheduler)
         with (
-            _secrets_at_hand(run, spec),
+            _secrets_stored(run, spec),
             _revised(run, record, resize) as revised,
-            _started_over(run, from_scratch),
-            _stop_lifted(run),
+            _start_from_scratch_recorded(run, from_scratch),
+            _stop_files_moved_aside(run),
         ):
-            return Resumption(report, hand_over(run, revised, scheduler))
+            return Resumption(report, submit_job(run, revised, scheduler))
 
 
 def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, resize: Resize | None = None) -> None:
@@ -136,13 +136,13 @@ def _refusal(run: RunDir, report: ResumeReport, *, from_scratch: bool, resize: R
         gone = "checkpoints-gone" if report.had_checkpoint else "no-checkpoint"
         return Reason(f"launch.resume-{gone}", name | {"step": step})
     optimizer = "" if resize is None else resize.spec.training.optimizer.name
-    if report.checkpoint is not None and resize is not None and resize.cuts_states_anew and optimizer == "adamw_8bit":
+    if report.checkpoint is not None and resize is not None and resize.reshards_states and optimizer == "adamw_8bit":
         return Reason("launch.resume-layout-fixed", name | {"optimizer": optimizer})
     return None
 
 
 @contextlib.contextmanager
-def _secrets_at_hand(run: RunDir, spec: RunSpec) -> Iterator[None]:
+def _secrets_stored(run: RunDir, spec: RunSpec) -> Iterator[None]:
     """Store the values of ``secret_env``, which the end of a run removes; remove them again after a refusal."""
     had = run.secrets.exists()
     keep_secrets(run, spec)
@@ -157,7 +157,7 @@ def _secrets_at_hand(run: RunDir, spec: RunSpec) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started_over(run: RunDir, from_scratch: bool) -> Iterator[None]:
+def _start_from_scratch_recorded(run: RunDir, from_scratch: bool) -> Iterator[None]:
     """Record the event that lets ranks start without a checkpoint; remove it if the scheduler refuses."""
     if not from_scratch:
         yield
@@ -173,7 +173,7 @@ def _started_over(run: RunDir, from_scratch: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_lifted(run: RunDir) -> Iterator[None]:
+def _stop_files_moved_aside(run: RunDir) -> Iterator[None]:
     """Move the stop files aside, which would end the job at once; move them back if the scheduler refuses."""
     aside = {file: file.with_name(f"{file.name}.lifted") for file in (run.stop_file, run.manual_stop_file)}
     for file, lifted in aside.items():

@@ -34,7 +34,7 @@ from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
-from scaletrain_cli.launch.rendered_job import keep_sent
+from scaletrain_cli.launch.rendered_job import store_rendered_job
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
@@ -182,7 +182,7 @@ def submit_run(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission
             return earlier
         if request is not None and (begun := _begun_since(run, request)) is not None:
             return _submitted(run, begun)
-        return hand_over(run, record, scheduler)
+        return submit_job(run, record, scheduler)
 
 
 def _begun_since(run: RunDir, request: Request) -> Submission | None:
@@ -193,7 +193,7 @@ def _begun_since(run: RunDir, request: Request) -> Submission | None:
     return Submission(request.scheduler, begun[-1].job_id, request.asked, request.first_attempt, request.revision)
 
 
-def hand_over(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
+def submit_job(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
     """Submit the job even if the run was submitted before. The caller holds submit_lock().
 
     The intent is written before the request, and kept unless the scheduler refuses, since an answer may be lost.
@@ -217,7 +217,7 @@ def hand_over(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
     submission = Submission(record.spec.cluster.scheduler, job_id, time.time(), first_attempt, record.revision)
     code = {} if record.code is None else {"code": record.code.name}
     _submitted(run, submission, **code)
-    keep_sent(run, text)
+    store_rendered_job(run, text)
     return submission
 
 

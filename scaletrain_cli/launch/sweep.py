@@ -162,7 +162,7 @@ class SweepStatus:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class SweepCancellation:
     """Run ids by result: cancelled, already ended, and refused with the reason."""
 
     cancelled: tuple[str, ...] = ()
@@ -170,12 +170,12 @@ class Stopped:
     refused: tuple[tuple[str, str], ...] = ()
 
 
-def look_at(sweep: Sweep) -> SweepStatus:
+def sweep_status(sweep: Sweep) -> SweepStatus:
     """Return the status of every run; a damaged record is reported in the row of its run."""
     return SweepStatus(sweep, tuple(_look(sweep.runs)))
 
 
-def look_again(before: SweepStatus) -> SweepStatus:
+def refreshed_sweep_status(before: SweepStatus) -> SweepStatus:
     """Return the updated status; queries the scheduler only about runs that may have changed."""
     changing = [member.run for member in before.members if member.state not in (*OVER, "damaged")]
     found = {member.run: member for member in _look(changing)}
@@ -191,9 +191,9 @@ def exit_code_of_all(members: Sequence[Member]) -> int:
     return int(ExitCode.DONE)
 
 
-def cancel_members(members: Sequence[Member], *, force: bool = False, trust_owner: bool = False) -> Stopped:
+def cancel_members(members: Sequence[Member], *, force: bool = False, trust_owner: bool = False) -> SweepCancellation:
     """Cancel the runs, the last first, so that none starts when another ends. Continues after a refusal."""
-    done = Stopped()
+    done = SweepCancellation()
     for member in reversed(members):
         name = member.run.run_id
         if member.state in OVER:

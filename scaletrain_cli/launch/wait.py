@@ -15,15 +15,15 @@ _AFTER_CANCEL_SECONDS = 60.0
 
 
 def wait_for_end(
-    run: RunDir, scheduler: Backend, timeout_seconds: float, on_look: Callable[[RunStatus], None]
+    run: RunDir, scheduler: Backend, timeout_seconds: float, on_status: Callable[[RunStatus], None]
 ) -> RunStatus:
-    """Return the status at the end; cancel at the timeout or on Ctrl-C. ``on_look`` gets each status."""
+    """Return the status at the end; cancel at the timeout or on Ctrl-C. ``on_status`` gets each status."""
     record = read_record(run)
     deadline, cancelled = time.monotonic() + timeout_seconds, False
     try:
         while True:
             status = run_status(run, scheduler)
-            on_look(status)
+            on_status(status)
             # Its processes and its job end a moment later; they must not overlap with those of the next run.
             if is_over(run, status) and not scheduler.job(run, record).is_active:
                 return status

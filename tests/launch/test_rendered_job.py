@@ -8,7 +8,7 @@ import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
-from scaletrain_cli.launch.rendered_job import changes_since_sent, in_format, keep_sent
+from scaletrain_cli.launch.rendered_job import changes_since_sent, in_format, store_rendered_job
 from scaletrain_cli.launch.submit import submit_run
 from tests.cli.command_line import SMALL, scaletrain
 from tests.launch.conftest import LOCAL, MakeRun
@@ -29,7 +29,7 @@ def test_a_submission_keeps_the_rendered_job(make_run: MakeRun) -> None:
 
 def test_changes_are_the_removed_and_added_lines_except_new_job_numbers(make_run: MakeRun) -> None:
     run = make_run().run
-    keep_sent(run, 'name: llama-s1\nscaletrain.dev/submission: "1"\nnodes: 4\nimage: a\n')
+    store_rendered_job(run, 'name: llama-s1\nscaletrain.dev/submission: "1"\nnodes: 4\nimage: a\n')
     reported = changes_since_sent(run, 'name: llama-s2\nscaletrain.dev/submission: "2"\nnodes: 8\nimage: a\n')
     assert reported == ["-nodes: 4", "+nodes: 8"]
 
@@ -55,7 +55,7 @@ def test_objects_are_written_as_yaml_or_as_a_list_for_kubectl() -> None:
 
 def test_resume_shows_the_changes_of_the_rendered_job(make_run: MakeRun) -> None:
     made = make_run("cluster.scheduler=slurm")
-    keep_sent(made.run, "#!/bin/bash\n#SBATCH --nodes=9\n")
+    store_rendered_job(made.run, "#!/bin/bash\n#SBATCH --nodes=9\n")
     reported = scaletrain("resume", made.run.run_id, "--dry-run")
     assert reported.code == 0, reported.err
     assert "-#SBATCH --nodes=9" in reported.err

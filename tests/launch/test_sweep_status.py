@@ -11,7 +11,13 @@ from scaletrain_cli.launch import cancel, status
 from scaletrain_cli.launch.attempts import Decision, Outcome, begin_attempt, end_attempt
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.submit import submit_run
-from scaletrain_cli.launch.sweep import Stopped, cancel_members, exit_code_of_all, look_again, look_at
+from scaletrain_cli.launch.sweep import (
+    SweepCancellation,
+    cancel_members,
+    exit_code_of_all,
+    refreshed_sweep_status,
+    sweep_status,
+)
 from scaletrain_cli.reasons import recorded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -68,10 +74,10 @@ def end(made: MadeRun, code: int, reason: str) -> None:
 def test_runs_that_have_not_ended_are_canceled_the_last_first(runs: list[MadeRun], queue: Queue) -> None:
     end(runs[0], 0, "done")
     end(runs[1], 1, "crash")
-    found = look_at(find_sweep("s"))
+    found = sweep_status(find_sweep("s"))
     assert found.states == {"queued": 2, "finished": 1, "failed": 1}
     done = cancel_members(found.members)
-    assert done == Stopped(cancelled=("s-3", "s-4"), over=("s-1", "s-2"))
+    assert done == SweepCancellation(cancelled=("s-3", "s-4"), over=("s-1", "s-2"))
     assert queue.cancelled == ["s-4", "s-3"]  # none of a lane may start because the one before it is gone
 
 
@@ -90,7 +96,7 @@ def test_a_run_that_cannot_be_canceled_stops_no_other_and_sets_the_exit_code(run
 
 def test_a_damaged_run_hides_no_other_run(runs: list[MadeRun], queue: Queue) -> None:
     runs[1].run.record.write_text("{")
-    found = look_at(find_sweep("s"))
+    found = sweep_status(find_sweep("s"))
     assert found.states_in_words == "3 queued, 1 damaged"
     assert "cannot be read" in found.members[1].to_json()["error"]["message"]
     assert [name for name, _ in cancel_members(found.members).refused] == ["s-2"]
@@ -102,7 +108,7 @@ def test_a_damaged_run_hides_no_other_run(runs: list[MadeRun], queue: Queue) -> 
 def test_the_exit_code_of_a_sweep_is_that_of_its_first_unfinished_run(runs: list[MadeRun], queue: Queue) -> None:
     for made in runs:
         end(made, 0, "done") if made is not runs[2] else end(made, 93, "nan")
-    members = look_at(find_sweep("s")).members
+    members = sweep_status(find_sweep("s")).members
     assert all(member.is_over for member in members)
     assert exit_code_of_all(members) == ExitCode.DO_NOT_REQUEUE
     assert exit_code_of_all(members[:2]) == 0
@@ -111,11 +117,11 @@ def test_the_exit_code_of_a_sweep_is_that_of_its_first_unfinished_run(runs: list
 
 def test_a_run_that_has_ended_is_not_queried_again(runs: list[MadeRun], queue: Queue) -> None:
     end(runs[0], 0, "done")
-    before = look_at(find_sweep("s"))
+    before = sweep_status(find_sweep("s"))
     for made in runs[1:]:
         end(made, 0, "done")
     runs[0].run.record.unlink()  # nobody looks
-    assert look_again(before).states == {"finished": 4}
+    assert refreshed_sweep_status(before).states == {"finished": 4}
 
 
 def test_list_can_show_the_runs_of_one_sweep(runs: list[MadeRun], make_run: MakeRun) -> None:

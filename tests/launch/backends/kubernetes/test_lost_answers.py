@@ -24,7 +24,7 @@ from scaletrain_cli.launch.backends.kubernetes.conditions import CANCELLED
 from scaletrain_cli.launch.preflight import run_preflight
 from scaletrain_cli.launch.resume import inspect_resume, resume
 from scaletrain_cli.launch.status import run_status
-from scaletrain_cli.launch.submit import hand_over, read_submission, submit_run
+from scaletrain_cli.launch.submit import read_submission, submit_job, submit_run
 from scaletrain_cli.rundir.paths import RunDir
 from tests.launch.backends.kubernetes.conftest import SETTINGS, condition, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
@@ -61,10 +61,10 @@ def server_away_after_the_first_request(api: FakeApi) -> Iterator[None]:
         api.refusals.clear()
 
 
-def unanswered(made: MadeRun, api: FakeApi, *, hand_over: Callable[[MadeRun], Any] = submit) -> None:
+def unanswered(made: MadeRun, api: FakeApi, *, submit_job: Callable[[MadeRun], Any] = submit) -> None:
     """Submit the run such that the job is created and no request is answered."""
     with server_away_after_the_first_request(api), pytest.raises(SchedulerSilentError, match="scaletrain status fake"):
-        hand_over(made)
+        submit_job(made)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_an_unanswered_job_is_adopted_by_the_next_submit(made: MadeRun, api: Fak
 def test_an_unanswered_resume_is_found_and_two_gangs_never_run_at_once(made: MadeRun, api: FakeApi) -> None:
     first = submit(made)
     cancel(made)
-    unanswered(made, api, hand_over=lambda made: resume(made.run))
+    unanswered(made, api, submit_job=lambda made: resume(made.run))
     (second,) = names(api, "jobsets")
     assert f"jobset/{second}" != first
     assert job(made).state == "queued"
@@ -221,7 +221,7 @@ def test_a_user_who_may_only_read_the_run_directory_sees_the_job(
 ) -> None:
     """`status` of another user: only a user who may write records its result."""
     first = submit(made)
-    unanswered(made, api, hand_over=lambda made: hand_over(made.run, made.record, KubernetesBackend()))
+    unanswered(made, api, submit_job=lambda made: submit_job(made.run, made.record, KubernetesBackend()))
 
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
