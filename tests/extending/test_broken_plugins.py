@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli import plugins
+from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.spec import load_spec
+
 PROJECT = Path(__file__).parents[2]
 SPEC = str(PROJECT / "recipes" / "llama-10m-cpu.yaml")
 
@@ -210,3 +214,12 @@ def raise_exit(): raise SystemExit("no licence")
     assert done.stdout == "local\n"
     assert "odd of the package odd" in done.stderr
     assert "SystemExit: no licence" in done.stderr
+
+
+def test_a_spec_with_built_in_names_reads_no_metadata_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected() -> None:
+        pytest.fail("the metadata of all installed packages was read")
+
+    monkeypatch.setattr(plugins, "_all_plugins", unexpected)
+    spec = load_spec(Path(SPEC), ["tracking=[tensorboard]"])
+    assert backend_for(spec.cluster.scheduler).name == "local"

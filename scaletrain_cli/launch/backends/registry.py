@@ -11,6 +11,7 @@ from scaletrain_cli.errors import ScaletrainError, SchedulerError, UsageError
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.plugins import PluginError, load_reference
 from scaletrain_cli.spec.backend_traits import (
+    BUILT_IN,
     DEFAULT,
     BackendTraits,
     added_backends,
@@ -76,11 +77,10 @@ def _has_this_machine(backend: Backend) -> bool:
 
 
 def _implementation(traits: BackendTraits) -> Backend:
-    plugin = added_backends().get(traits.name)
-    if plugin is None:
+    if traits.name in BUILT_IN:
         built_in: Backend = load_reference(traits.implementation)()
         return built_in
-    plugin = dataclasses.replace(plugin, reference=traits.implementation)
+    plugin = dataclasses.replace(added_backends()[traits.name], reference=traits.implementation)
     try:
         found = plugin.load(type)
         if not issubclass(found, Backend):
