@@ -157,13 +157,17 @@ def write_failure(run: RunDir, attempt: int, name: str, failure: Failure) -> Non
     """
     folder = run.attempt(attempt) / "failures"
     make_folder(folder)
-    write_document(folder / f"{name}.json", hide_values_in(dataclasses.asdict(failure), _secrets_of(run)))
+    secrets = _secrets_of(run)
+    message, params = hide_values(failure.message, secrets), hide_values_in(failure.params, secrets)
+    write_document(
+        folder / f"{name}.json", dataclasses.asdict(dataclasses.replace(failure, message=message, params=params))
+    )
 
 
 def _secrets_of(run: RunDir) -> list[str]:
     """Return the values of the secret variables of this process: those in ``secret_env``, and those named like one."""
     names: list[str] = []
-    with contextlib.suppress(ScaletrainError, OSError, KeyError):
+    with contextlib.suppress(ScaletrainError, OSError, KeyError, TypeError, AttributeError):  # a damaged run.json
         names = read_resolved_run(run).spec.get("secret_env", [])
     return secret_values(os.environ, names)
 

@@ -136,6 +136,14 @@ def test_a_failure_record_hides_secrets_in_its_message_and_its_parameters(
         assert not [secret for secret in ("abcd-1234", "correct horse", "pw123456") if secret in text]
 
 
+@pytest.mark.parametrize("record", ["", "[]", '{"spec": [], "plan": {}}', '{"spec": {"checkpoint": 1}, "plan": {}}'])
+def test_a_failure_is_recorded_although_run_json_is_damaged(record: str, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.record.write_text(record)
+    assert report_exception(run, 1, 0, DivergedError("step 3: loss nan")) == 93
+    assert [failure.reason for failure in read_failures(run, 1)] == ["nan"]
+
+
 def test_parameters_that_no_record_can_hold_do_not_lose_the_failure(tmp_path: Path) -> None:
     for value in (float("nan"), tmp_path, {1, 2}):
         failure = failure_of(DoNotRequeueError(Reason("own.diverged", {"loss": value})), 0)
