@@ -301,6 +301,20 @@ def test_all_problems_are_reported_at_once() -> None:
     assert submit(*sets).err.count("--set") == 3
 
 
+def test_json_has_the_code_of_each_problem_and_of_each_warning() -> None:
+    refused = submit("data.source=nowhere", "model.weights=nowhere", options=("--dry-run", "--json"))
+    error = refused.data["error"]
+    assert error["reason"] == {"code": "checks.spec-unusable", "params": {"problems": 2}}
+    assert [problem["reason"]["code"] for problem in error["problems"]] == [
+        "checks.no-source",
+        "checks.weights-missing",
+    ]
+    elsewhere = scaletrain("validate", SMALL, "--set", ON_SLURM, "--set", "data.source=/tmp-of-nodes/x", "--json").data
+    (warning,) = elsewhere["not_checked_reasons"]
+    assert (warning["code"], warning["params"]["keys"]) == ("checks.not-checked", ["data.source = /tmp-of-nodes/x"])
+    assert elsewhere["not_checked"][0].startswith("not checked here: data.source = /tmp-of-nodes/x; ")
+
+
 def test_a_resume_checks_again_but_not_the_initial_weights_once_there_is_a_checkpoint(
     make_run: MakeRun, things: Path
 ) -> None:
