@@ -504,7 +504,7 @@ _EXPLANATION = {
     "tensor-degree": Text(
         "The plan uses tensor parallelism {degree}; the fast link inside the node carries its traffic"
     ),
-    "yes-from-stages": Text("Yes, from {stages} stages on"),
+    "yes-from-stages": Text("Yes, with {stages} stages or more"),
     "stages-cost-a-bubble": Text(
         "Stages send only activations, which the network between nodes can carry; the cost is the pipeline bubble"
     ),
@@ -533,11 +533,11 @@ _EXPLANATION = {
     "larger-micro-batch-too-risky": Text(
         "A larger micro-batch leaves too little memory free for the error of the memory model"
     ),
-    "bubble-share": Text("{share:percent} of the step: stages wait while the pipeline fills and drains"),
+    "bubble-share": Text("{share:percent} of the step, while the pipeline fills and drains"),
     "shrink-the-bubble": Text("More micro-batches, or virtual stages, would shrink it"),
     "no-communication": Text("Nothing: there is one rank"),
     "communication-share": Text("{share:percent} of the step is exposed communication"),
-    "most-traffic": Text("{axis} parallelism sends the most bytes"),
+    "most-traffic": Text("Most bytes are sent for {axis} parallelism"),
     "only-layout": Text("It is the only layout that the spec allows"),
     "fastest-layout": Text(
         "Of {considered:whole} layouts it is the fastest that fits with a margin, or a simpler one that is as fast"

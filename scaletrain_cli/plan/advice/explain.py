@@ -141,6 +141,7 @@ def _sharded(spec: RunSpec, base: Layout, device: Accelerator) -> Iterator[Candi
 
 
 def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Accelerator) -> Question:
+    """Return the question whether the run fits with data parallelism and ZeRO alone; ``sharded``: its layouts."""
     world, batch = spec.world_size, spec.training.global_batch_size
     question = Reason("plan.ask-sharding", {"ranks": world})
     if not sharded:
@@ -163,6 +164,7 @@ def _sharding(spec: RunSpec, plan: RunPlan, sharded: list[Candidate], device: Ac
 
 
 def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, needed: bool) -> Iterator[Question]:
+    """Yield the question about tensor parallelism within a node. ``needed``: the run does not fit without it."""
     degrees = _within_node(spec)
     pairs = [(d, sized(spec, base, device, tensor_parallel=d, zero_stage=_lowest(spec))) for d in degrees]
     pairs += [
@@ -186,6 +188,7 @@ def _tensor(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator, *, 
 
 
 def _pipeline(spec: RunSpec, plan: RunPlan, base: Layout, device: Accelerator) -> Iterator[Question]:
+    """Yield the question about pipeline stages across nodes."""
     chosen = plan.layout
     tensor = chosen.tensor_parallel
     if not plan.memory.fits:

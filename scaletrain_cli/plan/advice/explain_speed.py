@@ -65,6 +65,7 @@ def _axes(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Questio
 
 
 def _recomputation(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
+    """Yield the question whether activations must be recomputed, with every mode of checkpointing."""
     mode = plan.layout.activation_checkpointing
     found = _series(spec, plan, device, "activation_checkpointing", list(modes(spec)))
     if len(found) < 2:
@@ -100,6 +101,7 @@ def _compiled(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Que
 
 
 def _micro_batch(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
+    """Yield the question about the micro-batch size, with the next smaller and larger sizes."""
     layout = plan.layout
     sizes = divisors(layout.global_batch_size // layout.data_parallel)
     if layout.micro_batch_size not in sizes:
@@ -132,6 +134,7 @@ def _cut(size: int, candidate: Candidate) -> str:
 
 
 def _bubble(plan: RunPlan) -> Iterator[Question]:
+    """Yield the question about the pipeline bubble, if there are pipeline stages."""
     layout, time = plan.layout, plan.time
     stages, micro_batches, chunks = (
         layout.pipeline_parallel,
@@ -155,6 +158,7 @@ def _formula(stages: int, micro_batches: int, chunks: int) -> Reason:
 
 
 def _communication(plan: RunPlan) -> Question:
+    """Return the question about communication: bytes by axis, and exposed seconds."""
     time = plan.time
     sent = {name: size for name, size in vars(plan.network.per_step_bytes).items() if size}
     rows = [Row(f"sent for {name} parallelism", size) for name, size in sent.items()]
@@ -169,6 +173,7 @@ def _communication(plan: RunPlan) -> Question:
 
 
 def _winner(spec: RunSpec, plan: RunPlan) -> Question:
+    """Return the question about the next best layouts and the reasons against them."""
     rows = [_chosen(plan)]
     for other in plan.alternatives[:_RUNNERS_UP]:
         share = other.peak_bytes / plan.memory.capacity

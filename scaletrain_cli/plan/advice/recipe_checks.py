@@ -159,6 +159,7 @@ def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Acceler
 
 
 def _batch(spec: RunSpec, layout: Layout) -> Sanity:
+    """Return the global batch size, and the factors that it is made of."""
     samples = layout.global_batch_size
     units = samples * spec.units_per_sample
     workload = workload_of(spec.model)
@@ -173,6 +174,7 @@ def _batch(spec: RunSpec, layout: Layout) -> Sanity:
 
 
 def _warmup(spec: RunSpec) -> Sanity:
+    """Return the check of the warm-up, as a share of all steps."""
     steps, total = spec.training.schedule.warmup_steps, spec.total_steps
     share = steps / total
     value = f"{steps:,} steps, {100 * share:.2g} %"

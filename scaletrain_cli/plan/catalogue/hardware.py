@@ -157,6 +157,7 @@ def _parts(name: str) -> set[str]:
 
 
 def _unknown(name: str, fitting: list[str]) -> UsageError:
+    """Return the error for a name with no match, or with the several matches ``fitting``."""
     known = accelerator_names()
     shown = name.encode("unicode_escape").decode("ascii")[:80]
     near = fitting or [near for near in (nearest_name(name, known, 0.6),) if near]

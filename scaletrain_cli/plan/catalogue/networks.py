@@ -87,6 +87,7 @@ class Link:
     def _collective(
         self, size: float, ranks: int, stride: int, rounds: int, share: float, shares: tuple[tuple[float, float], ...]
     ) -> float:
+        """Return the seconds of a ring collective; ``rounds``: how often a rank sends (n - 1) / n of the buffer."""
         if ranks <= 1 or not size:
             return 0.0
         nodes, in_node = self.spread(ranks, stride)
@@ -159,6 +160,7 @@ def _catalogue() -> dict[str, Any]:
 
 
 def _unknown(name: str) -> UsageError:
+    """Return the error for an unknown network, with the nearest name."""
     known = network_names()
     shown = name.encode("unicode_escape").decode("ascii")[:80]
     near = nearest_name(name, known, 0.3)

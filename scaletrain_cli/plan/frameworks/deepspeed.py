@@ -90,7 +90,7 @@ class DeepSpeed(Framework):
         yield Reason("plan.assumes-fragmentation", {"share": self.fragmentation})
 
     def selective(self, spec: RunSpec) -> Selective:
-        """Return ``layout.selective_scope``."""
+        """Return what ``layout.selective_scope`` sets: the attention module, or every n-th block."""
         return "attention module" if spec.layout.selective_scope == "attention" else "blocks"
 
     def selective_every(self, spec: RunSpec) -> int:

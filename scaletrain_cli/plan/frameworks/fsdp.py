@@ -59,7 +59,7 @@ _PROFILE = FrameworkProfile(
 
 
 class Fsdp(Framework):
-    """PyTorch FSDP."""
+    """PyTorch FSDP with torchtitan's models, for comparison."""
 
     name = "fsdp"
     # No out-of-memory errors are published: 5 % margin for NCCL and fragmentation; the spread is that of the errors

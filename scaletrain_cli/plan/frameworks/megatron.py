@@ -76,7 +76,7 @@ _TRANSFORMER_ENGINE = replace(
 
 
 class Megatron(Framework):
-    """Megatron-LM."""
+    """Megatron-LM, for comparison; profiles of its plain modules and of Transformer Engine."""
 
     name = "megatron"
     # No out-of-memory errors are published: 5 % margin for NCCL and fragmentation; the spread is that of the errors

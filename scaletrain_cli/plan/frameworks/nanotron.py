@@ -68,7 +68,7 @@ _PROFILE = FrameworkProfile(
 
 
 class Nanotron(Framework):
-    """nanotron."""
+    """nanotron, for comparison."""
 
     name = "nanotron"
     # Both from the out-of-memory errors of the Ultra-Scale sweep.
@@ -81,7 +81,7 @@ class Nanotron(Framework):
     capabilities = Capabilities(frozenset(AXES) - {"sequence_parallel", "virtual_pipeline"}, (0, 1))
 
     def selective(self, spec: RunSpec) -> Selective:
-        """Return every second block."""
+        """Return ``blocks``: every second block is recomputed."""
         return "blocks"
 
     def written_alone_bytes(self, layout: Layout, checkpoint_bytes: int, weight_bytes: int) -> int:

@@ -99,6 +99,7 @@ def engine_stage_memory(
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
 
     def fixed_bytes(stage: Stage) -> _FixedBytes:
+        """Return the bytes that do not depend on the micro-batches in flight."""
         shard = stage_shard(per_rank, stage)
         count, accumulation = shard.parameters, layout.gradient_accumulation_steps
         precision, grad_dtype, zero = training.precision, training.grad_dtype, layout.zero_stage
@@ -120,6 +121,7 @@ def engine_stage_memory(
     cache: dict[Stage, _FixedBytes] = {}
 
     def size(stage: Stage) -> StageMemory:
+        """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
         alike = stage._replace(position=0)
         found = cache.get(alike)
         if found is None:

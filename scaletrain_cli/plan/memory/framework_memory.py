@@ -290,6 +290,7 @@ def framework_stage_memory(
     workspace = profile.workspace + (profile.hopper_workspace if device.cuda_capability >= HOPPER else 0)
 
     def fixed_bytes(stage: Stage) -> _FixedBytes:
+        """Return the bytes that do not depend on the micro-batches in flight."""
         shard = stage_shard(per_rank, stage, expert_share)
         per_micro_batch = tokens * (stage.dense * kept_dense + (stage.blocks - stage.dense) * kept_moe)
         per_micro_batch += embedding if stage.first else 0
@@ -312,6 +313,7 @@ def framework_stage_memory(
     cache: dict[Stage, _FixedBytes] = {}
 
     def size(stage: Stage) -> StageMemory:
+        """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
         alike = stage._replace(position=0)
         fixed = cache.get(alike)
         if fixed is None:

@@ -44,6 +44,7 @@ def read_trace(path: Path) -> SpotTrace:
 
 
 def _from_json(path: Path, text: str) -> list[tuple[float, int]]:
+    """Return the intervals of a JSON trace: ``metadata.gap_seconds``, and ``data``, the nodes at each point."""
     try:
         document: Any = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:

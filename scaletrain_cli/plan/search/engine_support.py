@@ -63,6 +63,7 @@ def submittable(spec: RunSpec, plan: RunPlan) -> list[Rule]:
 
 
 def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
+    """Yield a rule for each part of the layout, model and training settings that the engine cannot run."""
     for axis in AXES:
         if getattr(layout, axis) != 1 and axis not in ENGINE.axes:
             runs = {"axes": ENGINE.axis_names}

@@ -146,6 +146,7 @@ def _expert_products(model: ModelSpec, work: RankWork) -> list[_Product]:
 def _attention_core(
     model: ModelSpec, work: RankWork, profile: FrameworkProfile, heads: int, rate: Rates
 ) -> tuple[float, float]:
+    """Return the (forward, backward) seconds of scores, softmax and weighted sum, with the fused kernel or without."""
     # Ulysses' all-to-all gives each rank all queries of some heads, instead of some queries of all heads.
     local = max(1, heads // work.sequence)
     queries = work.tokens * work.sequence

@@ -84,6 +84,7 @@ def pass_seconds(network: VisionNetwork, samples: int, on: Machine) -> tuple[flo
 
 
 def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tuple[float, float]:
+    """Return the (forward, backward) seconds of one operation; ``fused``: it runs in the kernel of the one before."""
     rate, element = on.rate, on.rate.element_bytes
     # The intermediate values of a fused operation stay in registers: they are neither written nor read.
     spared = 2 * operation.outputs if fused else 0

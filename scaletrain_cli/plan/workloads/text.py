@@ -168,6 +168,7 @@ class TextWorkload(Workload):
             yield from self._tensor_rules(spec, model, tensor)
 
     def _tensor_rules(self, spec: RunSpec, model: ModelSpec, tensor: int) -> Iterator[Rule]:
+        """Yield the broken rules of the engine on tensor parallelism above 1."""
         key, kv_heads, vocabulary = "layout.tensor_parallel", model.num_key_value_heads, model.vocab_size
         if kv_heads % tensor:
             fix = _near(gcd(kv_heads, model.num_attention_heads), tensor)

@@ -35,7 +35,7 @@ class VisionWorkload(Workload):
         return plan_vision_time(spec, layout, device)
 
     def contrastive(self, spec: RunSpec) -> bool:
-        """Return whether it is CLIP."""
+        """Return whether the model is CLIP, whose loss compares samples with each other."""
         return isinstance(spec.model, ClipSpec)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:

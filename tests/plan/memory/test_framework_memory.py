@@ -1,4 +1,4 @@
-"""Memory under Megatron-LM, nanotron and FSDP: against single published runs, and how habits move it.
+"""Memory under Megatron-LM, nanotron and FSDP: against single published runs, and its dependence on the profiles.
 
 The whole sets are in benchmarks/planner_accuracy.py; here is one run per mechanism. No constant is fitted to these.
 """

@@ -29,8 +29,8 @@ def _shards_norms(spec: RunSpec, layout: Layout) -> bool:
 def data_bytes(framework: str, zero_stage: int, parameters: int = 8_000_000) -> int:
     spec, layout = run(zero_stage, planner__framework=framework)
     device = find_accelerator(spec.cluster)
-    habits = FRAMEWORKS[framework].profile_on(device)
-    return data_traffic(spec, layout, cluster_link(spec.cluster, device), habits, parameters, 32).sent
+    profile = FRAMEWORKS[framework].profile_on(device)
+    return data_traffic(spec, layout, cluster_link(spec.cluster, device), profile, parameters, 32).sent
 
 
 def test_tensor_parallelism_sends_four_all_reduces_per_block() -> None:
