@@ -70,7 +70,7 @@ layout:  # parallelism over the devices
 
 _LOCAL_CLUSTER = """\
 cluster:
-  scheduler: $scheduler  # this machine; or slurm, kubernetes
+  scheduler: $scheduler  # local (this machine) | slurm | kubernetes
   nodes: 1
   gpus_per_node: $gpus_per_node
   gpu: $gpu  # cpu: each rank is a CPU process; or an accelerator, such as h100-sxm-80gb
