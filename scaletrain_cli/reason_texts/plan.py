@@ -209,17 +209,22 @@ _SIZING = {
 _CATALOGUE = {
     "unknown-accelerator": Text("unknown accelerator {given}"),
     "unknown-device": Text(
-        "is not in the hardware catalogue", ("Known: {known}.", "A table describes any other device.")
+        "is not in the hardware catalogue",
+        ("Known: {known:or}.", "Describe any other device by a table of its memory and rates."),
     ),
     "unknown-device-similar": Text(
         "is not in the hardware catalogue",
-        ("Did you mean {similar:or}?", "Known: {known}.", "A table describes any other device."),
+        (
+            "Did you mean {similar:or}?",
+            "Known: {known:or}.",
+            "Describe any other device by a table of its memory and rates.",
+        ),
     ),
     "ambiguous-device": Text("matches several devices of the hardware catalogue", ("Did you mean {similar:or}?",)),
     "unknown-network": Text("unknown network {given}"),
-    "unknown-link": Text("is not in the network catalogue", ("Known: {known}.", _OTHER_NETWORK)),
+    "unknown-link": Text("is not in the network catalogue", ("Known: {known:or}.", _OTHER_NETWORK)),
     "unknown-link-similar": Text(
-        "is not in the network catalogue", ("Did you mean {similar}?", "Known: {known}.", _OTHER_NETWORK)
+        "is not in the network catalogue", ("Did you mean {similar}?", "Known: {known:or}.", _OTHER_NETWORK)
     ),
 }
 

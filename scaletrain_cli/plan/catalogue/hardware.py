@@ -162,6 +162,6 @@ def _unknown(name: str, fitting: list[str]) -> UsageError:
     shown = name.encode("unicode_escape").decode("ascii")[:80]
     near = fitting or [near for near in (nearest_name(name, known, 0.6),) if near]
     code = "plan.ambiguous-device" if fitting else "plan.unknown-device-similar" if near else "plan.unknown-device"
-    reason = Reason(code, {"known": ", ".join(known)} | ({"similar": near} if near else {}))
+    reason = Reason(code, {"known": known} | ({"similar": near} if near else {}))
     problem = Problem.because("run spec", "cluster.gpu", reason, shown)
     return UsageError(Reason("plan.unknown-accelerator", {"given": shown or "(an empty name)"}), (problem,))

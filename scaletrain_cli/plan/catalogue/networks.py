@@ -165,6 +165,6 @@ def _unknown(name: str) -> UsageError:
     shown = name.encode("unicode_escape").decode("ascii")[:80]
     near = nearest_name(name, known, 0.3)
     code = "plan.unknown-link-similar" if near else "plan.unknown-link"
-    reason = Reason(code, {"known": ", ".join(known)} | ({"similar": near} if near else {}))
+    reason = Reason(code, {"known": known} | ({"similar": near} if near else {}))
     problem = Problem.because("run spec", "cluster.network", reason, shown)
     return UsageError(Reason("plan.unknown-network", {"given": shown}), (problem,))
