@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scaletrain_cli.cli.completion import complete_gpu
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, Yes, seconds_of
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.plugins import PluginError
 from scaletrain_cli.text import visible
@@ -76,7 +76,15 @@ def command(
     }
     given = [*(overrides or ()), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]
     raise typer.Exit(
-        _drill(chosen, _spec(spec, given, cluster), steps, _seconds(timeout), keep=keep, yes=yes, as_json=as_json)
+        _drill(
+            chosen,
+            _spec(spec, given, cluster),
+            steps,
+            seconds_of("--timeout", timeout),
+            keep=keep,
+            yes=yes,
+            as_json=as_json,
+        )
     )
 
 
@@ -166,12 +174,3 @@ def _list(as_json: bool) -> None:
     width = max(len(kind.name) for kind in kinds)
     for kind in kinds:
         typer.echo(visible(f"{kind.name:<{width}}  {kind.summary}"))
-
-
-def _seconds(text: str) -> float:
-    from scaletrain_cli.spec.quantities import parse_seconds
-
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise UsageError(f"--timeout {text}: {error}.") from error

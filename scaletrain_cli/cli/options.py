@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from scaletrain_cli.errors import SpecError
-
-if TYPE_CHECKING:
-    from scaletrain_cli.spec import RunSpec
-import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from scaletrain_cli.cli.completion import complete_cluster, complete_run, complete_setting
-from scaletrain_cli.errors import DeclinedError, ExitCode
+from scaletrain_cli.errors import DeclinedError, ExitCode, SpecError, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.spec import RunSpec
 
 
 def load_varied(
@@ -39,6 +36,16 @@ def load_varied(
             for problem in error.problems
         )
         raise
+
+
+def seconds_of(option: str, text: str) -> float:
+    """Return the duration given for an option, in seconds. Raises UsageError."""
+    from scaletrain_cli.spec.quantities import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: {error}.") from error
 
 
 def confirm(question: str, yes: bool) -> None:

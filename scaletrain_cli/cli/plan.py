@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
-
-from scaletrain_cli.cli.completion import complete_gpu, complete_setting
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides
-from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
-
-if TYPE_CHECKING:
-    from scaletrain_cli.plan.advice.answer import Answer
-    from scaletrain_cli.plan.reliability.spot_trace import SpotTrace
-    from scaletrain_cli.plan.search.cluster_limits import Limits
-    from scaletrain_cli.spec import RunSpec
 import logging
 import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from scaletrain_cli.errors import Problem
+import typer
+
+from scaletrain_cli.cli.completion import complete_gpu, complete_setting
+from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides
+from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.catalogue.prices import Quote, live_price
 from scaletrain_cli.spec import RunSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan.advice.answer import Answer
+    from scaletrain_cli.plan.reliability.spot_trace import SpotTrace
+    from scaletrain_cli.plan.search.cluster_limits import Limits
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
 _SHOWN = ("needed", "smallest")  # problems that the table above already shows

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, Yes
-from scaletrain_cli.errors import ExitCode, InfeasibleError, UsageError
+from scaletrain_cli.errors import ExitCode, InfeasibleError
 
 EXIT_CODES = (
     *(ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.WRONG_NODES),
@@ -29,20 +29,16 @@ def command(
     Each node checks its GPUs, memory, /dev/shm and clock; all ranks time a matrix multiplication, transfers between
     pairs of nodes and an all-reduce. A training run does the same before its first step (guard.preflight).
     """
-    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.cli.options import confirm, seconds_of
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.preflight import run_preflight
     from scaletrain_cli.launch.submit import plan_for_engine
     from scaletrain_cli.spec import load_spec
-    from scaletrain_cli.spec.quantities import parse_seconds
     from scaletrain_cli.ui.console import warn
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.submission import show_start
 
-    try:
-        seconds = parse_seconds(timeout)
-    except ValueError as error:
-        raise UsageError(f"--timeout {timeout}: {error}.") from error
+    seconds = seconds_of("--timeout", timeout)
     # Preflight runs the built-in engine, even for a spec with code.engine.
     run_spec = load_spec(spec, [*(overrides or ()), "code={}"], cluster=cluster)
     try:

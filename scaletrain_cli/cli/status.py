@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scaletrain_cli.cli.completion import complete_run
-from scaletrain_cli.cli.options import AsJson
+from scaletrain_cli.cli.options import AsJson, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ def command(
 
     found = find_run_or_sweep(run) if run is not None else _newest()
     if isinstance(found, Sweep):
-        raise typer.Exit(_show_sweep(found, None if wait is None else _seconds(wait), as_json))
+        raise typer.Exit(_show_sweep(found, None if wait is None else seconds_of("--wait", wait), as_json))
     if wait is None:
         status, code = run_status(found), int(ExitCode.DONE)
     else:
-        status, code = _wait(found, _seconds(wait))
+        status, code = _wait(found, seconds_of("--wait", wait))
     attempts = read_attempts(found)
     if as_json:
         from scaletrain_cli.ui.json import print_json
@@ -142,15 +142,6 @@ def _wait(run: RunDir, seconds: float) -> tuple[RunStatus, int]:
             time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
-def _seconds(text: str) -> float:
-    from scaletrain_cli.spec.quantities import parse_seconds
-
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise UsageError(f"--wait {text}: {error}.") from error
-
-
 def _newest() -> RunDir:
     from scaletrain_cli.rundir.paths import list_runs, runs_root
 
@@ -160,11 +151,11 @@ def _newest() -> RunDir:
     return max(runs, key=lambda run: run.record.stat().st_mtime)
 
 
-_POLL_SECONDS_PER_RUN = 0.2  # of hundreds, each of which is a question to the controller
+_POLL_SECONDS_PER_RUN = 0.2  # of a large sweep: each run is one query to the controller
 
 
 def _show_sweep(sweep: Sweep, wait_seconds: float | None, as_json: bool) -> int:
-    """Show a sweep and return the exit code: with a wait 0 if all runs finished, 124 on timeout."""
+    """Show a sweep and return the exit code: with ``wait_seconds`` 0 if all runs finished, 124 on timeout."""
     from scaletrain_cli.launch.sweep import exit_code_of_all, sweep_status
 
     if wait_seconds is None:
@@ -196,7 +187,7 @@ def _wait_for_sweep(sweep: Sweep, seconds: float) -> tuple[SweepStatus, bool]:
                 return status, True
             if time.monotonic() >= deadline:
                 return status, False
-            line.show(f"{over}/{runs} over", over, runs, status.states_in_words)
+            line.show(f"{over}/{runs} ended", over, runs, status.states_in_words)
             pause = max(_POLL_SECONDS, _POLL_SECONDS_PER_RUN * (runs - over))
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             status = refreshed_sweep_status(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,17 +10,11 @@ import typer
 
 from scaletrain_cli.cli.completion import complete_setting
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, TrustOwner, Yes
-from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError, sentences
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.api import PreparedSubmission, Submitted
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from scaletrain_cli.errors import InfeasibleError, SpecError, sentences
-
-if TYPE_CHECKING:
     from scaletrain_cli.launch.sweep import Point
     from scaletrain_cli.plan import RunPlan
     from scaletrain_cli.reasons import Reason

@@ -5,14 +5,6 @@ A run directory is created atomically, by one rename; a lock serializes the subm
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from scaletrain_cli.errors import InfeasibleError
-
-if TYPE_CHECKING:
-    from scaletrain_cli.plan import RunPlan
-    from scaletrain_cli.spec import RunSpec
 import contextlib
 import dataclasses
 import json
@@ -26,10 +18,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli import __version__
-from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
+from scaletrain_cli.errors import InfeasibleError, ScaletrainError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
@@ -50,6 +43,9 @@ from scaletrain_cli.rundir.record import (
 )
 from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
 from scaletrain_cli.spec import RunSpec, changed_keys
+
+if TYPE_CHECKING:
+    from scaletrain_cli.plan import RunPlan
 
 
 def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:

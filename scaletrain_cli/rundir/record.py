@@ -24,13 +24,22 @@ from scaletrain_cli.plan.result import RunPlan, with_reasons
 from scaletrain_cli.rundir.code import CodeRecord, code_file
 from scaletrain_cli.rundir.documents import parse_json, write_document
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.safe_files import create_file, make_folder, open_to_read, replace_file
+from scaletrain_cli.safe_files import (
+    create_file,
+    expand_home,
+    make_folder,
+    open_to_read,
+    other_owner,
+    replace_file,
+    require_own,
+    require_writable,
+    user_name,
+)
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.section import RECORDED
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-from scaletrain_cli.safe_files import expand_home, other_owner, require_own, require_writable, user_name
 
 SCHEMA = "scaletrain.run/v1"
 REVISION_SCHEMA = "scaletrain.revision/v1"

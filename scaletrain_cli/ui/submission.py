@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from scaletrain_cli.text import bytes_text
-from scaletrain_cli.ui.console import say
-
-if TYPE_CHECKING:
-    from scaletrain_cli.launch.node.probe import NodeFacts
-import time
 
 from rich.console import Group
 from rich.table import Table
@@ -20,10 +14,13 @@ from scaletrain_cli.launch.backends.base import Start, SubmissionSummary
 from scaletrain_cli.launch.sweep import Point
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import ClusterSpec, RunSpec
-from scaletrain_cli.text import counted, dollars_text, seconds_text, whole_text
-from scaletrain_cli.ui.console import escaped_text, plain, show, stderr_console
+from scaletrain_cli.text import bytes_text, counted, dollars_text, seconds_text, whole_text
+from scaletrain_cli.ui.console import escaped_text, plain, say, show, stderr_console
 from scaletrain_cli.ui.plan import headline, summary_rows, warning_rows
 from scaletrain_cli.ui.tables import Row, labelled
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.node.probe import NodeFacts
 
 
 def show_probe(nodes: Sequence[NodeFacts]) -> None:
