@@ -32,7 +32,7 @@ def open_data(
             if (owner := owner_of_dataset(folder)) is not None:
                 report_event(run, ranks.rank, "data-of-another-user", folder=str(folder), owner=owner)
         except ScaletrainError as error:
-            problem = error.reason or recorded(str(error))
+            problem = error.reason if error.reason and not error.problems else recorded(str(error))
     folder, problem = consensus.follow_rank_zero((folder, problem))
     if problem is not None:
         raise UsageError(problem)

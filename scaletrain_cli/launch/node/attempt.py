@@ -96,7 +96,8 @@ def run_node(options: AgentOptions) -> int:
             code = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
             code = ExitCode.DO_NOT_REQUEUE if is_full(error) else code
             reason = "disk-full" if is_full(error) else "crash"
-            stated = error.reason if isinstance(error, ScaletrainError) else None
+            # A reason does not include the list of problems of its error.
+            stated = error.reason if isinstance(error, ScaletrainError) and not error.problems else None
             cause = stated or Reason("node.start-failed", {"error": str(error)})
             _record_failed_start(run, options.attempt, node, observed_failure(reason, cause, node.node, exit_code=code))
             _remove(*_own_folders(run, record, options))
