@@ -106,7 +106,7 @@ def test_options_of_status_cluster_that_contradict_each_other_are_rejected(words
 
 def test_an_unknown_scheduler_is_rejected_with_the_known_ones() -> None:
     refused = scaletrain("status", "--cluster", "--scheduler", "pbs")
-    assert (refused.code, "use local, slurm, kubernetes" in refused.err) == (2, True)
+    assert (refused.code, "Use local, slurm or kubernetes" in refused.err) == (2, True)
 
 
 def test_a_cluster_of_the_clusters_file_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
