@@ -84,7 +84,7 @@ TEXTS: dict[str, Text] = {
     "weights-invalid": Text("model.weights: {problem}"),
     "weights-unreadable": Text("model.weights: {path} cannot be read: {error}"),
     "weights-missing": Text("model.weights: {folder} has no {name}"),
-    "weights-differ": Text("model.weights: {folder} does not hold this model; {shown} of {differences:of difference}:"),
+    "weights-differ": Text("model.weights: {folder} does not hold this model; {shown} of {differences:of difference}"),
     # Libraries and devices that a setting needs.
     "optimizer-needs-matrices": Text(
         "training.optimizer.name = {name} is not available in this engine, because it needs whole matrices"
@@ -191,4 +191,5 @@ TEXTS: dict[str, Text] = {
     "connection-lost": Text("communication between ranks failed: {error}"),
     "device-failed": Text("hardware failure: {error}"),
     "failed": Text("{type}: {error}"),
+    "with-problems": Text("{cause}: {problems}"),
 }

@@ -99,6 +99,8 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     reason = failure_reason_of(error)
     message = "\n".join([str(error), *getattr(error, "__notes__", [])])[:_MESSAGE_CHARACTERS]
     stated = getattr(error, "reason", None)
+    if isinstance(stated, Reason) and isinstance(error, ScaletrainError) and error.problems:
+        stated = Reason("engine.with-problems", {"cause": stated, "problems": "; ".join(map(str, error.problems))})
     if not (isinstance(stated, Reason) and _fits_in_json(stated)):
         params = {"type": type(error).__name__, "error": message}
         stated = Reason(_CODE_OF_FOREIGN.get(reason, "engine.failed"), params)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.errors import DoNotRequeueError, UsageError, WrongNodesError
+from scaletrain_cli.errors import DoNotRequeueError, Problem, UsageError, WrongNodesError
 from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.exit_classification import classify_exit
 from scaletrain_cli.launch.node.record import RankRecord
@@ -84,6 +84,13 @@ def test_an_error_of_the_package_keeps_its_code_and_another_error_gets_one_with_
     full = failure_of(OSError(errno.ENOSPC, "No space left on device"), 3)
     assert (full.code, full.reason) == ("engine.disk-full", "disk-full")
     assert str(failure_of(ValueError("x"), 3).why) == "ValueError: x"
+
+
+def test_a_failure_has_the_list_of_problems_of_its_error() -> None:
+    problems = (Problem("model.safetensors", "wte.weight", "the model has [32, 16]."),)
+    failure = failure_of(UsageError(Reason("engine.weights-missing", {"folder": "w", "name": "x"}), problems), 0)
+    assert str(failure.why) == "model.weights: w has no x: model.safetensors wte.weight: the model has [32, 16]."
+    assert failure.params["cause"]["code"] == "engine.weights-missing"
 
 
 def test_the_cause_is_found_anywhere_in_the_chain_of_exceptions() -> None:

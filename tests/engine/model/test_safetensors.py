@@ -128,7 +128,7 @@ def test_every_mismatch_is_reported_with_file_tensor_and_both_shapes(tmp_path: P
     file = tmp_path / "model.safetensors"
     save_file(saved, file)
     assert complaints(tmp_path, LLAMA).splitlines() == [
-        f"model.weights: {tmp_path} does not hold this model; 4 of 4 differences:",
+        f"model.weights: {tmp_path} does not hold this model; 4 of 4 differences.",
         f"  {file} model.embed_tokens.weight = [40, 16]: the model has [32, 16].",
         f"  {tmp_path} model.norm.weight: is in the model but in none of the files.",
         f"  {file} lm_head.weight = I8: must be one of F64, F32, F16, BF16.",
@@ -150,7 +150,7 @@ def test_a_head_is_tied_in_the_model_when_it_is_in_the_files(tmp_path: Path) -> 
 def test_a_list_of_hundreds_of_problems_is_truncated(tmp_path: Path) -> None:
     save_file(contents(LLAMA), tmp_path / "model.safetensors")
     reported = complaints(tmp_path, {**LLAMA, "num_hidden_layers": 30})
-    assert "8 of 252 differences:" in reported
+    assert "8 of 252 differences." in reported
     assert len(reported.splitlines()) == 9
 
 
