@@ -1,4 +1,4 @@
-"""docs/architecture.md names files that exist, and its sequence diagrams can be parsed by Mermaid."""
+"""docs/architecture.md names files and functions that exist, and Mermaid can parse its sequence diagrams."""
 
 from __future__ import annotations
 
@@ -24,3 +24,19 @@ def test_sequence_diagrams_avoid_what_mermaid_cannot_parse() -> None:
     for diagram in diagrams:
         assert ";" not in diagram
         assert not set(re.findall(r"participant (\w+)", diagram)) & reserved
+
+
+def test_functions_of_the_diagrams_are_defined_in_the_named_files() -> None:
+    """``file.py: name`` in flowcharts, and ``A->>B: name(...)`` in sequence diagrams, where B is a file."""
+    named = set(re.findall(r"([a-z_/]+\.py): ([A-Za-z_.]+)<br/>", PAGE))
+    for diagram in re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", PAGE, flags=re.DOTALL):
+        files = dict(re.findall(r"participant (\w+) as (\S+\.py)$", diagram, flags=re.MULTILINE))
+        files = {alias: file for alias, file in files.items() if "NAME" not in file}
+        calls = re.findall(r"->>(\w+): (\w+)\(", diagram)
+        named |= {(files[alias], name) for alias, name in calls if alias in files}
+    assert len(named) > 15
+    missing = set()
+    for file, name in named:
+        text = (PROJECT / "scaletrain_cli" / file).read_text(encoding="utf-8")
+        missing |= {(file, part) for part in name.split(".") if not re.search(rf"\b(def|class) {part}\b", text)}
+    assert missing == set()
