@@ -49,7 +49,7 @@ class Site:
 
     def try_to_submit(self, fake: dict[str, Any], *settings: str, run_id: str = "life") -> Any:
         pairs = (
-            *("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.grace_seconds=15"),
+            *("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.grace_seconds=45"),
             *("training.micro_batch_size=1", "env.SCALETRAIN_ENGINE=tests.launch.fake_engine"),
             f"env.FAKE={json.dumps(json.dumps(fake))}",
             *settings,

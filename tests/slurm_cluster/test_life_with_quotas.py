@@ -19,7 +19,7 @@ def shared() -> Iterator[DevCluster]:
     conf = ["PreemptType=preempt/qos", "PriorityWeightQOS=1000"]
     with DevCluster.running("--accounting", nodes=4, kill_wait_seconds=10, conf=conf) as cluster:
         for words in (
-            "add qos scavenger Priority=0 PreemptMode=requeue GraceTime=20",
+            "add qos scavenger Priority=0 PreemptMode=requeue GraceTime=50",
             "add qos prod Priority=1000 Preempt=scavenger",
             "add qos capped GrpTRES=cpu=2",
             "modify account lab set QOS+=scavenger,prod,capped",
@@ -52,7 +52,7 @@ def test_a_grace_period_longer_than_the_qos_gives_is_reported_at_submission(site
     held = ("cluster.grace_seconds=300", "cluster.slurm.time=1h", "cluster.slurm.extra={hold: true}")
     submitted = site.try_to_submit(FOREVER, "cluster.slurm.qos=scavenger", *held)
     assert submitted.returncode == 0, submitted.stderr
-    assert "cluster.grace_seconds = 300, but QOS scavenger gives a preempted job 20 s (GraceTime)" in submitted.stderr
+    assert "cluster.grace_seconds = 300, but QOS scavenger gives a preempted job 50 s (GraceTime)" in submitted.stderr
 
 
 def test_a_job_beyond_its_quota_is_refused_and_leaves_nothing(site: Site) -> None:
