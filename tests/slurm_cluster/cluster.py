@@ -32,7 +32,7 @@ PARENT = Path("/tmp")
 PREFIX = "scaletrain-slurm-"
 LOCK = PARENT / "scaletrain-slurm.lock"
 # Lost nodes and a controller that is down are detected in a third of the time.
-HASTY: Mapping[str, Any] = {"slurmd_timeout_seconds": 3, "conf": ["MessageTimeout=5"]}
+HASTY: Mapping[str, Any] = {"slurmd_timeout_seconds": 5, "conf": ["MessageTimeout=5"]}
 # Exit code of dev_cluster.py on a machine without the packages, root rights or namespaces.
 MACHINE_LACKS = 4
 
