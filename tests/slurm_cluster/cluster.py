@@ -31,7 +31,7 @@ DEV_CLUSTER = Path(__file__).parents[2] / "slurm" / "dev_cluster.py"
 PARENT = Path("/tmp")
 PREFIX = "scaletrain-slurm-"
 LOCK = PARENT / "scaletrain-slurm.lock"
-# Lost nodes and a controller that is down are detected in a third of the time.
+# Lost nodes and a controller that is down are detected sooner than with the defaults of the development cluster.
 HASTY: Mapping[str, Any] = {"slurmd_timeout_seconds": 5, "conf": ["MessageTimeout=5"]}
 # Exit code of dev_cluster.py on a machine without the packages, root rights or namespaces.
 MACHINE_LACKS = 4
