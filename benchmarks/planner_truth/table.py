@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """How to read one file of measurements.
+    """The format of one file of measurements: its columns, and the functions that read its rows.
 
     ``build`` sees only ``input_columns``. ``measure`` sees all columns, because a rate needs the batch to become a
     time. ``panel`` names the runs that compete with each other: same model, same machines.

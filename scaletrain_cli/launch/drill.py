@@ -283,7 +283,7 @@ FEWEST_STEPS = 12
 
 @dataclass(frozen=True)
 class DrillSetup:
-    """What all drills of one call share: the folder of their runs, the spec, the plan and the back end."""
+    """The settings that all drills of one call share: the folder of their runs, the spec, the plan and the back end."""
 
     folder: Path
     spec: RunSpec

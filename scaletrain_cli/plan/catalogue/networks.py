@@ -57,7 +57,7 @@ class Link:
     def exchange(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
         """Return the seconds of an all-to-all in which each rank sends ``size`` bytes.
 
-        ``copies``: each element goes to so many different random ranks, and copies for one node cross the network once
+        ``copies``: the number of different random ranks that each element goes to; copies for one node cross the network once
         (DeepEP, github.com/deepseek-ai/DeepEP).
         """
         if ranks <= 1 or not size:

@@ -24,8 +24,8 @@ from scaletrain_cli.spec import RunSpec
 # The models round, and overlap is not linear, so bounds are multiplied by this margin. A test compares them with the
 # models.
 _SLACK = 0.98
-# So many micro-batches per step make costs per step negligible; so many sequences per micro-batch move the memory peak
-# from the optimizer's step to the activations.
+# With this number of micro-batches per step, costs per step are negligible; with this number of sequences per
+# micro-batch, the memory peak moves from the optimizer's step to the activations.
 _MANY = 100_000
 
 
