@@ -57,8 +57,8 @@ class Link:
     def exchange(self, size: float, ranks: int, stride: int = 1, copies: int = 1) -> float:
         """Return the seconds of an all-to-all in which each rank sends ``size`` bytes.
 
-        ``copies``: the number of different random ranks that each element goes to; copies for one node cross the network once
-        (DeepEP, github.com/deepseek-ai/DeepEP).
+        ``copies``: the number of different random ranks that each element goes to; copies for one node cross the
+        network once (DeepEP, github.com/deepseek-ai/DeepEP).
         """
         if ranks <= 1 or not size:
             return 0.0
