@@ -72,7 +72,7 @@ def test_a_probe_returns_the_facts_of_its_node_and_writes_to_the_runs_root(tmp_p
 def test_a_probe_without_slurm_or_without_sending_anything_is_a_usage_error(options: list[str]) -> None:
     ended = scaletrain("submit", SMALL, "--probe", *options)
     assert ended.code == 2
-    assert "--probe runs a job on the nodes" in ended.err
+    assert "--probe requires cluster.scheduler = slurm" in ended.err
 
 
 def test_a_probe_without_submitit_is_an_error_with_the_command_that_installs_it(
