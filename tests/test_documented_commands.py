@@ -288,7 +288,7 @@ def test_the_development_cluster_accepts_the_documented_verbs() -> None:
     assert all(re.search(rf"\b{verb}\b", done.stdout) for verb in verbs)
 
 
-def _told_by_the_program() -> Iterator[tuple[str, str]]:
+def _commands_in_messages() -> Iterator[tuple[str, str]]:
     """Yield ``(file, scaletrain ...)`` for each command in the messages of the package."""
     for path in sorted((PROJECT / "scaletrain_cli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -300,7 +300,7 @@ def _told_by_the_program() -> Iterator[tuple[str, str]]:
 def test_messages_name_only_verbs_and_options_that_exist() -> None:
     verbs = set(typer.main.get_command(app).list_commands(None))  # type: ignore[attr-defined]
     helps: dict[str, str] = {}
-    for file, reported in sorted(set(_told_by_the_program())):
+    for file, reported in sorted(set(_commands_in_messages())):
         _, verb, *rest = reported.split()
         if verb not in verbs:
             assert not [word for word in rest if word.startswith("--")], (file, reported)

@@ -85,4 +85,5 @@ def done(cluster: DevCluster, job: str) -> bool:
 
 @pytest.mark.parametrize("name", ["qos.example.sh", "prolog_health_check.sh"])
 def test_the_scripts_are_valid_bash(name: str) -> None:
-    subprocess.run(["bash", "-n", str(SLURM / name)], check=True)
+    parsed = subprocess.run(["bash", "-n", str(SLURM / name)], capture_output=True, text=True)
+    assert (parsed.returncode, parsed.stderr) == (0, "")

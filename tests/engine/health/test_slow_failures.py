@@ -46,7 +46,7 @@ def test_without_a_median_only_a_norm_of_zero_is_dead() -> None:
     assert not DeadGradients.is_dead(1e-12, None)
 
 
-def flat_told(losses: list[float], warmup_steps: int = 10) -> list[int]:
+def flat_reports(losses: list[float], warmup_steps: int = 10) -> list[int]:
     watch = FlatLoss(warmup_steps)
     return [step for step, loss in enumerate(losses, 1) if watch.observe(step, loss, losses[max(0, step - 64) : step])]
 
@@ -57,16 +57,16 @@ def noisy(level: float, count: int, noise: float, seed: int = 0) -> list[float]:
 
 
 def test_a_model_that_learns_nothing_is_reported_once_early() -> None:
-    assert flat_told(noisy(10.4, 3000, 0.05)) == [200]
-    assert flat_told(noisy(10.4, 3000, 0.05), warmup_steps=2000) == [2064]
+    assert flat_reports(noisy(10.4, 3000, 0.05)) == [200]
+    assert flat_reports(noisy(10.4, 3000, 0.05), warmup_steps=2000) == [2064]
 
 
 def test_a_loss_that_fell_at_first_is_not_reported_as_flat_later() -> None:
     for noise in (0.02, 0.5):
         falling = [10.4 - 0.02 * step for step in range(150)]
-        assert flat_told(falling + noisy(7.4, 3000, noise)) == []
+        assert flat_reports(falling + noisy(7.4, 3000, noise)) == []
 
 
 def test_a_slow_fall_within_noise_is_not_reported_as_flat() -> None:
     chance = random.Random(1)
-    assert flat_told([10.4 - 0.0025 * step + chance.gauss(0, 0.5) for step in range(400)]) == []
+    assert flat_reports([10.4 - 0.0025 * step + chance.gauss(0, 0.5) for step in range(400)]) == []

@@ -432,10 +432,10 @@ def test_a_secret_with_the_name_of_a_launcher_variable_is_refused() -> None:
 )
 def test_a_path_outside_the_mounted_volumes_has_a_note(setting: str, words: str) -> None:
     volumes = "cluster.kubernetes.volumes=[{claim: text, path: /data}]"
-    told = [
+    messages = [
         note
         for note in map(str, rendered_recipe(SMALL, volumes, setting).notes)
         if "volume" in note or "folder" in note
     ]
-    assert len(told) == bool(words)
-    assert words in "".join(told)
+    assert len(messages) == bool(words)
+    assert words in "".join(messages)

@@ -347,7 +347,7 @@ def test_a_pod_that_is_refused_temporarily_has_a_note(
     preflight: Callable[..., list[str]], api: FakeApi, said: str, note: str
 ) -> None:
     api.refusals[("create", "pods")] = (403, status(403, "Forbidden", said))
-    assert any(note in told and said in told for told in preflight(*GPU))
+    assert any(note in text and said in text for text in preflight(*GPU))
 
 
 def put_topology(api: FakeApi) -> None:
@@ -511,23 +511,23 @@ def test_a_job_for_a_held_queue_is_accepted_and_waits(outlook: Callable[..., Pre
 
 
 @pytest.mark.parametrize(
-    ("settings", "spec", "told"),
+    ("settings", "spec", "text"),
     [
         (("cluster.kubernetes.node_selector={rack: r9}",), {}, "can run at most 0 of the job's pods, and 2 are needed"),
         ((), {"taints": [{"key": "team", "value": "b", "effect": "NoSchedule"}]}, "a toleration of team=b:NoSchedule"),
     ],
 )
 def test_unsuitable_nodes_are_a_problem_although_the_queue_has_quota(
-    preflight: Callable[..., list[str]], api: FakeApi, settings: tuple[str, ...], spec: dict[str, Any], told: str
+    preflight: Callable[..., list[str]], api: FakeApi, settings: tuple[str, ...], spec: dict[str, Any], text: str
 ) -> None:
     whole = put_queue(api)
     for number in range(4):
         api.put("nodes", gpu_node(f"n{number}", **spec), namespace="")
-    assert told in problems(preflight, *QUEUE, *settings)
+    assert text in problems(preflight, *QUEUE, *settings)
     whole["spec"]["admissionChecksStrategy"] = {
         "admissionChecks": [{"name": "provision"}]
     }  # it may add nodes, or run the job on another cluster
-    assert any(told in note for note in preflight(*QUEUE, *settings))
+    assert any(text in note for note in preflight(*QUEUE, *settings))
 
 
 def test_a_job_whose_nodes_are_cordoned_does_not_start_now_although_the_queue_has_quota(

@@ -66,12 +66,12 @@ def start_pod(made: Manifest, backend: str, number: int, folder: Path, port: int
     assert container["command"][0] == "python"
     mounts = {"/volume": str(folder / "volume"), DOCUMENTS_PATH: str(folder / "documents")}
     assert mounts.keys() < {mount["mountPath"] for mount in container["volumeMounts"]}
-    told = environment(made, fields(backend, number), {("hub-login", "token"): "hf_0123"})
+    pod_environment = environment(made, fields(backend, number), {("hub-login", "token"): "hf_0123"})
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     arguments = [mounts.get(word, word) for word in container["args"]]
     return subprocess.Popen(
         [sys.executable, *container["command"][1:], *arguments, "--engine", ENGINE],
-        env={**os.environ, **told, **here},
+        env={**os.environ, **pod_environment, **here},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

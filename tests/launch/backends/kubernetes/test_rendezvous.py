@@ -140,13 +140,13 @@ def test_a_connection_that_sends_a_byte_at_a_time_delays_no_other(host: Rendezvo
 
 
 def test_a_connection_that_sends_a_byte_at_a_time_does_not_delay_a_pod_that_leaves(host: RendezvousServer) -> None:
-    told = threading.Event()
+    stop = threading.Event()
     with socket.create_connection(("127.0.0.1", PORT)) as slow:
         slow.send(b"{")
-        threading.Timer(0.3, told.set).start()
+        threading.Timer(0.3, stop.set).start()
         began = time.monotonic()
         with pytest.raises(RendezvousInterruptedError):
-            host.gather(600, told.is_set)
+            host.gather(600, stop.is_set)
     assert time.monotonic() - began < 60
 
 
@@ -169,7 +169,7 @@ def test_slow_large_and_many_connections_are_closed(host: RendezvousServer, monk
 
 def test_a_terminated_pod_exits_while_its_answer_arrives_a_byte_at_a_time() -> None:
     port = free_port("127.0.0.1")
-    told = threading.Event()
+    stop = threading.Event()
     with socket.create_server(("127.0.0.1", port)) as impostor:
 
         def answer() -> None:
@@ -177,14 +177,14 @@ def test_a_terminated_pod_exits_while_its_answer_arrives_a_byte_at_a_time() -> N
             with connection, contextlib.suppress(OSError):
                 for _ in range(10_000):
                     connection.send(b"{")
-                    if told.wait(0.05):
+                    if stop.wait(0.05):
                         return
 
         answering = threading.Thread(target=answer)
         answering.start()
-        threading.Timer(0.4, told.set).start()
+        threading.Timer(0.4, stop.set).start()
         began = time.monotonic()
         with pytest.raises(RendezvousInterruptedError):
-            join("127.0.0.1", port, SEAL, 1, {}, 600, told.is_set)
+            join("127.0.0.1", port, SEAL, 1, {}, 600, stop.is_set)
         answering.join()
     assert time.monotonic() - began < 60

@@ -57,8 +57,8 @@ def test_a_run_is_submitted_shown_read_cancelled_and_resumed(ready: FakeApi) -> 
         f"2026-11-21T10:00:02Z rank 0: {progress_line(7, 100, 3.1)}",
         f"2026-11-21T10:00:01Z rank 0: {progress_line(7, 100, 3.1)}",
     ]
-    told = scaletrain("status", "r1", "--json").data
-    assert (told["state"], told["step"], told["why"]) == ("running", 7, "all 2 pods running")
+    status = scaletrain("status", "r1", "--json").data
+    assert (status["state"], status["step"], status["why"]) == ("running", 7, "all 2 pods running")
     assert "step      7/100" in scaletrain("logs", "r1").out
     assert scaletrain("cancel", "r1", "--yes").code == ExitCode.DONE
     refused = scaletrain("resume", "r1", "--yes")
@@ -214,16 +214,16 @@ def test_cancel_with_force_deletes_only_the_pods_of_a_dead_node(ready: FakeApi) 
     well = {"conditions": [condition("Ready")]}
     ready.put("nodes", {"metadata": {"name": "n1"}, "status": well}, namespace="")
     assert "node n0 is unreachable" in scaletrain("status", "r1").out.replace("\n", " ")
-    told = scaletrain("cancel", "r1", "--yes", "--force")
-    assert told.code == ExitCode.DONE, told.err
-    assert f"removed {dead['metadata']['name']}" in told.err
+    ended = scaletrain("cancel", "r1", "--yes", "--force")
+    assert ended.code == ExitCode.DONE, ended.err
+    assert f"removed {dead['metadata']['name']}" in ended.err
     assert [path.rpartition("/")[2] for path, _ in ready.deletions] == ["r1-s1", dead["metadata"]["name"]]
 
 
 def test_force_is_refused_for_other_back_ends(make_run: Callable[..., MadeRun]) -> None:
-    told = scaletrain("cancel", make_run().run.run_id, "--yes", "--force")
-    assert told.code == ExitCode.USAGE
-    assert "--force has no effect on this machine" in told.err
+    ended = scaletrain("cancel", make_run().run.run_id, "--yes", "--force")
+    assert ended.code == ExitCode.USAGE
+    assert "--force has no effect on this machine" in ended.err
 
 
 def test_json_has_the_code_of_every_problem_of_a_refused_submission(ready: FakeApi) -> None:
