@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # As in pyproject.toml, by the names that are imported; a test compares.
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "train": ("torch", "deepspeed", "numpy", "pynvml", "safetensors", "tokenizers"),
+    "train": ("torch", "deepspeed", "huggingface_hub", "jinja2", "numpy", "pynvml", "safetensors", "tokenizers"),
     "liger": ("liger_kernel",),
     "optimizers": ("bitsandbytes",),
     "fp8": ("torchao",),
@@ -14,6 +14,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "wandb": ("wandb",),
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "hub": ("huggingface_hub",),
     "prices": ("gpuhunt",),
     "plot": ("matplotlib",),
 }

@@ -27,7 +27,10 @@ def declared() -> dict[str, Any]:
 def requirements(declared: dict[str, Any]) -> dict[str, str]:
     """Return every requirement of the core and of the users' extras, by name."""
     extras = declared["optional-dependencies"]
-    lines = [*declared["dependencies"], *(line for extra in extras if extra != "dev" for line in extras[extra])]
+    lines = [
+        *declared["dependencies"],
+        *(line for extra in extras if extra not in ("dev", "reference") for line in extras[extra]),
+    ]
     return {re.split(r"[<>=~!]", line)[0]: line for line in lines}
 
 
@@ -71,7 +74,11 @@ def test_torch_is_limited_to_tested_minor_versions(declared: dict[str, Any]) -> 
 
 
 def test_the_extras_are_those_of_the_project(declared: dict[str, Any]) -> None:
-    extras = {name: lines for name, lines in declared["optional-dependencies"].items() if name not in ("dev", "docs")}
+    extras = {
+        name: lines
+        for name, lines in declared["optional-dependencies"].items()
+        if name not in ("dev", "docs", "reference")
+    }
     assert {name: len(lines) for name, lines in extras.items()} == {name: len(found) for name, found in EXTRAS.items()}
 
 
