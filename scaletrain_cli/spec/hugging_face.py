@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.safe_files import open_to_read
-from scaletrain_cli.spec.model import VISION
 from scaletrain_cli.spec.presets import TOWERS, SourceError, merged, vision_presets
+from scaletrain_cli.spec.vision_model import VISION
 
 # Keys of every config: names, versions, token ids, outputs, and settings of generation and of other tasks.
 _ABOUT_THE_FILE = frozenset(

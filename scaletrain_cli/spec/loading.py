@@ -18,7 +18,6 @@ from scaletrain_cli.errors import Problem, SpecError
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster
 from scaletrain_cli.spec.hugging_face import from_config, read_config, sliding_window
-from scaletrain_cli.spec.model import VISION
 from scaletrain_cli.spec.presets import (
     DERIVED_FROM,
     LONGEST_DEFAULT_SEQ_LEN,
@@ -33,6 +32,7 @@ from scaletrain_cli.spec.run import MODELS, RunSpec, model_kind
 from scaletrain_cli.spec.secrets import with_secrets
 from scaletrain_cli.spec.source import Source, apply_override, parse_yaml, shown
 from scaletrain_cli.spec.tracking import name_trackers
+from scaletrain_cli.spec.vision_model import VISION
 from scaletrain_cli.text import counted, did_you_mean
 
 STDIN = "<stdin>"  # file name in errors for `-`

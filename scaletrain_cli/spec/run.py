@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
-from scaletrain_cli.spec.model import VISION, ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, VitSpec, divisors
+from scaletrain_cli.spec.model import ModelSpec, divisors
 from scaletrain_cli.spec.quantities import (
     AutoSeconds,
     AutoWhole,
@@ -28,6 +28,7 @@ from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, whe
 from scaletrain_cli.spec.source import Source
 from scaletrain_cli.spec.tracking import TrackingSpec
 from scaletrain_cli.spec.training import EvaluationSpec, LayoutSpec, TrainingSpec
+from scaletrain_cli.spec.vision_model import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ModuleName = Annotated[

@@ -6,7 +6,7 @@ import torch  # noqa: TID253 (only a test that has found torch imports this file
 from torch import Tensor, nn  # noqa: TID253
 from torch.nn import functional  # noqa: TID253
 
-from scaletrain_cli.spec.model import ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
+from scaletrain_cli.spec.vision_model import ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
 
 
 class Residual(nn.Module):

@@ -12,7 +12,7 @@ from scaletrain_cli.engine.model.attention import KeyedDropout, attention_core
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import MoELayer
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.model import RopeScalingSpec
+from scaletrain_cli.spec.rope import RopeScalingSpec
 
 # Rotary frequencies for contexts longer than the model was first trained on.
 

@@ -23,7 +23,7 @@ from scaletrain_cli.plan.vision.operations import (
     max_pool,
 )
 from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
-from scaletrain_cli.spec.model import VisionSpec
+from scaletrain_cli.spec.vision_model import VisionSpec
 
 # A ResNet bottleneck has a quarter of the channels (arXiv:1512.03385, section 4.1), a ConvNeXt MLP four times as many.
 _BOTTLENECK = 4

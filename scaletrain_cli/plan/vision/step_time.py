@@ -21,7 +21,7 @@ from scaletrain_cli.plan.stages import zero_shards
 from scaletrain_cli.plan.vision.networks import network, planned_network, training_flops, vision_model
 from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.model import VisionSpec
+from scaletrain_cli.spec.vision_model import VisionSpec
 
 # Share of the rate of large products that batched per-head products reach, as in speed/kernels.py; and the share if
 # rows are not a multiple of 16 bytes, as with 197 tokens, so that elements are loaded one by one (NVIDIA, Matrix

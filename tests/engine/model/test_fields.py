@@ -13,7 +13,7 @@ from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.model import RopeScalingSpec
+from scaletrain_cli.spec.rope import RopeScalingSpec
 from tests.engine.fresh_model import build_model
 from tests.engine.model.test_models import GPT, LLAMA
 from tests.spec.samples import load

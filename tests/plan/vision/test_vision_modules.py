@@ -9,7 +9,7 @@ import pytest
 
 from scaletrain_cli.plan.vision.memory import activation_bytes
 from scaletrain_cli.plan.vision.networks import network
-from scaletrain_cli.spec.model import VISION
+from scaletrain_cli.spec.vision_model import VISION
 
 BATCH = 2
 STAGES = {"hidden_sizes": (32, 64), "image_size": 64, "num_labels": 10}

@@ -8,7 +8,7 @@ import pytest
 
 from scaletrain_cli.plan.vision.networks import network, training_flops
 from scaletrain_cli.spec import vision_presets
-from scaletrain_cli.spec.model import VISION
+from scaletrain_cli.spec.vision_model import VISION
 
 # Sums of the published weights: torchvision's and OpenAI's CLIP's own; ViT-S as timm has it.
 PARAMETERS = {

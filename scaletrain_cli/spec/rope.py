@@ -1,0 +1,60 @@
+"""The section model.rope_scaling: rotary positions for contexts longer than the model was first trained on."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scaletrain_cli.spec.quantities import Positive, Whole
+from scaletrain_cli.spec.section import Section
+
+# Keys of each kind besides factor; the first ones are required.
+_NEEDED = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (),
+}
+_ALLOWED = {
+    "linear": (),
+    "llama3": _NEEDED["llama3"],
+    "yarn": (
+        *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"),
+        *("mscale_all_dim", "truncate"),
+    ),
+}
+
+
+class RopeScalingSpec(Section):
+    """RoPE scaling, with Hugging Face's keys. ``linear`` (arXiv:2306.15595), ``llama3`` (Llama 3.1 to 3.3), ``yarn``
+    (arXiv:2309.00071).
+    """
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: Annotated[float, Field(ge=1, le=1e6)]
+    original_max_position_embeddings: Whole | None = Field(
+        default=None, description="context length before scaling; null: model.max_position_embeddings"
+    )
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    attention_factor: Positive | None = Field(default=None, description="yarn; null: derived from factor and mscale")
+    beta_fast: Positive | None = Field(default=None, description="yarn; null: 32")
+    beta_slow: Positive | None = Field(default=None, description="yarn; null: 1")
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: bool | None = Field(default=None, description="yarn; round the ends of the ramp to whole channels")
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for keys that the kind requires, or does not use."""
+        for key in _NEEDED[self.rope_type]:
+            if getattr(self, key) is None:
+                yield key, f"is required with rope_type: {self.rope_type}."
+        for key in sorted(type(self).model_fields.keys() - {"rope_type", "factor"} - set(_ALLOWED[self.rope_type])):
+            if getattr(self, key) is not None:
+                yield key, f"has no effect with rope_type: {self.rope_type}. Remove it."
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.rope_type == "llama3" and low is not None and high is not None and low >= high:
+            yield "low_freq_factor", f"must be below high_freq_factor = {high:g}."
+
+    def to_hugging_face(self) -> dict[str, object]:
+        """Return the section as in config.json."""
+        return self.model_dump(exclude_none=True)
