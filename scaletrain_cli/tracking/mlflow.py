@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sqlite3
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,8 +47,10 @@ class MlflowTracker(Tracker[MlflowOptions]):
         self._entities: Any = importlib.import_module("mlflow.entities")
         library = importlib.import_module("mlflow")
         given = self.options.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        uri = given or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
-        self._client: Any = library.MlflowClient(tracking_uri=uri)
+        database = run.folder.absolute() / "mlflow.db"
+        if given is None and not _holds_a_run(database):
+            _create_database(library, database)
+        self._client: Any = library.MlflowClient(tracking_uri=given or f"sqlite:///{database}")
         artifacts = None if given else (run.folder.absolute() / "mlflow-artifacts").as_uri()
         experiment = self._experiment(artifacts)
         found = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{run.tracking_id}'")
@@ -86,6 +91,37 @@ class MlflowTracker(Tracker[MlflowOptions]):
         if found is not None:
             return str(found.experiment_id)
         return str(self._client.create_experiment(self.options.experiment, artifact_location=artifacts))
+
+
+def _holds_a_run(database: Path) -> bool:
+    """Return whether the file is a database with at least one run; one whose creation was interrupted has none."""
+    if not database.is_file():
+        return False
+    try:
+        with closing(sqlite3.connect(database)) as connection:
+            return bool(connection.execute("SELECT EXISTS (SELECT 1 FROM runs)").fetchone()[0])
+    except sqlite3.OperationalError as error:
+        if "no such table" in str(error):
+            return False
+        raise
+
+
+def _create_database(library: Any, database: Path) -> None:
+    """Create an empty database of MLflow, or replace one without runs, by one rename of a complete file.
+
+    MLflow creates its tables in many migrations. It cannot continue them after the process was killed in between.
+    """
+    for left in database.parent.glob(f"{database.name}.*.new"):  # of a process that was killed
+        left.unlink(missing_ok=True)
+    new = database.with_name(f"{database.name}.{os.getpid()}.new")
+    with tempfile.TemporaryDirectory(prefix="scaletrain-mlflow-") as folder:
+        draft = Path(folder, database.name)
+        library.MlflowClient(tracking_uri=f"sqlite:///{draft}").search_experiments(max_results=1)
+        with closing(sqlite3.connect(draft)) as source, closing(sqlite3.connect(new)) as target:
+            source.backup(target)
+    for suffix in ("-journal", "-wal", "-shm"):  # SQLite would apply those of the replaced file to the new one
+        database.with_name(f"{database.name}{suffix}").unlink(missing_ok=True)
+    new.replace(database)
 
 
 def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:

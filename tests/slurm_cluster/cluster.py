@@ -47,6 +47,8 @@ class DevCluster:
             name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))
         }
         self.environment["SLURM_CONF"] = str(directory / "etc" / "slurm.conf")
+        self._nodes_down: set[str] = set()
+        self._controller_is_down = False
 
     @classmethod
     @contextlib.contextmanager
@@ -89,6 +91,18 @@ class DevCluster:
     def node_up(self, node: str) -> None:
         self.control("node-up", node)
 
+    def restore(self) -> None:
+        """Cancel all jobs, and start the controller and the nodes that a test has left down."""
+        if self._controller_is_down:
+            self.control("controller-up")
+        self.run("scancel", "--me")
+        for node in sorted(self._nodes_down):
+            self.node_up(node)
+        deadline = time.monotonic() + 120
+        while self.run("squeue", "-h", "--me").stdout:
+            assert time.monotonic() < deadline, self.run("squeue").stdout
+            time.sleep(0.3)
+
     def slurmd(self, node: str) -> int:
         """Return the pid of the slurmd of a node; the tasks of the node are in the same namespaces."""
         mark = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()
@@ -100,7 +114,14 @@ class DevCluster:
 
     def control(self, command: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, str(DEV_CLUSTER), command, "--dir", str(self.directory), *arguments]
-        return self.run(*argv, check=check)
+        if command == "node-down":
+            self._nodes_down.add(arguments[0])
+        elif command.startswith("controller-"):
+            self._controller_is_down = command == "controller-down"
+        done = self.run(*argv, check=check)
+        if command == "node-up":
+            self._nodes_down.discard(arguments[0])
+        return done
 
     def run(self, *argv: str, check: bool = True, timeout: float = 180) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node, which is this machine: squeue, srun, python, ..."""

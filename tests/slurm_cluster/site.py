@@ -30,13 +30,11 @@ class Site:
     @classmethod
     @contextlib.contextmanager
     def visiting(cls, cluster: DevCluster, runs: Path) -> Iterator[Site]:
-        """Return a Site whose jobs are all cancelled at the end of the block."""
-        yield cls(cluster, runs)
-        cluster.run("scancel", "--me")
-        deadline = time.monotonic() + 120
-        while cluster.run("squeue", "-h", "--me").stdout:
-            assert time.monotonic() < deadline, cluster.run("squeue").stdout
-            time.sleep(0.3)
+        """Return a Site; at the end of the block all jobs are cancelled, and all nodes are up."""
+        try:
+            yield cls(cluster, runs)
+        finally:
+            cluster.restore()
 
     def scaletrain(self, *arguments: str, check: bool = True) -> Any:
         done = self.cluster.run(sys.executable, "-m", "scaletrain_cli", *arguments, check=check)

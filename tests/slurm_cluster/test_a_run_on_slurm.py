@@ -87,8 +87,9 @@ class Login:
 
 
 @pytest.fixture
-def login(cluster: DevCluster, tmp_path: Path) -> Login:
-    return Login(cluster, tmp_path / HOSTILE)
+def login(cluster: DevCluster, tmp_path: Path) -> Iterator[Login]:
+    yield Login(cluster, tmp_path / HOSTILE)
+    cluster.restore()
 
 
 def events(run_dir: str, name: str) -> list[dict[str, Any]]:

@@ -61,9 +61,15 @@ while wait $!; code=$?; kill -0 $! 2>/dev/null; do true; done
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[DevCluster]:
+def shared() -> Iterator[DevCluster]:
     with DevCluster.running(nodes=3, **HASTY) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def cluster(shared: DevCluster) -> Iterator[DevCluster]:
+    yield shared
+    shared.restore()
 
 
 def test_two_nodes_have_two_hostnames(cluster: DevCluster) -> None:
@@ -111,8 +117,9 @@ def test_high_preempts_spot_and_the_job_is_requeued(
 
 
 def test_a_node_that_was_powered_off_can_be_started_again(cluster: DevCluster) -> None:
-    job = cluster.submit("srun sleep 300", "-N2", "-wn2,n3", "--no-requeue", "-o/dev/null")
-    cluster.wait_for_state(job, "RUNNING")
+    job = cluster.submit("srun sleep 32323", "-N2", "-wn2,n3", "--no-requeue", "-o/dev/null")
+    # A job is RUNNING before srun has launched its tasks; an srun that loses a node then fails, with the whole job.
+    wait_until(lambda: len(states_of("^/usr/bin/sleep 32323")) == 2, "both tasks run")
 
     cluster.node_down("n3")
 

@@ -24,8 +24,7 @@ def shared() -> Iterator[DevCluster]:
 def cluster(shared: DevCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[DevCluster]:
     monkeypatch.setenv("SLURM_CONF", shared.environment["SLURM_CONF"])
     yield shared
-    shared.run("scancel", "--me")
-    wait_until(lambda: not shared.run("squeue", "-h").stdout, "the queue is empty")
+    shared.restore()
 
 
 def sleeping(cluster: DevCluster, *options: str) -> str:
