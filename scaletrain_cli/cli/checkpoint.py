@@ -1,4 +1,4 @@
-"""`scaletrain checkpoint`: list, verify, export and prune the checkpoints of a run."""
+"""`scaletrain checkpoint`: list, verify, export, average and prune the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from scaletrain_cli.text import visible
 if TYPE_CHECKING:
     from scaletrain_cli.rundir.checkpoints import Checkpoint
     from scaletrain_cli.rundir.inventory import Entry
+    from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.rundir.record import RunRecord
 
-app = verb_group("List, verify, export and prune checkpoints.")
+app = verb_group("List, verify, export, average and prune checkpoints.")
 READING = (ExitCode.DONE, ExitCode.USAGE)
 VERIFYING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _NEEDS = ("torch", "safetensors", "numpy")
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to create; must not exist.")]
+Dtype = Annotated[Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Data type of the exported weights.")]
 PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 
 
@@ -80,14 +84,12 @@ def verify(
 @app.command(epilog=describe(VERIFYING))
 def export(
     run: RunName,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to create; must not exist.")],
+    output: Output,
     step: Annotated[
         int | None,
         typer.Option("--step", metavar="N", min=0, help="Step to export (default: the latest valid checkpoint)."),
     ] = None,
-    dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Data type of the exported weights.")
-    ] = "bf16",
+    dtype: Dtype = "bf16",
     averaged: Annotated[
         bool, typer.Option("--averaged", help="Export the averaged weights (training.averaging).")
     ] = False,
@@ -98,32 +100,86 @@ def export(
 
     The checkpoint is verified first and may have any parallel layout. Prints the folder to stdout.
     """
-    from scaletrain_cli.cli.engine_process import run_engine_command
+    from scaletrain_cli.rundir.record import checkpoint_folder
+
+    found, record = _own_run(run, trust_owner)
+    checkpoint = _valid_checkpoint(found.run_id, checkpoint_folder(found, record.spec), step)
+    exported = _export(found, record, [checkpoint], output, dtype, averaged=averaged)
+    exported |= {"step": checkpoint.step, "dtype": dtype}
+    _report_export(exported, f"step {checkpoint.step}", output, as_json)
+
+
+@app.command(epilog=describe(VERIFYING))
+def average(
+    run: RunName,
+    output: Output,
+    last: Annotated[
+        int, typer.Option("--last", metavar="N", min=2, help="Number of latest valid checkpoints to average.")
+    ] = 5,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option("--step", metavar="N", min=0, help="Step to average, instead of the latest ones; repeatable."),
+    ] = None,
+    dtype: Dtype = "bf16",
+    trust_owner: TrustOwner = False,
+    as_json: AsJson = False,
+) -> None:
+    """Export the mean weights of several checkpoints in Hugging Face format (arXiv:1803.05407).
+
+    Each checkpoint is verified first; a damaged one is an error with --step, and is passed over without it. The mean is
+    computed in fp32 and rounded once. The run and its checkpoints are not changed. Prints the folder to stdout.
+    """
+    from scaletrain_cli.rundir.record import checkpoint_folder
+
+    found, record = _own_run(run, trust_owner)
+    folder = checkpoint_folder(found, record.spec)
+    if steps is not None and len(set(steps)) < 2:
+        raise UsageError("--step: a mean needs at least two different steps. Give --step again.")
+    chosen = (
+        _latest_valid_checkpoints(found.run_id, folder, last)
+        if steps is None
+        else [_valid_checkpoint(found.run_id, folder, step) for step in sorted(set(steps))]
+    )
+    exported = _export(found, record, chosen, output, dtype)
+    exported |= {"steps": [checkpoint.step for checkpoint in chosen], "dtype": dtype}
+    _report_export(exported, f"the mean of steps {', '.join(map(str, exported['steps']))}", output, as_json)
+
+
+def _own_run(run: str, trust_owner: bool) -> tuple[RunDir, RunRecord]:
     from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.rundir.record import checkpoint_folder, read_record, require_own_run
-    from scaletrain_cli.safe_files import create_file
-    from scaletrain_cli.text import bytes_text, whole_text
-    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.rundir.record import read_record, require_own_run
 
     found = find_run(run)
     require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to export it")
-    record = read_record(found)
-    checkpoint = _valid_checkpoint(found.run_id, checkpoint_folder(found, record.spec), step)
+    return found, read_record(found)
+
+
+def _export(
+    run: RunDir, record: RunRecord, chosen: list[Checkpoint], output: Path, dtype: str, *, averaged: bool = False
+) -> dict[str, Any]:
+    """Export in a separate process, which keeps torch out of the command line; its stderr is passed on."""
+    from scaletrain_cli.cli.engine_process import run_engine_command
+    from scaletrain_cli.safe_files import create_file
+
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(record.spec.model_dump(mode="json", by_alias=True)))
-        # A separate process keeps torch out of the command line; its stderr is passed on.
-        places = [checkpoint.path, resolved, output.absolute(), found.path.parent]
+        places = [resolved, output.absolute(), run.path.parent, *(checkpoint.path for checkpoint in chosen)]
         options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]
         # Relative paths in the spec refer to the folder that the run was submitted from.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
-        exported = run_engine_command("export", *map(str, places), *options, needs=_NEEDS, cwd=start)
-    exported |= {"step": checkpoint.step, "dtype": dtype}
+        return run_engine_command("export", *map(str, places), *options, needs=_NEEDS, cwd=start)
+
+
+def _report_export(exported: dict[str, Any], source: str, output: Path, as_json: bool) -> None:
+    from scaletrain_cli.text import bytes_text, whole_text
+    from scaletrain_cli.ui.console import say
+
     if as_json:
         _print(exported)
         return
-    size = f"{whole_text(exported['parameters'])} parameters, {bytes_text(exported['bytes'])} in {dtype}"
-    say(f"step {checkpoint.step} as {exported['model_type']}: {size}")
+    size = f"{whole_text(exported['parameters'])} parameters, {bytes_text(exported['bytes'])} in {exported['dtype']}"
+    say(f"{source} as {exported['model_type']}: {size}")
     if exported["tokenizer"] is None:
         say("exported without a tokenizer: this machine has neither the prepared data nor the spec's tokenizer")
     typer.echo(visible(str(output)))
@@ -210,6 +266,24 @@ def _valid_checkpoint(run_id: str, folder: Path, step: int | None) -> Checkpoint
     if problems := verify_files(committed[step]):
         raise ScaletrainError(f"{committed[step].path.name} is damaged: {'; '.join(problems)}")
     return committed[step]
+
+
+def _latest_valid_checkpoints(run_id: str, folder: Path, count: int) -> list[Checkpoint]:
+    """Return the ``count`` latest valid checkpoints, oldest first. Raises ScaletrainError if there are fewer."""
+    from scaletrain_cli.rundir.checkpoints import list_checkpoints
+    from scaletrain_cli.rundir.inventory import verify_files
+
+    found: list[Checkpoint] = []
+    for checkpoint in reversed(list_checkpoints(folder)):
+        if len(found) < count and not verify_files(checkpoint):
+            found.append(checkpoint)
+    if len(found) < count:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found)) or "none"
+        raise UsageError(
+            f"--last {count}: {run_id} has {len(found)} valid checkpoints (steps: {steps}). "
+            "Use a smaller number; checkpoint.keep sets how many a run keeps."
+        )
+    return found[::-1]
 
 
 def _print(data: dict[str, Any]) -> None:

@@ -131,3 +131,23 @@ def test_an_impossible_export_is_rejected_with_the_reason(
     assert (ended.code, ended.out) == (code, ""), ended.err
     assert expected in " ".join(ended.err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "expected"),
+    [
+        (["--last", "6"], ExitCode.USAGE, "--last 6: r1 has 5 valid checkpoints (steps: 10, 20, 30, 50, 60)"),
+        (["--step", "30"], ExitCode.USAGE, "a mean needs at least two different steps"),
+        (["--step", "30", "--step", "41"], ExitCode.USAGE, "--step 41: no such checkpoint"),
+        (["--step", "30", "--step", "40"], ExitCode.CRASHED, "step-00000040 is damaged"),
+        (["--last", "1"], ExitCode.USAGE, "'--last'"),
+    ],
+)
+def test_an_impossible_average_is_rejected_with_the_reason(
+    folder: Path, options: list[str], code: ExitCode, expected: str, tmp_path: Path
+) -> None:
+    flip_bit(folder / "step-00000040" / "rank-00000.pt", 1234)
+    ended = scaletrain("checkpoint", "average", "r1", "--output", tmp_path / "out", *options)
+    assert (ended.code, ended.out) == (code, ""), ended.err
+    assert expected in " ".join(ended.err.split())
+    assert not (tmp_path / "out").exists()

@@ -14,7 +14,11 @@ from tests.cli.command_line import PROJECT, scaletrain
 
 VERBS = [verb.name for verbs in GROUPS.values() for verb in verbs]
 # Verbs that are groups, and what is in them.
-IN_GROUPS = {"data": ("prepare",), "nodes": ("list", "clear"), "checkpoint": ("list", "verify", "export", "prune")}
+IN_GROUPS = {
+    "data": ("prepare",),
+    "nodes": ("list", "clear"),
+    "checkpoint": ("list", "verify", "export", "average", "prune"),
+}
 COMMANDS = [[verb, word] for verb, words in IN_GROUPS.items() for word in words]
 COMMANDS += [[verb] for verb in VERBS if verb not in IN_GROUPS]
 

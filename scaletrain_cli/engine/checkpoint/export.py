@@ -162,21 +162,22 @@ _NO_RANK = -1  # no rank: reads from all files
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
-    """Export, given CHECKPOINT SPEC_JSON OUTPUT RUNS_ROOT and options. Raises ScaletrainError and OSError."""
+    """Export, given SPEC_JSON OUTPUT RUNS_ROOT CHECKPOINT... and options. Raises ScaletrainError and OSError."""
     parser = argparse.ArgumentParser(prog="export", description="Write a checkpoint's weights as Hugging Face files.")
-    for name in ("checkpoint", "spec", "output", "runs_root"):
+    for name in ("spec", "output", "runs_root"):
         parser.add_argument(name, type=Path)
+    parser.add_argument("checkpoints", type=Path, nargs="+", help="several: the mean of their weights is exported")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
     parser.add_argument("--averaged", action="store_true")
     options = parser.parse_args(arguments)
     spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
     text, dtype = text_files(spec, options.runs_root), _DTYPES[options.dtype]
-    written = export(options.checkpoint, spec, options.output, dtype, text, averaged=options.averaged)
+    written = export(options.checkpoints, spec, options.output, dtype, text, averaged=options.averaged)
     return {**written, "tokenizer": str(options.output / "tokenizer.json") if text.has_tokenizer else None}
 
 
 def export(
-    checkpoint: Path,
+    checkpoints: Sequence[Path],
     spec: RunSpec,
     output: Path,
     dtype: torch.dtype,
@@ -185,16 +186,14 @@ def export(
     averaged: bool = False,
     largest_file_bytes: int = LARGEST_FILE_BYTES,
 ) -> dict[str, Any]:
-    """Write the folder ``output`` atomically, and return its path and size. Raises ScaletrainError and OSError."""
+    """Write the folder ``output`` atomically, and return its path and size. Raises ScaletrainError and OSError.
+
+    Of several checkpoints the mean of their weights is written (arXiv:1803.05407), computed in fp32 and rounded once.
+    """
     model = spec.transformer
     config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch."), **text.ids}
-    found = read_checkpoint(checkpoint)
-    if not isinstance(found, Checkpoint):
-        raise ScaletrainError(Reason("engine.not-a-checkpoint", {"path": str(checkpoint), "problem": str(found)}))
-    reader = StateReader(checkpoint, _NO_RANK, (), found.files)
     kind = AVERAGE if averaged else WEIGHT
-    if kind not in reader.kinds:
-        raise UsageError(Reason("engine.no-averaged-weights", {"checkpoint": checkpoint.name}))
+    readers = [_open(checkpoint, kind) for checkpoint in checkpoints]
     if output.exists():
         raise UsageError(Reason("engine.output-exists", {"path": str(output)}))
     draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
@@ -210,7 +209,7 @@ def export(
         place: dict[str, str] = {}
         for number, names in enumerate(files, start=1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {rename(matrix): _read(reader, kind, matrix, shapes[matrix], dtype) for matrix in names}
+            tensors = {rename(matrix): _mean(readers, kind, matrix, shapes[matrix], dtype) for matrix in names}
             save_file(tensors, draft / name, metadata={"format": "pt"})  # required by transformers
             (draft / name).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only
             place |= dict.fromkeys(tensors, name)
@@ -240,6 +239,19 @@ def _files(shapes: dict[str, tuple[int, ...]], element_bytes: int, most_bytes: i
     yield names
 
 
-def _read(reader: StateReader, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _open(checkpoint: Path, kind: str) -> StateReader:
+    found = read_checkpoint(checkpoint)
+    if not isinstance(found, Checkpoint):
+        raise ScaletrainError(Reason("engine.not-a-checkpoint", {"path": str(checkpoint), "problem": str(found)}))
+    reader = StateReader(checkpoint, _NO_RANK, (), found.files)
+    if kind not in reader.kinds:
+        raise UsageError(Reason("engine.no-averaged-weights", {"checkpoint": checkpoint.name}))
+    return reader
+
+
+def _mean(readers: Sequence[StateReader], kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     whole = Slice(name, shape, None, 0, torch.Size(shape).numel())
-    return reader.read(kind, whole).view(shape).to(dtype)
+    total = readers[0].read(kind, whole)
+    for reader in readers[1:]:
+        total += reader.read(kind, whole)
+    return (total / len(readers)).view(shape).to(dtype)

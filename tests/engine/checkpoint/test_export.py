@@ -86,7 +86,7 @@ def checkpoint_of(folder: Path, weights: dict[str, Tensor], kinds: tuple[str, ..
 def test_exported_weights_equal_the_trained_ones(kind: str, dims: dict[str, Any], tmp_path: Path) -> None:
     weights = contents(dims)
     reported = export(
-        checkpoint_of(tmp_path / "step-00000001", weights), spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT
+        [checkpoint_of(tmp_path / "step-00000001", weights)], spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT
     )
     assert reported["model_type"] == kind.split()[0]
     assert reported["parameters"] == sum(values.numel() for values in weights.values())
@@ -100,7 +100,7 @@ def test_exported_weights_equal_the_trained_ones(kind: str, dims: dict[str, Any]
 def test_large_exports_are_split_with_an_index(tmp_path: Path) -> None:
     weights = contents(LLAMA)
     folder = checkpoint_of(tmp_path / "step-00000001", weights)
-    export(folder, spec_of(LLAMA), tmp_path / "out", torch.bfloat16, NO_TEXT, largest_file_bytes=2_000)
+    export([folder], spec_of(LLAMA), tmp_path / "out", torch.bfloat16, NO_TEXT, largest_file_bytes=2_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
@@ -114,12 +114,12 @@ def test_large_exports_are_split_with_an_index(tmp_path: Path) -> None:
 def test_averaged_weights_are_exported_if_the_checkpoint_has_them(tmp_path: Path) -> None:
     weights = contents(LLAMA)
     both = checkpoint_of(tmp_path / "step-00000001", weights, ("weight", "average"))
-    export(both, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT, averaged=True)
+    export([both], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT, averaged=True)
     expected = {name: values + 1 for name, values in weights.items()}
     torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), expected, rtol=0, atol=0)
     with pytest.raises(UsageError, match="has no averaged weights"):
         export(
-            checkpoint_of(tmp_path / "step-00000002", weights),
+            [checkpoint_of(tmp_path / "step-00000002", weights)],
             spec_of(LLAMA),
             tmp_path / "x",
             torch.float32,
@@ -128,16 +128,24 @@ def test_averaged_weights_are_exported_if_the_checkpoint_has_them(tmp_path: Path
         )
 
 
+def test_the_mean_of_checkpoints_is_computed_in_fp32_and_rounded_once(tmp_path: Path) -> None:
+    drawn = [{name: values + torch.randn_like(values) for name, values in contents(LLAMA).items()} for _ in range(3)]
+    folders = [checkpoint_of(tmp_path / f"step-{step:08d}", weights) for step, weights in enumerate(drawn, start=1)]
+    export(folders, spec_of(LLAMA), tmp_path / "out", torch.bfloat16, NO_TEXT)
+    mean = {name: torch.stack([weights[name] for weights in drawn]).mean(0).bfloat16().float() for name in drawn[0]}
+    torch.testing.assert_close(loaded(tmp_path / "out", LLAMA), mean, rtol=0, atol=0)
+
+
 def test_a_failed_export_leaves_no_files_and_an_existing_folder_is_not_changed(tmp_path: Path) -> None:
     weights = contents(LLAMA)
     del weights["model.norm.weight"]
     folder = checkpoint_of(tmp_path / "step-00000001", weights)
     with pytest.raises(ScaletrainError, match=r"0 of 16 values of weight/model\.norm\.weight"):
-        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
+        export([folder], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     (tmp_path / "out").mkdir()
     with pytest.raises(UsageError, match="exists and is not overwritten"):
-        export(folder, spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
+        export([folder], spec_of(LLAMA), tmp_path / "out", torch.float32, NO_TEXT)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +161,7 @@ def test_a_model_that_no_hugging_face_architecture_computes_is_rejected(
     dims: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match="no Hugging Face architecture") as caught:
-        export(tmp_path, spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT)
+        export([tmp_path], spec_of(dims), tmp_path / "out", torch.float32, NO_TEXT)
     assert [problem.key for problem in caught.value.problems] == [key]
 
 
@@ -173,7 +181,7 @@ COMPUTED = {**EXPORTED, **STRETCHED_MODELS}
 def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: Path) -> None:
     spec = spec_of(dims)
     weights = {name: values * 0.1 for name, values in contents(dims).items()}
-    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, NO_TEXT)
+    export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, NO_TEXT)
     ours = outline(spec.transformer)
     materialize(ours, HuggingFaceFolder(tmp_path / "out", outline(spec.transformer)), torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -210,7 +218,7 @@ def test_transformers_loads_an_exported_folder_and_generates_up_to_the_end_of_te
     text = text_files(spec, tmp_path / "runs")
     end = text.ids["eos_token_id"]
     weights = ends_at_once(spec.transformer.model_dump(), end)
-    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, text)
+    export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, text)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<|endoftext|>", end, end)
     assert tokenizer.decode(tokenizer("a document of words").input_ids) == "a document of words"
@@ -255,6 +263,6 @@ def test_without_a_tokenizer_no_token_id_is_exported(tmp_path: Path) -> None:
     text = text_files(spec, tmp_path / "runs")
     assert not text.has_tokenizer
     weights = contents(spec.transformer.model_dump())
-    export(checkpoint_of(tmp_path / "step-00000001", weights), spec, tmp_path / "out", torch.float32, text)
+    export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, text)
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
