@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.data.dataset import TokenSequences
+from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 
@@ -93,17 +94,21 @@ def batch_number(step: int, skip_ranges: Iterable[SkipRange]) -> int:
     return number
 
 
-NOT_COUNTED = -100  # ignore_index of torch.nn.functional.cross_entropy
-
-
 class MicroBatch(NamedTuple):
     """The input of one forward pass, in the order of a model's arguments.
 
-    tokens, labels: [micro_batch_size, local length] int64, this rank's part of each sequence; label -100 is ignored.
-    positions: [local length] int64, positions of these tokens in the whole sequence. samples: [micro_batch_size] int64,
-    unique numbers of the sequences in the run. divisor: scalar fp32, the labels that count in the whole global batch
-    over the number of its losses, so that the mean of all losses, each a sum over this, is the mean over those labels;
-    None if every label counts and each loss is a mean of its own.
+    tokens, labels: [rows, local length] int64, this rank's part of each sequence; label -100 is ignored. Rows are the
+    micro_batch_size sequences; with preference pairs 2 * micro_batch_size, all chosen answers, then all rejected ones.
+    positions: positions of these tokens in the whole sequence, int64 [local length], or [rows, local length] in packed
+    rows, where they restart with each document. samples: [rows] int64, unique numbers of the sequences in the run.
+    divisor: scalar fp32, the weights of the labels that count in the whole global batch over the number of its losses,
+    so that the mean of all losses, each a sum over this, is the weighted mean over those labels; None if every label
+    counts and each loss is a mean of its own.
+    weights: [rows, local length] fp32, weight of each label in the loss; None: 1 where the label is not -100.
+    documents: [rows, whole length] int64, number of the document that each position of the whole sequence belongs to,
+    -1 for padding; attention stays within a document. None: one document per row, padded at its end.
+    numbers: [micro_batch_size] int64, numbers of the rows or pairs in the split; None for text.
+    reference: [rows] fp32, log-probabilities of the answers under the reference model; None unless they were computed.
     """
 
     tokens: Tensor
@@ -111,6 +116,10 @@ class MicroBatch(NamedTuple):
     positions: Tensor
     samples: Tensor
     divisor: Tensor | None
+    weights: Tensor | None = None
+    documents: Tensor | None = None
+    numbers: Tensor | None = None
+    reference: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on another device."""
@@ -118,18 +127,42 @@ class MicroBatch(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """All micro-batches of one step in few tensors; the first dimension of tokens, labels and samples counts them."""
+    """All micro-batches of one step in few tensors.
+
+    The first dimension counts them, except in ``divisor`` and in ``positions`` of one dimension, which are the same in
+    all.
+    """
 
     tokens: Tensor
     labels: Tensor
     samples: Tensor
     positions: Tensor
     divisor: Tensor | None
+    weights: Tensor | None = None
+    documents: Tensor | None = None
+    numbers: Tensor | None = None
+    reference: Tensor | None = None
 
     def micro_batches(self) -> list[MicroBatch]:
         """Return the micro-batches as views, in the order of accumulation."""
-        parts = zip(self.tokens, self.labels, self.samples, strict=True)
-        return [MicroBatch(tokens, labels, self.positions, samples, self.divisor) for tokens, labels, samples in parts]
+
+        def part(values: Tensor | None, number: int) -> Tensor | None:
+            return None if values is None else values[number]
+
+        return [
+            MicroBatch(
+                tokens=self.tokens[i],
+                labels=self.labels[i],
+                positions=self.positions if self.positions.dim() == 1 else self.positions[i],
+                samples=self.samples[i],
+                divisor=self.divisor,
+                weights=part(self.weights, i),
+                documents=part(self.documents, i),
+                numbers=part(self.numbers, i),
+                reference=part(self.reference, i),
+            )
+            for i in range(len(self.tokens))
+        ]
 
 
 @dataclass(frozen=True)
@@ -137,14 +170,16 @@ class BatchReader:
     """Reads the batches of one rank.
 
     Tensor and pipeline ranks of a replica get the same batch, sequence ranks a part of each sequence.
-    ``mask_document_starts``: the label of the first token of a document is ignored.
+    ``mask_document_starts``: the label of the first token of a document in text is ignored.
+    ``reference``: [pairs of the split, 2] fp32, log-probabilities of the chosen and of the rejected answer.
     """
 
-    sequences: TokenSequences
+    sequences: TokenSequences | RowSequences
     layout: Layout
     mesh: Mesh
     seed: int
     mask_document_starts: bool
+    reference: npt.NDArray[np.float32] | None = None
 
     def batch(self, number: int) -> StepBatch:
         """Return this rank's part of the global batch with this number (1-based)."""
@@ -152,9 +187,8 @@ class BatchReader:
         indices = self._indices(number, self.mesh.data.rank)
         first = (number - 1) * layout.global_batch_size
         places = [
-            first + (micro * layout.data_parallel + self.mesh.data.rank) * size + offset
+            [first + (micro * layout.data_parallel + self.mesh.data.rank) * size + offset for offset in range(size)]
             for micro in range(len(indices))
-            for offset in range(size)
         ]
         return self._batch(indices, places, self._counted_in(number))
 
@@ -162,11 +196,11 @@ class BatchReader:
         """Yield the first sequences in file order: per round, one micro-batch for each data-parallel rank."""
         size = self.layout.micro_batch_size
         width = size * self.layout.data_parallel
-        counted = self._counted(0, rounds * width) / rounds
+        counted = self._counted(range(rounds * width)) / rounds if self._is_divided else 0.0
         for turn in range(rounds):
             first = turn * width + self.mesh.data.rank * size
             indices = list(range(first, first + size))
-            yield from self._batch([indices], indices, counted).micro_batches()
+            yield from self._batch([indices], [indices], counted).micro_batches()
 
     def _indices(self, number: int, data_rank: int) -> list[list[int]]:
         layout = self.layout
@@ -180,38 +214,83 @@ class BatchReader:
             micro_batch_size=layout.micro_batch_size,
         )
 
-    def _counted_in(self, number: int) -> float:
-        """Return the labels that count in a global micro-batch, as the mean over those of the batch.
+    @property
+    def _is_divided(self) -> bool:
+        """True if some labels do not count, or count with a weight of their own."""
+        return self.mask_document_starts or isinstance(self.sequences, RowSequences)
 
-        Every rank looks up the document ends of every sequence of the batch, so that no collective is needed.
+    def _counted_in(self, number: int) -> float:
+        """Return the weights of the labels in a global micro-batch, as the mean over those of the batch.
+
+        Every rank looks up every sequence of the batch in an index, so that no collective is needed.
         """
-        if not self.mask_document_starts:
+        if not self._is_divided:
             return 0.0
         layout = self.layout
         ranks = (self._indices(number, rank) for rank in range(layout.data_parallel))
-        counted = sum(self._counted(i, i + 1) for batches in ranks for batch in batches for i in batch)
+        counted = self._counted([index for batches in ranks for batch in batches for index in batch])
         return counted / layout.gradient_accumulation_steps
 
-    def _counted(self, first: int, last: int) -> int:
-        tokens = (last - first) * self.sequences.seq_len
-        return tokens - len(self.sequences.document_ends_within(first, last))
+    def _counted(self, indices: Sequence[int]) -> float:
+        """Return the sum of the weights of the labels in these sequences."""
+        if isinstance(self.sequences, RowSequences):
+            return self.sequences.total_weight(indices)
+        masked = sum(len(self.sequences.document_ends_within(index, index + 1)) for index in indices)
+        return len(indices) * self.sequences.seq_len - masked
 
-    def _batch(self, indices: list[list[int]], places: list[int], counted: float) -> StepBatch:
-        """``counted``: labels that count in a global micro-batch, whose loss is the mean over the replicas' losses."""
-        micro_batches, size = len(indices), self.layout.micro_batch_size
+    def _batch(self, indices: list[list[int]], places: list[list[int]], counted: float) -> StepBatch:
+        """``counted``: weights of the labels in a global micro-batch, whose loss is the mean of the replicas' losses.
+
+        ``places``: numbers of the sequences in the run.
+        """
+        part = self._part_of_length()
+        divisor = torch.tensor(counted / self.mesh.replicas.size, dtype=torch.float32) if self._is_divided else None
+        if isinstance(self.sequences, RowSequences):
+            return self._rows(self.sequences, indices, places, part, divisor)
         flat = [index for batch in indices for index in batch]
-        rows, part = self.sequences.rows(flat), self._part_of_length()
-        tokens, labels, divisor = rows[:, :-1], rows[:, 1:], None
+        rows = self.sequences.rows(flat)
+        tokens, labels = rows[:, :-1], rows[:, 1:]
         if self.mask_document_starts:
             labels = self._masked(labels, flat)
-            divisor = torch.tensor(counted / self.mesh.replicas.size, dtype=torch.float32)
-        shape = (micro_batches, size, part.stop - part.start)
+        shape = (len(indices), self.layout.micro_batch_size, part.stop - part.start)
         return StepBatch(
             tokens=_tensor(tokens[:, part]).view(shape),
             labels=_tensor(labels[:, part]).view(shape),
-            samples=torch.tensor(places).view(micro_batches, size),
+            samples=torch.tensor(places),
             positions=torch.arange(part.start, part.stop),
             divisor=divisor,
+        )
+
+    def _rows(
+        self,
+        sequences: RowSequences,
+        indices: list[list[int]],
+        places: list[list[int]],
+        part: slice,
+        divisor: Tensor | None,
+    ) -> StepBatch:
+        read = [sequences.read(batch) for batch in indices]
+        weights = [rows.weights for rows in read if rows.weights is not None]
+        documents = [rows.documents for rows in read if rows.documents is not None]
+        positions = [rows.positions for rows in read if rows.positions is not None]
+        samples = torch.tensor(places)
+        numbers = torch.tensor(indices) + sequences.first
+        reference = None
+        if sequences.pairs:
+            samples = torch.cat([2 * samples, 2 * samples + 1], dim=1)
+            if self.reference is not None:
+                found = torch.from_numpy(self.reference)[numbers]  # [micro-batches, pairs, 2]
+                reference = found.transpose(1, 2).flatten(1)
+        return StepBatch(
+            tokens=_tensor(np.stack([rows.tokens for rows in read])[..., part]),
+            labels=_tensor(np.stack([rows.labels for rows in read])[..., part]),
+            samples=samples,
+            positions=(_tensor(np.stack(positions)[..., part]) if positions else torch.arange(part.start, part.stop)),
+            divisor=divisor,
+            weights=_tensor(np.stack(weights)[..., part]) if weights else None,
+            documents=_tensor(np.stack(documents)) if documents else None,
+            numbers=numbers,
+            reference=reference,
         )
 
     def _part_of_length(self) -> slice:
@@ -221,14 +300,15 @@ class BatchReader:
 
     def _masked(self, labels: npt.NDArray[np.int64], indices: list[int]) -> npt.NDArray[np.int64]:
         """Return a copy with masked labels; tokens and labels are views of the same rows."""
+        assert isinstance(self.sequences, TokenSequences)
         masked: npt.NDArray[np.int64] = labels.copy()
         for row, index in zip(masked, indices, strict=True):
             row[self.sequences.document_ends_within(index, index + 1)] = NOT_COUNTED
         return masked
 
 
-def _tensor(rows: npt.NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(rows))
+def _tensor(values: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))
 
 
 class _Prefetched(NamedTuple):

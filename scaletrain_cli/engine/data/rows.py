@@ -1,0 +1,113 @@
+"""Rows of tokens for fine-tuning: one or several documents each, with the weight of every token in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrain_cli.engine.data.chunk_hashes import CheckedFile
+
+NOT_COUNTED = -100  # ignore_index of torch.nn.functional.cross_entropy
+PADDING_DOCUMENT = -1
+
+
+class Rows(NamedTuple):
+    """Rows of one micro-batch, each an array [rows, seq_len].
+
+    tokens: int64, 0 in the padding. labels: int64, the next token of the same document, -100 where it does not count.
+    weights: fp32, weight of each label, 0 where it does not count; None if all others are 1. documents: int64, number
+    of the document in its row, -1 for padding; positions: int64, within the document. Both are None where each row is
+    one document.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32] | None
+    documents: npt.NDArray[np.int64] | None
+    positions: npt.NDArray[np.int64] | None
+
+
+@dataclass(frozen=True)
+class RowSequences:
+    """Rows of at most ``seq_len`` tokens of one split; ``read`` pads them to this length.
+
+    ``tokens``, ``weights``: of all documents in order; the first token of a document has weight 0. ``document_ends``:
+    index after the last token of each document. ``row_ends``: number of documents up to and including each row.
+    ``totals``: sum of the weights of each row, fp64. ``pairs``: rows 2 i and 2 i + 1 are the chosen and the rejected
+    answer of pair i, and the length is the number of pairs. ``packed``: a row may have several documents.
+    ``weighted``: some weights are neither 0 nor 1. ``files``: compare tokens and weights with their hashes.
+    """
+
+    tokens: npt.NDArray[np.unsignedinteger]
+    weights: npt.NDArray[np.float32]
+    document_ends: npt.NDArray[np.int64]
+    row_ends: npt.NDArray[np.int64]
+    totals: npt.NDArray[np.float64]
+    seq_len: int
+    pairs: bool = False
+    packed: bool = False
+    weighted: bool = False
+    files: tuple[CheckedFile, CheckedFile] | None = None
+    first: int = 0
+    count: int | None = None  # number of rows or pairs from ``first`` on; None for all
+
+    def __len__(self) -> int:
+        return len(self.row_ends) // (2 if self.pairs else 1) - self.first if self.count is None else self.count
+
+    def part(self, first: int, count: int) -> RowSequences:
+        """Return ``count`` of these rows or pairs from ``first`` on."""
+        return replace(self, first=self.first + first, count=count)
+
+    def total_weight(self, indices: Sequence[int]) -> float:
+        """Return the sum of the weights of these rows or pairs."""
+        return float(self.totals[self._rows(indices)].sum())
+
+    def read(self, indices: Sequence[int]) -> Rows:
+        """Return these rows, or the chosen answers of these pairs and then the rejected ones.
+
+        Raises CorruptDataError if a file has changed since it was written.
+        """
+        shape = (len(indices) * (2 if self.pairs else 1), self.seq_len)
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, NOT_COUNTED, np.int64)
+        weights = np.zeros(shape, np.float32)
+        documents, positions = np.full(shape, PADDING_DOCUMENT, np.int64), np.zeros(shape, np.int64)
+        for place, row in enumerate(self._rows(indices)):
+            ends = self.document_ends[self.row_ends[row - 1] if row else 0 : self.row_ends[row]]
+            base = self._start(row)
+            stop = int(ends[-1])
+            self._check(base, stop)
+            length = stop - base
+            tokens[place, :length] = self.tokens[base:stop]
+            weights[place, : length - 1] = self.weights[base + 1 : stop]  # 0 where the next document starts
+            starts = np.concatenate([[0], ends[:-1] - base])
+            number = np.repeat(np.arange(len(ends)), np.diff(np.append(starts, length)))
+            documents[place, :length] = number
+            positions[place, :length] = np.arange(length) - starts[number]
+            positions[place, length:] = np.arange(self.seq_len - length)
+        counted = weights[:, :-1] > 0
+        labels[:, :-1][counted] = tokens[:, 1:][counted]
+        return Rows(
+            tokens,
+            labels,
+            weights if self.weighted else None,
+            documents if self.packed else None,
+            positions if self.packed else None,
+        )
+
+    def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        numbers = np.asarray(indices, np.int64) + self.first
+        return np.concatenate([2 * numbers, 2 * numbers + 1]) if self.pairs else numbers
+
+    def _start(self, row: int) -> int:
+        """Return the index of the first token of a row."""
+        before = int(self.row_ends[row - 1]) if row else 0
+        return int(self.document_ends[before - 1]) if before else 0
+
+    def _check(self, start: int, stop: int) -> None:
+        if self.files is not None:
+            for file, values in zip(self.files, (self.tokens, self.weights), strict=True):
+                file.check(start * values.itemsize, stop * values.itemsize)

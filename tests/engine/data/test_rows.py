@@ -1,0 +1,136 @@
+"""Rows for fine-tuning: labels, weights, documents and positions of packed rows and of preference pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
+from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, RowSequences
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from tests.engine.data.test_batches import CUTS, GLOBAL_BATCH, WHOLE
+
+LENGTH = 8
+
+
+def rows(documents: list[list[tuple[int, float]]], sizes: list[int], **more: bool) -> RowSequences:
+    """Return rows of ``sizes`` documents each; a document is a list of (token, weight)."""
+    weights = [0.0 if i == 0 else weight for each in documents for i, (_, weight) in enumerate(each)]
+    ends = np.cumsum([len(each) for each in documents])
+    row_ends = np.cumsum(sizes)
+    bounds = [0, *(ends[row_ends - 1])]
+    return RowSequences(
+        np.array([token for each in documents for token, _ in each], np.uint16),
+        np.array(weights, np.float32),
+        ends,
+        row_ends,
+        np.array([sum(weights[a:b]) for a, b in pairwise(bounds)]),
+        LENGTH,
+        **more,
+    )
+
+
+def random_rows(count: int, **more: bool) -> RowSequences:
+    random = np.random.default_rng(1)
+    documents, sizes, scale = [], [], 0.5 if more.get("weighted") else 0.0
+    for _ in range(count):
+        cuts = sorted({1, *random.integers(1, LENGTH, 2).tolist()}) if more.get("packed") else [LENGTH - 1]
+        lengths = np.diff([0, *cuts])
+        for length in lengths:
+            documents.append([(int(random.integers(1, 50)), scale * random.integers(0, 3)) for _ in range(length)])
+        documents[-1][len(documents[-1]) // 2] = (7, 1.0)
+        sizes.append(len(lengths))
+    return rows(documents, sizes, **more)
+
+
+def test_a_packed_row_restarts_positions_and_ignores_the_first_token_of_each_document() -> None:
+    first, second, third = [(5, 0), (6, 1), (7, 1)], [(8, 1), (9, 0.5)], [(4, 1), (3, 1)]
+    read = rows([first, second, third], [2, 1], packed=True, weighted=True).read([0, 1])
+    assert read.weights is not None
+    assert read.documents is not None
+    assert read.positions is not None
+    assert read.tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0], [4, 3, 0, 0, 0, 0, 0, 0]]
+    assert read.labels[0].tolist() == [6, 7, NOT_COUNTED, 9, *[NOT_COUNTED] * 4]
+    assert read.weights[0].tolist() == [1, 1, 0, 0.5, 0, 0, 0, 0]
+    assert read.documents[0].tolist() == [0, 0, 0, 1, 1, *[PADDING_DOCUMENT] * 3]
+    assert read.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+
+
+def test_a_token_with_the_number_of_the_padding_still_counts() -> None:
+    read = rows([[(5, 0), (0, 1), (0, 1)]], [1]).read([0])
+    assert read.labels[0].tolist() == [0, 0, *[NOT_COUNTED] * 6]
+
+
+def test_pairs_are_all_chosen_answers_then_all_rejected_ones() -> None:
+    pairs = rows([[(n, 1), (n + 10, 1)] for n in (1, 2, 3, 4, 5, 6)], [1] * 6, pairs=True)
+    assert len(pairs) == 3
+    assert pairs.read([0, 2]).tokens[:, 0].tolist() == [1, 5, 2, 6]
+    assert pairs.part(1, 2).read([1]).tokens[:, 0].tolist() == [5, 6]
+    assert pairs.total_weight([1]) == 2
+
+
+def readers(sequences: RowSequences, data: int, sequence: int, micro_batch_size: int) -> list[BatchReader]:
+    steps = GLOBAL_BATCH // (micro_batch_size * data)
+    layout = replace(
+        WHOLE,
+        data_parallel=data,
+        sequence_parallel=sequence,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=steps,
+    )
+    return [
+        BatchReader(
+            sequences,
+            layout,
+            Mesh(data=Axis(data, d), sequence=Axis(sequence, s), replicas=Axis(data * sequence, d * sequence + s)),
+            seed=3,
+            mask_document_starts=False,
+        )
+        for d in range(data)
+        for s in range(sequence)
+    ]
+
+
+def labels(parts: list[MicroBatch]) -> set[tuple[int, ...]]:
+    """Return (sample, token, label, position, weight * 2) of every token."""
+    found = set()
+    for part in parts:
+        positions = part.positions.expand_as(part.tokens)
+        weights = (part.labels != NOT_COUNTED).float() if part.weights is None else part.weights
+        for row, sample in enumerate(part.samples.tolist()):
+            values = (part.tokens[row], part.labels[row], positions[row], 2 * weights[row])
+            found |= {(sample, *map(int, each)) for each in zip(*values, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("kind", [{}, {"packed": True, "weighted": True}, {"pairs": True}], ids=str)
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_layout_reads_the_same_rows_and_divides_by_the_weights_of_the_global_batch(
+    kind: dict[str, bool], cut: tuple[int, int, int]
+) -> None:
+    sequences = random_rows(40, **kind)
+    whole = [micro for reader in readers(sequences, 1, 1, 12) for micro in reader.batch(3).micro_batches()]
+    parts = [micro for reader in readers(sequences, *cut) for micro in reader.batch(3).micro_batches()]
+    assert labels(parts) == labels(whole)
+    sums = [((p.labels != NOT_COUNTED).float() if p.weights is None else p.weights).sum() for p in parts]
+    assert all(part.divisor is not None for part in parts)
+    assert np.mean([float(s / p.divisor) for s, p in zip(sums, parts, strict=True)]) == pytest.approx(1.0)
+    for part in parts:
+        assert part.documents is None or part.documents.shape == (len(part.tokens), LENGTH)
+        assert len(part.tokens) == cut[2] * (2 if "pairs" in kind else 1)
+
+
+def test_reference_log_probabilities_follow_their_pairs() -> None:
+    sequences = random_rows(40, pairs=True)
+    reference = np.arange(40, dtype=np.float32).reshape(20, 2)
+    (reader,) = readers(sequences, 1, 1, 4)
+    for micro in replace(reader, reference=reference).batch(2).micro_batches():
+        assert micro.numbers is not None
+        assert micro.reference is not None
+        expected = [*(2 * micro.numbers).tolist(), *(2 * micro.numbers + 1).tolist()]
+        assert micro.reference.tolist() == expected
+        assert torch.equal(micro.tokens, torch.from_numpy(sequences.read(micro.numbers.tolist()).tokens))
