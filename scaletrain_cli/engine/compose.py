@@ -36,7 +36,7 @@ from scaletrain_cli.engine.optim.optimizers import build_optimizer, parameter_gr
 from scaletrain_cli.engine.parallel.expert import mark_experts_for_deepspeed, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module
-from scaletrain_cli.engine.parallel.sequence import set_first_heads, shard_attention_over_sequence
+from scaletrain_cli.engine.parallel.sequence import place_dropout, shard_attention_over_sequence
 from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import expand_home
@@ -164,7 +164,7 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
     model = outline(spec.transformer)
     keep_stage(model, mesh.pipeline)
     assign_dropout_keys(model, spec.training.seed)
-    set_first_heads(model, mesh.tensor, mesh.sequence)
+    place_dropout(model, mesh.tensor, mesh.sequence)
     shard_over_tensor_ranks(model, mesh.tensor)
     shard_experts(model, mesh)
     shard_attention_over_sequence(model, mesh.sequence)

@@ -135,7 +135,7 @@ class ModelStepper(Stepper):
         return _mean(loss / len(batches), self._mesh.replicas.group)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
-        return self._engine(batch.tokens, batch.labels, batch.positions, batch.samples, batch.divisor)  # type: ignore[no-any-return]
+        return self._engine(batch.tokens, batch.labels, batch.context, batch.divisor)  # type: ignore[no-any-return]
 
 
 class PipelineStepper(Stepper):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
+from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 
@@ -120,6 +121,11 @@ class MicroBatch(NamedTuple):
     documents: Tensor | None = None
     numbers: Tensor | None = None
     reference: Tensor | None = None
+
+    @property
+    def context(self) -> TokenContext:
+        """What the blocks of the model see beside the hidden states."""
+        return TokenContext(self.positions, self.samples, self.documents)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on another device."""

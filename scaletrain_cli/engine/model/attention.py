@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +22,46 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, samples: Tensor | None = None) -> Tensor:
+class TokenContext(NamedTuple):
+    """The tokens of a forward pass that a block does not see in its hidden states: their places and documents.
+
+    positions: [length] or [batch, length] int64, positions of these tokens in their sequence or document.
+    samples: [batch] int64, unique numbers of the sequences in the run, which key their dropout.
+    documents: [batch, whole length] int64, the number of the document of each position, padding with its own; None if
+    each sequence is one document. A token attends to earlier tokens of its document. On sequence-parallel ranks,
+    positions are those of the rank's part, documents those of the whole length.
+    mask: see ``with_mask``.
+    """
+
+    positions: Tensor
+    samples: Tensor
+    documents: Tensor | None = None
+    mask: Tensor | None = None
+
+    def with_mask(self, dtype: torch.dtype) -> TokenContext:
+        """Return the context with the mask of its documents, so that all blocks share one; ``dtype`` of the queries."""
+        if self.documents is None or self.mask is not None:
+            return self
+        return self._replace(mask=document_mask(self.documents, dtype))
+
+
+def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores of a query and a key, [batch, 1, length, length]: 0, or -inf if masked."""
+    length = documents.shape[1]
+    visible = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril_()
+    mask = torch.full((len(documents), 1, length, length), -torch.inf, dtype=dtype, device=documents.device)
+    return mask.masked_fill_(visible.unsqueeze(1), 0.0)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, context: TokenContext) -> Tensor:
     """Return scaled dot-product attention, [batch, heads, length, head_dim]; key and value may have fewer heads.
 
-    ``samples`` [batch] is for variants with dropout.
+    Within the documents of the context, if it has documents.
     """
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+    mask, gqa = context.with_mask(query.dtype).mask, query.shape[1] != key.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=gqa)
 
 
 _NAMES = {
@@ -100,17 +135,25 @@ class _Keyed(nn.Module):
 
 
 class KeyedDropout(_Keyed):
-    """Drops channels of hidden states."""
+    """Drops channels of hidden states. ``sequence_rank``: which part of each sequence this rank has."""
 
-    def forward(self, x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        """Return x [batch, length, channels] with dropped channels; positions [length] in the whole sequence.
+    def __init__(self, p: float, sequence_rank: int = 0) -> None:
+        super().__init__(p)
+        self.sequence_rank = sequence_rank
 
-        samples [batch]: unique numbers of the sequences in the run; equal numbers drop equal channels.
-        """
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        """Return x [batch, length, channels] with dropped channels; equal samples drop equal channels."""
         if not self.training or self.p == 0:
             return x
-        rows = _split(_split(self.key, samples).unsqueeze(1), positions)
+        rows = _split(_split(self.key, context.samples).unsqueeze(1), self._places(context.positions))
         return _drop(x, rows, self.p)
+
+    def _places(self, positions: Tensor) -> Tensor:
+        """Return the places of the tokens in the whole sequence; positions of several documents are not unique."""
+        if positions.ndim == 1:
+            return positions
+        length = positions.shape[1]
+        return torch.arange(length, device=positions.device) + self.sequence_rank * length
 
 
 class AttentionWithDropout(_Keyed):
@@ -123,24 +166,29 @@ class AttentionWithDropout(_Keyed):
         super().__init__(p)
         self.first_head = first_head
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
-        """Return attention over whole sequences; key and value may have fewer heads."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext) -> Tensor:
+        """Return attention over whole sequences, within their documents; key and value may have fewer heads."""
         if not self.training or self.p == 0:
-            return causal_attention(query, key, value)
+            return causal_attention(query, key, value, context)
         batch, heads, length, head_dim = query.shape
         grouped = query.view(batch, key.shape[1], -1, length, head_dim)
         scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * head_dim**-0.5
-        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+        mask = context.with_mask(query.dtype).mask
+        if mask is None:
+            later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        else:
+            scores = scores + mask.unsqueeze(1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         numbers = torch.arange(self.first_head, self.first_head + heads, device=query.device)
-        rows = _split(_split(self.key, samples).unsqueeze(1), numbers)
+        rows = _split(_split(self.key, context.samples).unsqueeze(1), numbers)
         rows = _split(rows.unsqueeze(2), torch.arange(length, device=query.device))
         dropped = _drop(weights, rows.view(weights.shape[:-1]), self.p)
         return (dropped @ value.unsqueeze(2)).view(query.shape)
 
 
 def attention_core(p: float) -> Callable[..., Tensor]:
-    """Return what an attention module calls with query, key, value and samples."""
+    """Return what an attention module calls with query, key, value and a ``TokenContext``."""
     return AttentionWithDropout(p) if p else causal_attention
 
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.loss import LanguageModelHead
 from scaletrain_cli.spec import ModelSpec
 
@@ -14,8 +15,7 @@ from scaletrain_cli.spec import ModelSpec
 class CausalLM(nn.Module, ABC):
     """A decoder-only transformer with Hugging Face parameter names.
 
-    tokens, labels: [batch, length] int64; label -100 is ignored. positions: [length] int64, positions of these tokens
-    in the whole sequence. samples: [batch] int64, unique numbers of the sequences, which key their dropout.
+    tokens, labels: [batch, length] int64; label -100 is ignored. context: the places of these tokens.
     """
 
     residual_projections: tuple[str, ...]  # suffixes of the names of matrices that write into the residual stream
@@ -43,11 +43,11 @@ class CausalLM(nn.Module, ABC):
         return self.get_submodule(self.opening[0])
 
     @abstractmethod
-    def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, context: TokenContext) -> Tensor:
         """Return the hidden states [batch, length, hidden] that enter the first block."""
 
     @abstractmethod
-    def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+    def transform(self, hidden: Tensor, context: TokenContext) -> Tensor:
         """Return the hidden states after the blocks of this model or stage."""
 
     @abstractmethod
@@ -62,17 +62,15 @@ class CausalLM(nn.Module, ABC):
         self,
         tokens: Tensor,
         labels: Tensor,
-        positions: Tensor | None = None,
-        samples: Tensor | None = None,
+        context: TokenContext | None = None,
         divisor: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of a batch; positions and samples default to whole sequences."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        if samples is None:
-            samples = torch.arange(tokens.shape[0], device=tokens.device)
-        hidden = self.embed(tokens, positions, samples)
-        return self.loss(self.transform(hidden, positions, samples), labels, divisor)
+        """Return the loss of a batch; ``context`` defaults to whole sequences of one document each."""
+        if context is None:
+            batch, length = tokens.shape
+            context = TokenContext(*(torch.arange(size, device=tokens.device) for size in (length, batch)))
+        hidden = self.embed(tokens, context)
+        return self.loss(self.transform(hidden, context.with_mask(hidden.dtype)), labels, divisor)
 
     def tie(self) -> None:
         """Share the embedding's weight with the head, as one parameter."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.attention import KeyedDropout, attention_core
+from scaletrain_cli.engine.model.attention import KeyedDropout, TokenContext, attention_core
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.linear import Product, linear_product
 from scaletrain_cli.spec import ModelSpec
@@ -36,12 +36,12 @@ class Attention(nn.Module):
         self.c_proj = Conv1D(width, spec.hidden_size)
         self.core = attention_core(spec.attention_dropout)
 
-    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1)
         )
-        mixed = self.core(query, key, value, samples)
+        mixed = self.core(query, key, value, context)
         return self.c_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
@@ -73,9 +73,9 @@ class Block(nn.Module):
     def attention(self) -> nn.Module:
         return self.attn
 
-    def forward(self, x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        x = x + self.attention_dropout(self.attn(self.ln_1(x), samples), positions, samples)
-        return x + self.mlp_dropout(self.mlp(self.ln_2(x)), positions, samples)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        x = x + self.attention_dropout(self.attn(self.ln_1(x), context), context)
+        return x + self.mlp_dropout(self.mlp(self.ln_2(x)), context)  # type: ignore[no-any-return]
 
 
 class GPT2Model(nn.Module):
@@ -106,13 +106,13 @@ class GPT2LMHeadModel(CausalLM):
     def blocks(self) -> nn.ModuleDict:
         return self.transformer.h
 
-    def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        hidden = self.transformer.wte(tokens) + self.transformer.wpe(positions)
-        return self.transformer.drop(hidden, positions, samples)  # type: ignore[no-any-return]
+    def embed(self, tokens: Tensor, context: TokenContext) -> Tensor:
+        hidden = self.transformer.wte(tokens) + self.transformer.wpe(context.positions)
+        return self.transformer.drop(hidden, context)  # type: ignore[no-any-return]
 
-    def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+    def transform(self, hidden: Tensor, context: TokenContext) -> Tensor:
         for block in self.blocks.values():
-            hidden = block(hidden, positions, samples)
+            hidden = block(hidden, context)
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:

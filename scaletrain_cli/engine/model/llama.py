@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.attention import KeyedDropout, attention_core
+from scaletrain_cli.engine.model.attention import KeyedDropout, TokenContext, attention_core
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import MoELayer
 from scaletrain_cli.spec import ModelSpec
@@ -97,14 +97,17 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines for positions [length], each [length, head_dim] (arXiv:2104.09864), in fp32.
 
-    Not buffers, which would be cast to bf16. ``longest`` is the context that ``scaling`` extends, if it does not state
-    one.
+    For positions [batch, length], each [batch, 1, length, head_dim]. Not buffers, which would be cast to bf16.
+    ``longest`` is the context that ``scaling`` extends, if it does not state one.
     """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     factor = 1.0
     if scaling is not None:
         frequencies, factor = scaled(frequencies, head_dim, theta, scaling, longest)
-    angles = torch.outer(positions.float(), frequencies).repeat(1, 2)
+    angles = positions.float().unsqueeze(-1) * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    if positions.ndim == 2:
+        angles = angles.unsqueeze(1)  # the same for all heads
     return angles.cos() * factor, angles.sin() * factor
 
 
@@ -133,7 +136,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
         self.qk_norm = spec.qk_norm
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], samples: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], context: TokenContext) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
             projection(x).view(batch, length, -1, self.head_dim)
@@ -142,7 +145,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query.transpose(1, 2), tables), rotate(key.transpose(1, 2), tables)
-        mixed = self.core(query, key, value.transpose(1, 2), samples)
+        mixed = self.core(query, key, value.transpose(1, 2), context)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
@@ -184,10 +187,10 @@ class DecoderLayer(nn.Module):
     def attention(self) -> nn.Module:
         return self.self_attn
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, samples: Tensor) -> Tensor:
-        mixed = self.self_attn(self.input_layernorm(x), tables, samples)
-        x = x + self.attention_dropout(mixed, positions, samples)
-        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), positions, samples)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], context: TokenContext) -> Tensor:
+        mixed = self.self_attn(self.input_layernorm(x), tables, context)
+        x = x + self.attention_dropout(mixed, context)
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), context)  # type: ignore[no-any-return]
 
 
 class LlamaModel(nn.Module):
@@ -217,15 +220,15 @@ class LlamaForCausalLM(CausalLM):
     def blocks(self) -> nn.ModuleDict:
         return self.model.layers
 
-    def embed(self, tokens: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        return self.model.dropout(self.model.embed_tokens(tokens), positions, samples)  # type: ignore[no-any-return]
+    def embed(self, tokens: Tensor, context: TokenContext) -> Tensor:
+        return self.model.dropout(self.model.embed_tokens(tokens), context)  # type: ignore[no-any-return]
 
-    def transform(self, hidden: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
+    def transform(self, hidden: Tensor, context: TokenContext) -> Tensor:
         spec = self.spec
         longest = spec.max_position_embeddings
-        tables = rotary_tables(positions, spec.head_dim, spec.rope_theta, spec.rope_scaling, longest)
+        tables = rotary_tables(context.positions, spec.head_dim, spec.rope_theta, spec.rope_scaling, longest)
         for layer in self.blocks.values():
-            hidden = layer(hidden, tables, positions, samples)
+            hidden = layer(hidden, tables, context)
         return hidden
 
     def final_norm(self, hidden: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ class PipelineStage(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Run the stage: tokens [batch, length] on the first one, hidden states [batch, length, hidden] on others."""
         batch = self._expected.popleft()
-        hidden = self.model.embed(inputs, batch.positions, batch.samples) if self._first else inputs
-        hidden = self.model.transform(hidden, batch.positions, batch.samples)
+        hidden = self.model.embed(inputs, batch.context) if self._first else inputs
+        hidden = self.model.transform(hidden, batch.context.with_mask(hidden.dtype))
         return hidden * torch.nan if self.nan_gradient else hidden
 
     def loss(self, hidden: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.attention import AttentionWithDropout
+from scaletrain_cli.engine.model.attention import AttentionWithDropout, KeyedDropout, TokenContext
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.parallel.mesh import Axis, exchange
 
@@ -27,8 +27,11 @@ def shard_attention_over_sequence(model: CausalLM, axis: Axis) -> None:
         attention.core = UlyssesAttention(attention.core, axis)
 
 
-def set_first_heads(model: CausalLM, tensor: Axis, sequence: Axis) -> None:
-    """Set the number of this rank's first head in attention modules with dropout."""
+def place_dropout(model: CausalLM, tensor: Axis, sequence: Axis) -> None:
+    """Set the number of this rank's first head, and of its part of each sequence, in modules with dropout."""
+    for module in model.modules():
+        if isinstance(module, KeyedDropout):
+            module.sequence_rank = sequence.rank
     heads = model.spec.num_attention_heads // (tensor.size * sequence.size)
     for block in model.blocks.values():
         attention: Any = block.attention
@@ -43,11 +46,11 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         self._core, self._axis = core, axis
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, samples: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext) -> Tensor:
         """Return attention over the whole length, computed by each rank for heads / ranks heads."""
         key, value = (self._enough_heads(x, query.shape[_HEADS]) for x in (key, value))
         query, key, value = (exchange(x, self._axis, split_dim=_HEADS, join_dim=_LENGTH) for x in (query, key, value))
-        mixed = self._core(query, key, value, samples)
+        mixed = self._core(query, key, value, context)
         return exchange(mixed, self._axis, split_dim=_LENGTH, join_dim=_HEADS)
 
     def _enough_heads(self, x: Tensor, query_heads: int) -> Tensor:

@@ -16,6 +16,7 @@ from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_file
 from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, shard_name, write_shard
 from scaletrain_cli.engine.data.dataset import dataset_folder, prepare_dataset
 from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
@@ -187,9 +188,9 @@ def test_transformers_computes_the_same_logits(dims: dict[str, Any], tmp_path: P
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     length = spec.transformer.max_position_embeddings
     tokens = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(1))
-    positions, samples = torch.arange(length), torch.arange(2)
+    context = TokenContext(torch.arange(length), torch.arange(2))
     with torch.no_grad():
-        hidden = ours.final_norm(ours.transform(ours.embed(tokens, positions, samples), positions, samples))
+        hidden = ours.final_norm(ours.transform(ours.embed(tokens, context), context))
         found = torch.nn.functional.linear(hidden, ours.lm_head.weight)
         torch.testing.assert_close(found, theirs(tokens).logits, rtol=1e-5, atol=1e-6)
 

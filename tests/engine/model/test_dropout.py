@@ -16,6 +16,7 @@ from scaletrain_cli.engine.model import attention as dropout
 from scaletrain_cli.engine.model.attention import (
     AttentionWithDropout,
     KeyedDropout,
+    TokenContext,
     assign_dropout_keys,
     causal_attention,
 )
@@ -36,7 +37,7 @@ class Places(nn.Module):
 def kept(p: float = 0.1, seed: int = 0, place: str = "first", samples: Tensor = SAMPLES) -> Tensor:
     """Return a mask [samples, length, channels]: 1 for values that are kept."""
     x = torch.ones(len(samples), LENGTH, CHANNELS)
-    return (Places(p, seed).get_submodule(place)(x, POSITIONS, samples) != 0).float()
+    return (Places(p, seed).get_submodule(place)(x, TokenContext(POSITIONS, samples)) != 0).float()
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
@@ -58,7 +59,7 @@ def test_the_requested_share_is_dropped_everywhere_and_the_mean_is_kept(p: float
         others = [d for d in range(3) if d != dim]
         count = mask.numel() // mask.shape[dim]
         assert (mask.mean(others) - (1 - p)).abs().max() < 5 * math.sqrt(p * (1 - p) / count)
-    dropped = Places(p).first(torch.ones(8, LENGTH, CHANNELS), POSITIONS, SAMPLES)
+    dropped = Places(p).first(torch.ones(8, LENGTH, CHANNELS), TokenContext(POSITIONS, SAMPLES))
     assert dropped.unique().tolist() == pytest.approx([0, 1 / (1 - p)], rel=1e-3)
 
 
@@ -80,9 +81,9 @@ def test_masks_of_neighboring_channels_positions_samples_and_seeds_are_independe
 
 def test_any_slice_of_a_batch_drops_what_the_whole_does() -> None:
     module, x = Places(0.3).first, torch.randn(8, LENGTH, CHANNELS)
-    whole = module(x, POSITIONS, SAMPLES)
+    whole = module(x, TokenContext(POSITIONS, SAMPLES))
     for samples, positions in ((SAMPLES[2:4], POSITIONS[16:32]), (SAMPLES.flip(0), POSITIONS[::2])):
-        piece = module(x[samples][:, positions], positions, samples)
+        piece = module(x[samples][:, positions], TokenContext(positions, samples))
         assert torch.equal(piece, whole[samples][:, positions])
 
 
@@ -90,7 +91,7 @@ def test_recomputation_draws_the_same_mask() -> None:
     module, gradients = Places(0.3).first, []
     for forward in (module, lambda *given: checkpoint(module, *given, use_reentrant=False)):
         x = torch.ones(2, LENGTH, CHANNELS, requires_grad=True)
-        forward(x, POSITIONS, SAMPLES[:2]).sum().backward()
+        forward(x, TokenContext(POSITIONS, SAMPLES[:2])).sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
 
@@ -98,13 +99,16 @@ def test_recomputation_draws_the_same_mask() -> None:
 def test_the_backward_pass_needs_one_byte_per_decision() -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        Places(0.3).first(torch.ones(2, LENGTH, CHANNELS, requires_grad=True), POSITIONS, SAMPLES[:2])
+        Places(0.3).first(torch.ones(2, LENGTH, CHANNELS, requires_grad=True), TokenContext(POSITIONS, SAMPLES[:2]))
     assert [(t.dtype, t.shape) for t in saved if t.ndim] == [(torch.bool, (2, LENGTH, CHANNELS))]
 
 
 def test_evaluation_drops_nothing() -> None:
     places, x = Places(0.5).eval(), torch.randn(8, LENGTH, CHANNELS)
-    assert places.first(x, POSITIONS, SAMPLES) is x
+    assert places.first(x, TokenContext(POSITIONS, SAMPLES)) is x
+
+
+CONTEXT = TokenContext(torch.arange(24), SAMPLES[:2])
 
 
 def attention_inputs(heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
@@ -120,7 +124,7 @@ def attention(p: float, first_head: int = 0) -> AttentionWithDropout:
 
 def test_attention_with_dropout_equals_the_formula_with_some_weights_zeroed() -> None:
     query, key, value = attention_inputs()
-    mixed = attention(0.25)(query, key, value, SAMPLES[:2])
+    mixed = attention(0.25)(query, key, value, CONTEXT)
     rows = dropout._split(torch.tensor(5), SAMPLES[:2]).view(2, 1, 1)
     rows = dropout._split(dropout._split(rows, torch.arange(4).view(4, 1)), torch.arange(24))
     mask = dropout._drop(torch.ones(2, 4, 24, 24), rows, 0.25)
@@ -133,14 +137,14 @@ def test_attention_with_dropout_equals_the_formula_with_some_weights_zeroed() ->
 
 def test_without_dropout_attention_is_the_fused_one() -> None:
     given = attention_inputs()
-    torch.testing.assert_close(attention(1e-9)(*given, SAMPLES[:2]), causal_attention(*given))  # rounds to nothing
-    assert torch.equal(attention(0.5).eval()(*given, SAMPLES[:2]), causal_attention(*given))
+    torch.testing.assert_close(attention(1e-9)(*given, CONTEXT), causal_attention(*given, CONTEXT))  # rounds to nothing
+    assert torch.equal(attention(0.5).eval()(*given, CONTEXT), causal_attention(*given, CONTEXT))
 
 
 def test_a_rank_with_some_of_the_heads_drops_what_the_whole_does() -> None:
     query, key, value = attention_inputs()
-    whole = attention(0.5)(query, key, value, SAMPLES[:2])
-    second = attention(0.5, first_head=2)(query[:, 2:], key[:, 1:], value[:, 1:], SAMPLES[:2])
+    whole = attention(0.5)(query, key, value, CONTEXT)
+    second = attention(0.5, first_head=2)(query[:, 2:], key[:, 1:], value[:, 1:], CONTEXT)
     torch.testing.assert_close(second, whole[:, 2:])
 
 
@@ -155,9 +159,9 @@ def test_blocks_share_one_compiled_graph() -> None:
     assign_dropout_keys(model, 0)
     x, masks = torch.ones(8, LENGTH, CHANNELS), []
     for places in model:
-        expected = places.first(x, POSITIONS, SAMPLES)
+        expected = places.first(x, TokenContext(POSITIONS, SAMPLES))
         places.first.compile(backend=backend, fullgraph=True)
-        masks.append(places.first(x, POSITIONS, SAMPLES))
+        masks.append(places.first(x, TokenContext(POSITIONS, SAMPLES)))
         assert torch.equal(masks[-1], expected)
     assert len(graphs) == 1
     assert not any(torch.equal(a, b) for a, b in pairwise(masks))
@@ -165,5 +169,5 @@ def test_blocks_share_one_compiled_graph() -> None:
 
 def test_the_mean_over_masks_is_the_input() -> None:
     module, x = Places(0.2).first, torch.randn(1, 4, 8).expand(4000, 4, 8)
-    mean = module(x, torch.arange(4), torch.arange(4000)).mean(0)
+    mean = module(x, TokenContext(torch.arange(4), torch.arange(4000))).mean(0)
     assert F.mse_loss(mean, x[0]) < 3 * (0.25 * x[0].square().mean()) / 4000

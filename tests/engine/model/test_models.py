@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from scaletrain_cli.engine.compose import wrap_blocks
+from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.llama import rotary_tables, rotate
 from scaletrain_cli.engine.optim.optimizers import parameter_groups
 from scaletrain_cli.plan.architecture import architecture
@@ -110,10 +111,10 @@ def test_weights_do_not_go_to_the_host_with_the_activations(dims: dict, monkeypa
 def test_a_token_does_not_attend_to_later_tokens(dims: dict) -> None:
     model = build_model(spec(dims), seed=0)
     tokens, _ = batch(1)
-    positions, samples = torch.arange(32), torch.arange(1)
+    context = TokenContext(torch.arange(32), torch.arange(1))
 
     def trunk(tokens: torch.Tensor) -> torch.Tensor:
-        return model.transform(model.embed(tokens, positions, samples), positions, samples)
+        return model.transform(model.embed(tokens, context), context)
 
     changed = tokens.clone()
     changed[0, 20:] = (changed[0, 20:] + 1) % 512
@@ -133,7 +134,7 @@ def test_attention_equals_the_formula_written_out() -> None:
     scores = rotate(query, tables) @ key.transpose(-1, -2) / 4
     scores = scores.masked_fill(torch.ones(32, 32, dtype=torch.bool).triu(1), -math.inf)
     expected = attention.o_proj((scores.softmax(-1) @ value).transpose(1, 2).reshape(2, 32, 64))
-    assert torch.allclose(attention(x, tables, torch.arange(2)), expected, atol=1e-6)
+    assert torch.allclose(attention(x, tables, TokenContext(torch.arange(32), torch.arange(2))), expected, atol=1e-6)
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:

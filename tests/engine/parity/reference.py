@@ -16,7 +16,7 @@ from torch import Tensor
 from scaletrain_cli.engine.data.batches import sample_at
 from scaletrain_cli.engine.data.dataset import open_dataset
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.attention import assign_dropout_keys
+from scaletrain_cli.engine.model.attention import TokenContext, assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize
 from scaletrain_cli.engine.optim.schedules import learning_rate
@@ -83,8 +83,8 @@ def batch_loss(model: CausalLM, spec: RunSpec, rows: Tensor, samples: Tensor) ->
     tokens, labels = rows[:, :-1], rows[:, 1:].clone()
     if spec.data.loss_mask == "document_starts":
         labels[tokens == end_of_text(Path(spec.data.source))] = -100
-    positions = torch.arange(tokens.shape[1])
-    hidden = model.transform(model.embed(tokens, positions, samples), positions, samples)
+    context = TokenContext(torch.arange(tokens.shape[1]), samples)
+    hidden = model.transform(model.embed(tokens, context), context)
     logits = F.linear(model.final_norm(hidden), model.lm_head.weight)
     smoothing = spec.training.label_smoothing
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, label_smoothing=smoothing)

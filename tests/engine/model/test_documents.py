@@ -1,0 +1,119 @@
+"""Documents of a packed sequence: each is computed as if it were alone, as Hugging Face computes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scaletrain_cli.engine.compose import wrap_blocks
+from scaletrain_cli.engine.model.attention import AttentionWithDropout, TokenContext, causal_attention
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.llama import rotary_tables
+from scaletrain_cli.spec import ModelSpec, to_hugging_face
+from scaletrain_cli.spec.training import LayoutSpec
+from tests.engine.fresh_model import build_model
+from tests.engine.model.test_models import GPT, LLAMA, spec
+
+LENGTHS = (7, 3, 12, 10)  # of the documents of one row of 32 tokens
+models = pytest.mark.parametrize("dims", [LLAMA, GPT, {**LLAMA, "qk_norm": True}], ids=["llama", "gpt", "qwen3"])
+
+
+def documents() -> list[Tensor]:
+    """Return the tokens of the documents of one row."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(512, (length,), generator=generator) for length in LENGTHS]
+
+
+def packed() -> tuple[Tensor, Tensor, TokenContext]:
+    """Return tokens, labels and context of one row with all documents."""
+    parts = documents()
+    labels = torch.cat([torch.cat([part[1:], torch.tensor([-100])]) for part in parts])
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    return torch.cat(parts)[None], labels[None], TokenContext(positions[None], torch.arange(1), numbers[None])
+
+
+def hidden_states(model: CausalLM, tokens: Tensor, context: TokenContext) -> Tensor:
+    return model.final_norm(model.transform(model.embed(tokens, context), context))
+
+
+@models
+def test_a_packed_document_has_the_hidden_states_of_the_document_alone(dims: dict[str, Any]) -> None:
+    model = build_model(spec(dims), seed=0)
+    tokens, _, context = packed()
+    together = hidden_states(model, tokens, context)[0].split(LENGTHS)
+    for part, found in zip(documents(), together, strict=True):
+        alone = TokenContext(torch.arange(len(part)), torch.arange(1))
+        torch.testing.assert_close(found, hidden_states(model, part[None], alone)[0], rtol=1e-5, atol=1e-6)
+    without = hidden_states(model, tokens, context._replace(documents=None))[0].split(LENGTHS)
+    torch.testing.assert_close(without[0], together[0], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(without[1], together[1], atol=1e-3)
+
+
+@models
+def test_the_loss_of_packed_documents_is_the_mean_over_the_labels_of_all_of_them(dims: dict[str, Any]) -> None:
+    model = build_model(spec(dims), seed=0)
+    alone = sum(model(part[None, :-1], part[None, 1:]) * (len(part) - 1) for part in documents())
+    tokens, labels, context = packed()
+    torch.testing.assert_close(model(tokens, labels, context), alone / (sum(LENGTHS) - len(LENGTHS)))
+
+
+@models
+@pytest.mark.parametrize("scope", ["block", "attention"])
+def test_recomputed_blocks_with_documents_have_the_same_gradients(dims: dict[str, Any], scope: str) -> None:
+    plain, recomputed = build_model(spec(dims), seed=0), build_model(spec(dims), seed=0)
+    wrap_blocks(recomputed, LayoutSpec(selective_scope=scope), "selective")
+    tokens, labels, context = packed()
+    for model in (plain, recomputed):
+        model(tokens, labels, context).backward()
+    pairs = zip(plain.parameters(), recomputed.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+@models
+def test_transformers_computes_the_same_loss_of_packed_documents(dims: dict[str, Any], tmp_path: Path) -> None:
+    ours = build_model(spec({**dims, "max_position_embeddings": 32}), seed=0)
+    config = to_hugging_face(ModelSpec.model_validate({**dims, "max_position_embeddings": 32}))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), attn_implementation="sdpa").eval()
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    tokens, labels, context = packed()
+    shifted = torch.cat([torch.tensor([[-100]]), labels[:, :-1]], dim=1)
+    with torch.no_grad():
+        found = theirs(input_ids=tokens, labels=shifted, position_ids=context.positions, use_cache=False).loss
+        torch.testing.assert_close(ours(tokens, labels, context), found, rtol=1e-6, atol=1e-6)
+
+
+def test_dropout_in_attention_stays_within_documents() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 32, 8, generator=generator) for heads in (4, 2, 2))
+    *_, context = packed()
+    nearly_none = AttentionWithDropout(1e-9)  # rounds to no dropped weight, and computes as with dropout
+    mixed, plain = nearly_none(query, key, value, context), causal_attention(query, key, value, context)
+    torch.testing.assert_close(mixed, plain)
+    changed = value.clone()
+    changed[:, :, :7] += 1  # the first document
+    dropped = AttentionWithDropout(0.5)
+    assert torch.equal(dropped(query, key, value, context)[:, :, 7:], dropped(query, key, changed, context)[:, :, 7:])
+
+
+def test_dropout_of_channels_is_keyed_by_the_place_in_the_row_where_positions_restart() -> None:
+    model = build_model(spec({**LLAMA, "hidden_dropout": 0.5}), seed=0)
+    tokens, _, context = packed()
+    restarted = model.embed(tokens, context)
+    whole = model.embed(tokens, context._replace(positions=torch.arange(32)))
+    assert torch.equal(restarted, whole)
+
+
+def test_rotary_tables_of_rows_are_those_of_each_row() -> None:
+    positions = torch.stack([torch.arange(8), torch.arange(8) * 3])
+    cos, sin = rotary_tables(positions, 16, 10000.0)
+    assert cos.shape == sin.shape == (2, 1, 8, 16)
+    for row, alone in zip(cos, positions, strict=True):
+        assert torch.equal(row[0], rotary_tables(alone, 16, 10000.0)[0])
