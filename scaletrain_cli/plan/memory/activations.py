@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scaletrain_cli.plan.block_graph import WHOLE, BlockTraining, backward_products
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.memory.frozen_activations import BlockKernels, frozen_activation_bytes
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Saved in fp32 at every precision: log-sum-exps, means and inverse roots of normalized rows, unfused attention weights.
@@ -47,11 +49,16 @@ def token_activations(
     experts: bool | None = None,
     sequence_parallel: int = 1,
     compiled: bool = False,
+    training: BlockTraining = WHOLE,
+    keeps_inputs: bool = False,
+    adapter_dropout: bool = False,
 ) -> TokenActivations:
     """Return the activation bytes per token of one transformer block on one rank.
 
     Tensor parallelism divides everything except the inputs and outputs of the two norms. ``element_bytes``: bytes per
     activation element. ``experts``: whether the block's MLP is a mixture of experts (None: if the model has experts).
+    ``training``: what trains in the block. ``keeps_inputs`` and ``adapter_dropout``: see
+    frozen_activations.py.
     """
     t, hidden = tensor_parallel, model.hidden_size
     fused = fused_attention and not model.attention_dropout
@@ -69,11 +76,25 @@ def token_activations(
         routing += _FP32 * hidden if element_bytes < _FP32 else 0
         if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:
             norms -= element_bytes * hidden  # of the second norm's output only the router's fp32 copy is saved
-    return TokenActivations(
+    whole = TokenActivations(
         saved=norms + attention + element_bytes * mlp + routing,
         attention=attention + (element_bytes * hidden if compiled else 0),
         block_input=element_bytes * hidden,
         working=element_bytes * (2 * hidden + mlp_gradients),
+    )
+    if training.is_whole:
+        return whole
+    is_moe = bool(model.num_experts) and experts is not False
+    if not backward_products(model, training, is_moe).reached:
+        return TokenActivations(0, 0, 0, 0)  # no backward pass comes here
+    kernels = BlockKernels(element_bytes, t, sequence_parallel, fused, keeps_inputs, adapter_dropout)
+    saved, attention = frozen_activation_bytes(model, training, is_moe, kernels)
+    adapters = element_bytes * sum(adapter.rank for adapter in training.adapters)
+    return TokenActivations(
+        saved=min(saved, whole.saved + adapters) if compiled else saved,
+        attention=attention,
+        block_input=whole.block_input,
+        working=whole.working,
     )
 
 

@@ -1,0 +1,221 @@
+"""Which products of a transformer block need a gradient if some weights are frozen, and their FLOPs.
+
+A matrix product of a frozen weight takes 2 FLOPs per weight and token forward and 2 backward, for the gradient of its
+input. A trained weight takes 2 more, for its own gradient. Below the lowest trained weight there is no backward pass.
+An adapter (LoRA, arXiv:2106.09685) adds two products per layer; both of its factors train.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from scaletrain_cli.plan.architecture import block_attention_flops
+from scaletrain_cli.spec import ModelSpec
+
+
+class Linear(NamedTuple):
+    """A linear layer of a block; ``name``: of its module within the block; ``copies``: products per token."""
+
+    name: str
+    inputs: int
+    outputs: int
+    copies: int = 1
+
+    @property
+    def weights(self) -> int:
+        """Weights per token: those of one copy, times the copies."""
+        return self.inputs * self.outputs * self.copies
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter of the linear layer ``name``."""
+
+    name: str
+    rank: int
+
+
+class BlockTraining(NamedTuple):
+    """What trains in one block.
+
+    ``reached``: a weight before the block trains, so that its input has a gradient. ``modules``: the modules whose own
+    weight trains, by their names within the block; None: all.
+    """
+
+    reached: bool = True
+    modules: frozenset[str] | None = None
+    adapters: tuple[Adapter, ...] = ()
+
+    def trains(self, module: str) -> bool:
+        """Return whether the module's own weight trains."""
+        return self.modules is None or module in self.modules
+
+    def rank(self, module: str) -> int:
+        """Return the rank of the module's adapter; 0 without one."""
+        return next((adapter.rank for adapter in self.adapters if adapter.name == module), 0)
+
+    def learns(self, module: str) -> bool:
+        """Return whether the module's weight or its adapter trains, for which its input is kept."""
+        return self.trains(module) or self.rank(module) > 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every weight trains, and no adapter."""
+        return self.reached and self.modules is None and not self.adapters
+
+    @property
+    def learns_anything(self) -> bool:
+        """Return whether any weight of the block trains."""
+        return self.modules is None or bool(self.modules) or bool(self.adapters)
+
+
+WHOLE = BlockTraining()
+
+
+class BlockGraph(NamedTuple):
+    """The linear layers and norms of one block, by the order in which gradients pass them.
+
+    ``branches``: chains of layers from the first norm to attention: queries, keys, values. ``mlp``: chains from the
+    second norm to the last MLP product; ``routed``: those of the routed experts. ``head_norms``: norms after the first
+    branches, of queries and keys.
+    """
+
+    attention_norm: str
+    branches: tuple[tuple[Linear, ...], ...]
+    output: Linear
+    mlp_norm: str
+    mlp: tuple[Linear, ...]
+    down: Linear | None
+    router: Linear | None = None
+    routed: tuple[Linear, ...] = ()
+    routed_down: Linear | None = None
+    head_norms: tuple[str, ...] = ()
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All linear layers of the block."""
+        ends = (self.output, *self.mlp, self.down, self.router, *self.routed, self.routed_down)
+        return (*(layer for chain in self.branches for layer in chain), *(each for each in ends if each is not None))
+
+
+@lru_cache(maxsize=256)
+def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
+    """Return the layers of one block, by the names of the engine's modules; ``experts``: an MoE block."""
+    hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    if model.has_fused_qkv:
+        return BlockGraph(
+            attention_norm="ln_1",
+            branches=((Linear("attn.c_attn", hidden, queries + 2 * keys),),),
+            output=Linear("attn.c_proj", queries, hidden),
+            mlp_norm="ln_2",
+            mlp=(Linear("mlp.c_fc", hidden, model.intermediate_size),),
+            down=Linear("mlp.c_proj", model.intermediate_size, hidden),
+        )
+    branches: tuple[tuple[Linear, ...], ...]
+    if model.kv_lora_rank:  # arXiv:2405.04434, section 2.1
+        turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
+        wide = model.num_attention_heads * (model.head_dim + turned)
+        query: tuple[Linear, ...] = (Linear("self_attn.q_proj", hidden, wide),)
+        if model.q_lora_rank:
+            query = (
+                Linear("self_attn.q_a_proj", hidden, model.q_lora_rank),
+                Linear("self_attn.q_b_proj", model.q_lora_rank, wide),
+            )
+        both = model.num_attention_heads * (model.head_dim + value)
+        latent = Linear("self_attn.kv_a_proj_with_mqa", hidden, model.kv_lora_rank + turned)
+        branches = (query, (latent, Linear("self_attn.kv_b_proj", model.kv_lora_rank, both)))
+        queries = model.num_attention_heads * value
+    else:
+        sizes = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+        branches = tuple((Linear(f"self_attn.{name}", hidden, size),) for name, size in sizes)
+    joined = ("gate_proj", "up_proj") if model.has_gated_mlp else ("up_proj",)
+
+    def mlp(prefix: str, inner: int) -> tuple[tuple[Linear, ...], Linear]:
+        first = tuple(Linear(f"{prefix}.{name}", hidden, inner) for name in joined)
+        return first, Linear(f"{prefix}.down_proj", inner, hidden)
+
+    start = ("input_layernorm", branches, Linear("self_attn.o_proj", queries, hidden), "post_attention_layernorm")
+    norms = ("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else ()
+    if not experts or not model.num_experts:
+        return BlockGraph(*start, *mlp("mlp", model.intermediate_size), head_norms=norms)
+    shared = model.shared_expert_intermediate_size
+    first, down = mlp("mlp.shared_experts", shared) if shared else ((), None)
+    inner, copies = model.expert_size, min(model.num_experts_per_tok, model.num_experts)
+    return BlockGraph(
+        *start,
+        first,
+        down,
+        router=Linear("mlp.gate", hidden, model.num_experts),
+        routed=(Linear("mlp.experts.gate_up_proj", hidden, len(joined) * inner, copies),),
+        routed_down=Linear("mlp.experts.down_proj", inner, hidden, copies),
+        head_norms=norms,
+    )
+
+
+class BackwardProducts(NamedTuple):
+    """Weights per token whose products a block's backward pass computes, in three kinds, and what it reaches.
+
+    ``inputs``: products for the gradient of a layer's input; ``weights``: for that of a layer's weight. ``attention``:
+    the core of attention has a backward pass. ``reached``: the block's output has a gradient.
+    """
+
+    inputs: int
+    weights: int
+    attention: bool
+    reached: bool
+
+
+@lru_cache(maxsize=1024)
+def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) -> BackwardProducts:
+    """Return the products of the backward pass of one block, those of adapters included."""
+    graph = block_graph(model, experts)
+    inputs = weights = 0
+
+    def through(layer: Linear, arriving: bool) -> bool:
+        """Count the layer; return whether its output has a gradient, if its input has one (``arriving``)."""
+        nonlocal inputs, weights
+        rank = training.rank(layer.name)
+        down, up = rank * layer.inputs * layer.copies, rank * layer.outputs * layer.copies
+        inputs += (layer.weights + down if arriving else 0) + up
+        weights += (layer.weights if training.trains(layer.name) else 0) + down + up
+        return arriving or training.learns(layer.name)
+
+    before = training.reached
+    normed = before or training.trains(graph.attention_norm)
+    attention = False
+    for chain in graph.branches:
+        arriving = normed
+        for layer in chain:
+            arriving = through(layer, arriving)
+        attention = attention or arriving
+    attention = attention or any(map(training.trains, graph.head_norms))
+    between = through(graph.output, attention) or before
+    normed = between or training.trains(graph.mlp_norm)
+    after = between
+    for first, last in ((graph.mlp, graph.down), (graph.routed, graph.routed_down)):
+        if last is not None:
+            inner = [through(layer, normed) for layer in first]
+            after = through(last, any(inner)) or after
+    if graph.router is not None:
+        after = through(graph.router, normed) or after
+    return BackwardProducts(inputs, weights, attention, after)
+
+
+def forward_weights(model: ModelSpec, training: BlockTraining, experts: bool) -> int:
+    """Return the weights per token of the block's forward products, with those of its adapters."""
+    graph = block_graph(model, experts)
+    added = sum(training.rank(each.name) * (each.inputs + each.outputs) * each.copies for each in graph.linears)
+    return sum(each.weights for each in graph.linears) + added
+
+
+def block_flops(model: ModelSpec, training: BlockTraining, experts: bool) -> tuple[int, int]:
+    """Return the FLOPs per token of one block, (forward, backward), without recomputation.
+
+    The backward pass of attention's core takes twice the FLOPs of its forward pass (arXiv:2204.02311, appendix B).
+    """
+    back, core = backward_products(model, training, experts), block_attention_flops(model)
+    return (
+        2 * forward_weights(model, training, experts) + core,
+        2 * (back.inputs + back.weights) + (2 * core if back.attention else 0),
+    )

@@ -1,0 +1,178 @@
+"""Activation bytes of a block of which some weights are frozen or have adapters: what autograd saves, per token.
+
+* A product saves its input for the gradient of its weight only, so a frozen layer saves none. With ZeRO-3 it does, if
+  the input has a gradient, because DeepSpeed replaces the product (``zero/linear.py`` LinearFunctionForZeroStage3).
+* RMSNorm saves its input if that has a gradient, and the normalized value if its own weight trains.
+* Attention, activation functions and LayerNorm save nothing if nothing before them trains.
+* An adapter (arXiv:2106.09685) saves the input of its layer, and its own low-rank intermediate value. With dropout that
+  input is a copy of its own, with a mask.
+
+Without compilation. Compiled blocks save at most as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scaletrain_cli.plan.block_graph import BlockTraining, Linear, block_graph
+from scaletrain_cli.spec import ModelSpec
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class BlockKernels:
+    """How a rank runs a block: bytes per element, tensor and sequence ranks, kernels."""
+
+    element: int
+    tensor: int = 1
+    sequence: int = 1
+    fused: bool = True  # attention has a fused kernel and no dropout
+    keeps_inputs: bool = False  # frozen layers save their inputs, too
+    adapter_dropout: bool = False
+
+
+def frozen_activation_bytes(
+    model: ModelSpec, training: BlockTraining, experts: bool, kernels: BlockKernels
+) -> tuple[int, int]:
+    """Return the bytes per token that one block saves on one rank: (all, those that its attention module saves).
+
+    The second part is not kept if only the attention module is recomputed.
+    """
+    return _Count(model, training, experts, kernels).of_block()
+
+
+@dataclass(frozen=True)
+class _Count:
+    model: ModelSpec
+    training: BlockTraining
+    experts: bool
+    kernels: BlockKernels
+
+    def of_block(self) -> tuple[int, int]:
+        model, training, graph = self.model, self.training, block_graph(self.model, self.experts)
+        hidden, element = model.hidden_size, self.kernels.element
+        entering = training.reached
+        normed = entering or training.trains(graph.attention_norm)
+        reads_norm = any(self._keeps_input(chain[0], normed) for chain in graph.branches)
+        saved = self._norm(graph.attention_norm, entering, kept=reads_norm)
+        attention, mixed = self._attention(normed)
+        saved += attention
+        if model.hidden_dropout and mixed:
+            saved += hidden  # a mask is a byte
+        between = entering or mixed
+        normed = between or training.trains(graph.mlp_norm)
+        first = (*graph.mlp, *graph.routed)
+        kept = any(self._keeps_input(layer, normed) for layer in graph.mlp)
+        if self.experts and (normed or any(training.learns(each.name) for each in first)):
+            kept = True
+        saved += self._norm(graph.mlp_norm, between, kept=kept)
+        mlp, after = self._mlp(normed)
+        saved += mlp + (hidden if model.hidden_dropout and after else 0)
+        if not reads_norm and saved:
+            attention -= element * hidden  # a recomputed attention module keeps its input
+        return saved, attention
+
+    def _keeps_input(self, layer: Linear, arriving: bool) -> bool:
+        if self.training.rank(layer.name) and self.kernels.adapter_dropout:
+            return self.training.trains(layer.name) or (self.kernels.keeps_inputs and arriving)
+        return self.training.learns(layer.name) or (self.kernels.keeps_inputs and arriving)
+
+    def _adapter(self, layer: Linear, inputs: int) -> int:
+        """Return what an adapter saves beside the input of its layer; ``inputs``: elements of that on this rank."""
+        rank = self.training.rank(layer.name)
+        if not rank:
+            return 0
+        dropped = (self.kernels.element + 1) * inputs if self.kernels.adapter_dropout else 0
+        return layer.copies * (self.kernels.element * rank + dropped)
+
+    def _norm(self, name: str, arriving: bool, *, kept: bool) -> int:
+        """Return what a norm saves; ``kept``: a layer that reads its output saves that."""
+        size, element = self.model.hidden_size, self.kernels.element
+        output = element * size if kept else 0
+        if self.model.norm_kind == "layernorm":
+            return output + (element * size + 2 * _FP32 if arriving or self.training.trains(name) else 0)
+        return output + self._rms(name, arriving, size, 1)
+
+    def _rms(self, name: str, arriving: bool, size: int, rows: int) -> int:
+        """Return what RMSNorm saves of ``rows`` rows in all ``size`` channels, without its output."""
+        before = _FP32 * size + _FP32 * rows if arriving else 0
+        return before + (self.kernels.element * size if self.training.trains(name) else 0)
+
+    def _attention(self, normed: bool) -> tuple[int, bool]:
+        """Return (bytes that the attention module saves, whether its output has a gradient)."""
+        model, training, graph = self.model, self.training, block_graph(self.model, self.experts)
+        element, t = self.kernels.element, self.kernels.tensor
+        heads = -(-model.num_attention_heads // t)
+        queries = heads * model.head_dim
+        keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
+        saved, arrived = 0, []
+        for chain in graph.branches:
+            arriving, inputs = normed, model.hidden_size
+            for layer in chain:
+                saved += self._adapter(layer, inputs)
+                arriving, inputs = arriving or training.learns(layer.name), layer.outputs
+            arrived.append(arriving)
+        for index, (name, size) in enumerate(zip(graph.head_norms, (queries, keys), strict=False)):
+            saved += self._rms(name, arrived[index], size, size // model.head_dim)
+            arrived[index] = arrived[index] or training.trains(name)
+        mixing, output = any(arrived), graph.output
+        reads = self._keeps_input(output, mixing)
+        if model.kv_lora_rank:
+            value = heads * (model.v_head_dim or model.head_dim)
+            latent = self._latent(heads)
+            saved += element * (latent + value) + _FP32 * heads if mixing else element * value if reads else 0
+            queries = value
+        elif mixing:
+            repeated = self.kernels.sequence > 1 and keys // model.head_dim % self.kernels.sequence
+            saved += element * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
+            saved += element * queries if self.kernels.sequence > 1 and reads else 0
+            if not self.kernels.fused:
+                saved += _FP32 * heads * model.seq_len
+                saved += heads * model.seq_len * (element + 1) if model.attention_dropout else 0
+        elif reads:
+            saved += element * queries
+        return saved + self._adapter(output, queries), mixing or training.learns(output.name)
+
+    def _latent(self, heads: int) -> int:
+        model = self.model
+        turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
+        latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
+        return latents + heads * (3 * (model.head_dim + turned) + model.head_dim + 2 * value)
+
+    def _mlp(self, normed: bool) -> tuple[int, bool]:
+        """Return (bytes that the MLP saves, whether its output has a gradient)."""
+        model, training, graph = self.model, self.training, block_graph(self.model, self.experts)
+        element, t = self.kernels.element, self.kernels.tensor
+        saved, after = 0, False
+        if graph.down is not None:
+            width = -(-graph.down.inputs // t)
+            arrived = [normed or training.learns(layer.name) for layer in graph.mlp]
+            saved += element * width * self._gates(arrived, self._keeps_input(graph.down, any(arrived)))
+            saved += sum(self._adapter(layer, model.hidden_size) for layer in graph.mlp)
+            saved += self._adapter(graph.down, width)
+            after = any(arrived) or training.learns(graph.down.name)
+        if graph.routed_down is not None and graph.router is not None:
+            # The grouped product of experts (engine/model/moe.py) saves its input whether or not its weight trains.
+            layer, down = graph.routed[0], graph.routed_down
+            width = -(-down.inputs // t)
+            routes = normed or training.learns(graph.router.name)
+            arriving = normed or training.learns(layer.name)
+            learns = arriving or training.learns(down.name)
+            rows = (model.hidden_size if arriving else 0) + (model.hidden_size if routes else 0)
+            arrived = [arriving] * (2 if model.has_gated_mlp else 1)
+            saved += layer.copies * element * (rows + width * self._gates(arrived, learns))
+            saved += self._adapter(layer, model.hidden_size) + self._adapter(down, width)
+            saved += 2 * _FP32 * model.num_experts if routes else 0
+            if element < _FP32 and training.learns(graph.router.name):
+                saved += _FP32 * model.hidden_size
+            saved += self._adapter(graph.router, model.hidden_size)
+            after = after or learns or routes
+        return saved, after
+
+    def _gates(self, arrived: list[bool], kept: bool) -> int:
+        """Return how many values of the MLP's width are saved, of which the last product's input only if ``kept``."""
+        if len(arrived) == 1:  # the input of GELU
+            return arrived[0] + kept
+        gate, up = arrived  # SiLU's input, both factors of the product
+        return 2 * gate + up + kept

@@ -1,0 +1,126 @@
+"""Frozen weights: the FLOPs of a pass and what it saves, against torch's counters on the engine's modules."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from scaletrain_cli.plan.architecture import block_attention_flops
+from scaletrain_cli.plan.block_graph import BlockTraining, backward_products, block_flops, block_graph
+from scaletrain_cli.plan.memory.activations import token_activations
+from scaletrain_cli.spec import ModelSpec
+from tests.engine.fresh_model import build_model
+from tests.plan.specs import model_of
+
+BATCH, LENGTH = 2, 64
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "intermediate_size": 384,
+    "vocab_size": 256,
+    "seq_len": LENGTH,
+    "max_position_embeddings": LENGTH,
+}
+MODELS = {
+    "llama": model_of("llama-7b", **SIZES, num_key_value_heads=2),
+    "qk_norm": model_of("llama-7b", **SIZES, num_key_value_heads=8, qk_norm=True),
+    "gpt": model_of("gpt2", **SIZES, num_key_value_heads=8, tie_word_embeddings=False),
+}
+# What trains in both blocks, by the last part of a module's name.
+TRAINED = {
+    "nothing": (),
+    "attention output": ("o_proj", "attn.c_proj"),
+    "queries": ("q_proj", "c_attn"),
+    "values": ("v_proj", "c_attn"),
+    "second norm": ("post_attention_layernorm", "ln_2"),
+    "norm over queries": ("q_norm", "ln_1"),
+    "up": ("up_proj", "c_fc"),
+    "down": ("down_proj", "mlp.c_proj"),
+    "queries and down": ("q_proj", "c_attn", "down_proj", "mlp.c_proj"),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "attn.c_proj"),
+    "norms": ("input_layernorm", "post_attention_layernorm", "ln_1", "ln_2"),
+}
+
+
+def trained_modules(model: ModelSpec, endings: tuple[str, ...]) -> frozenset[str]:
+    graph = block_graph(model, bool(model.num_experts))
+    names = [*(layer.name for layer in graph.linears), graph.attention_norm, graph.mlp_norm, *graph.head_norms]
+    return frozenset(name for name in names if name.endswith(endings)) if endings else frozenset()
+
+
+class Saved:
+    """Bytes that a pass saves in storages which are no weights, and its FLOPs, forward and backward."""
+
+    def __init__(self, model: ModelSpec, modules: frozenset[str], reached: bool, precision: torch.dtype) -> None:
+        built = build_model(model, seed=0).to(precision)
+        for name, parameter in built.named_parameters():
+            within = name.split(".", 3)[-1].rpartition(".")[0]
+            parameter.requires_grad_((".layers." in name or ".h." in name) and within in modules)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
+        kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        hidden = torch.randn(BATCH, LENGTH, model.hidden_size, dtype=precision).requires_grad_(reached)
+        positions, samples = torch.arange(LENGTH), torch.arange(BATCH)
+        tokens = BATCH * LENGTH
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with FlopCounterMode(display=False) as forward, hooks:
+            out = transformed(built, hidden, positions, samples)
+        self.forward = products(forward) / tokens
+        self.saved = sum(size for size, _ in kept.values()) / tokens
+        self.backward = 0.0
+        if out.requires_grad:
+            with FlopCounterMode(display=False) as backward:
+                out.sum().backward()
+            self.backward = products(backward) / tokens
+
+
+def products(counted: FlopCounterMode) -> int:
+    """FLOPs of matrix products, without attention, of which torch has no formula for CPUs."""
+    return sum(flops for name, flops in counted.get_flop_counts()["Global"].items() if "mm" in str(name))
+
+
+def transformed(built: Any, hidden: torch.Tensor, positions: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    return built.transform(hidden, positions, samples)
+
+
+def blocks(modules: frozenset[str], reached: bool) -> list[BlockTraining]:
+    first = BlockTraining(reached, modules)
+    return [first, BlockTraining(reached or bool(modules), modules)]
+
+
+CASES = list(itertools.product(MODELS, TRAINED, (True, False)))
+
+
+@pytest.mark.parametrize(("name", "what", "reached"), CASES)
+def test_a_pass_saves_what_is_planned(name: str, what: str, reached: bool) -> None:
+    model, precision = MODELS[name], torch.bfloat16 if len(what) % 2 else torch.float32
+    modules = trained_modules(model, TRAINED[what])
+    measured = Saved(model, modules, reached, precision)
+    planned = sum(token_activations(model, precision.itemsize, training=one).saved for one in blocks(modules, reached))
+    # rotary tables are the same for all blocks; LayerNorm's statistics have 16 bits on a CPU
+    tables = 2 * 4 * model.head_dim / BATCH if model.positions == "rotary" and measured.saved else 0
+    assert planned == pytest.approx(measured.saved - tables, abs=16)
+
+
+@pytest.mark.parametrize(("name", "what", "reached"), CASES)
+def test_the_flops_are_those_that_torch_counts(name: str, what: str, reached: bool) -> None:
+    model, modules = MODELS[name], trained_modules(MODELS[name], TRAINED[what])
+    measured = Saved(model, modules, reached, torch.float32)
+    planned = [block_flops(model, one, experts=False) for one in blocks(modules, reached)]
+    core = block_attention_flops(model)
+    forward = sum(flops - core for flops, _ in planned)
+    attended = [backward_products(model, one, experts=False).attention for one in blocks(modules, reached)]
+    backward = sum(flops - 2 * core * mixed for (_, flops), mixed in zip(planned, attended, strict=True))
+    assert (forward, backward) == (measured.forward, measured.backward)
