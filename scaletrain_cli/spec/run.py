@@ -260,12 +260,16 @@ class RunSpec(Section):
     @property
     def samples(self) -> str:
         """Return what ``training.global_batch_size`` counts: ``sequences``, ``images`` or ``pairs``."""
-        return "sequences" if isinstance(self.model, ModelSpec) else self.unit
+        if isinstance(self.model, ModelSpec):
+            return "pairs" if self.training.objective == "dpo" else "sequences"
+        return self.unit
 
     @property
     def units_per_sample(self) -> int:
-        """Return the number of units in one sample of ``training.global_batch_size``."""
-        return self.model.seq_len if isinstance(self.model, ModelSpec) else 1
+        """Return the number of units in one sample of ``training.global_batch_size``; a pair has two sequences."""
+        if isinstance(self.model, ModelSpec):
+            return self.model.seq_len * (2 if self.training.objective == "dpo" else 1)
+        return 1
 
     @property
     def world_size(self) -> int:
@@ -278,7 +282,7 @@ class RunSpec(Section):
         if self.training.steps is not None:
             return self.training.steps
         assert self.training.tokens is not None
-        return math.ceil(self.training.tokens / (self.training.global_batch_size * self.transformer.seq_len))
+        return math.ceil(self.training.tokens / (self.training.global_batch_size * self.units_per_sample))
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, message) for each contradiction between sections."""
@@ -302,6 +306,10 @@ class RunSpec(Section):
             elif ramps > self.total_steps:
                 message = f"must not exceed {self.total_steps} steps together with warmup_steps."
                 yield "training.schedule.cooldown_steps", message
+        if self.training.objective == "dpo":
+            for key in ("hidden_dropout", "attention_dropout"):
+                if getattr(model, key):
+                    yield f"model.{key}", "must be 0 with training.objective: dpo, whose reference has no dropout."
         if self.planner.autocast:
             yield "planner.autocast", "must be false for a language model, which is planned with 16-bit weights."
         if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
@@ -321,6 +329,8 @@ class RunSpec(Section):
 
     def _vision_inconsistencies(self) -> Iterator[tuple[str, str]]:
         family = self.model.family
+        if self.training.objective != "causal_lm":
+            yield "training.objective", f"must be causal_lm, the default, with family: {family}."
         if self.training.tokens is not None:
             yield "training.tokens", f"counts tokens of text. Set training.steps with family: {family}."
         axes = ("tensor", "pipeline", "sequence", "context", "expert")

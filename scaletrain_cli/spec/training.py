@@ -152,8 +152,32 @@ class AveragingSpec(Section):
     )
 
 
+class DPOSpec(Section):
+    """Direct preference optimization (arXiv:2305.18290) against the weights that training starts from.
+
+    x is the log-ratio of the chosen answer to the reference minus that of the rejected one, times beta. sigmoid:
+    -log s(x). conservative: -(1-e) log s(x) - e log s(-x). robust: (-(1-e) log s(x) + e log s(-x)) / (1-2e)
+    (arXiv:2403.00409). ipo: (x/beta - 1/(2 beta))^2 of the log-ratios per token (arXiv:2310.12036).
+    """
+
+    beta: Positive = Field(default=0.1, description="weight of the reference; smaller values allow larger differences")
+    loss: Literal["sigmoid", "robust", "conservative", "ipo"] = "sigmoid"
+    label_smoothing: Annotated[Fraction, used_when(where("training.dpo.loss", "robust", "conservative"))] = Field(
+        default=0.0, description="e: the assumed share of pairs with swapped answers, below 0.5"
+    )
+    length_normalized: Annotated[bool, used_when(where_not("training.dpo.loss", "ipo"))] = Field(
+        default=False, description="divide each log-ratio by the number of tokens of its answer, as ipo always does"
+    )
+
+
 class TrainingSpec(Section):
-    """Training objective and duration. ``global_batch_size`` counts sequences over the whole job."""
+    """Training objective and duration. ``global_batch_size`` counts sequences over the whole job, with dpo pairs."""
+
+    objective: Literal["causal_lm", "sft", "dpo"] = Field(
+        default="causal_lm",
+        description="causal_lm: next token of text; sft: weighted tokens of examples; dpo: preference pairs",
+    )
+    dpo: Annotated[DPOSpec, used_when(where("training.objective", "dpo"))] = LEFT_OUT
 
     global_batch_size: Whole
     micro_batch_size: AutoWhole = "auto"
@@ -200,6 +224,12 @@ class TrainingSpec(Section):
             yield "loss_scale.initial", f"must be a power of two. Use {below} or {2 * below}."
         if self.loss_scale.minimum > self.loss_scale.initial:
             yield "loss_scale.minimum", f"must not exceed loss_scale.initial = {self.loss_scale.initial}."
+        if self.dpo.label_smoothing >= 0.5:
+            yield "dpo.label_smoothing", "must be below 0.5."
+        if self.objective == "dpo" and self.label_smoothing:
+            yield "label_smoothing", "smooths tokens, which dpo does not. Set 0, or training.dpo.label_smoothing."
+        if self.objective == "dpo" and self.cross_entropy == "liger":
+            yield "cross_entropy", "must be auto, whole or chunked with objective: dpo."
         if self.precision in ("fp32", "tf32") and self.grad_dtype != "fp32":
             yield "grad_dtype", f"must be fp32 with precision: {self.precision}."
 

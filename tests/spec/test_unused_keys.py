@@ -23,6 +23,17 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.qkv_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
     "model.router_aux_loss_coef": ("0.5", (), ("model.num_experts=2", "model.num_experts_per_tok=1")),
     "data.tokenizer.vocab_size": ("99", ("data.tokenizer={kind: file, path: t.json}",), ()),
+    "training.dpo": ("{beta: 0.2}", ("training.objective=sft",), ("training.objective=dpo",)),
+    "training.dpo.label_smoothing": (
+        "0.2",
+        ("training.objective=dpo", "training.dpo.loss=sigmoid"),
+        ("training.objective=dpo", "training.dpo.loss=robust"),
+    ),
+    "training.dpo.length_normalized": (
+        "true",
+        ("training.objective=dpo", "training.dpo.loss=ipo"),
+        ("training.objective=dpo", "training.dpo.loss=sigmoid"),
+    ),
     "training.loss_scale": ("{initial: 8}", (), ("training.precision=fp16",)),
     "training.optimizer.betas": ("[0.8, 0.9]", ("training.optimizer.name=sgd",), ("training.optimizer.name=lion",)),
     "training.optimizer.eps": ("1e-7", ("training.optimizer.name=lion",), ("training.optimizer.name=adam",)),

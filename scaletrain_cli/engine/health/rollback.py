@@ -74,7 +74,7 @@ class GuardActions:
         NonFiniteGradientError and SpikeError.
         """
         spec = self.record.spec
-        tokens = spec.training.global_batch_size * spec.transformer.seq_len
+        tokens = spec.training.global_batch_size * spec.units_per_sample
         for step, seconds, measured in measures:
             if measured.get("skipped"):
                 del measured["grad_norm"]  # infinite, because of the overflow
