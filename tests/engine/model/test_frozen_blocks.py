@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from scaletrain_cli.engine.model.causal_lm import TokenContext
 from scaletrain_cli.plan.architecture import block_attention_flops
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products, block_flops, block_graph
 from scaletrain_cli.plan.memory.activations import token_activations
@@ -72,11 +73,10 @@ class Saved:
             return tensor
 
         hidden = torch.randn(BATCH, LENGTH, model.hidden_size, dtype=precision).requires_grad_(reached)
-        positions, samples = torch.arange(LENGTH), torch.arange(BATCH)
         tokens = BATCH * LENGTH
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with FlopCounterMode(display=False) as forward, hooks:
-            out = transformed(built, hidden, positions, samples)
+            out = built.transform(hidden, TokenContext(torch.arange(LENGTH), torch.arange(BATCH)))
         self.forward = products(forward) / tokens
         self.saved = sum(size for size, _ in kept.values()) / tokens
         self.backward = 0.0
@@ -89,10 +89,6 @@ class Saved:
 def products(counted: FlopCounterMode) -> int:
     """FLOPs of matrix products, without attention, of which torch has no formula for CPUs."""
     return sum(flops for name, flops in counted.get_flop_counts()["Global"].items() if "mm" in str(name))
-
-
-def transformed(built: Any, hidden: torch.Tensor, positions: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-    return built.transform(hidden, positions, samples)
 
 
 def blocks(modules: frozenset[str], reached: bool) -> list[BlockTraining]:
