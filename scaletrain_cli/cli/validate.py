@@ -18,6 +18,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     """
     from scaletrain_cli.launch.resource_checks.checks import check_external
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+    from scaletrain_cli.plan.parameters import check_what_trains
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.spec.loading import STDIN
     from scaletrain_cli.spec.problems import placed
@@ -26,6 +27,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
         run = load_spec(spec, overrides or (), cluster=cluster)
         try:
             find_accelerator(run.cluster)
+            check_what_trains(run)
         except UsageError as error:
             error.problems = placed(run, error.problems)
             raise

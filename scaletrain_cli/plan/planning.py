@@ -7,6 +7,7 @@ from scaletrain_cli.plan.advice.recipe_checks import check_recipe
 from scaletrain_cli.plan.advice.warnings import assumptions, warnings
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
+from scaletrain_cli.plan.parameters import check_what_trains
 from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import RunPlan
@@ -22,7 +23,8 @@ from scaletrain_cli.spec.problems import placed
 def make_plan(spec: RunSpec) -> RunPlan:
     """Return the plan of a run, with the fastest layout that divides and fits. Deterministic.
 
-    Raises UsageError for an unknown accelerator or network. Raises PlanInfeasibleError if no layout divides, or none
+    Raises UsageError for an unknown accelerator or network, and for patterns of ``training.trainable`` that do not fit
+    the model. Raises PlanInfeasibleError if no layout divides, or none
     fits; the error lists changes that would make the run fit, and its ``plan`` is that of the smallest layout.
     """
     try:
@@ -41,6 +43,7 @@ def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
 
     ``compared=False`` leaves out the alternatives, which takes about half the time and chooses the same layout.
     """
+    check_what_trains(spec)
     device = find_accelerator(spec.cluster)
     counts = RejectionCounts()
     all_axes = axes_to_try(spec, counts)

@@ -50,6 +50,32 @@ _RULES = {
     ),
 }
 
+# Patterns of training.trainable that do not fit the model.
+_TRAINABLE = {
+    "trainable-invalid": Text("what trains does not fit the model, in {problems:of place}"),
+    "trainable-built-in-families": Text(
+        "needs the parameter names of a built-in family, and {family} is that of a plug-in", ("Remove it.",)
+    ),
+    "trainable-matches-nothing": Text("matches no parameter of the model", ("Did you mean {near:or}?",)),
+    "trainable-no-such-name": Text(
+        "matches no parameter of the model", ("Names are those of Hugging Face, such as {example}.",)
+    ),
+    "trainable-decays-nothing": Text(
+        "has no effect: the group has no matrix that weight decay applies to", ("Remove it, or match a matrix.",)
+    ),
+    "trains-nothing": Text(
+        "no parameter trains in steps {first} to {last}", ("Change start_step or end_step, or add a group.",)
+    ),
+    "trainable-splits-experts": Text(
+        "in step {step} the experts of one layer do not train alike at {name}; they are one tensor, {tensor}",
+        ("Match all experts of a layer, such as *.mlp.experts.*.",),
+    ),
+    "trainable-never-first": Text(
+        "has no effect: an earlier group matches the same parameters in all of its steps",
+        ("Put it before that group, or remove it.",),
+    ),
+}
+
 # What this engine cannot run, although it can be planned.
 _ENGINE = {
     "layout-does-not-fit": Text(
@@ -96,6 +122,7 @@ _ENGINE = {
     "engine-muon": Text(
         "orthogonalizes full matrices, which ZeRO and tensor parallelism shard", ("Use adamw or lion.",)
     ),
+    "engine-trains-everything": Text("this engine trains all parameters with one learning rate", ("Remove it.",)),
     "engine-offload": Text("this engine does not support this offload mode", _USE),
     "engine-offload-optimizer": Text(
         "cannot be offloaded, because it updates its states on the device",
@@ -553,6 +580,7 @@ _EXPLANATION = {
 
 TEXTS: dict[str, Text] = (
     _RULES
+    | _TRAINABLE
     | _ENGINE
     | _SEARCH_SPACE
     | _CHOICE

@@ -14,7 +14,7 @@ from scaletrain_cli.errors import Problem
 from scaletrain_cli.plugins import MODEL_FAMILIES, plugins
 from scaletrain_cli.spec.run import FAMILIES, MODELS, RunSpec
 from scaletrain_cli.spec.section import Condition, OpenSection, UsedWhen
-from scaletrain_cli.spec.source import SET_OPTION, Key, Source, shown
+from scaletrain_cli.spec.source import SET_OPTION, Key, Source, key_of, shown
 from scaletrain_cli.text import did_you_mean
 
 
@@ -147,10 +147,13 @@ def field_problem(detail: Any, source: Source) -> Problem:
 def contradictions(section: Any, key: Key, source: Source) -> Iterator[Problem]:
     """Yield the contradictions of a section, with their locations."""
     for dotted, message in section.inconsistencies() if hasattr(section, "inconsistencies") else ():
-        full = (*key, *dotted.split("."))
-        value = section
-        for part in dotted.split("."):
-            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        inner = key_of(dotted)
+        full, value = (*key, *inner), section
+        for part in inner:
+            if isinstance(part, int):
+                value = value[part]
+            else:
+                value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
         given = None if value is None or isinstance(value, BaseModel | dict | list | tuple) else shown(value)
         yield Problem(source.place(full), ".".join(map(str, full)), message, given)
 

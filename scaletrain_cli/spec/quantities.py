@@ -122,7 +122,7 @@ def or_word(word: str, parse: Callable[[Any], Any]) -> PlainValidator:
     return PlainValidator(checked)
 
 
-def _not_a_switch(value: Any) -> Any:
+def not_a_switch(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number", "must be a number, not true or false")
     if isinstance(value, str):
@@ -155,9 +155,9 @@ AutoWhole = Annotated[
 # Strict, so that YAML's `true` is not 1; bounded, so that arithmetic on a typing error ends in a message.
 Whole = Annotated[int, Field(strict=True, ge=1, le=LARGEST_WHOLE)]
 WholeOrZero = Annotated[int, Field(strict=True, ge=0, le=LARGEST_WHOLE)]
-Positive = Annotated[float, BeforeValidator(_not_a_switch), Field(gt=0, le=1e12)]
-NonNegative = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, le=1e12)]
-Fraction = Annotated[float, BeforeValidator(_not_a_switch), Field(ge=0, lt=1)]
+Positive = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1e12)]
+NonNegative = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1e12)]
+Fraction = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)

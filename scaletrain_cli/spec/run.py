@@ -25,7 +25,7 @@ from scaletrain_cli.spec.quantities import (
     parse_whole,
 )
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
-from scaletrain_cli.spec.source import Source
+from scaletrain_cli.spec.source import Source, key_of
 from scaletrain_cli.spec.tracking import TrackingSpec
 from scaletrain_cli.spec.training import EvaluationSpec, LayoutSpec, TrainingSpec
 from scaletrain_cli.spec.vision_model import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
@@ -242,7 +242,7 @@ class RunSpec(Section):
 
     def where(self, key: str) -> str:
         """Return ``file:line`` of a dotted key, or of the section that lacks it; ``run spec`` without a file."""
-        return self._source.place(tuple(key.split("."))) if self._source else "run spec"
+        return self._source.place(key_of(key)) if self._source else "run spec"
 
     @property
     def transformer(self) -> ModelSpec:
@@ -310,6 +310,13 @@ class RunSpec(Section):
             for key in ("hidden_dropout", "attention_dropout"):
                 if getattr(model, key):
                     yield f"model.{key}", "must be 0 with training.objective: dpo, whose reference has no dropout."
+        for number, group in enumerate(self.training.trainable):
+            for key in ("start_step", "end_step"):
+                if (step := getattr(group, key)) is not None and step > self.total_steps:
+                    yield (
+                        f"training.trainable.{number}.{key}",
+                        f"must not exceed the {self.total_steps} steps of the run.",
+                    )
         if self.planner.autocast:
             yield "planner.autocast", "must be false for a language model, which is planned with 16-bit weights."
         if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
@@ -333,6 +340,10 @@ class RunSpec(Section):
             yield "training.objective", f"must be causal_lm, the default, with family: {family}."
         if self.training.tokens is not None:
             yield "training.tokens", f"counts tokens of text. Set training.steps with family: {family}."
+        if self.training.trainable:
+            yield "training.trainable", f"must be empty: {family} is planned with all parameters trained."
+        if self.training.optimizer.layer_decay != 1:
+            yield "training.optimizer.layer_decay", f"must be 1: {family} is planned with one learning rate."
         axes = ("tensor", "pipeline", "sequence", "context", "expert")
         for key in (*(f"{axis}_parallel" for axis in axes), "virtual_pipeline"):
             if getattr(self.layout, key) not in ("auto", 1):

@@ -58,6 +58,13 @@ def _split(text: str) -> list[str]:
 Key = tuple[str | int, ...]
 
 SET_OPTION = "--set"
+
+
+def key_of(dotted: str) -> Key:
+    """Return the key of a dotted name; a number is the position in a list, from 0."""
+    return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
+
+
 _DEEPEST = 40  # maximum nesting; real specs have fewer than ten levels
 _LARGEST = 20_000  # values, with aliases expanded; a spec has about a hundred, a YAML bomb has billions
 

@@ -3,12 +3,22 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.plugins import OPTIMIZERS
 from scaletrain_cli.spec.extensions import BUILT_IN_OPTIMIZERS, optimizer_extension, or_plugin
-from scaletrain_cli.spec.quantities import AutoWhole, Count, Fraction, NonNegative, Positive, Whole, WholeOrZero
+from scaletrain_cli.spec.quantities import (
+    AutoWhole,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Text,
+    Whole,
+    WholeOrZero,
+    not_a_switch,
+)
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
 
@@ -87,8 +97,12 @@ class OptimizerSpec(Section):
         default=0.1,
         description="default 0.1 if decoupled; 0 with adam, sgd and momentum, which add it to the gradient",
     )
-    decay_embeddings: Annotated[bool, used_when(where_not("training.optimizer.weight_decay", 0.0))] = Field(
-        default=True, description="apply weight decay to token and position embeddings and a tied head"
+    decay_embeddings: Annotated[
+        bool, used_when(where_not("training.optimizer.weight_decay", 0.0), where_not("training.trainable", ()))
+    ] = Field(default=True, description="apply weight decay to token and position embeddings and a tied head")
+    layer_decay: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)] = Field(
+        default=1.0,
+        description="factor of the learning rate per block, from the head down (arXiv:2106.08254)",
     )
     momentum: Annotated[Fraction, used_when(where("training.optimizer.name", "momentum", "muon"))] = Field(
         default=0.9, description="momentum coefficient of momentum and muon"
@@ -170,6 +184,32 @@ class DPOSpec(Section):
     )
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class TrainableGroup(Section):
+    """Parameters that train from ``start_step`` to ``end_step``, with a learning rate and weight decay of their own.
+
+    ``match``: shell patterns over Hugging Face parameter names; ``*`` also matches dots.
+    """
+
+    match: Annotated[
+        tuple[Text, ...],
+        BeforeValidator(_as_list),
+        Field(min_length=1, max_length=1000),
+        WithJsonSchema(
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},
+        ),
+    ]
+    lr: Positive | None = Field(default=None, description="peak learning rate; null: optimizer.lr")
+    weight_decay: NonNegative | None = Field(
+        default=None, description="of the group's matrices; null: optimizer.weight_decay"
+    )
+    start_step: Whole = Field(default=1, description="first step that trains the group")
+    end_step: Whole | None = Field(default=None, description="last step that trains the group; null: the last one")
+
+
 class TrainingSpec(Section):
     """Training objective and duration. ``global_batch_size`` counts sequences over the whole job, with dpo pairs."""
 
@@ -186,6 +226,10 @@ class TrainingSpec(Section):
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "bf16"
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: Annotated[LossScaleSpec, used_when(where("training.precision", "fp16"))] = LEFT_OUT
+    trainable: tuple[TrainableGroup, ...] = Field(
+        default=(),
+        description="what trains, at each step by the first active group that matches; []: everything",
+    )
     optimizer: OptimizerSpec = LEFT_OUT
     schedule: ScheduleSpec = LEFT_OUT
     gradient_clipping: NonNegative = Field(default=1.0, description="maximum gradient norm; 0: no clipping")
@@ -219,6 +263,9 @@ class TrainingSpec(Section):
         if self.steps is not None and self.schedule.warmup_steps > self.steps:
             yield "schedule.warmup_steps", f"must not exceed steps = {self.steps}."
         yield from self._schedule_inconsistencies()
+        for number, group in enumerate(self.trainable):
+            if group.end_step is not None and group.end_step < group.start_step:
+                yield f"trainable.{number}.end_step", f"must not be below start_step = {group.start_step}."
         if self.loss_scale.initial & (self.loss_scale.initial - 1):
             below = 1 << self.loss_scale.initial.bit_length() - 1
             yield "loss_scale.initial", f"must be a power of two. Use {below} or {2 * below}."

@@ -12,6 +12,7 @@ from scaletrain_cli.plan.axes import AXES, Capabilities, Rule
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.parameters import trains_everything
 from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.safe_files import expand_home
@@ -122,6 +123,8 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule(key, name, "engine-offload-optimizer")
     elif away != "none" and device == "nvme" and name not in ("adamw", "adam"):
         yield Rule(key, name, "engine-nvme-optimizer")
+    if not trains_everything(spec):
+        yield Rule("training.trainable", None, "engine-trains-everything")
     averaging = spec.training.averaging.name
     if averaging != "none" and away != "none" and device == "nvme":
         yield Rule("training.averaging.name", averaging, "engine-nvme-averaging")
