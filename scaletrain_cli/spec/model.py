@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, WithJsonSchema
 
 from scaletrain_cli.plugins import MODEL_FAMILIES
+from scaletrain_cli.spec.adapter import AdapterSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, base_family, model_family_extension, or_plugin
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Text, Whole, WholeOrZero
 from scaletrain_cli.spec.rope import RopeScalingSpec
@@ -73,6 +74,10 @@ class ModelSpec(Section):
     attention_dropout: Fraction = 0.0
     weights: Text | None = Field(
         default=None, description="folder of Hugging Face *.safetensors with initial weights; null: random"
+    )
+    adapter: AdapterSpec | None = Field(default=None, description="null: no adapter, the model itself is trained")
+    quantization: Literal["none", "int8", "nf4", "nf4_double"] = Field(
+        default="none", description="format of the frozen linear layers (bitsandbytes, on GPUs only)"
     )
 
     @property

@@ -1,0 +1,223 @@
+"""The section ``model.adapter``: low-rank adapters on a frozen model, and the modules that they are attached to.
+
+Names and shapes are those of Hugging Face and PEFT; nothing here needs torch.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from scaletrain_cli.spec.quantities import Fraction, Positive, Text, Whole
+from scaletrain_cli.spec.section import Section
+
+ALL_LINEAR = "all-linear"
+
+Shape = tuple[int, ...]
+
+
+def _targets(value: Any) -> tuple[str, ...]:
+    given = (value,) if isinstance(value, str) else value
+    if isinstance(given, list | tuple) and given and all(isinstance(one, str) and one for one in given):
+        return tuple(given)
+    raise PydanticCustomError(
+        "targets", "must be all-linear, or a list of names of modules, such as [q_proj, v_proj]; * matches any text"
+    )
+
+
+Targets = Annotated[
+    tuple[str, ...],
+    PlainValidator(_targets),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+class AdapterSpec(Section):
+    """LoRA (arXiv:2106.09685) as in PEFT: W x + alpha / rank B(A(x)), where only A and B are trained.
+
+    ``targets``: ``all-linear`` is every linear layer of the blocks, without routers, stacked experts and the head.
+    A name matches a module with this name or this ending; ``*`` matches any text.
+    """
+
+    name: Literal["lora"]
+    rank: Whole = 16
+    alpha: Positive = 32.0
+    dropout: Fraction = Field(default=0.0, description="dropout of the adapter's input")
+    targets: Targets = Field(
+        default=(ALL_LINEAR,), description="all-linear, or names, endings or patterns of Hugging Face modules"
+    )
+    rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank) (arXiv:2312.03732)")
+    dora: bool = Field(default=False, description="train magnitudes of the rows apart (DoRA, arXiv:2402.09353)")
+    weights: Text | None = Field(
+        default=None, description="folder of a PEFT adapter with initial weights; null: A random, B zero"
+    )
+
+    @property
+    def scaling(self) -> float:
+        """Return the factor of the adapter's output."""
+        return float(self.alpha / (self.rank**0.5 if self.rslora else self.rank))
+
+
+class Adapted(NamedTuple):
+    """A module with an adapter. ``inputs`` and ``outputs`` are its features.
+
+    ``kind``: ``linear``, ``embedding``, ``head`` or ``experts``: one stacked matrix of ``experts`` experts, whose
+    ``halves`` matrices (gate and up) are one module in Hugging Face models and have one A.
+    """
+
+    name: str
+    kind: Literal["linear", "embedding", "head", "experts"]
+    inputs: int
+    outputs: int
+    experts: int = 0
+    halves: tuple[str, ...] = ()
+
+    @property
+    def parameter(self) -> str:
+        """Return the name of its weight; that of stacked experts is the name of the module."""
+        return self.name if self.kind == "experts" else f"{self.name}.weight"
+
+
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
+_JOINED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+_EMBEDDINGS = ("embed_tokens", "wte", "wpe")
+_HEAD = "lm_head"
+_ROUTERS = ("gate", "router")
+_TRANSPOSED = ("c_attn", "c_proj", "c_fc")  # GPT-2's weights are [in, out]
+
+
+def adaptable_modules(shapes: Mapping[str, Shape], *, tied: bool = False) -> list[Adapted]:
+    """Return the modules that can have an adapter, in the order of ``shapes``, which has every base parameter by name.
+
+    ``tied``: the head shares the weight of the token embedding, and is not in ``shapes``.
+    """
+    found: dict[str, Adapted] = {}
+    for name, shape in shapes.items():
+        if match := _EXPERT.fullmatch(name):
+            _add_expert(found, match, shape)
+        elif name.endswith(".weight") and len(shape) == 2:
+            module = name.removesuffix(".weight")
+            last = module.rpartition(".")[2]
+            if last in _EMBEDDINGS:
+                found[module] = Adapted(module, "embedding", *shape)
+            elif last == _HEAD:
+                found[module] = Adapted(module, "head", shape[1], shape[0])
+            elif last not in _ROUTERS:
+                inputs, outputs = shape if last in _TRANSPOSED else shape[::-1]
+                found[module] = Adapted(module, "linear", inputs, outputs)
+    if tied:
+        embedding = next(one for one in found.values() if one.kind == "embedding")
+        found[_HEAD] = Adapted(_HEAD, "head", embedding.outputs, embedding.inputs)
+    return list(found.values())
+
+
+def _add_expert(found: dict[str, Adapted], match: re.Match[str], shape: Shape) -> None:
+    matrix = match["matrix"]
+    name = f"{match['experts']}.{_JOINED.get(matrix, matrix)}"
+    known = found.get(name, Adapted(name, "experts", shape[1], 0))
+    halves = known.halves if matrix in known.halves else (*known.halves, matrix)
+    found[name] = known._replace(
+        halves=halves, outputs=shape[0] * len(halves), experts=max(known.experts, int(match["number"]) + 1)
+    )
+
+
+def adapted_modules(adapter: AdapterSpec, shapes: Mapping[str, Shape], *, tied: bool = False) -> list[Adapted]:
+    """Return the modules that have an adapter, in the order of the model. See ``adaptable_modules``."""
+    return [
+        module
+        for module in adaptable_modules(shapes, tied=tied)
+        if any(_matches(pattern, module) for pattern in adapter.targets)
+    ]
+
+
+def _matches(pattern: str, module: Adapted) -> bool:
+    if pattern == ALL_LINEAR:
+        return module.kind == "linear"
+    return fnmatchcase(module.name, pattern) or fnmatchcase(module.name, f"*.{pattern}")
+
+
+def unmatched_targets(adapter: AdapterSpec, shapes: Mapping[str, Shape], *, tied: bool = False) -> list[str]:
+    """Return the patterns in ``targets`` that match no module which can have an adapter."""
+    modules = adaptable_modules(shapes, tied=tied)
+    return [pattern for pattern in adapter.targets if not any(_matches(pattern, module) for module in modules)]
+
+
+def factor_shapes(adapter: AdapterSpec, module: Adapted) -> dict[str, Shape]:
+    """Return the names and whole shapes of the parameters of a module's adapter.
+
+    Those of linear layers, embeddings and the head have PEFT's names; each expert has its own factors.
+    """
+    rank, name = adapter.rank, module.name
+    if module.kind == "embedding":
+        return {
+            f"{name}.lora_embedding_A": (rank, module.inputs),
+            f"{name}.lora_embedding_B": (module.outputs, rank),
+        }
+    if module.kind == "experts":
+        experts, _, joined = name.rpartition(".")
+        rows = module.outputs // len(module.halves)
+        shapes: dict[str, Shape] = {}
+        for number in range(module.experts):
+            shapes[f"{experts}.{number}.{joined}.lora_A.weight"] = (rank, module.inputs)
+            for half in module.halves:
+                shapes[f"{experts}.{number}.{half}.lora_B.weight"] = (rows, rank)
+        return shapes
+    shapes = {f"{name}.lora_A.weight": (rank, module.inputs), f"{name}.lora_B.weight": (module.outputs, rank)}
+    if adapter.dora:
+        shapes[f"{name}.lora_magnitude_vector"] = (module.outputs,)
+    return shapes
+
+
+def adapter_shapes(adapter: AdapterSpec, shapes: Mapping[str, Shape], *, tied: bool = False) -> dict[str, Shape]:
+    """Return the names and whole shapes of all parameters of the adapters on a model with these base parameters."""
+    return {
+        name: shape
+        for module in adapted_modules(adapter, shapes, tied=tied)
+        for name, shape in factor_shapes(adapter, module).items()
+    }
+
+
+_FACTOR = re.compile(r"\.lora_(A\.weight|B\.weight|embedding_A|embedding_B|magnitude_vector)$")
+
+
+def is_adapter_parameter(name: str) -> bool:
+    """Return True if a parameter with this name belongs to an adapter."""
+    return _FACTOR.search(name) is not None
+
+
+_GROUPED_MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, which grouped products require of each row
+
+
+def adapter_problems(
+    adapter: AdapterSpec, shapes: Mapping[str, Shape], *, tied: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Yield (key below model.adapter, message) for each setting that the model does not support."""
+    modules = adaptable_modules(shapes, tied=tied)
+    for pattern in unmatched_targets(adapter, shapes, tied=tied):
+        names = sorted({module.name.rpartition(".")[2] for module in modules})
+        yield "targets", f"{pattern} matches no module that can have an adapter. This model has {', '.join(names)}."
+    kinds = {module.kind for module in adapted_modules(adapter, shapes, tied=tied)}
+    if adapter.dora and kinds & {"embedding", "head"}:
+        yield "dora", "must be false with an adapter on an embedding or the head. Remove them from targets."
+    if "experts" not in kinds:
+        return
+    if adapter.dropout:
+        yield "dropout", "must be 0 with an adapter on stacked experts, as in PEFT. Remove them from targets."
+    if adapter.dora:
+        yield "dora", "must be false with an adapter on stacked experts, as in PEFT. Remove them from targets."
+    if adapter.rank % _GROUPED_MULTIPLE:
+        yield (
+            "rank",
+            f"must be a multiple of {_GROUPED_MULTIPLE} with an adapter on stacked experts, whose grouped products "
+            "need rows of 16 bytes.",
+        )
