@@ -72,7 +72,8 @@ class Adapted(NamedTuple):
     """A module with an adapter. ``inputs`` and ``outputs`` are its features.
 
     ``kind``: ``linear``, ``embedding``, ``head`` or ``experts``: one stacked matrix of ``experts`` experts, whose
-    ``halves`` matrices (gate and up) are one module in Hugging Face models and have one A.
+    ``halves`` matrices (gate and up) are one module in Hugging Face models and have one A. ``transposed``: the weight
+    is [in, out].
     """
 
     name: str
@@ -81,6 +82,7 @@ class Adapted(NamedTuple):
     outputs: int
     experts: int = 0
     halves: tuple[str, ...] = ()
+    transposed: bool = False
 
     @property
     def parameter(self) -> str:
@@ -113,8 +115,9 @@ def adaptable_modules(shapes: Mapping[str, Shape], *, tied: bool = False) -> lis
             elif last == _HEAD:
                 found[module] = Adapted(module, "head", shape[1], shape[0])
             elif last not in _ROUTERS:
-                inputs, outputs = shape if last in _TRANSPOSED else shape[::-1]
-                found[module] = Adapted(module, "linear", inputs, outputs)
+                transposed = last in _TRANSPOSED
+                inputs, outputs = shape if transposed else shape[::-1]
+                found[module] = Adapted(module, "linear", inputs, outputs, transposed=transposed)
     if tied:
         embedding = next(one for one in found.values() if one.kind == "embedding")
         found[_HEAD] = Adapted(_HEAD, "head", embedding.outputs, embedding.inputs)

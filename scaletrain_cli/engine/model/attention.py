@@ -135,18 +135,21 @@ class _Keyed(nn.Module):
 
 
 class KeyedDropout(_Keyed):
-    """Drops channels of hidden states. ``sequence_rank``: which part of each sequence this rank has."""
+    """Drops channels of hidden states. ``sequence_rank``: which part of each sequence this rank has.
 
-    def __init__(self, p: float, sequence_rank: int = 0) -> None:
+    ``first_channel``: number of the first channel in the whole model, for a rank with some of the channels.
+    """
+
+    def __init__(self, p: float, sequence_rank: int = 0, first_channel: int = 0) -> None:
         super().__init__(p)
-        self.sequence_rank = sequence_rank
+        self.sequence_rank, self.first_channel = sequence_rank, first_channel
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """Return x [batch, length, channels] with dropped channels; equal samples drop equal channels."""
         if not self.training or self.p == 0:
             return x
         rows = _split(_split(self.key, context.samples).unsqueeze(1), self._places(context.positions))
-        return _drop(x, rows, self.p)
+        return _drop(x, rows, self.p, self.first_channel)
 
     def _places(self, positions: Tensor) -> Tensor:
         """Return the places of the tokens in the whole sequence; positions of several documents are not unique."""
@@ -192,20 +195,30 @@ def attention_core(p: float) -> Callable[..., Tensor]:
     return AttentionWithDropout(p) if p else causal_attention
 
 
+def dropout_key(seed: int, name: str) -> Tensor:
+    """Return the key of the dropout module with this name in the model."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "big", signed=True), device="cpu")
+
+
 def assign_dropout_keys(model: nn.Module, seed: int) -> None:
     """Key each dropout module by the seed and its name in the model. Call it before modules are wrapped."""
     for name, module in model.named_modules():
         if isinstance(module, _Keyed):
-            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-            module.key = torch.tensor(int.from_bytes(digest, "big", signed=True), device="cpu")
+            module.key = dropout_key(seed, name)
 
 
-def _drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
-    """Zero a share ``p`` of the last dimension, by the keys ``rows`` of all other dimensions, and rescale the rest."""
+def _drop(x: Tensor, rows: Tensor, p: float, first: int = 0) -> Tensor:
+    """Zero a share ``p`` of the last dimension, by the keys ``rows`` of all other dimensions, and rescale the rest.
+
+    ``first``: number of the first element of that dimension in the whole tensor.
+    """
     threshold = round(p * _LANE_VALUES)
-    count = x.shape[-1]
-    words = _split(rows.unsqueeze(-1), torch.arange(-(-count // _LANES), device=x.device))
-    keep = words.view(torch.int16)[..., :count] >= threshold - _LANE_VALUES // 2  # signed, hence the half
+    word, lane = divmod(first, _LANES)
+    last = first + x.shape[-1]
+    words = _split(rows.unsqueeze(-1), torch.arange(word, -(-last // _LANES), device=x.device))
+    lanes = words.view(torch.int16)[..., lane : last - word * _LANES]
+    keep = lanes >= threshold - _LANE_VALUES // 2  # signed, hence the half
     return torch.where(keep, x, 0.0) * (_LANE_VALUES / (_LANE_VALUES - threshold))
 
 

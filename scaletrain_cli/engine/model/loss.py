@@ -34,19 +34,23 @@ class LanguageModelHead(nn.Module):
         self.token_loss: TokenLoss = token_loss
         self.label_smoothing = 0.0
         self.tokens_at_once: int | None = None  # None: all of them
+        self.extended: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # of an adapter
 
     def forward(self, hidden: Tensor, labels: Tensor, divisor: Tensor | None = None) -> Tensor:
         """Return summed cross-entropy in nats over ``divisor``, or its mean over the labels that count.
 
         hidden [batch, length, size], labels [batch, length].
         """
+        weight: Tensor = self.weight
+        if self.extended is not None:
+            hidden, weight = self.extended(hidden, weight)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         if self.tokens_at_once is None:
-            total = self.token_loss(hidden, self.weight, labels, self.label_smoothing)
+            total = self.token_loss(hidden, weight, labels, self.label_smoothing)
         else:
             total = _Chunked.apply(  # type: ignore[no-untyped-call]
                 hidden,
-                self.weight,
+                weight,
                 labels,
                 self.label_smoothing,
                 self.token_loss,

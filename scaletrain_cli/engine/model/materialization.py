@@ -51,7 +51,34 @@ class ScaledInitialization:
 def normal(
     seed: int, name: str, whole_shape: tuple[int, ...], std: float, spec: ShardSpec | None, device: torch.device
 ) -> Tensor:
-    """Return a shard of a Normal(0, std) tensor of at least two dimensions, fp32, drawn in chunks of whole rows."""
+    """Return a shard of a Normal(0, std) tensor of at least two dimensions, fp32."""
+
+    def draw(chunk: Tensor, generator: torch.Generator) -> Tensor:
+        return chunk.normal_(0.0, std, generator=generator)
+
+    return _drawn(draw, seed, name, whole_shape, spec, device)
+
+
+def uniform(
+    seed: int, name: str, whole_shape: tuple[int, ...], bound: float, spec: ShardSpec | None, device: torch.device
+) -> Tensor:
+    """Return a shard of a tensor of at least two dimensions that is uniform between -bound and bound, fp32."""
+
+    def draw(chunk: Tensor, generator: torch.Generator) -> Tensor:
+        return chunk.uniform_(-bound, bound, generator=generator)
+
+    return _drawn(draw, seed, name, whole_shape, spec, device)
+
+
+def _drawn(
+    draw: Callable[[Tensor, torch.Generator], Tensor],
+    seed: int,
+    name: str,
+    whole_shape: tuple[int, ...],
+    spec: ShardSpec | None,
+    device: torch.device,
+) -> Tensor:
+    """Return a shard of a random tensor, which ``draw`` fills in chunks of whole rows."""
     *leading, columns = whole_shape
     rows, kept_columns = torch.arange(torch.Size(leading).numel()), None
     whole_rows = len(rows)
@@ -68,7 +95,7 @@ def normal(
         first, last = chunk * height, min((chunk + 1) * height, whole_rows)
         end = start + int(torch.searchsorted(rows[start : start + height], last))
         generator.manual_seed(_chunk_seed(seed, name, chunk))
-        drawn = scratch[: last - first].normal_(0.0, std, generator=generator)
+        drawn = draw(scratch[: last - first], generator)
         wanted = rows[start:end] - first
         drawn = drawn if end - start == last - first else drawn[wanted.to(device)]
         flat[start:end] = drawn if kept_columns is None else drawn[:, kept_columns]
@@ -107,10 +134,10 @@ def materialize(
 ) -> None:
     """Replace each parameter on the meta device by one with values from ``source``.
 
-    ``dtype`` is that of the forward pass: DeepSpeed would cast to it, but hold both for a while, and does not cast
-    sharded parameters. Attributes and ties are kept. Buffers, which have values already, are moved. ``partition`` is
-    called with each module whose own parameters were replaced. Collective if ``partition`` is: every rank of its group
-    visits the same modules.
+    ``dtype`` is that of the forward pass, except of parameters with an ``own_dtype``: DeepSpeed would cast to it, but
+    hold both for a while, and does not cast sharded parameters. Attributes and ties are kept. Buffers, which have values
+    already, are moved. ``partition`` is called with each module whose own parameters were replaced. Collective if
+    ``partition`` is: every rank of its group visits the same modules.
     """
     real: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -118,7 +145,7 @@ def materialize(
             if not outline.is_meta:
                 continue
             if outline not in real:
-                values = torch.empty(outline.shape, device=device, dtype=dtype)
+                values = torch.empty(outline.shape, device=device, dtype=getattr(outline, "own_dtype", dtype))
                 for matrix in matrices_in(module, prefix, name, outline):
                     _fill(values.view(-1)[matrix.start : matrix.stop], matrix, source)
                 real[outline] = nn.Parameter(values, requires_grad=outline.requires_grad)

@@ -59,19 +59,31 @@ class Experts(nn.Module):
         self.members = range(experts)  # ZeRO-3 empties parameters that are not in use, so no shape has their number
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
+        self.updates: dict[str, Update] = {}  # of adapters, by the name of the stack
 
     def matrices(self, parameter: str) -> list[list[str]]:
         """Return the Hugging Face names of the matrices in a parameter: for each expert, those joined by rows."""
-        return [[f"{number}.{matrix}.weight" for matrix in self.joined[parameter]] for number in self.members]
+        stack, _, factor = parameter.partition("_lora_")
+        if factor == "A":
+            return [[f"{number}.{stack}.lora_A.weight"] for number in self.members]
+        last = "lora_B.weight" if factor else "weight"
+        return [[f"{number}.{matrix}.{last}" for matrix in self.joined[stack]] for number in self.members]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs of rows [n, hidden], sorted by expert; ``counts`` [experts] counts each expert's rows."""
         ends = counts.cumsum(0).to(torch.int32)
+        gate, up = self._product("gate_up_proj", rows, ends).chunk(2, dim=-1)
+        return self._product("down_proj", F.silu(gate) * up, ends)
+
+    def _product(self, stack: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return the products of rows with the matrices of their experts, and with those of an adapter."""
         product = _Product.apply if rows.dtype == torch.bfloat16 else _uncompiled_product
-        gate, up = product(rows, self.gate_up_proj, ends).chunk(2, dim=-1)
-        return product(F.silu(gate) * up, self.down_proj, ends)  # type: ignore[no-any-return]
+        result: Tensor = product(rows, getattr(self, stack), ends)
+        return result + self.updates[stack](rows, product, ends) if stack in self.updates else result
 
 
+# What an adapter adds to a grouped product: rows [n, in], the product, the ends of each expert's rows -> [n, out]
+Update = Callable[[Tensor, Callable[..., Tensor], Tensor], Tensor]
 Dispatch = Callable[[Experts, Tensor, Routing], Tensor]
 Tally = Callable[[Tensor], tuple[Tensor, Tensor]]
 

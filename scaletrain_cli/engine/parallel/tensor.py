@@ -109,9 +109,9 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, whole: Any, axis: Axis, parts: int = 1) -> None:
         super().__init__()
-        self.transposed = isinstance(whole, Conv1D)
-        self.weight = _shard(whole.weight, ShardSpec(1 if self.transposed else 0, axis.size, axis.rank, parts))
-        self.bias = None if whole.bias is None else _shard(whole.bias, ShardSpec(0, axis.size, axis.rank, parts))
+        self.transposed, self.parts = isinstance(whole, Conv1D), parts
+        self.weight = sharded(whole.weight, ShardSpec(1 if self.transposed else 0, axis.size, axis.rank, parts))
+        self.bias = None if whole.bias is None else sharded(whole.bias, ShardSpec(0, axis.size, axis.rank, parts))
         self.product: Product = linear_product
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
         self.axis, self.transposed = axis, isinstance(whole, Conv1D)
-        self.weight = _shard(whole.weight, ShardSpec(0 if self.transposed else 1, axis.size, axis.rank))
+        self.weight = sharded(whole.weight, ShardSpec(0 if self.transposed else 1, axis.size, axis.rank))
         self.bias = whole.bias
         self.product: Product = linear_product
 
@@ -140,7 +140,7 @@ class VocabularyParallelEmbedding(nn.Module):
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
         self.axis = axis
-        self.weight = _shard(whole.weight, ShardSpec(0, axis.size, axis.rank))
+        self.weight = sharded(whole.weight, ShardSpec(0, axis.size, axis.rank))
 
     def forward(self, tokens: Tensor) -> Tensor:
         held = self.weight.shape[0]
@@ -165,11 +165,12 @@ def _shard_head(model: CausalLM, axis: Axis) -> None:
     if model.spec.tie_word_embeddings:
         model.tie()
     else:
-        model.lm_head.weight = _shard(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
+        model.lm_head.weight = sharded(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
     model.lm_head.token_loss = VocabularyLoss(axis)
 
 
-def _shard(whole: Tensor, spec: ShardSpec) -> nn.Parameter:
+def sharded(whole: Tensor, spec: ShardSpec) -> nn.Parameter:
+    """Return this rank's shard of a parameter, marked as such."""
     shard = nn.Parameter(spec.take(whole))
     mark_sharded(shard, spec)
     return shard

@@ -1,0 +1,130 @@
+"""A tiny model with an adapter, beside the same model and adapter of transformers and PEFT."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.adapters import AdapterInitialization
+from scaletrain_cli.engine.model.attention import assign_dropout_keys
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.materialization import materialize, named_matrices
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.engine.parallel.adapters import attach_adapters
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.spec import ModelSpec, to_hugging_face
+from scaletrain_cli.spec.adapter import AdapterSpec, adapted_modules, is_adapter_parameter
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "seq_len": 16,
+    "max_position_embeddings": 16,
+    "initializer_range": 0.2,
+}
+LLAMA = ModelSpec(family="llama", **SIZES)
+TIED = ModelSpec(family="llama", **SIZES, tie_word_embeddings=True)
+GPT = ModelSpec(family="gpt", **SIZES | {"num_key_value_heads": 4, "tie_word_embeddings": True})
+MIXTRAL = ModelSpec(
+    family="llama",
+    **SIZES,
+    num_experts=4,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    router_aux_loss_coef=0.0,
+)
+
+
+def lora(**settings: Any) -> AdapterSpec:
+    return AdapterSpec(name="lora", **{"rank": 8, "alpha": 16.0, **settings})
+
+
+def save_hugging_face(spec: ModelSpec, folder: Path, seed: int = 0) -> Any:
+    """Write random weights of the architecture; return the model of transformers."""
+    import transformers
+
+    config = to_hugging_face(spec)
+    kind = getattr(transformers, config["architectures"][0])
+    keys = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
+    torch.manual_seed(seed)
+    keys |= {"bos_token_id": 0, "eos_token_id": 0, "attn_implementation": "eager"}
+    model = kind(kind.config_class(**keys)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def with_peft(model: Any, adapter: AdapterSpec, **targets: Any) -> Any:
+    import peft
+
+    settings = peft.LoraConfig(
+        r=adapter.rank,
+        lora_alpha=int(adapter.alpha),
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
+        task_type="CAUSAL_LM",
+        **targets,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(model, settings)
+
+
+def ours(spec: ModelSpec, adapter: AdapterSpec, folder: Path, seed: int = 0) -> CausalLM:
+    """Return our model with weights from a folder, its adapter and its first values; only the adapter trains."""
+    model, whole = outline(spec), outline(spec)
+    assign_dropout_keys(model, seed)
+    modules = adapted_modules(adapter, dict(named_matrices(whole)), tied=spec.tie_word_embeddings)
+    attach_adapters(model, adapter, modules, Mesh.alone(), seed)
+    layers = {module.name: module for module in modules}
+    source = AdapterInitialization(HuggingFaceFolder(folder, whole), seed, torch.device("cpu"), layers)
+    materialize(model, source, torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+
+
+def pairs(model: CausalLM, peft_model: Any) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Parameter]]:
+    """Yield the name and both parameters of each factor; those of experts differ in shape, see ``as_peft``."""
+    known = {
+        re.sub(r"\.default(?=\.|$)", "", name).removeprefix("base_model.model."): parameter
+        for name, parameter in peft_model.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        if "_lora_" in name:
+            parent, _, own = name.rpartition(".")
+            stack, _, letter = own.partition("_lora_")
+            inner = ".base_layer" if stack == "gate_up_proj" else ""
+            yield name, parameter, known[f"{parent}{inner}.lora_{letter}.weight"]
+        elif is_adapter_parameter(name):
+            yield name, parameter, known[name + ".weight" if name.endswith("vector") else name]
+
+
+def as_peft(name: str, values: Tensor) -> Tensor:
+    """Return a factor in PEFT's shape: A of all experts by rows, B by columns, of which the expert is the fastest."""
+    if values.ndim < 3:
+        return values
+    if name.endswith("A"):
+        return values.flatten(0, 1)
+    return values.permute(1, 2, 0).flatten(1)
+
+
+@torch.no_grad()
+def fill_alike(model: CausalLM, peft_model: Any) -> None:
+    """Give the factors that are zero random values, and those of PEFT the same values as ours."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter, theirs in pairs(model, peft_model):
+        if not parameter.any():
+            parameter.normal_(0, 0.1, generator=generator)
+        theirs.copy_(as_peft(name, parameter))
