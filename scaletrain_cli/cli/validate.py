@@ -17,6 +17,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
     default and derived dimension.
     """
     from scaletrain_cli.launch.resource_checks.checks import check_external
+    from scaletrain_cli.plan.adapters import check_adapter
     from scaletrain_cli.plan.catalogue.hardware import find_accelerator
     from scaletrain_cli.plan.parameters import check_what_trains
     from scaletrain_cli.spec import load_spec
@@ -27,6 +28,7 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
         run = load_spec(spec, overrides or (), cluster=cluster)
         try:
             find_accelerator(run.cluster)
+            check_adapter(run)
             check_what_trains(run)
         except UsageError as error:
             error.problems = placed(run, error.problems)

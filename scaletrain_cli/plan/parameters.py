@@ -16,6 +16,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, factor_shapes
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.training import OptimizerSpec, TrainableGroup
 
@@ -98,8 +99,76 @@ class _Linear(NamedTuple):
 
 @lru_cache(maxsize=64)
 def model_parameters(model: ModelSpec) -> tuple[Parameter, ...]:
-    """Return all parameters of a model, once each: a tied head is the token embedding."""
-    return tuple(_parameters(model))
+    """Return all parameters of a model, once each: a tied head is the token embedding. Factors of adapters included."""
+    found = tuple(_parameters(model))
+    return found if model.adapter is None else tuple(_with_factors(model, found))
+
+
+def base_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters of a model without its adapters, by name."""
+    return {parameter.name: parameter.shape for parameter in model_parameters(model.model_copy(update=_NO_ADAPTER))}
+
+
+_NO_ADAPTER: dict[str, None] = {"adapter": None}
+
+
+def modules_with_adapter(model: ModelSpec) -> list[Adapted]:
+    """Return the modules of a model that have an adapter, in order; empty without ``model.adapter``."""
+    if model.adapter is None:
+        return []
+    return adapted_modules(model.adapter, base_shapes(model), tied=model.tie_word_embeddings)
+
+
+def _with_factors(model: ModelSpec, base: tuple[Parameter, ...]) -> Iterator[Parameter]:
+    """Yield the parameters of a model, and after those of each module the factors of its adapter."""
+    assert model.adapter is not None
+    adapted = {module.name: module for module in modules_with_adapter(model)}
+    weights = {parameter.name: parameter for parameter in base}
+    for parameter, following in zip(base, [*base[1:], None], strict=True):
+        yield parameter
+        module = _module_of(parameter)
+        if following is None or _module_of(following) != module:
+            stacks = (name for name in adapted if name.rpartition(".")[0] == module and adapted[name].kind == "experts")
+            for name in (module, *stacks):
+                if name in adapted:
+                    yield from _factors(model.adapter, adapted[name], weights.get(adapted[name].parameter, parameter))
+    if _HEAD in adapted and model.tie_word_embeddings:
+        yield from _factors(model.adapter, adapted[_HEAD], base[-1])
+
+
+_HEAD = "lm_head"
+
+
+def _module_of(parameter: Parameter) -> str:
+    """Return the name of the engine's module with a parameter; the experts of a layer are one module."""
+    return parameter.tensor.rpartition(".")[0]
+
+
+def _factors(adapter: AdapterSpec, module: Adapted, weight: Parameter) -> Iterator[Parameter]:
+    """Yield the factors of a module's adapter. ``weight``: that of the module, or a parameter beside it.
+
+    Tensor ranks shard B where they shard the outputs of the module, A where they shard its inputs, and the A of a token
+    embedding.
+    """
+    sharded = _sharded_features(module, weight)
+    for name, shape in factor_shapes(adapter, module).items():
+        is_a = name.endswith(("lora_A.weight", "lora_embedding_A"))
+        dim = {"outputs": None if is_a else 0, "inputs": 1 if is_a else None, None: None}[sharded]
+        tensor = f"{module.name}_lora_{'A' if is_a else 'B'}" if module.kind == "experts" else name
+        yield Parameter(name, shape, weight.place, weight.block, dim, tensor, adapter=True)
+
+
+def _sharded_features(module: Adapted, weight: Parameter) -> str | None:
+    """Return whether tensor ranks shard the ``outputs`` or the ``inputs`` of a module; None if neither."""
+    if module.kind == "head":
+        return "outputs"
+    if module.kind == "experts":
+        return "outputs" if len(module.halves) > 1 else "inputs"
+    if weight.tensor_dim is None:
+        return None
+    if module.kind == "embedding":
+        return "inputs"
+    return "inputs" if (weight.tensor_dim == 1) != module.transposed else "outputs"
 
 
 def _parameters(model: ModelSpec) -> Iterator[Parameter]:

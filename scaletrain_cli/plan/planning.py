@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.adapters import check_adapter
 from scaletrain_cli.plan.advice.recipe_checks import check_recipe
 from scaletrain_cli.plan.advice.warnings import assumptions, warnings
 from scaletrain_cli.plan.axes import resolve_axes
@@ -43,6 +44,7 @@ def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
 
     ``compared=False`` leaves out the alternatives, which takes about half the time and chooses the same layout.
     """
+    check_adapter(spec)
     check_what_trains(spec)
     device = find_accelerator(spec.cluster)
     counts = RejectionCounts()

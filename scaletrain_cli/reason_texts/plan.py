@@ -578,9 +578,34 @@ _EXPLANATION = {
     "pinned-by-spec": Text("The spec sets {settings}"),
 }
 
+# The adapter and the quantization of a model.
+_ADAPTER = {
+    "adapter-invalid": Text("the adapter does not fit the model, in {problems:of place}"),
+    "adapter-unavailable": Text("is not supported by this version of the engine", ("Remove it.",)),
+    "adapter-built-in-families": Text(
+        "needs the layers of a built-in family, and {family} is that of a plug-in", ("Remove it.",)
+    ),
+    "adapter-matches-nothing": Text(
+        "matches no module that can have an adapter", ("This model has {names:list}, and all-linear.",)
+    ),
+    "dora-on-embeddings": Text(
+        "must be false with an adapter on an embedding or the head", ("Remove them from model.adapter.targets.",)
+    ),
+    "adapter-on-experts": Text(
+        "must be {allowed} with an adapter on stacked experts, as in PEFT",
+        ("Change it, or remove the experts from model.adapter.targets.",),
+    ),
+    "adapter-rank-on-experts": Text(
+        "must be a multiple of {multiple} with an adapter on stacked experts, whose grouped products need rows of 16 "
+        "bytes",
+    ),
+}
+
+
 TEXTS: dict[str, Text] = (
     _RULES
     | _TRAINABLE
+    | _ADAPTER
     | _ENGINE
     | _SEARCH_SPACE
     | _CHOICE

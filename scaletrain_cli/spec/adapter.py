@@ -4,7 +4,7 @@ Names and shapes are those of Hugging Face and PEFT; nothing here needs torch.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -169,16 +169,18 @@ def factor_shapes(adapter: AdapterSpec, module: Adapted) -> dict[str, Shape]:
     if module.kind == "experts":
         experts, _, joined = name.rpartition(".")
         rows = module.outputs // len(module.halves)
-        shapes: dict[str, Shape] = {}
-        for number in range(module.experts):
-            shapes[f"{experts}.{number}.{joined}.lora_A.weight"] = (rank, module.inputs)
-            for half in module.halves:
-                shapes[f"{experts}.{number}.{half}.lora_B.weight"] = (rows, rank)
-        return shapes
-    shapes = {f"{name}.lora_A.weight": (rank, module.inputs), f"{name}.lora_B.weight": (module.outputs, rank)}
-    if adapter.dora:
-        shapes[f"{name}.lora_magnitude_vector"] = (module.outputs,)
-    return shapes
+        numbers = range(module.experts)
+        first = {f"{experts}.{number}.{joined}.lora_A.weight": (rank, module.inputs) for number in numbers}
+        second = {
+            f"{experts}.{number}.{half}.lora_B.weight": (rows, rank) for number in numbers for half in module.halves
+        }
+        return first | second
+    magnitudes = {f"{name}.lora_magnitude_vector": (module.outputs,)} if adapter.dora else {}
+    return {
+        **magnitudes,
+        f"{name}.lora_A.weight": (rank, module.inputs),
+        f"{name}.lora_B.weight": (module.outputs, rank),
+    }
 
 
 def adapter_shapes(adapter: AdapterSpec, shapes: Mapping[str, Shape], *, tied: bool = False) -> dict[str, Shape]:
@@ -196,31 +198,3 @@ _FACTOR = re.compile(r"\.lora_(A\.weight|B\.weight|embedding_A|embedding_B|magni
 def is_adapter_parameter(name: str) -> bool:
     """Return True if a parameter with this name belongs to an adapter."""
     return _FACTOR.search(name) is not None
-
-
-_GROUPED_MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, which grouped products require of each row
-
-
-def adapter_problems(
-    adapter: AdapterSpec, shapes: Mapping[str, Shape], *, tied: bool = False
-) -> Iterator[tuple[str, str]]:
-    """Yield (key below model.adapter, message) for each setting that the model does not support."""
-    modules = adaptable_modules(shapes, tied=tied)
-    for pattern in unmatched_targets(adapter, shapes, tied=tied):
-        names = sorted({module.name.rpartition(".")[2] for module in modules})
-        yield "targets", f"{pattern} matches no module that can have an adapter. This model has {', '.join(names)}."
-    kinds = {module.kind for module in adapted_modules(adapter, shapes, tied=tied)}
-    if adapter.dora and kinds & {"embedding", "head"}:
-        yield "dora", "must be false with an adapter on an embedding or the head. Remove them from targets."
-    if "experts" not in kinds:
-        return
-    if adapter.dropout:
-        yield "dropout", "must be 0 with an adapter on stacked experts, as in PEFT. Remove them from targets."
-    if adapter.dora:
-        yield "dora", "must be false with an adapter on stacked experts, as in PEFT. Remove them from targets."
-    if adapter.rank % _GROUPED_MULTIPLE:
-        yield (
-            "rank",
-            f"must be a multiple of {_GROUPED_MULTIPLE} with an adapter on stacked experts, whose grouped products "
-            "need rows of 16 bytes.",
-        )

@@ -135,9 +135,9 @@ def materialize(
     """Replace each parameter on the meta device by one with values from ``source``.
 
     ``dtype`` is that of the forward pass, except of parameters with an ``own_dtype``: DeepSpeed would cast to it, but
-    hold both for a while, and does not cast sharded parameters. Attributes and ties are kept. Buffers, which have values
-    already, are moved. ``partition`` is called with each module whose own parameters were replaced. Collective if
-    ``partition`` is: every rank of its group visits the same modules.
+    hold both for a while, and does not cast sharded parameters. Attributes and ties are kept. Buffers, which have
+    values already, are moved. ``partition`` is called with each module whose own parameters were replaced. Collective
+    if ``partition`` is: every rank of its group visits the same modules.
     """
     real: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
