@@ -170,11 +170,11 @@ def factor_shapes(adapter: AdapterSpec, module: Adapted) -> dict[str, Shape]:
         experts, _, joined = name.rpartition(".")
         rows = module.outputs // len(module.halves)
         numbers = range(module.experts)
-        first = {f"{experts}.{number}.{joined}.lora_A.weight": (rank, module.inputs) for number in numbers}
-        second = {
-            f"{experts}.{number}.{half}.lora_B.weight": (rows, rank) for number in numbers for half in module.halves
+        low: dict[str, Shape] = {
+            f"{experts}.{number}.{joined}.lora_A.weight": (rank, module.inputs) for number in numbers
         }
-        return first | second
+        names = [f"{experts}.{number}.{half}.lora_B.weight" for number in numbers for half in module.halves]
+        return low | dict.fromkeys(names, (rows, rank))
     magnitudes = {f"{name}.lora_magnitude_vector": (module.outputs,)} if adapter.dora else {}
     return {
         **magnitudes,

@@ -158,7 +158,7 @@ def _adapted(layer: Any, adapter: AdapterSpec, place: Placement) -> Callable[[Te
     def forward(x: Tensor) -> Tensor:
         result = base(x)
         dropped = layer.lora_dropout(x) if adapter.dropout else x
-        update = layer.lora_B(place.reduce(layer.lora_A(dropped))) * scaling
+        update: Tensor = layer.lora_B(place.reduce(layer.lora_A(dropped))) * scaling
         if not adapter.dora:
             return (result + update).to(result.dtype)
         # Wx is of the dropped x, too, as in PEFT; the bias has no magnitude.
@@ -166,7 +166,8 @@ def _adapted(layer: Any, adapter: AdapterSpec, place: Placement) -> Callable[[Te
         if layer.bias is not None:
             straight = straight - layer.bias
         factor = layer.lora_magnitude_vector / _row_norms(layer, scaling, place)
-        return (result + (factor - 1) * straight + factor * update).to(result.dtype)
+        scaled: Tensor = result + (factor - 1) * straight + factor * update
+        return scaled.to(result.dtype)
 
     return forward
 
@@ -183,8 +184,9 @@ def _row_norms(layer: Any, scaling: float, place: Placement) -> Tensor:
     weight = weight.to(a.dtype)
     terms = torch.cat(((weight @ a.t()).flatten(), weight.square().sum(dim=1), (a @ a.t()).flatten()))
     rows, rank = b.shape
-    crossed, own, gram = place.reduce(terms).split((rows * rank, rows, rank * rank))
-    squares = own + 2 * scaling * (crossed.view(rows, rank) * b).sum(dim=1)
+    terms = place.reduce(terms)
+    crossed, own, gram = terms[: rows * rank], terms[rows * rank : -rank * rank], terms[-rank * rank :]
+    squares: Tensor = own + 2 * scaling * (crossed.view(rows, rank) * b).sum(dim=1)
     squares += scaling**2 * ((b @ gram.view(rank, rank)) * b).sum(dim=1)
     return squares.sqrt()
 
@@ -284,4 +286,5 @@ class AdapterInitialization:
         shape = (layer.inputs, layer.outputs) if layer.transposed else (layer.outputs, layer.inputs)
         rows = None if spec is None else ShardSpec(int(layer.transposed), spec.ranks, spec.rank, spec.parts)
         values = self.base.read(layer.parameter, shape, rows).to(self.dtype).float()
-        return values.norm(dim=0 if layer.transposed else 1)
+        norms: Tensor = torch.linalg.vector_norm(values, dim=0 if layer.transposed else 1)
+        return norms
