@@ -26,6 +26,8 @@ ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 
 
 PYTHON_STDLIB = "python-stdlib"
+PYTHON_DOCSTRINGS = "python-docstrings"
+EMBEDDED = (PYTHON_STDLIB, PYTHON_DOCSTRINGS)
 SOURCES = f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
 FORMATS = ("txt", "md", "py", "jsonl", "parquet")
 COMPRESSED = ("txt.gz", "md.gz", "py.gz", "jsonl.gz")

@@ -9,12 +9,12 @@ from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, 
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
+from scaletrain_cli.spec.data import DataSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.model import ModelSpec, divisors
 from scaletrain_cli.spec.quantities import (
     AutoSeconds,
     AutoWhole,
-    Fraction,
     Matching,
     Positive,
     PositiveBytes,
@@ -85,36 +85,6 @@ Budget = Annotated[
     or_word("unlimited", partial(parse_whole, minimum=0)),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": "unlimited"}]}),
 ]
-
-
-class TokenizerSpec(Section):
-    """``bpe`` is trained on the corpus; ``file`` reads a Hugging Face ``tokenizer.json``."""
-
-    kind: Literal["bpe", "file"] = "bpe"
-    vocab_size: Annotated[Whole, used_when(where("data.tokenizer.kind", "bpe"))] = 32000
-    path: Text | None = None
-
-
-class DataSpec(Section):
-    """Training text: ``python-stdlib``, a prepared dataset, or text, jsonl or parquet files (path or glob)."""
-
-    source: Text
-    tokenizer: TokenizerSpec = LEFT_OUT
-    validation_split: Fraction = 0.05
-    loss_mask: Literal["none", "document_starts"] = Field(
-        default="none", description="document_starts: exclude the first token of each document from the loss"
-    )
-    skip: tuple[tuple[Whole, Whole], ...] = Field(
-        default=(), description="ranges of batches to skip: [[first, last], ...], counted from 1"
-    )
-
-    def inconsistencies(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each setting that contradicts another one."""
-        if (self.tokenizer.kind == "file") != (self.tokenizer.path is not None):
-            yield "tokenizer.path", "is required with kind: file, and not allowed otherwise."
-        for first, last in self.skip:
-            if first > last:
-                yield "skip", f"[{first}, {last}] has its first batch after its last. Use [{last}, {first}]."
 
 
 class CheckpointSpec(Section):
@@ -306,6 +276,7 @@ class RunSpec(Section):
             elif ramps > self.total_steps:
                 message = f"must not exceed {self.total_steps} steps together with warmup_steps."
                 yield "training.schedule.cooldown_steps", message
+        yield from self.data.objective_inconsistencies(self.training.objective)
         if self.training.objective == "dpo":
             for key in ("hidden_dropout", "attention_dropout"):
                 if getattr(model, key):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.spec.samples import SPEC, load, problem
 
-DPO = ("training.objective=dpo",)
+DPO = ("training.objective=dpo", "data.source=python-docstrings")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,240 @@
+"""The tokenizer of rows for fine-tuning: its special tokens, its chat template, and the weight of each token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrain_cli.engine.data.chat_template import CHATML, ChatTemplate, Span, compile_template
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
+from scaletrain_cli.spec.row_formats import Answer, Conversation, Example, Message, Pair, PlainText, RowError
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CHARACTERS_SHOWN = 20
+
+
+class Encoded(NamedTuple):
+    """The tokens of one document, and the weight of each in the loss."""
+
+    ids: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32]
+
+
+class _Text(NamedTuple):
+    """A text to encode. In the loss are the characters of ``spans``, or those after ``prompt``, or all (None)."""
+
+    text: str
+    special: bool  # the tokenizer adds its special tokens; a chat template has written them
+    prompt: str | None = None
+    spans: list[Span] | None = None
+
+
+@dataclass(frozen=True)
+class TemplateFiles:
+    """Special tokens and chat templates beside a tokenizer. ``templates``: by name, ``default`` and ``tool_use``."""
+
+    tokens: dict[str, str]
+    templates: dict[str, str]
+
+
+def template_files(data: DataSpec) -> TemplateFiles:
+    """Return special tokens and chat templates of a spec's tokenizer. Raises UsageError.
+
+    A trained tokenizer has the tokens and the template of ChatML.
+    """
+    given: dict[str, str] = {}
+    if data.chat_template is not None:
+        try:
+            given = {"default": expand_home(data.chat_template).read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise UsageError(Reason("data.template-unreadable", {"path": data.chat_template, "error": why})) from error
+    if data.tokenizer.path is None:
+        tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+        return TemplateFiles(tokens, given or {"default": CHATML})
+    folder = expand_home(data.tokenizer.path).parent
+    config = _object(folder / "tokenizer_config.json")
+    named = _object(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
+    tokens = {name: text for name in _SPECIAL if (text := _token(named.get(name))) is not None}
+    return TemplateFiles(tokens, given or _templates(folder, config))
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the templates by name; chat_template.jinja is preferred to tokenizer_config.json, as in transformers."""
+    found = config.get("chat_template")
+    templates = {"default": found} if isinstance(found, str) else {}
+    if isinstance(found, list):
+        templates = {str(each["name"]): str(each["template"]) for each in found if isinstance(each, dict)}
+    try:
+        for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
+            templates[path.stem] = path.read_text(encoding="utf-8")
+        if (folder / "chat_template.jinja").is_file():
+            templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(Reason("data.template-unreadable", {"path": str(folder), "error": str(error)})) from error
+    return templates
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise UsageError(Reason("data.template-unreadable", {"path": str(path), "error": str(error)})) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _token(given: Any) -> str | None:
+    text = given.get("content") if isinstance(given, dict) else given
+    return text if isinstance(text, str) else None
+
+
+class ChatTokenizer:
+    """Turns examples into tokens with weights. The results depend on nothing but the arguments."""
+
+    def __init__(self, tokenizer: Any, files: TemplateFiles, data: DataSpec) -> None:
+        """``tokenizer``: of the package tokenizers. Raises UsageError for a template that is not valid."""
+        self._tokenizer, self._loss_on = tokenizer, data.loss_on
+        self._name = data.tokenizer.path or "bpe"
+        known = (name for name in (files.tokens.get("eos_token"), *ENDS_OF_TEXT) if name is not None)
+        self.end = next((name for name in known if tokenizer.token_to_id(name) is not None), None)
+        self._templates = {
+            name: compile_template(source, files.tokens, data.chat_template_date)
+            for name, source in files.templates.items()
+        }
+
+    def encode(self, examples: Sequence[tuple[Example, float]]) -> list[list[Encoded] | RowError]:
+        """Return the documents of each example with its weight: one, or the chosen and the rejected answer.
+
+        In place of an example that cannot be used stands its error.
+        """
+        texts: list[list[_Text] | RowError] = []
+        for example, _ in examples:
+            try:
+                texts.append(self._texts(example))
+            except RowError as error:
+                texts.append(error)
+        flat = [text for each in texts if not isinstance(each, RowError) for text in each]
+        encoded = iter(self._encode(flat))
+        found: list[list[Encoded] | RowError] = []
+        for each, (_, weight) in zip(texts, examples, strict=True):
+            if isinstance(each, RowError):
+                found.append(each)
+                continue
+            documents = [next(encoded) for _ in each]
+            failed = next((one for one in documents if isinstance(one, RowError)), None)
+            whole = [one for one in documents if isinstance(one, Encoded)]
+            found.append(
+                [Encoded(ids, weights * np.float32(weight)) for ids, weights in whole] if failed is None else failed
+            )
+        return found
+
+    def text_of(self, example: Example) -> str:
+        """Return the text of an example, from which a tokenizer can learn. Raises RowError."""
+        return "".join(each.text for each in self._texts(example))
+
+    def _texts(self, example: Example) -> list[_Text]:
+        if isinstance(example, Pair):
+            return [self._answer(example.chosen), self._answer(example.rejected)]
+        if isinstance(example, Conversation):
+            return [self._conversation(example)]
+        if isinstance(example, Answer):
+            return [self._answer(example)]
+        assert isinstance(example, PlainText)
+        return [_Text(self._ended(example.text), special=True)]
+
+    def _conversation(self, conversation: Conversation) -> _Text:
+        template = self._template(conversation.tools)
+        weights = [weight for weight in conversation.weights if weight is not None]
+        if self._loss_on == "all" and all(weight == 1 for weight in weights):
+            return _Text(template.render(conversation.messages, conversation.tools).text, special=False)
+        text, spans = template.assistant_spans(conversation, last_only=self._loss_on == "last_assistant")
+        if self._loss_on == "all":
+            spans = _with_the_rest(text, spans)
+        return _Text(text, special=False, spans=spans)
+
+    def _answer(self, answer: Answer) -> _Text:
+        prompt, completion, tools = answer
+        if isinstance(prompt, str) and isinstance(completion, str):
+            text = self._ended(prompt + completion)
+            return _Text(text, special=True, prompt=None if self._loss_on == "all" else prompt)
+        assert isinstance(prompt, list)
+        assert isinstance(completion, list)
+        template = self._template(tools)
+        messages: list[Message] = [*prompt, *completion]
+        text = template.render(messages, tools).text
+        if self._loss_on == "all":
+            return _Text(text, special=False)
+        # A prompt that ends with the assistant's turn is continued; any other one gets the start of a turn.
+        begins = template.render(prompt, tools, prompt=prompt[-1]["role"] != "assistant").text
+        if not text.startswith(begins):
+            plain = template.render(prompt, tools).text
+            if not text.startswith(plain):
+                raise RowError("template-rewrites-history", number=len(prompt) - 1)
+            raise RowError("template-prompt-differs", number=len(prompt), prompt=begins[len(plain) :])
+        return _Text(text, special=False, prompt=begins)
+
+    def _template(self, tools: list[Any] | None) -> ChatTemplate:
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise RowError("template-missing", tokenizer=self._name)
+        return self._templates[name]
+
+    def _ended(self, text: str) -> str:
+        if self.end is None:
+            raise RowError("tokenizer-without-end", tokenizer=self._name)
+        return text if text.endswith(self.end) else text + self.end
+
+    def _encode(self, texts: Sequence[_Text]) -> list[Encoded | RowError]:
+        found: list[Encoded | RowError | None] = [None] * len(texts)
+        for special in (False, True):
+            places = [place for place, each in enumerate(texts) if each.special == special]
+            encodings = self._tokenizer.encode_batch([texts[i].text for i in places], add_special_tokens=special)
+            prompts = [i for i in places if texts[i].prompt is not None]
+            begins = self._tokenizer.encode_batch([texts[i].prompt for i in prompts], add_special_tokens=special)
+            of_prompt = {i: encoding.ids for i, encoding in zip(prompts, begins, strict=True)}
+            for i, encoding in zip(places, encodings, strict=True):
+                try:
+                    found[i] = self._weighted(texts[i], encoding, of_prompt.get(i))
+                except RowError as error:
+                    found[i] = error
+        return [each for each in found if each is not None]
+
+    def _weighted(self, text: _Text, encoding: Any, prompt: list[int] | None) -> Encoded:
+        ids = np.array(encoding.ids, np.int64)
+        weights = np.zeros(len(ids), np.float32)
+        if text.spans is not None:
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            for start, stop, weight in text.spans:
+                # A character of several tokens gives its offsets to each of them.
+                inside = (offsets[:, 0] < stop) & (np.maximum(offsets[:, 1], offsets[:, 0] + 1) > start)
+                weights[inside] = weight
+        elif prompt is None:
+            weights[:] = 1
+        elif encoding.ids[: len(prompt)] != prompt:
+            assert text.prompt is not None
+            border = len(text.prompt)
+            around = text.text[max(0, border - _CHARACTERS_SHOWN) : border + _CHARACTERS_SHOWN]
+            raise RowError("prompt-not-a-prefix", around=around)
+        else:
+            weights[len(prompt) :] = 1
+        return Encoded(ids, weights)
+
+
+def _with_the_rest(text: str, spans: list[Span]) -> list[Span]:
+    """Return the spans, and those between them with weight 1, in order."""
+    found, place = [], 0
+    for span in sorted(spans):
+        found += [Span(place, span.start, 1.0)] if place < span.start else []
+        found.append(span)
+        place = span.stop
+    return [*found, Span(place, len(text), 1.0)] if place < len(text) else found

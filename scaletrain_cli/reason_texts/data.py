@@ -1,0 +1,101 @@
+"""The texts of rows for fine-tuning: their columns, their chat template, and their place in the loss."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+_FORMATS = ("Set data.format and data.fields, or rename the columns",)
+_TEMPLATE = ("Set data.chat_template to a Jinja file, or use a tokenizer with a chat template",)
+_MARKERS = (
+    "Use a template that marks the assistant's text with {{% generation %}} and {{% endgeneration %}}, or "
+    "data.loss_on: last_assistant",
+)
+
+TEXTS: dict[str, Text] = {
+    "row": Text("{where}: {problem}"),
+    "row-and-remedy": Text("{where}: {problem}", ("{remedy}",)),
+    # ---- the columns of a row --------------------------------------------------------------------------------------
+    "not-an-object": Text("each row must be a JSON object"),
+    "not-an-array": Text("must be a JSON array of objects"),
+    "format-unknown": Text("the columns {columns:list} fit no format of rows; it needs {needed:or}", _FORMATS),
+    "columns-missing": Text("format {format} needs the columns {missing:list}; the row has {columns:list}", _FORMATS),
+    "column-not-text": Text("the column {column} must be text"),
+    "column-not-messages": Text("the column {column} must be a list of messages, each with a role and content"),
+    "column-neither": Text("the column {column} must be text or a list of messages"),
+    "columns-differ": Text("the columns {columns:list} must all be text, or all be lists of messages"),
+    "message": Text(
+        "message {number} of the column {column} must have a role and content: text, a list of text parts, or "
+        "tool_calls"
+    ),
+    "sharegpt-message": Text("message {number} of the column {column} must have from and value, both text"),
+    "sharegpt-role": Text("message {number} has from: {role}, which must be one of {known:list}"),
+    "function-call": Text("message {number}: a function_call must be JSON with name and arguments"),
+    "part": Text("message {number} of the column {column} has a part of type {type}; only text can be trained on"),
+    "tools": Text("the column {column} must be a list of JSON schemas, or its JSON text"),
+    "weight": Text("the weight {weight} must be a number of at least 0"),
+    "weight-role": Text("message {number} has a weight and the role {role}; only messages of the assistant have one"),
+    "weight-in-answer": Text("message {number} has a weight, which only the messages of the format messages have"),
+    "completion-role": Text(
+        "message {number} of the column {column} has the role {role}; an answer consists of messages of the assistant",
+        ("Use the format messages",),
+    ),
+    "no-common-prompt": Text("chosen and rejected have no common prompt", ("Add a column prompt",)),
+    "no-rows": Text("{source} holds no rows"),
+    "rows-not-supported": Text(
+        "training.objective = {objective} reads rows, and {path} has none", ("Give jsonl, json or parquet files",)
+    ),
+    # ---- the chat template -----------------------------------------------------------------------------------------
+    "template-missing": Text("the tokenizer {tokenizer} has no chat template, which conversations need", _TEMPLATE),
+    "template-unreadable": Text("data.chat_template = {path}: {error}", _TEMPLATE),
+    "template-invalid": Text("the chat template is not valid: line {line}: {error}"),
+    "template-failed": Text("the chat template cannot render the row: {error}"),
+    "template-rewrites-history": Text(
+        "the chat template writes message {number} in another way once other messages follow, so that the assistant's "
+        "turns in the text are not those that it would have generated",
+        _MARKERS,
+    ),
+    "template-prompt-differs": Text(
+        "the chat template does not begin message {number} of the assistant with its generation prompt "
+        "{prompt!r}, so that the answer cannot be told from the prompt",
+        ("Use a template that marks the assistant's text with {{% generation %}} and {{% endgeneration %}}",),
+    ),
+    "template-without-prompt": Text(
+        "the chat template has no add_generation_prompt, and puts {before!r} before the answer of message {number}, so "
+        "that the answer cannot be told from the prompt",
+        ("Use a template that marks the assistant's text with {{% generation %}} and {{% endgeneration %}}",),
+    ),
+    "template-marks-nothing": Text(
+        "the chat template marks no text with {{% generation %}}, although message {number} is of the assistant"
+    ),
+    "template-marks-differ": Text(
+        "the chat template marks {found} texts with {{% generation %}}, and the messages of the assistant cannot be "
+        "told among them",
+        ("Use data.loss_on: assistant and no weights of messages",),
+    ),
+    # ---- tokens ----------------------------------------------------------------------------------------------------
+    "prompt-not-a-prefix": Text(
+        "the tokens of the prompt are not the first tokens of prompt and answer: a token spans their border, at "
+        "{around!r}",
+        ("Move the spaces from the end of the prompt to the beginning of the answer",),
+    ),
+    "row-too-long": Text(
+        "the row has {tokens} tokens and model.seq_len is {seq_len}",
+        ("Set data.truncation to keep_start, keep_end or drop, or use a longer model.seq_len",),
+    ),
+    "tokenizer-without-end": Text(
+        "{tokenizer} names no eos_token, which ends each answer", ("Set eos_token in its tokenizer_config.json",)
+    ),
+    "nothing-to-train-on": Text(
+        "no row of {source} has a token in the loss: {rows} rows, {dropped} of them without one in the first {seq_len} "
+        "tokens, {too_long} left out for their length",
+        ("Use a longer model.seq_len, or data.truncation: keep_end",),
+    ),
+    # ---- prepared data ---------------------------------------------------------------------------------------------
+    "prepared-for-other-length": Text(
+        "{folder} holds rows of {found} tokens and model.seq_len is {seq_len}", ("Prepare the data again",)
+    ),
+    "prepared-for-other-objective": Text(
+        "{folder} holds {found} and training.objective is {objective}", ("Prepare the data again",)
+    ),
+    "row-out-of-range": Text("data.source has {rows} rows; there is no row {row}"),
+}

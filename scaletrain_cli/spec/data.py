@@ -1,0 +1,115 @@
+"""The data section of the run spec: text for pretraining, and rows for fine-tuning."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scaletrain_cli.spec.corpus_files import PYTHON_DOCSTRINGS, PYTHON_STDLIB
+from scaletrain_cli.spec.quantities import Fraction, Matching, Text, Whole
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where
+
+
+class TokenizerSpec(Section):
+    """``bpe`` is trained on the corpus; ``file`` reads a Hugging Face ``tokenizer.json``."""
+
+    kind: Literal["bpe", "file"] = "bpe"
+    vocab_size: Annotated[Whole, used_when(where("data.tokenizer.kind", "bpe"))] = 32000
+    path: Text | None = None
+
+
+_WITH_ROWS = used_when(where("training.objective", "sft", "dpo"))
+
+
+class FieldsSpec(Section):
+    """Names of the columns of the rows. Optional columns: tools, system, input, weight."""
+
+    text: Text = "text"
+    messages: Text = "messages"
+    prompt: Text = "prompt"
+    completion: Text = "completion"
+    chosen: Text = "chosen"
+    rejected: Text = "rejected"
+    instruction: Text = "instruction"
+    input: Text = "input"
+    output: Text = "output"
+    conversations: Text = "conversations"
+    system: Text = "system"
+    tools: Text = Field(default="tools", description="JSON schemas of the tools, as a list or as its JSON text")
+    weight: Text = Field(default="weight", description="weight of the row in the loss; of a message: its key weight")
+
+
+Date = Annotated[str, Matching(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", 10, "must be a date: YYYY-MM-DD")]
+# What each objective can read; ``auto`` finds the format by the columns of the first row.
+FORMATS_OF: dict[str, tuple[str, ...]] = {
+    "causal_lm": ("text",),
+    "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "text"),
+    "dpo": ("preference",),
+}
+
+
+class DataSpec(Section):
+    """Training data: ``python-stdlib``, ``python-docstrings``, a prepared dataset, or files (path, folder or glob).
+
+    ``python-docstrings`` are questions and answers from the standard library, for ``sft`` and ``dpo``.
+    """
+
+    source: Text
+    tokenizer: TokenizerSpec = LEFT_OUT
+    validation_split: Fraction = 0.05
+    loss_mask: Annotated[Literal["none", "document_starts"], used_when(where("training.objective", "causal_lm"))] = (
+        Field(default="none", description="document_starts: exclude the first token of each document from the loss")
+    )
+    skip: tuple[tuple[Whole, Whole], ...] = Field(
+        default=(), description="ranges of batches to skip: [[first, last], ...], counted from 1"
+    )
+    format: Literal["auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "preference"] = Field(
+        default="auto", description="format of the rows; auto: by the objective and the columns of the first row"
+    )
+    fields: Annotated[FieldsSpec, _WITH_ROWS] = LEFT_OUT
+    chat_template: Annotated[Text | None, _WITH_ROWS] = Field(
+        default=None, description="path of a Jinja file; null: the tokenizer's own chat template"
+    )
+    chat_template_date: Annotated[Date, _WITH_ROWS] = Field(
+        default="2024-07-26", description="current date for chat templates that write it, so that prompts never change"
+    )
+    loss_on: Annotated[Literal["assistant", "last_assistant", "all"], used_when(where("training.objective", "sft"))] = (
+        Field(
+            default="assistant",
+            description="tokens in the loss. assistant: all turns of the assistant, or the completion; "
+            "last_assistant: the last of these turns; all: prompts too",
+        )
+    )
+    truncation: Annotated[Literal["keep_start", "keep_end", "drop", "refuse"], _WITH_ROWS] = Field(
+        default="keep_start",
+        description="rows of more than model.seq_len tokens. drop: leave them out; refuse: end with an error",
+    )
+    packing: Annotated[Literal["none", "best_fit", "best_fit_split"], used_when(where("training.objective", "sft"))] = (
+        Field(
+            default="none",
+            description="best_fit: several rows in one sequence, each with attention and positions of its own; "
+            "best_fit_split: also cut long rows into several",
+        )
+    )
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one."""
+        if (self.tokenizer.kind == "file") != (self.tokenizer.path is not None):
+            yield "tokenizer.path", "is required with kind: file, and not allowed otherwise."
+        for first, last in self.skip:
+            if first > last:
+                yield "skip", f"[{first}, {last}] has its first batch after its last. Use [{last}, {first}]."
+        if self.packing == "best_fit_split" and self.truncation != "keep_start":
+            yield "truncation", "has no effect with packing: best_fit_split, which cuts long rows. Remove it."
+        if self.loss_on == "last_assistant" and self.format in ("prompt_completion", "text"):
+            yield "loss_on", f"must be assistant or all with format: {self.format}, which has no turns."
+
+    def objective_inconsistencies(self, objective: str) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, message) for each setting that contradicts ``training.objective``."""
+        allowed = FORMATS_OF[objective]
+        if self.format not in ("auto", *allowed):
+            yield "data.format", f"must be auto or {' or '.join(allowed)} with training.objective: {objective}."
+        if objective == "causal_lm" and self.source == PYTHON_DOCSTRINGS:
+            yield "data.source", "requires training.objective: sft or dpo. For plain text use python-stdlib."
+        if objective != "causal_lm" and self.source == PYTHON_STDLIB:
+            yield "data.source", f"is plain text. Use {PYTHON_DOCSTRINGS} or files with rows."

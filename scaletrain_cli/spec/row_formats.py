@@ -1,0 +1,292 @@
+"""Rows for fine-tuning: their formats, and the one form that each is brought into.
+
+Uses the standard library only, because checks before a run read the first rows; the engine uses it too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.data import FORMATS_OF, FieldsSpec
+
+Message = dict[str, Any]
+# Names of the roles in ShareGPT files.
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+ASSISTANT = "assistant"
+# Columns that a format must have.
+_NEEDED = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+    "preference": ("chosen", "rejected"),
+}
+
+
+class RowError(Exception):
+    """A row cannot be used; ``reason`` says why, without the file and the number of the row."""
+
+    def __init__(self, code: str, **params: Any) -> None:
+        super().__init__(code)
+        self.reason = Reason(f"data.{code}", params)
+
+
+class PlainText(NamedTuple):
+    """A row whose tokens are all in the loss."""
+
+    text: str
+
+
+class Answer(NamedTuple):
+    """A prompt and its answer, both text or both messages."""
+
+    prompt: str | list[Message]
+    completion: str | list[Message]
+    tools: list[Any] | None = None
+
+
+class Conversation(NamedTuple):
+    """Messages, and the weight of each in the loss; None for messages that are not of the assistant."""
+
+    messages: list[Message]
+    weights: list[float | None]
+    tools: list[Any] | None = None
+
+
+class Pair(NamedTuple):
+    """Two answers to the same prompt."""
+
+    chosen: Answer
+    rejected: Answer
+
+
+Example = PlainText | Answer | Conversation | Pair
+
+
+def format_of(row: Any, objective: str, fields: FieldsSpec) -> str:
+    """Return the format that the columns of a row show. Raises RowError if none fits."""
+    columns = _columns(row)
+    for name in FORMATS_OF[objective]:
+        if all(getattr(fields, column) in row for column in _NEEDED[name]):
+            return name
+    needed = [" and ".join(getattr(fields, c) for c in _NEEDED[name]) for name in FORMATS_OF[objective]]
+    raise RowError("format-unknown", columns=columns, needed=needed)
+
+
+def missing_columns(names: Sequence[str], row_format: str, fields: FieldsSpec) -> list[str]:
+    """Return the columns that a format needs and that are not among ``names``."""
+    return [name for column in _NEEDED[row_format] if (name := getattr(fields, column)) not in names]
+
+
+def parse_row(row: Any, row_format: str, fields: FieldsSpec) -> tuple[Example, float]:
+    """Return a row in its own form, and its weight in the loss. Raises RowError."""
+    columns = _columns(row)
+    if missing := missing_columns(columns, row_format, fields):
+        raise RowError("columns-missing", format=row_format, missing=missing, columns=columns)
+    weight = row.get(fields.weight)
+    return _PARSERS[row_format](row, fields), 1.0 if weight is None else _weight(weight)
+
+
+def _columns(row: Any) -> list[str]:
+    if not isinstance(row, dict):
+        raise RowError("not-an-object")
+    return [str(name) for name in row]
+
+
+def _plain_text(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
+    return PlainText(_text(row, fields.text))
+
+
+def _messages(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
+    messages = _message_list(row[fields.messages], fields.messages)
+    return _conversation(messages, _tools(row, fields))
+
+
+def _sharegpt(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
+    column = fields.conversations
+    found = row[column]
+    if not isinstance(found, list) or not found:
+        raise RowError("column-not-messages", column=column)
+    messages = [] if row.get(fields.system) in (None, "") else [_system(row, fields)]
+    for number, given in enumerate(found):
+        if not isinstance(given, dict) or not all(isinstance(given.get(key), str) for key in ("from", "value")):
+            raise RowError("sharegpt-message", number=number, column=column)
+        role = _SHAREGPT_ROLES.get(given["from"])
+        if role is None:
+            raise RowError("sharegpt-role", number=number, role=given["from"], known=sorted(_SHAREGPT_ROLES))
+        message: Message = {"role": role, "content": given["value"]}
+        if given["from"] == "function_call":
+            message = {"role": role, "content": "", "tool_calls": [_function_call(number, given["value"])]}
+        if given.get("weight") is not None:
+            message["weight"] = given["weight"]
+        messages.append(message)
+    return _conversation(messages, _tools(row, fields))
+
+
+def _function_call(number: int, text: str) -> dict[str, Any]:
+    try:
+        call = json.loads(text)
+        return {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+    except (ValueError, KeyError, TypeError):
+        raise RowError("function-call", number=number) from None
+
+
+def _alpaca(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
+    parts = [_text(row, fields.instruction)]
+    if row.get(fields.input) not in (None, ""):
+        parts.append(_text(row, fields.input))
+    messages = [] if row.get(fields.system) in (None, "") else [_system(row, fields)]
+    messages.append({"role": "user", "content": "\n\n".join(parts)})
+    messages.append({"role": ASSISTANT, "content": _text(row, fields.output)})
+    return _conversation(messages, None)
+
+
+def _prompt_completion(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
+    return _answer(row, fields.prompt, fields.completion, _tools(row, fields))
+
+
+def _preference(row: Mapping[str, Any], fields: FieldsSpec) -> Example:
+    chosen, rejected, tools = row[fields.chosen], row[fields.rejected], _tools(row, fields)
+    # Some data sets with implicit prompts also have the prompt as text, beside conversations.
+    if row.get(fields.prompt) is not None and isinstance(row[fields.prompt], str) == isinstance(chosen, str):
+        return Pair(*(_answer(row, fields.prompt, column, tools) for column in (fields.chosen, fields.rejected)))
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        prompt, *answers = _without_common_text(chosen, rejected)
+        return Pair(*(Answer(prompt, answer, tools) for answer in answers))
+    parsed = [_unweighted(_message_list(row[column], column)) for column in (fields.chosen, fields.rejected)]
+    common = 0
+    while all(common < len(messages) for messages in parsed) and parsed[0][common] == parsed[1][common]:
+        common += 1
+    if not common:
+        raise RowError("no-common-prompt")
+    common = min(common, *(len(messages) - 1 for messages in parsed))  # equal answers are answers still
+    prompts = parsed[0][:common]
+    for messages, column in zip(parsed, (fields.chosen, fields.rejected), strict=True):
+        _require_assistant(messages[common:], column, common)
+    return Pair(*(Answer(prompts, messages[common:], tools) for messages in parsed))
+
+
+def _without_common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Return the common beginning, up to the last space, and the two rests."""
+    common = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if common is None:
+        common = min(len(chosen), len(rejected))
+    while common and not chosen[common - 1].isspace():  # whole words, so that tokens end there
+        common -= 1
+    while common and chosen[common - 1].isspace():  # a space belongs to the token of the next word
+        common -= 1
+    if not common:
+        raise RowError("no-common-prompt")
+    return chosen[:common], chosen[common:], rejected[common:]
+
+
+def _answer(row: Mapping[str, Any], prompt: str, completion: str, tools: list[Any] | None) -> Answer:
+    for column in (prompt, completion):
+        if not isinstance(row[column], str | list):
+            raise RowError("column-neither", column=column)
+    given = row[prompt], row[completion]
+    if isinstance(given[0], str) and isinstance(given[1], str):
+        return Answer(given[0], given[1], tools)
+    if isinstance(given[0], str) or isinstance(given[1], str):
+        raise RowError("columns-differ", columns=[prompt, completion])
+    answer = _unweighted(_message_list(given[1], completion))
+    _require_assistant(answer, completion, 0)
+    return Answer(_unweighted(_message_list(given[0], prompt)), answer, tools)
+
+
+def _unweighted(messages: list[Message]) -> list[Message]:
+    for number, message in enumerate(messages):
+        if message.pop("weight", None) is not None:
+            raise RowError("weight-in-answer", number=number)
+    return messages
+
+
+def _require_assistant(messages: list[Message], column: str, before: int) -> None:
+    for number, message in enumerate(messages, start=before):
+        if message["role"] != ASSISTANT:
+            raise RowError("completion-role", number=number, column=column, role=message["role"])
+
+
+def _conversation(messages: list[Message], tools: list[Any] | None) -> Conversation:
+    """Return the conversation with the weights of its messages apart, which no template reads."""
+    weights: list[float | None] = []
+    for number, message in enumerate(messages):
+        weight = message.pop("weight", None)
+        is_assistant = message["role"] == ASSISTANT
+        if weight is not None and not is_assistant:
+            raise RowError("weight-role", number=number, role=message["role"])
+        weights.append(None if not is_assistant else 1.0 if weight is None else _weight(weight))
+    return Conversation(messages, weights, tools)
+
+
+def _message_list(given: Any, column: str) -> list[Message]:
+    if not isinstance(given, list) or not given:
+        raise RowError("column-not-messages", column=column)
+    for number, message in enumerate(given):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError("message", number=number, column=column)
+        content = message.get("content")
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                    raise RowError("part", number=number, column=column, type=str(kind))
+        elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise RowError("message", number=number, column=column)
+    return [dict(message) for message in given]
+
+
+def _tools(row: Mapping[str, Any], fields: FieldsSpec) -> list[Any] | None:
+    given = row.get(fields.tools)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except ValueError:
+            raise RowError("tools", column=fields.tools) from None
+    if given is not None and not (isinstance(given, list) and all(isinstance(tool, dict) for tool in given)):
+        raise RowError("tools", column=fields.tools)
+    return given or None
+
+
+def _system(row: Mapping[str, Any], fields: FieldsSpec) -> Message:
+    return {"role": "system", "content": _text(row, fields.system)}
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    if not isinstance(row[column], str):
+        raise RowError("column-not-text", column=column)
+    return str(row[column])
+
+
+def _weight(given: Any) -> float:
+    valid = isinstance(given, int | float) and math.isfinite(given) and given >= 0
+    if not valid:
+        raise RowError("weight", weight=str(given))
+    return float(given)
+
+
+_PARSERS = {
+    "text": _plain_text,
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    "prompt_completion": _prompt_completion,
+    "preference": _preference,
+}
