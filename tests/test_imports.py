@@ -84,6 +84,7 @@ LIBRARIES_ALLOWED = {
     "engine": {
         "bitsandbytes",
         "deepspeed",
+        "jinja2",  # chat templates
         "liger_kernel",
         "numpy",
         "pyarrow",

@@ -22,6 +22,7 @@ TEXTS: dict[str, Text] = {
     # ---- data.source -----------------------------------------------------------------------------------------------
     "no-source": Text("{why}", _SOURCES),
     "source-file": Text("{why}", ("Repair the file, or leave it out of the source",)),
+    "source-row": Text("{where}: {problem}", ("Set data.format and data.fields, or repair the row",)),
     "no-text": Text("holds no text", _MORE_TEXT),
     "too-little-text": Text("holds {bytes} bytes, too few for one sequence of {seq_len} tokens", _MORE_TEXT),
     "no-pyarrow": Text("reading parquet files requires pyarrow", ("Run pip install pyarrow",)),
@@ -38,6 +39,8 @@ TEXTS: dict[str, Text] = {
     "tokenizer-invalid": Text("is not a tokenizer.json of Hugging Face tokenizers", _TOKENIZER),
     "tokenizer-no-end": Text("has no end-of-text token; one of {tokens:list} is required", _TOKENIZER),
     "tokenizer-vocabulary": Text("has token ids up to {largest}, and model.vocab_size is {vocab_size}", _TOKENIZER),
+    # ---- data.chat_template ----------------------------------------------------------------------------------------
+    "template-unreadable": Text("cannot be read: {said}", ("Set it to the path of a Jinja file",)),
     # ---- model.weights ---------------------------------------------------------------------------------------------
     "weights-missing": Text("does not exist", _WEIGHTS),
     "weights-no-folder": Text("is not a folder", _WEIGHTS),

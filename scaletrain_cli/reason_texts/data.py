@@ -19,6 +19,7 @@ TEXTS: dict[str, Text] = {
     "not-an-array": Text("must be a JSON array of objects"),
     "format-unknown": Text("the columns {columns:list} fit no format of rows; it needs {needed:or}", _FORMATS),
     "columns-missing": Text("format {format} needs the columns {missing:list}; the row has {columns:list}", _FORMATS),
+    "parquet-columns": Text("has no columns {needed:or}", _FORMATS),
     "column-not-text": Text("the column {column} must be text"),
     "column-not-messages": Text("the column {column} must be a list of messages, each with a role and content"),
     "column-neither": Text("the column {column} must be text or a list of messages"),

@@ -12,10 +12,10 @@ import os
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import expand_home
@@ -28,8 +28,9 @@ ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 PYTHON_STDLIB = "python-stdlib"
 PYTHON_DOCSTRINGS = "python-docstrings"
 EMBEDDED = (PYTHON_STDLIB, PYTHON_DOCSTRINGS)
-SOURCES = f"Give {PYTHON_STDLIB}, a prepared dataset, or a path or glob of text files."
+SOURCES = f"Give {' or '.join(EMBEDDED)}, a prepared dataset, or a path or glob of files."
 FORMATS = ("txt", "md", "py", "jsonl", "parquet")
+ROW_FORMATS = ("jsonl", "json", "parquet")  # of rows for fine-tuning
 COMPRESSED = ("txt.gz", "md.gz", "py.gz", "jsonl.gz")
 # The library itself: no installed packages, and no tests, whose generated tables are poor training text.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -67,8 +68,11 @@ class NoCorpusError(UsageError):
         self.why = why
 
 
-def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
-    """Return the files of a source, relative to ``folder``. Raises NoCorpusError if there are none to read."""
+def find_files(source: str, folder: Path = Path(), kinds: Collection[str] = FORMATS) -> CorpusFiles:
+    """Return the files of a source, relative to ``folder``. Raises NoCorpusError if there are none to read.
+
+    ``kinds``: the formats to read. The .json files of a folder are left out, which often describe the others.
+    """
     if source == PYTHON_STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
@@ -87,12 +91,14 @@ def find_files(source: str, folder: Path = Path()) -> CorpusFiles:
         raise NoCorpusError(source, f"cannot be read: {error}") from error
     files = []
     for entry in sorted(found):
-        if kind_of(entry) in FORMATS:
+        if kind_of(entry) in kinds and not (kind_of(entry) == "json" and path.is_dir()):
             files.append(entry)
         else:
             not_read[entry.suffix or entry.name] += 1
     if not files:
-        what = f"the folder has no {', '.join((*FORMATS, *COMPRESSED))} file"
+        known = [kind for kind in kinds if kind != "json" or not path.is_dir()]
+        known += [kind for kind in COMPRESSED if kind[:-3] in kinds]
+        what = f"the {'folder' if path.is_dir() else 'source'} has no {', '.join(known)} file"
         if not found and not path.is_dir():
             what = "no file matches" if glob.has_magic(source) else "no such file or folder"
         raise NoCorpusError(source, what)
@@ -111,11 +117,20 @@ def problems_of(files: tuple[Path, ...]) -> Iterator[str]:
     if unreadable := unreadable_among(files):
         yield unreadable
         return
-    step = max(1, len(files) // _LOOKED_INTO)
-    for path in files[::step]:
+    for path in sample_of(files):
         if why := problem_of(path):
             yield f"{path}: {why}"
             return
+
+
+def sample_of(files: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Return the files whose beginning is read before a run."""
+    return files[:: max(1, len(files) // _LOOKED_INTO)]
+
+
+def row_file_problem(path: Path) -> str:
+    """Return the problem of a file of rows as a file, apart from its rows; empty for a valid one. Raises OSError."""
+    return _parquet_problem(path, text=False) if kind_of(path) == "parquet" else ""
 
 
 def unreadable_among(files: tuple[Path, ...]) -> str:
@@ -155,6 +170,43 @@ def text_of_line(line: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def first_rows(path: Path, count: int) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) of the first rows of a jsonl or json file; ``place`` is ``file:line``, or names the row.
+
+    A line that is not JSON is given as None. Raises OSError, EOFError and zlib.error.
+    """
+    if kind_of(path) == "json":
+        with open_bytes(path) as file:
+            content = _json(file.read())
+        rows = content if isinstance(content, list) else [None]
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows[:count], start=1))
+        return
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _json(line)
+                count -= 1
+            if not count:
+                return
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content.decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def parquet_names(path: Path, columns: Collection[str]) -> list[str]:
+    """Return those of ``columns`` whose names are in the footer of a valid parquet file. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(-8, os.SEEK_END)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - length, os.SEEK_END)
+        footer = file.read(length)
+    return [column for column in columns if column.encode() in footer]
+
+
 def _line_problem(beginning: bytes) -> str:
     lines = beginning.split(b"\n")
     complete = lines if len(beginning) < _FIRST_BYTES else lines[:-1]  # the last line may be cut
@@ -165,8 +217,8 @@ def _line_problem(beginning: bytes) -> str:
     return ""
 
 
-def _parquet_problem(path: Path) -> str:
-    """Return the problem of a parquet file.
+def _parquet_problem(path: Path, *, text: bool = True) -> str:
+    """Return the problem of a parquet file; with ``text`` it must have a column of this name.
 
     Compares the magic bytes at both ends, and looks for the column's name in the footer (parquet-format, File format).
     """
@@ -179,7 +231,7 @@ def _parquet_problem(path: Path) -> str:
         if magic != _PARQUET_MAGIC or length > size - 12:
             return "is an incomplete parquet file: its footer is missing"
         file.seek(size - 8 - length)
-        if b"text" not in file.read(length):
+        if text and b"text" not in file.read(length):
             return "has no column text"
     return ""
 

@@ -83,11 +83,17 @@ Example = PlainText | Answer | Conversation | Pair
 def format_of(row: Any, objective: str, fields: FieldsSpec) -> str:
     """Return the format that the columns of a row show. Raises RowError if none fits."""
     columns = _columns(row)
-    for name in FORMATS_OF[objective]:
-        if all(getattr(fields, column) in row for column in _NEEDED[name]):
+    needed = columns_of("auto", objective, fields)
+    for name, names in zip(FORMATS_OF[objective], needed, strict=True):
+        if all(column in row for column in names):
             return name
-    needed = [" and ".join(getattr(fields, c) for c in _NEEDED[name]) for name in FORMATS_OF[objective]]
-    raise RowError("format-unknown", columns=columns, needed=needed)
+    raise RowError("format-unknown", columns=columns, needed=[" and ".join(names) for names in needed])
+
+
+def columns_of(row_format: str, objective: str, fields: FieldsSpec) -> list[list[str]]:
+    """Return the columns that a format needs; with ``auto`` those of each format of the objective."""
+    formats = FORMATS_OF[objective] if row_format == "auto" else (row_format,)
+    return [[str(getattr(fields, column)) for column in _NEEDED[name]] for name in formats]
 
 
 def missing_columns(names: Sequence[str], row_format: str, fields: FieldsSpec) -> list[str]:

@@ -20,6 +20,7 @@ from scaletrain_cli.launch.resource_checks.keys import EXTERNAL_KEYS
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import load_spec
+from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.json_schema import json_schema
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 from tests.launch.conftest import MakeRun
@@ -30,6 +31,8 @@ KUBERNETES = "tests/launch/backends/kubernetes"
 # Text of a spec that names nothing outside it.
 NAMES_NOTHING = {
     "name": "the run's own",
+    **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
+    "data.chat_template_date": "a date",
     "env.*": "values of variables",
     "tracking.*": "the name of a tracker, which loading the spec checks",
 }
@@ -41,6 +44,7 @@ HELD_BY = {
     "tracking.tensorboard.dir": "tests/tracking/test_spec.py",
     "model.preset": "tests/cli/test_before_a_run.py::test_init_follows_its_options_or_rejects_them",
     "model.hf_config": "tests/spec/test_model_sources.py",
+    "data.chat_template": "tests/launch/test_row_checks.py::test_a_chat_template_that_cannot_be_read_is_a_problem",
     "code.path": "tests/launch/code/test_snapshot.py",
     "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_verified_and_run_in_place",
     "cluster.gpu": "tests/spec/test_errors.py",

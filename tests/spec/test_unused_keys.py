@@ -17,22 +17,31 @@ from tests.cli.command_line import SMALL, scaletrain
 from tests.spec.samples import PROJECT, RECIPES, SPEC, error, load, problem
 
 GPT = SPEC.replace("family: llama", "family: gpt")
+SFT = ("training.objective=sft", "data.source=python-docstrings")
+DPO = ("training.objective=dpo", "data.source=python-docstrings")
 # For each key with a condition: a value, settings with which it has no effect, and settings with which it has one.
 CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.rope_theta": ("5e5", ("model.family=gpt",), ("model.family=llama",)),
     "model.qkv_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
     "model.router_aux_loss_coef": ("0.5", (), ("model.num_experts=2", "model.num_experts_per_tok=1")),
     "data.tokenizer.vocab_size": ("99", ("data.tokenizer={kind: file, path: t.json}",), ()),
-    "training.dpo": ("{beta: 0.2}", ("training.objective=sft",), ("training.objective=dpo",)),
+    "data.loss_mask": ("document_starts", SFT, ()),
+    "data.fields": ("{messages: chat}", (), SFT),
+    "data.chat_template": ("chat.jinja", (), DPO),
+    "data.chat_template_date": ("2025-01-01", (), SFT),
+    "data.loss_on": ("all", DPO, SFT),
+    "data.truncation": ("drop", (), DPO),
+    "data.packing": ("best_fit", DPO, SFT),
+    "training.dpo": ("{beta: 0.2}", SFT, DPO),
     "training.dpo.label_smoothing": (
         "0.2",
-        ("training.objective=dpo", "training.dpo.loss=sigmoid"),
-        ("training.objective=dpo", "training.dpo.loss=robust"),
+        (*DPO, "training.dpo.loss=sigmoid"),
+        (*DPO, "training.dpo.loss=robust"),
     ),
     "training.dpo.length_normalized": (
         "true",
-        ("training.objective=dpo", "training.dpo.loss=ipo"),
-        ("training.objective=dpo", "training.dpo.loss=sigmoid"),
+        (*DPO, "training.dpo.loss=ipo"),
+        (*DPO, "training.dpo.loss=sigmoid"),
     ),
     "training.loss_scale": ("{initial: 8}", (), ("training.precision=fp16",)),
     "training.optimizer.betas": ("[0.8, 0.9]", ("training.optimizer.name=sgd",), ("training.optimizer.name=lion",)),

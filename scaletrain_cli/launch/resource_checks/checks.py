@@ -25,6 +25,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     not_checked,
     not_read,
     source_problems,
+    template_problems,
     tokenizer_problems,
     weights_problems,
 )
@@ -141,7 +142,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True)
     checks = [weights_problems, checkpoint_problems]
     if node_rank == 0 or (expand_home(spec.data.source) / "dataset.json").is_file():  # rank 0 prepares the data
-        checks += [source_problems, tokenizer_problems]
+        checks += [source_problems, tokenizer_problems, template_problems]
     problems = [found for check in checks for found in check(view)]
     if code_folder is None and spec.code.engine is not None:
         problems += _installed_problems(view)
@@ -264,6 +265,7 @@ def section_problems(view: View) -> Iterator[Problem]:
 _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     source_problems,
     tokenizer_problems,
+    template_problems,
     weights_problems,
     engine_problems,
     checkpoint_problems,

@@ -12,10 +12,19 @@ from pathlib import Path, PurePosixPath
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, NoCorpusError, find_files, kind_of, problems_of
+from scaletrain_cli.spec.corpus_files import (
+    EMBEDDED,
+    FORMATS,
+    ROW_FORMATS,
+    NoCorpusError,
+    find_files,
+    kind_of,
+    problems_of,
+)
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
 
@@ -83,20 +92,25 @@ def is_shared(path: PurePosixPath) -> bool:
 def source_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.source``, if the built-in engine reads it."""
     source = view.spec.data.source
-    if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
+    if view.spec.code.engine is not None or source in EMBEDDED or view.unseen(parent_of_glob(source)):
         return
     prepared = view.folder / expand_home(source)
     if (prepared / "dataset.json").is_file():
         if reason := _prepared_problem(prepared, view.spec):
             yield view.problem("data.source", reason, source)
         return
+    rows = view.spec.training.objective != "causal_lm"
     try:
-        found = find_files(source, view.folder)
+        found = find_files(source, view.folder, ROW_FORMATS if rows else FORMATS)
     except NoCorpusError as error:
         yield view.problem("data.source", Reason("checks.no-source", {"why": error.why}), source)
         return
-    for why in problems_of(found.files):
-        yield view.problem("data.source", Reason("checks.source-file", {"why": why}), source)
+    if rows:
+        if reason := problem_of_rows(found.files, view.spec.data, view.spec.training.objective):
+            yield view.problem("data.source", reason, source)
+    else:
+        for why in problems_of(found.files):
+            yield view.problem("data.source", Reason("checks.source-file", {"why": why}), source)
     if reason := _too_little_text(found.files, view.spec):
         yield view.problem("data.source", reason, source)
     here = view.spec.cluster.traits.runs_here
@@ -130,6 +144,19 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
         return
     if reason := tokenizer_problem(view.folder / expand_home(path), view.spec):
         yield view.problem("data.tokenizer.path", reason, path)
+
+
+def template_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of ``data.chat_template``."""
+    path = view.spec.data.chat_template
+    if view.spec.code.engine is not None or path is None or view.unseen(path):
+        return
+    try:
+        with open_to_read(view.folder / expand_home(path)) as file:
+            file.read().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        yield view.problem("data.chat_template", Reason("checks.template-unreadable", {"said": said}), path)
 
 
 def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
@@ -245,8 +272,9 @@ def not_checked(view: View) -> Iterator[Reason]:
     spec = view.spec
     own = spec.code.engine is not None
     paths = {
-        "data.source": None if own or spec.data.source == PYTHON_STDLIB else spec.data.source,
+        "data.source": None if own or spec.data.source in EMBEDDED else spec.data.source,
         "data.tokenizer.path": None if own else spec.data.tokenizer.path,
+        "data.chat_template": None if own else spec.data.chat_template,
         "model.weights": None if own or view.begun else getattr(spec.model, "weights", None),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }
@@ -261,12 +289,13 @@ def not_checked(view: View) -> Iterator[Reason]:
 def not_read(view: View) -> Iterator[Reason]:
     """Yield a note on files of the data folder that the engine does not read."""
     source = view.spec.data.source
-    if view.spec.code.engine is not None or source == PYTHON_STDLIB or view.unseen(parent_of_glob(source)):
+    if view.spec.code.engine is not None or source in EMBEDDED or view.unseen(parent_of_glob(source)):
         return
     if (view.folder / expand_home(source) / "dataset.json").is_file():
         return
+    formats = FORMATS if view.spec.training.objective == "causal_lm" else ROW_FORMATS
     with contextlib.suppress(UsageError):
-        left_out = find_files(source, view.folder).not_read
+        left_out = find_files(source, view.folder, formats).not_read
         if left_out:
             kinds = [f"{count} {suffix}" for suffix, count in sorted(left_out.items())]
             yield Reason("checks.files-not-read", {"source": source, "kinds": kinds})

@@ -65,7 +65,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "data.source",
         "files, or a prepared dataset",
-        "exist, are readable, of a known format; the beginning of some is decoded and has the field `text`",
+        "exist, are readable, of a known format; the beginning of some is decoded and has the columns of data.format",
         _SUBMIT,
         f"{_FILES}source_problems",
         f"{_UNSEEN}; every document: rank 0, which prepares the data",
@@ -77,6 +77,14 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         _SUBMIT,
         f"{_FILES}tokenizer_problems",
         _UNSEEN,
+    ),
+    _row(
+        "data.chat_template",
+        "a Jinja file",
+        "exists, is readable",
+        _SUBMIT,
+        f"{_FILES}template_problems",
+        f"{_UNSEEN}; its syntax: rank 0, which prepares the data",
     ),
     _row(
         "code.path",

@@ -31,6 +31,7 @@ from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, documents_of
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED
 
 
 def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
@@ -105,7 +106,6 @@ def pod_group(spec: RunSpec, workload: Workload) -> dict[str, Any]:
 
 # A spot node on GKE has 30 s, of which the kubelet grants non-system pods about half.
 _GKE_SPOT_SECONDS = 15
-_CORPUS = "python-stdlib"  # the corpus that is part of every image
 
 
 def notes(spec: RunSpec) -> Iterator[Reason]:
@@ -129,8 +129,9 @@ def _about_files(spec: RunSpec) -> Iterator[Reason]:
     kubernetes = spec.cluster.kubernetes
     mounted = [kubernetes.runs.path, *(volume.path for volume in kubernetes.volumes)]
     paths = {
-        "data.source": None if spec.data.source == _CORPUS else spec.data.source,
+        "data.source": None if spec.data.source in EMBEDDED else spec.data.source,
         "data.tokenizer.path": spec.data.tokenizer.path,
+        "data.chat_template": spec.data.chat_template,
         "model.weights": getattr(spec.model, "weights", None),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }

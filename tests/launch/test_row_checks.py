@@ -1,0 +1,91 @@
+"""The first rows of the data for fine-tuning are checked before a run, with the file and the line of a problem."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.launch.resource_checks.files import View, source_problems, template_problems
+from tests.spec.samples import SPEC, load
+
+ANSWERED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+
+
+def view(folder: Path, *settings: str, objective: str = "sft") -> View:
+    return View(load(SPEC, f"training.objective={objective}", "data.source=rows.jsonl", *settings), folder, {})
+
+
+def problems(folder: Path, rows: list[Any], *settings: str, objective: str = "sft") -> str:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ("model.seq_len=8", *settings)
+    return " ".join(
+        f"{each.message} {each.hint}" for each in source_problems(view(folder, *settings, objective=objective))
+    )
+
+
+GOOD: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
+    ({"messages": ANSWERED}, "sft", ()),
+    ({"chat": ANSWERED, "other": 1}, "sft", ("data.fields.messages=chat",)),
+    ({"prompt": "One, two,", "completion": " three"}, "sft", ()),
+    ({"prompt": ANSWERED[:1], "completion": ANSWERED[1:]}, "sft", ()),
+    ({"instruction": "Count.", "input": "", "output": "One, two."}, "sft", ()),
+    ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}, "sft", ()),
+    ({"text": "Once upon a time"}, "sft", ()),
+    ({"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}, "dpo", ()),
+    ({"chosen": ANSWERED, "rejected": [ANSWERED[0], {"role": "assistant", "content": "No."}]}, "dpo", ()),
+]
+
+
+@pytest.mark.parametrize(("row", "objective", "settings"), GOOD)
+def test_rows_of_every_format_are_accepted(
+    row: dict[str, Any], objective: str, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert problems(tmp_path, [row] * 3, *settings, objective=objective) == ""
+
+
+BAD: list[tuple[Any, str, str]] = [
+    (["a"], "sft", "each row must be a JSON object"),
+    ({"question": "a", "answer": "b"}, "sft", "the columns question, answer fit no format of rows"),
+    ({"messages": ANSWERED}, "dpo", "the columns messages fit no format of rows; it needs chosen and rejected"),
+    ({"messages": []}, "sft", "the column messages must be a list of messages"),
+    ({"messages": [{"role": "user"}]}, "sft", "message 0 of the column messages must have a role and content"),
+    ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "sft", "only messages of the assistant have one"),
+    ({"messages": [{**ANSWERED[1], "weight": -1}]}, "sft", "the weight -1 must be a number of at least 0"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "sft", "a part of type image"),
+    ({"messages": ANSWERED, "tools": "["}, "sft", "the column tools must be a list of JSON schemas"),
+    ({"conversations": [{"from": "alien", "value": "Hi"}]}, "sft", "message 0 has from: alien"),
+    ({"prompt": "a", "completion": ANSWERED}, "sft", "must all be text, or all be lists of messages"),
+    ({"prompt": ANSWERED[:1], "completion": ANSWERED}, "sft", "message 0 of the column completion has the role user"),
+    ({"chosen": "yes", "rejected": "no"}, "dpo", "chosen and rejected have no common prompt"),
+]
+
+
+@pytest.mark.parametrize(("row", "objective", "said"), BAD)
+def test_a_row_that_cannot_be_used_is_named_with_its_line_and_the_reason(
+    row: Any, objective: str, said: str, tmp_path: Path
+) -> None:
+    found = problems(tmp_path, [row], objective=objective)
+    assert said in found
+    assert "rows.jsonl:1: " in found
+
+
+def test_a_row_unlike_the_first_one_is_named_with_its_line(tmp_path: Path) -> None:
+    found = problems(tmp_path, [{"messages": ANSWERED}] * 2 + [{"text": "a"}])
+    assert "rows.jsonl:3: format messages needs the columns messages; the row has text" in found
+
+
+def test_files_of_text_are_not_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Once upon a time\n" * 50)
+    (found,) = source_problems(view(tmp_path, "data.source=a.txt"))
+    assert "the source has no jsonl, json, parquet, jsonl.gz file" in found.message
+
+
+def test_a_chat_template_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    (found,) = template_problems(view(tmp_path, "data.chat_template=chat.jinja"))
+    assert (found.key, found.given) == ("data.chat_template", "chat.jinja")
+    assert "No such file" in found.message
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    assert not [*template_problems(view(tmp_path, "data.chat_template=chat.jinja"))]
