@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "ui": {"launch", "plan", "spec", "rundir", "worker"},
     "launch": {"plan", "spec", "rundir", "tracking", "worker"},
     "engine": {"plan", "spec", "rundir", "tracking", "worker"},
-    "worker": {"plan", "spec", "rundir"},
+    "worker": {"plan", "spec", "rundir", "tracking"},
     "rundir": {"plan", "spec"},
     "plan": {"spec"},
     "spec": {"tracking"},
@@ -96,6 +96,7 @@ LIBRARIES_ALLOWED = {
     "rundir": {"pydantic"},
     "spec": {"pydantic", "pydantic_core", "ruamel"},
     "tracking": {"mlflow", "pydantic", "tensorboard", "wandb"},
+    "worker": {"lightning", "torch"},  # by the adapters of loop_adapter.py, in functions
 }
 HEAVY = {"deepspeed", "kubernetes", "matplotlib", "mlflow", "numpy", "submitit", "tensorboard", "torch", "wandb"}
 

@@ -146,7 +146,7 @@ def test_a_custom_engine_keeps_the_path_from_the_spec(hostile: Callable[[], list
 
     def environment(*overrides: str) -> dict[str, str]:
         spec = make_spec(*overrides, env={"PYTHONPATH": "src:/opt/lib", "PATH": "bin:/bin"})
-        return rank_environment(spec, NodePlace(1, 0, "a", 1), 0, base={}, secrets={}, cores=1)
+        return rank_environment(spec, NodePlace(1, 0, "a", 1, Path("/runs/r")), 0, base={}, secrets={}, cores=1)
 
     own, ours = environment("code.engine=train"), environment()
     assert (own["PYTHONPATH"], own["PATH"]) == ("src:/opt/lib", "bin:/bin")

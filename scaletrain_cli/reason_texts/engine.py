@@ -17,6 +17,12 @@ TEXTS: dict[str, Text] = {
         "not help, so the data is not the cause",
         ("Lower the learning rate, or resume with other settings.",),
     ),
+    "loss-not-finite": Text(
+        "step {step}: loss {loss}, gradient norm {grad_norm}; nothing was saved since the values were last finite, and "
+        "the latest checkpoint is valid",
+        ("Lower the learning rate, lengthen the warm-up, or inspect the data of these steps.",),
+    ),
+    "trainer-setting": Text("{key} = {value}: {problem}", ("{remedy}",)),
     "loss-spike": Text(
         "step {step}: another spike at steps {evidence[steps]:list} with losses {losses:list}, after "
         "{rollbacks:of rollback} to step {to_step} (guard.spike.retries) and without a newer clean checkpoint; "

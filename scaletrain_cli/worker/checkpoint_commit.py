@@ -30,9 +30,10 @@ from scaletrain_cli.rundir.checkpoints import (
     manifest_hash,
     read_checkpoint,
 )
-from scaletrain_cli.safe_files import make_folder, open_new, replace_file
+from scaletrain_cli.safe_files import make_folder, open_new, open_to_read, replace_file
 
 _ATTEMPT = re.compile(r"attempt-(\d{4,})\.tmp")
+_HASH_BLOCK_BYTES = 1 << 20
 _REMOVED, _REPLACED = ".removed", ".replaced"
 _REMOVED_ATTEMPT = re.compile(r"attempt-\d{4,}\.\d+\.removed")
 
@@ -111,6 +112,37 @@ def stage_checkpoint(folder: Path, attempt: int, step: int) -> Path:
     return staging
 
 
+def scratch_folder(folder: Path, attempt: int) -> Path:
+    """Create and return an attempt's folder for files of a library; ``adopt_folder`` makes a checkpoint of one in it.
+
+    The next attempt removes it. Raises SupersededAttemptError once a later attempt began.
+    """
+    scratch = _own_folder(folder, attempt) / "scratch"
+    with _fenced(attempt):
+        make_folder(scratch, parents=False)
+    return scratch
+
+
+def adopt_folder(folder: Path, attempt: int, step: int, source: Path) -> Path:
+    """Rename ``source``, a folder on the same file system, to the staging folder of ``step``, and return that."""
+    staging = staging_path(folder, attempt, step)
+    with _fenced(attempt):
+        shutil.rmtree(staging, ignore_errors=True)
+        source.rename(staging)
+    return staging
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Make a file that a library wrote durable (fsync), and return its size and hash. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    with open_to_read(path) as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+        os.fsync(file.fileno())
+    return FileDigest(size, digest.hexdigest())
+
+
 def commit_checkpoint(
     folder: Path, step: int, files: Mapping[str, FileDigest], *, world_size: int, clean: bool, attempt: int
 ) -> Path:
@@ -130,7 +162,8 @@ def commit_checkpoint(
     }
     with _fenced(attempt):
         _write_manifest(staging / MANIFEST, manifest)
-        _fsync_folder(staging)
+        for parent in {staging, *((staging / name).parent for name in files)}:
+            _fsync_folder(parent)
         if _is_misnamed(final):
             _rename_misnamed(final, attempt)
         replaced = _move_to_attempt(final, attempt, _REPLACED) if os.path.lexists(final) else None

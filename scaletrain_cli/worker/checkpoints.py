@@ -15,17 +15,21 @@ from scaletrain_cli.rundir.checkpoints import (
 )
 from scaletrain_cli.worker.checkpoint_commit import (
     HashingWriter,
+    adopt_folder,
     commit_checkpoint,
+    digest_file,
     open_attempt,
     remove_checkpoint,
+    scratch_folder,
     stage_checkpoint,
+    staging_path,
 )
 
 
 class StagedCheckpoint:
     """The files of one rank in a checkpoint that is not committed yet; ``digests``: those of durable files.
 
-    File names are relative to ``folder``.
+    File names are relative to ``folder``, with / between folders.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,6 +45,15 @@ class StagedCheckpoint:
         writer = HashingWriter(self.folder / name)
         yield writer
         self.digests[name] = writer.close()
+
+    def add(self, name: str) -> None:
+        """Make a file that is already in the folder durable and hash it. Raises OSError."""
+        self.digests[name] = digest_file(self.folder / name)
+
+    def names(self) -> list[str]:
+        """Return the names of all files in the folder, also in folders below it."""
+        found = (path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
+        return sorted(path.relative_to(self.folder).as_posix() for path in found)
 
 
 class Checkpoints:
@@ -70,6 +83,21 @@ class Checkpoints:
     def stage(self, step: int) -> StagedCheckpoint:
         """Begin the checkpoint of ``step``. Call on every rank that writes to it. Raises OSError."""
         return StagedCheckpoint(stage_checkpoint(self.folder, self.attempt, step))
+
+    def staged(self, step: int) -> StagedCheckpoint:
+        """Return the checkpoint of ``step`` that another rank has staged or adopted."""
+        return StagedCheckpoint(staging_path(self.folder, self.attempt, step))
+
+    def scratch(self) -> Path:
+        """Return a folder of this attempt for files of a library; the next attempt removes it. Raises OSError."""
+        return scratch_folder(self.folder, self.attempt)
+
+    def adopt(self, step: int, folder: Path) -> StagedCheckpoint:
+        """Take ``folder``, which a library wrote below ``scratch()``, as the files of the checkpoint of ``step``.
+
+        Call on one rank, after all ranks have written. Then ``add`` each of ``names()``, on any ranks, and commit.
+        """
+        return StagedCheckpoint(adopt_folder(self.folder, self.attempt, step, folder))
 
     def commit(self, step: int, files: Mapping[str, FileDigest], *, clean: bool = True) -> Checkpoint:
         """Commit the staged files as a checkpoint, and delete checkpoints that retention does not keep. Raises OSError.

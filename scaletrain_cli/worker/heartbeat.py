@@ -14,6 +14,7 @@ import json
 import math
 import os
 import signal
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -95,7 +96,7 @@ class Heartbeat:
     def from_environment(cls, environment: Mapping[str, str]) -> Heartbeat:
         """Return the heartbeat for the agent's pipe, which child processes of the rank do not inherit."""
         several = environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE")
-        return cls(_private_descriptor(environment, HEARTBEAT_VARIABLE), several_nodes=several)
+        return cls(_private_descriptor(environment, HEARTBEAT_VARIABLE, stat.S_ISFIFO), several_nodes=several)
 
     def allow(self, *, hang_seconds: float | None, step_seconds: float, bytes_per_node: float, compiled: bool) -> None:
         """Set the time limits for the set-up and the first steps, which have no measured median yet.
@@ -158,19 +159,31 @@ class Heartbeat:
 
 def install_stack_dump(environment: Mapping[str, str]) -> None:
     """Install a SIGUSR2 handler in C that writes all threads' stacks for the agent, even in a hung collective."""
-    descriptor = _private_descriptor(environment, STACKS_VARIABLE)
+    descriptor = _private_descriptor(environment, STACKS_VARIABLE, stat.S_ISREG)
     if descriptor is None:
         return
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2,))  # blocked by the agent: by default it terminates
 
 
-def _private_descriptor(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the descriptor that a variable names, made non-inheritable; None without the variable."""
+def _private_descriptor(environment: Mapping[str, str], name: str, is_kind: Callable[[int], bool]) -> int | None:
+    """Return the descriptor that a variable names, made non-inheritable; None without the variable.
+
+    Also None where a process between the agent and this one has closed it, as ``subprocess`` does: the number may then
+    be that of another file.
+    """
     if name not in environment:
         return None
     descriptor = int(environment[name])
-    os.set_inheritable(descriptor, False)
+    try:
+        # The agent's end of the pipe is non-blocking, and its memory files have no name in a folder.
+        found = os.fstat(descriptor)
+        own = not os.get_blocking(descriptor) if stat.S_ISFIFO(found.st_mode) else found.st_nlink == 0
+        if not (is_kind(found.st_mode) and own):
+            return None
+        os.set_inheritable(descriptor, False)
+    except OSError:
+        return None
     return descriptor
 
 

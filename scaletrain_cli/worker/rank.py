@@ -16,7 +16,7 @@ from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.checkpoints import Checkpoints
 from scaletrain_cli.worker.failures import report_exception
 from scaletrain_cli.worker.heartbeat import Heartbeat, install_stack_dump
-from scaletrain_cli.worker.run_environment import ResolvedRun, RunEnvironment, read_resolved_run
+from scaletrain_cli.worker.run_environment import RUN_DIR_VARIABLE, ResolvedRun, RunEnvironment, read_resolved_run
 from scaletrain_cli.worker.signals import PreemptionFlag, die_with_agent
 
 
@@ -41,13 +41,15 @@ class Rank:
         self._watch = AgentWatch.of_rank(environment.run, environment.attempt)
 
     @classmethod
-    def start(cls, run_dir: str | Path) -> Rank:
+    def start(cls, run_dir: str | Path | None = None) -> Rank:
         """Install the signal handlers and return the rank. Raises UsageError for a damaged run directory.
 
+        ``run_dir`` is the argument of the program, or by default the variable SCALETRAIN_RUN_DIR.
         Call it before torch is imported: the agent starts ranks with the signals blocked, and this unblocks them.
         """
         die_with_agent()
-        rank = cls(environment := RunEnvironment.read(run_dir), read_resolved_run(environment.run))
+        environment = RunEnvironment.read(os.environ.get(RUN_DIR_VARIABLE, "") if run_dir is None else run_dir)
+        rank = cls(environment, read_resolved_run(environment.run))
         rank.preemption.install()
         install_stack_dump(os.environ)
         rank._watch.start()
@@ -81,6 +83,10 @@ class Rank:
             code = int(error.exit_code)
         except Exception as error:
             code = report_exception(self.environment.run, self.environment.attempt, self.environment.rank, error)
+        self.exit(code)
+
+    def exit(self, code: int) -> NoReturn:
+        """End the process with an exit code at once, without interpreter shutdown."""
         self._watch.leave()
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -15,6 +15,7 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import expand_home
 
+RUN_DIR_VARIABLE = "SCALETRAIN_RUN_DIR"
 _REVISION = re.compile(r"\d{4,}\.json")
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +35,10 @@ class PreemptionFlag:
         os.set_blocking(writes, False)
         signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reads,), name="signals", daemon=True).start()
+        self.set_handlers()
+
+    def set_handlers(self) -> None:
+        """Set the handlers of the signals, again where a library has replaced them, and unblock the signals."""
         for number in _PREEMPTION_SIGNALS:
             signal.signal(number, self._raise)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PREEMPTION_SIGNALS)
@@ -69,8 +73,25 @@ class PreemptionFlag:
 
 
 def die_with_agent() -> None:
-    """Have the kernel kill this rank when its node agent dies, so that no rank is left on the node."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Have the kernel kill this rank when its node agent dies, so that no rank is left on the node.
+
+    A rank that a launcher of the user's started, such as torchrun, is not a child of the agent: the kernel kills the
+    launcher, and this function only checks that the agent is an ancestor.
+    """
     agent = os.environ.get("SCALETRAIN_AGENT_PID")
-    if agent is not None and os.getppid() != int(agent):  # it died before the call above
+    if agent is None or os.getppid() == int(agent):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if agent is not None and int(agent) not in _ancestors():  # it died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ancestors() -> Iterator[int]:
+    """Yield the pids of the parent of this process, its parent, and so on."""
+    pid = os.getppid()
+    while pid > 0:
+        yield pid
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except OSError:
+            return

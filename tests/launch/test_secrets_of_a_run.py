@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from scaletrain_cli.engine.metrics import reporting
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.launch.wait import wait_for_end
 from scaletrain_cli.tracking.base import Outcome, TrackedRun, Tracker, TrackerOptions
+from scaletrain_cli.worker import trackers
 from tests.launch.conftest import LOCAL, MadeRun, MakeRun
 from tests.waiting import wait_until
 
@@ -83,9 +83,9 @@ def test_the_error_message_of_a_tracker_is_recorded_without_secrets(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACKER_LOGIN", "swordfish")
-    monkeypatch.setattr(reporting, "_new_tracker", lambda name, options: Refused(options))
+    monkeypatch.setattr(trackers, "_new_tracker", lambda name, options: Refused(options))
     made = make_run("secret_env=[TRACKER_LOGIN]", "tracking=[tensorboard]")
-    started = reporting.start_trackers(made.run, made.record, 1)
+    started = trackers.start_trackers(made.run, made.record, 1)
     started.finish("failed")
     text = made.run.events.read_text()
     assert "request to " in text

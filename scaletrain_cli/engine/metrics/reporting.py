@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import time
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from scaletrain_cli.event_texts import event_sentence
-from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.journal import append_lines, read_metrics, record_event
+from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.secret_text import hide_values, secret_values
-from scaletrain_cli.tracking.base import TrackedRun, Tracker
-from scaletrain_cli.tracking.guard import GuardedTracker, RunFiles, Trackers
+from scaletrain_cli.tracking.guard import Trackers
 from scaletrain_cli.tracking.jsonl import JsonlWriter
 from scaletrain_cli.worker.progress import progress_line
+from scaletrain_cli.worker.trackers import start_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -121,37 +117,3 @@ def _log_line(line: dict[str, Any], total_steps: int) -> str:
     if line["mfu"] is not None:
         parts.append(f"MFU {100 * line['mfu']:.1f} %")
     return "  ".join(parts)
-
-
-def start_trackers(run: RunDir, record: RunRecord, attempt: int) -> Trackers:
-    """Start the trackers that the run spec names. Does not wait for them, and raises nothing that they raise."""
-    tracked = TrackedRun(
-        run_id=run.run_id,
-        tracking_id=record.wandb_run_id,
-        folder=run.path,
-        config=record.spec.model_dump(mode="json", by_alias=True),
-        attempt=attempt,
-    )
-    files = RunFiles(metrics=partial(read_metrics, run), events=run.events, artifacts=[run.record])
-
-    def report(event: str, tracker: str, reason: Reason) -> None:
-        if "message" in reason.params:  # errors of libraries quote addresses and keys
-            secrets = secret_values(os.environ, record.spec.secret_env)
-            reason = Reason(reason.code, {**reason.params, "message": hide_values(reason.params["message"], secrets)})
-        logger.warning("%s: %s", event, reason)
-        record_event(run, event, tracker=tracker, code=reason.code, params=dict(reason.params), message=str(reason))
-
-    return Trackers(
-        [
-            GuardedTracker(name, partial(_new_tracker, name, options), tracked, files, report)
-            for name, options in record.spec.tracking.trackers.items()
-            if name != "jsonl"  # metrics.jsonl is always written, and not by a tracker
-        ]
-    )
-
-
-def _new_tracker(name: str, options: Any) -> Tracker[Any]:
-    """Return a new tracker. Raises LookupError if the package that brings it is not installed on this node."""
-    from scaletrain_cli.tracking.registry import tracker_class
-
-    return tracker_class(name)(options)

@@ -195,7 +195,7 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     code = place_code(run, record, own[1])
     check_on_node(run, record, options.node_rank, code)
     command = python_command(record.spec.code.engine or options.engine, str(run.path))
-    place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port)
+    place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port, run.path)
     secrets = read_document(run.secrets) or {}
     # Otherwise the scheduler sets them in the environment.
     given = set() if record.spec.cluster.traits.secrets_from_submitter else os.environ.keys()

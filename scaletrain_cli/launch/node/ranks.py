@@ -22,6 +22,7 @@ from scaletrain_cli.own_processes import SAFE_CHILDREN, absolute_paths
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import closing_descriptor, open_to_append
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.worker.run_environment import RUN_DIR_VARIABLE
 
 _PORTS = range(20_000, 32_000)  # below the kernel's ephemeral ports, which outgoing connections take
 ENGINE_MODULE = "scaletrain_cli.engine"
@@ -54,6 +55,7 @@ class NodePlace:
     node_rank: int
     master_addr: str
     master_port: int
+    run_folder: Path
 
 
 def rank_environment(
@@ -85,6 +87,7 @@ def rank_environment(
         "MASTER_ADDR": place.master_addr,
         "MASTER_PORT": str(place.master_port),
         "SCALETRAIN_ATTEMPT": str(place.attempt),
+        RUN_DIR_VARIABLE: str(place.run_folder),
         "SCALETRAIN_AGENT_PID": str(os.getpid()),
     }
     return environment if spec.code.engine is not None else absolute_paths(environment) | SAFE_CHILDREN

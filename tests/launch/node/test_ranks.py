@@ -16,7 +16,7 @@ from scaletrain_cli.launch.node.ranks import NodePlace, rank_environment
 from tests.launch.conftest import PROJECT, make_spec
 from tests.waiting import wait_until
 
-PLACE = NodePlace(attempt=3, node_rank=1, master_addr="n1", master_port=29500)
+PLACE = NodePlace(attempt=3, node_rank=1, master_addr="n1", master_port=29500, run_folder=Path("/runs/r"))
 SLURM = ("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=4", "training.global_batch_size=8")
 
 
