@@ -23,11 +23,14 @@ SURFACE = """
 Checkpoint(path, step, world_size, clean, attempt, files)
 Checkpoint.size_bytes
 Checkpoints(folder, attempt, world_size, *, keep, keep_every)
+Checkpoints.adopt(step, folder)
 Checkpoints.commit(step, files, *, clean)
 Checkpoints.folder_of(step)
 Checkpoints.latest()
 Checkpoints.open()
+Checkpoints.scratch()
 Checkpoints.stage(step)
+Checkpoints.staged(step)
 ExitCode(*values)
 FileDigest(size, sha256)
 HashingWriter(path)
@@ -45,7 +48,9 @@ PreemptionFlag.call_after(seconds, function)
 PreemptionFlag.install()
 PreemptionFlag.raised
 PreemptionFlag.seconds_left(grace_seconds)
+PreemptionFlag.set_handlers()
 Rank(environment, resolved)
+Rank.exit(code)
 Rank.log_metrics(step, **values)
 Rank.record_event(event, **details)
 Rank.run(train)
@@ -56,11 +61,13 @@ ResolvedRun.total_steps
 RunEnvironment(run, attempt, rank, world_size, local_rank, local_world_size, node_rank)
 RunEnvironment.read(run_dir, environment)
 StagedCheckpoint(folder)
+StagedCheckpoint.add(name)
 StagedCheckpoint.file(name)
+StagedCheckpoint.names()
 SupersededAttemptError
 WORKER_API_VERSION
 """
-VERSION = "1.0"
+VERSION = "1.1"
 
 
 def made_run(*overrides: str) -> MadeRun:

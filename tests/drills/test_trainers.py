@@ -1,0 +1,92 @@
+"""Runs of other trainers (TRL, Lightning) that are preempted and killed lose no step that was saved."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
+from scaletrain_cli.rundir.checkpoints import list_checkpoints, verify
+from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.rundir.paths import find_run
+from tests.cli.command_line import PROJECT, scaletrain
+from tests.drills.test_trackers import tensorboard_scalars
+from tests.drills.training_runs import Drill
+from tests.launch.working_tree import WorkingTree
+
+pytestmark = [pytest.mark.drill, pytest.mark.long]
+SHORT = ("--set", "training.steps=40", "--set", "checkpoint.every=10", "--set", "checkpoint.keep=3", "--yes")
+# Makes steps slow enough that a fault strikes before the end; the recipe itself has no such lines.
+SLOW = """
+from transformers import TrainerCallback
+
+class Slow(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        import os, time
+        time.sleep(float(os.environ.get("SLOW", "0")))
+
+"""
+
+
+def copied_recipe(folder: Path) -> WorkingTree:
+    """Copy recipes/trl-sft to a repository, with slow steps where $SLOW is set."""
+    shutil.copytree(PROJECT / "recipes/trl-sft", folder)
+    program = (folder / "train.py").read_text()
+    program = program.replace("\nif __name__", f"{SLOW}\nif __name__").replace("[scaletrain]", "[scaletrain, Slow()]")
+    (folder / "train.py").write_text(program)
+    return WorkingTree(folder)
+
+
+def submitted(name: str, *sets: str) -> Drill:
+    words = [word for setting in sets for word in ("--set", setting)]
+    done = scaletrain("submit", "run.yaml", "--run-id", name, *SHORT, *words)
+    assert done.code == 0, done.err
+    return Drill(find_run(name), LocalBackend())
+
+
+def losses(drill: Drill) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_metrics(drill.run)]
+
+
+def test_trl_is_preempted_and_killed_and_has_the_losses_of_an_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied_recipe(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    undisturbed = submitted("undisturbed", "env.OMP_NUM_THREADS='1'")
+    undisturbed.wait_for_end()
+    assert undisturbed.events("finished"), undisturbed.log()
+
+    drill = submitted("hurt", "env={SLOW: '0.2', OMP_NUM_THREADS: '1'}", "tracking=[tensorboard]")
+    drill.wait_for_step(13)
+    drill.preempt()
+    drill.wait_for(lambda: len(drill.beginnings()) == 2)
+    first = drill.events("attempt-ended")[0]
+    assert (first["exit_code"], first["reason"]) == (75, "preempted")
+    left = drill.events("preempted")[0]["step"]
+    assert drill.beginnings()[1]["step"] == left >= 13
+
+    drill.wait_for_step(23)  # the checkpoint of step 20 is committed
+    os.kill(drill.rank_pids()[1], signal.SIGKILL)
+    drill.wait_for(lambda: len(drill.events("attempt-ended")) == 2)
+    # While the ranks start again: a later checkpoint that is half-written.
+    half = drill.run.checkpoints / "step-00000022"
+    shutil.copytree(drill.run.checkpoints / "step-00000020", half)
+    with (half / "optimizer.pt").open("r+b") as file:
+        file.truncate(1000)
+    drill.wait_for_end()
+    assert drill.events("finished"), drill.log()
+    assert drill.events("attempt-ended")[1]["reason"] == "killed"
+    assert [event["step"] for event in drill.beginnings()] == [0, left, 20]
+    assert losses(drill) == losses(undisturbed)
+    assert [step for step, _ in losses(drill)] == list(range(1, 41))
+    kept = [checkpoint for checkpoint in list_checkpoints(drill.run.checkpoints) if checkpoint.step % 10 == 0]
+    assert kept[-1].step == 40
+    assert all(verify(checkpoint) == [] for checkpoint in kept)
+    assert [step for step, _ in tensorboard_scalars(drill)["loss"]] == list(range(1, 41))
+    listed = scaletrain("checkpoint", "verify", "hurt", "--step", "40")
+    assert listed.code == 0, listed.err
