@@ -89,6 +89,10 @@ TEXTS: dict[str, Text] = {
     # The weights in model.weights.
     "weights-invalid": Text("model.weights: {problem}"),
     "weights-unreadable": Text("model.weights: {path} cannot be read: {error}"),
+    "adapter-unreadable": Text("model.adapter.weights: {path} cannot be read: {error}"),
+    "adapter-differs": Text(
+        "model.adapter.weights: {folder} does not hold this adapter; {shown} of {differences:of difference}"
+    ),
     "weights-missing": Text("model.weights: {folder} has no {name}"),
     "weights-differ": Text("model.weights: {folder} does not hold this model; {shown} of {differences:of difference}"),
     # Libraries and devices that a setting needs.

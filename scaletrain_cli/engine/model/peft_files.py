@@ -1,0 +1,191 @@
+"""The files of a PEFT adapter: adapter_model.safetensors and adapter_config.json, written and read.
+
+The factors of a linear layer have the same names here and there. PEFT stacks those of experts: the rows of A are in the
+order of the experts, and the columns of B alternate between the experts (``target_parameters`` in its LoraConfig).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
+from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, factor_shapes
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+_MOST_SHOWN = 8  # differences; a wrong rank would list hundreds
+
+# Name and whole shape of a parameter -> its values
+Read = Callable[[str, tuple[int, ...]], Tensor]
+
+
+def peft_tensors(adapter: AdapterSpec, modules: Sequence[Adapted], read: Read) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of adapter_model.safetensors."""
+    for module in modules:
+        shapes = factor_shapes(adapter, module)
+        if module.kind != "experts":
+            yield from ((_PREFIX + name, read(name, shape)) for name, shape in shapes.items())
+            continue
+        low = torch.cat([read(name, shape) for name, shape in shapes.items() if name.endswith("lora_A.weight")])
+        halves = [read(name, shape) for name, shape in shapes.items() if name.endswith("lora_B.weight")]
+        count = len(module.halves)
+        experts = [torch.cat(halves[first : first + count]) for first in range(0, len(halves), count)]
+        yield _stacked_name(module, modules, "A"), low
+        yield _stacked_name(module, modules, "B"), torch.stack(experts, dim=-1).flatten(1)
+
+
+def _stacked_name(module: Adapted, modules: Sequence[Adapted], letter: str) -> str:
+    """Return PEFT's name of a factor of all experts; of two stacks the first is inside the wrapper of the second."""
+    experts, _, _ = module.name.rpartition(".")
+    beside = [one.name for one in modules if one.kind == "experts" and one.name.rpartition(".")[0] == experts]
+    inner = ".base_layer" * (len(beside) - 1 - beside.index(module.name))
+    return f"{_PREFIX}{experts}{inner}.lora_{letter}.weight"
+
+
+def peft_config(
+    adapter: AdapterSpec, modules: Sequence[Adapted], base: str, revision: str | None, to_save: Sequence[str]
+) -> dict[str, Any]:
+    """Return adapter_config.json. ``to_save``: modules of the base model that were trained, too."""
+    alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha
+    experts = [module.name for module in modules if module.kind == "experts"]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": adapter.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": adapter.dropout,
+        "target_modules": [module.name for module in modules if module.kind != "experts"],
+        "target_parameters": experts or None,
+        "bias": "none",
+        "fan_in_fan_out": any(module.transposed for module in modules),
+        "use_rslora": adapter.rslora,
+        "use_dora": adapter.dora,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": [*to_save] or None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+_COMPARED = {  # by key of adapter_config.json: the key below model.adapter
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "use_rslora": "rslora",
+    "use_dora": "dora",
+}
+
+
+class PeftFolder:
+    """The factors in a PEFT folder, which must have those of all ``modules`` and of no others.
+
+    Raises UsageError that lists the differences.
+    """
+
+    def __init__(self, folder: Path, adapter: AdapterSpec, modules: Sequence[Adapted]) -> None:
+        self._folder, self._adapter, self._modules = folder, adapter, modules
+        self._module_of = {name: module for module in modules for name in factor_shapes(adapter, module)}
+        try:
+            config = json.loads((folder / CONFIG).read_bytes())
+            self._file = safe_open(folder / WEIGHTS, framework="pt")
+            self._stored = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}
+        except (OSError, SafetensorError, ValueError) as error:
+            params = {"path": str(folder), "error": str(error) or type(error).__name__}
+            raise UsageError(Reason("engine.adapter-unreadable", params)) from error
+        if problems := [*self._config_mismatches(config), *self._mismatches()]:
+            shown = tuple(problems[:_MOST_SHOWN])
+            params = {"folder": str(folder), "differences": len(problems), "shown": len(shown)}
+            raise UsageError(Reason("engine.adapter-differs", params), shown)
+
+    def _config_mismatches(self, config: dict[str, Any]) -> Iterator[Problem]:
+        path = str(self._folder / CONFIG)
+        for key, ours in _COMPARED.items():
+            expected, given = getattr(self._adapter, ours), config.get(key)
+            if given is not None and given != expected:
+                hint = f"Set model.adapter.{ours}: {str(given).lower()}."
+                yield Problem(path, key, f"the spec has {str(expected).lower()}.", str(given), hint)
+        for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+            if config.get(key):
+                yield Problem(path, key, "is not supported.", str(config[key])[:80])
+
+    def _mismatches(self) -> Iterator[Problem]:
+        expected = {name: tuple(shape) for name, shape in self._expected()}
+        path = str(self._folder / WEIGHTS)
+        for name, shape in expected.items():
+            if name not in self._stored:
+                yield Problem(path, name, "is in the adapter of the spec but not in the file.")
+            elif self._stored[name] != shape:
+                yield Problem(path, name, f"the adapter of the spec has {list(shape)}.", str(list(self._stored[name])))
+        for name in sorted(self._stored.keys() - expected.keys()):
+            yield Problem(path, name, "is in the file but not in the adapter of the spec.")
+
+    def _expected(self) -> Iterator[tuple[str, Sequence[int]]]:
+        with torch.device("meta"):
+            for name, values in peft_tensors(self._adapter, self._modules, lambda _, shape: torch.empty(shape)):
+                yield name, values.shape
+
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        """Return this rank's shard of a factor, fp32."""
+        module = self._module_of[name]
+        values = self._of_expert(name, module) if module.kind == "experts" else self._file.get_tensor(_PREFIX + name)
+        return (values if spec is None else spec.take(values)).float()
+
+    def _of_expert(self, name: str, module: Adapted) -> Tensor:
+        *_, number, matrix, letter, _ = name.split(".")
+        stored = self._file.get_tensor(_stacked_name(module, self._modules, letter[-1]))
+        if letter == "lora_A":
+            whole: Tensor = stored.chunk(module.experts)[int(number)]
+            return whole
+        of_expert: Tensor = stored.view(len(stored), -1, module.experts)[..., int(number)]
+        return of_expert.chunk(len(module.halves))[module.halves.index(matrix)]
+
+
+def merged(adapter: AdapterSpec, module: Adapted, name: str, weight: Tensor, read: Read) -> Tensor:
+    """Return a weight [out, in] (of a transposed layer [in, out]) with its adapter, fp32.
+
+    ``name``: that of the weight; of stacked experts one of several. With DoRA the rows are m / |W + s B A| (W + s B A).
+    """
+    shapes = factor_shapes(adapter, module)
+
+    def factor(ending: str) -> Tensor:
+        found = f"{module.name}.{ending}"
+        return read(found, shapes[found]).float()
+
+    weight = weight.float()
+    if module.kind == "embedding":
+        return weight + adapter.scaling * (factor("lora_embedding_B") @ factor("lora_embedding_A")).t()
+    if module.kind == "experts":
+        expert, stack = name.removesuffix(".weight").rpartition(".")[0], module.name.rpartition(".")[2]
+        low, high = f"{expert}.{stack}.lora_A.weight", f"{name.removesuffix('.weight')}.lora_B.weight"
+        return weight + adapter.scaling * (read(high, shapes[high]).float() @ read(low, shapes[low]).float())
+    update = adapter.scaling * (factor("lora_B.weight") @ factor("lora_A.weight"))
+    whole = weight + (update.t() if module.transposed else update)
+    if not adapter.dora:
+        return whole
+    norms = torch.linalg.vector_norm(whole, dim=0 if module.transposed else 1)
+    ratio: Tensor = factor("lora_magnitude_vector") / norms
+    return whole * (ratio if module.transposed else ratio.unsqueeze(1))
+
+
+def module_of_weight(modules: Sequence[Adapted]) -> dict[str, Adapted]:
+    """Return the adapted module of each weight by the weight's name; of a tied head ``lm_head.weight``."""
+    found: dict[str, Adapted] = {}
+    for module in modules:
+        if module.kind == "experts":
+            experts = module.name.rpartition(".")[0]
+            for number in range(module.experts):
+                found |= {f"{experts}.{number}.{half}.weight": module for half in module.halves}
+        else:
+            found[module.parameter] = module
+    return found

@@ -1,0 +1,172 @@
+"""Adapters are written as PEFT writes them, read as PEFT reads them, and merged as PEFT merges them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.materialization import matrices_of, named_matrices
+from scaletrain_cli.engine.model.peft_files import (
+    CONFIG,
+    WEIGHTS,
+    PeftFolder,
+    Read,
+    merged,
+    module_of_weight,
+    peft_config,
+    peft_tensors,
+)
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, is_adapter_parameter
+from tests.engine.model.adapted_models import GPT, LLAMA, MIXTRAL, TIED, lora, ours, save_hugging_face
+from tests.engine.model.test_adapters import ENDS
+
+MODELS = [
+    pytest.param(LLAMA, lora(), id="llama"),
+    pytest.param(LLAMA, lora(rslora=True, dora=True, alpha=12.0), id="rslora-dora"),
+    pytest.param(TIED, lora(targets=ENDS), id="tied-embedding-and-head"),
+    pytest.param(GPT, lora(dora=True, targets=["c_attn", "mlp.*"]), id="gpt"),
+    pytest.param(GPT, lora(targets=["c_attn", "wpe"]), id="gpt-positions"),
+    pytest.param(MIXTRAL, lora(targets=["all-linear", "experts.*"]), id="experts"),
+    pytest.param(MIXTRAL, lora(targets=["experts.down_proj"]), id="experts-down"),
+]
+
+
+def modules_of(spec: ModelSpec, adapter: AdapterSpec) -> list[Adapted]:
+    return adapted_modules(adapter, dict(named_matrices(outline(spec))), tied=spec.tie_word_embeddings)
+
+
+def reader(model: CausalLM) -> Read:
+    """Read the matrices of a model by name."""
+    values = {
+        matrix.name: parameter.detach().flatten()[matrix.start : matrix.stop].view(matrix.whole_shape)
+        for parameter, matrices in matrices_of(model).items()
+        for matrix in matrices
+    }
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        assert values[name].shape == shape
+        return values[name]
+
+    return read
+
+
+def trained(spec: ModelSpec, adapter: AdapterSpec, folder: Path) -> CausalLM:
+    """A model whose factors all have values that change its output."""
+    model = ours(spec, adapter, folder)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def write(spec: ModelSpec, adapter: AdapterSpec, model: CausalLM, folder: Path, base: Path) -> None:
+    modules = modules_of(spec, adapter)
+    folder.mkdir()
+    tensors = {name: values.contiguous() for name, values in peft_tensors(adapter, modules, reader(model))}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(peft_config(adapter, modules, str(base), None, ())))
+
+
+@pytest.mark.parametrize(("spec", "adapter"), MODELS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, about tied heads
+def test_peft_loads_what_is_written_and_computes_and_merges_the_same(
+    spec: ModelSpec, adapter: AdapterSpec, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    save_hugging_face(spec, tmp_path / "base")
+    model = trained(spec, adapter, tmp_path / "base")
+    write(spec, adapter, model, tmp_path / "adapter", tmp_path / "base")
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    tokens = torch.arange(32).view(2, 16)
+    labels = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
+
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens, labels=tokens).loss.item()
+        untrained = base.get_base_model() if hasattr(base, "get_base_model") else base
+        assert model(tokens, labels).item() == pytest.approx(expected, rel=1e-6)
+
+        # Merged, each weight is what PEFT merges, except where a tied head makes PEFT change the other one, too.
+        read, modules = reader(model), module_of_weight(modules_of(spec, adapter))
+        whole = {
+            name: merged(adapter, modules[name], name, read(name, shape), read) if name in modules else read(name, shape)
+            for name, shape in named_matrices(outline(spec))
+        }
+        if "lm_head.weight" in modules and spec.tie_word_embeddings:
+            shape = (spec.vocab_size, spec.hidden_size)
+            table = read("model.embed_tokens.weight", shape)
+            whole["lm_head.weight"] = merged(adapter, modules["lm_head.weight"], "lm_head.weight", table, read)
+        plain = outline(spec if "lm_head.weight" not in whole else spec.model_copy(update={"tie_word_embeddings": False}))
+        for parameter, matrices in matrices_of(plain).items():
+            values = torch.cat([whole[matrix.name].flatten() for matrix in matrices]).view(parameter.shape)
+            _replace(plain, parameter, values)
+        assert plain(tokens, labels).item() == pytest.approx(expected, rel=2e-6)
+    assert untrained is not None
+
+
+def _replace(model: CausalLM, outline: torch.nn.Parameter, values: Tensor) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter is outline:
+                setattr(module, name, torch.nn.Parameter(values))
+
+
+@pytest.mark.parametrize(("spec", "adapter"), MODELS)
+def test_what_is_written_is_read_again(spec: ModelSpec, adapter: AdapterSpec, tmp_path: Path) -> None:
+    save_hugging_face(spec, tmp_path / "base")
+    model = trained(spec, adapter, tmp_path / "base")
+    write(spec, adapter, model, tmp_path / "adapter", tmp_path / "base")
+
+    folder, read = PeftFolder(tmp_path / "adapter", adapter, modules_of(spec, adapter)), reader(model)
+
+    names = [(name, shape) for name, shape in named_matrices(model) if is_adapter_parameter(name)]
+    assert names
+    for name, shape in names:
+        assert torch.equal(folder.read(name, shape, None), read(name, shape)), name
+
+
+def test_a_folder_with_another_adapter_is_refused_with_the_differences(tmp_path: Path) -> None:
+    save_hugging_face(LLAMA, tmp_path / "base")
+    adapter = lora(targets=["q_proj"])
+    write(LLAMA, adapter, trained(LLAMA, adapter, tmp_path / "base"), tmp_path / "adapter", tmp_path / "base")
+    other = lora(targets=["q_proj", "v_proj"], rank=16)
+
+    with pytest.raises(UsageError) as refused:
+        PeftFolder(tmp_path / "adapter", other, modules_of(LLAMA, other))
+
+    shown = [(problem.key, problem.hint) for problem in refused.value.problems]
+    assert ("r", "Set model.adapter.rank: 8.") in shown
+    assert ("base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight", None) in shown
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        PeftFolder(tmp_path, lora(), modules_of(LLAMA, lora()))
+
+
+def test_peft_itself_writes_the_same_names(tmp_path: Path) -> None:
+    from tests.engine.model.adapted_models import with_peft
+
+    adapter = lora(targets=["all-linear", "experts.*"])
+    targets = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    targets["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    with_peft(save_hugging_face(MIXTRAL, tmp_path / "base"), adapter, **targets).save_pretrained(tmp_path / "theirs")
+    with torch.device("meta"):
+        ours_ = dict(peft_tensors(adapter, modules_of(MIXTRAL, adapter), lambda _, shape: torch.empty(shape)))
+
+    theirs = load_file(tmp_path / "theirs" / WEIGHTS)
+    assert {name: values.shape for name, values in ours_.items()} == {n: v.shape for n, v in theirs.items()}
