@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import AdapterSpec, adaptable_modules, unmatched_targets
@@ -19,12 +21,7 @@ def check_adapter(spec: RunSpec) -> None:
     """Raise UsageError with all problems if the adapter or the quantization does not fit the model."""
     if not isinstance(spec.model, ModelSpec):
         return
-    rules = list(adapter_rules(spec.model))
-    if spec.model.adapter is not None:
-        rules.append(Rule("model.adapter", None, "adapter-unavailable"))
-    if spec.model.quantization != "none":
-        rules.append(Rule("model.quantization", spec.model.quantization, "adapter-unavailable"))
-    if rules:
+    if rules := [*adapter_rules(spec.model), *quantization_rules(spec)]:
         problems = tuple(rule.problem(spec.where(rule.key)) for rule in rules)
         raise UsageError(Reason("plan.adapter-invalid", {"problems": len(rules)}), problems)
 
@@ -49,6 +46,47 @@ def adapter_rules(model: ModelSpec) -> Iterator[Rule]:
         yield Rule("model.adapter.dropout", adapter.dropout, "adapter-on-experts", {"allowed": "0"})
     if adapter.rank % _GROUPED_MULTIPLE:
         yield Rule("model.adapter.rank", adapter.rank, "adapter-rank-on-experts", {"multiple": _GROUPED_MULTIPLE})
+
+
+def quantized_weights(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that ``model.quantization`` quantizes, by name: of linear layers in blocks."""
+    shapes = base_shapes(model)
+    modules = adaptable_modules(shapes, tied=model.tie_word_embeddings)
+    return {module.parameter: shapes[module.parameter] for module in modules if module.kind == "linear"}
+
+
+def quantization_rules(spec: RunSpec) -> Iterator[Rule]:
+    """Yield the settings that rule out a quantized base; those of the layout are in ``quantized_layout_rules``."""
+    model, key = spec.transformer, "model.quantization"
+    if model.quantization == "none":
+        return
+    kind = model.quantization
+    if spec.cluster.gpu == "cpu":
+        yield Rule(key, kind, "quantization-needs-cuda")
+    if model.family not in BUILT_IN_FAMILIES:
+        yield Rule(key, kind, "adapter-built-in-families", {"family": model.family})
+        return
+    if model.weights is None:
+        yield Rule(key, kind, "quantization-needs-weights")
+    if model.adapter is not None and model.adapter.dora:
+        yield Rule("model.adapter.dora", True, "quantization-without-dora")
+    if spec.training.precision == "fp8":
+        yield Rule("training.precision", "fp8", "quantization-without-fp8")
+    quantized = quantized_weights(model)
+    patterns = [pattern for group in spec.training.trainable for pattern in group.match]
+    trained = [name for name in quantized if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if trained or (model.adapter is None and not patterns):
+        yield Rule(key, kind, "quantization-needs-frozen-linears", {"example": (trained or list(quantized))[0]})
+
+
+def quantized_layout_rules(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
+    """Yield the parts of a layout that a quantized base rules out: bitsandbytes has no shards of its blocks."""
+    if getattr(spec.model, "quantization", "none") == "none":
+        return
+    if layout.tensor_parallel > 1:
+        yield Rule("layout.tensor_parallel", layout.tensor_parallel, "quantization-layout", {"allowed": "1"})
+    if layout.zero_stage == 3:
+        yield Rule("layout.zero_stage", 3, "quantization-layout", {"allowed": "at most 2"})
 
 
 def _unmatched(model: ModelSpec, adapter: AdapterSpec) -> Iterator[Rule]:

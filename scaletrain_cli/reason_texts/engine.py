@@ -89,6 +89,7 @@ TEXTS: dict[str, Text] = {
     # The weights in model.weights.
     "weights-invalid": Text("model.weights: {problem}"),
     "weights-unreadable": Text("model.weights: {path} cannot be read: {error}"),
+    "quantization-missing": Text("model.quantization needs bitsandbytes: {error}", ("Run {command}.",)),
     "adapter-unreadable": Text("model.adapter.weights: {path} cannot be read: {error}"),
     "adapter-differs": Text(
         "model.adapter.weights: {folder} does not hold this adapter; {shown} of {differences:of difference}"

@@ -588,6 +588,25 @@ _ADAPTER = {
     "adapter-matches-nothing": Text(
         "matches no module that can have an adapter", ("This model has {names:list}, and all-linear.",)
     ),
+    "quantization-needs-cuda": Text(
+        "needs GPUs with CUDA, because bitsandbytes computes the products; this cluster has cluster.gpu: cpu",
+        ("Set it to none.",),
+    ),
+    "quantization-needs-weights": Text(
+        "needs model.weights, which are quantized when they are loaded", ("Set model.weights, or set it to none.",)
+    ),
+    "quantization-without-dora": Text(
+        "must be false with model.quantization, because it needs the norms of the weights", ("Set it to false.",)
+    ),
+    "quantization-without-fp8": Text("must not be fp8 with model.quantization", ("Set it to bf16.",)),
+    "quantization-needs-frozen-linears": Text(
+        "needs all linear layers frozen, and {example} trains",
+        ("Add model.adapter, or match no linear layer in training.trainable.",),
+    ),
+    "quantization-layout": Text(
+        "must be {allowed} with model.quantization, whose blocks cannot be sharded",
+        ("Change it, or set model.quantization: none.",),
+    ),
     "dora-on-embeddings": Text(
         "must be false with an adapter on an embedding or the head", ("Remove them from model.adapter.targets.",)
     ),

@@ -98,11 +98,11 @@ class PeftFolder:
         self._module_of = {name: module for module in modules for name in factor_shapes(adapter, module)}
         try:
             config = json.loads((folder / CONFIG).read_bytes())
-            self._file = safe_open(folder / WEIGHTS, framework="pt")
-            self._stored = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}
+            self._file = _opened(folder / WEIGHTS)
+            self._stored = {name: tuple(self._file.get_slice(name).get_shape()) for name in list(self._file.keys())}
         except (OSError, SafetensorError, ValueError) as error:
-            params = {"path": str(folder), "error": str(error) or type(error).__name__}
-            raise UsageError(Reason("engine.adapter-unreadable", params)) from error
+            failure = {"path": str(folder), "error": str(error) or type(error).__name__}
+            raise UsageError(Reason("engine.adapter-unreadable", failure)) from error
         if problems := [*self._config_mismatches(config), *self._mismatches()]:
             shown = tuple(problems[:_MOST_SHOWN])
             params = {"folder": str(folder), "differences": len(problems), "shown": len(shown)}
@@ -149,6 +149,10 @@ class PeftFolder:
             return whole
         of_expert: Tensor = stored.view(len(stored), -1, module.experts)[..., int(number)]
         return of_expert.chunk(len(module.halves))[module.halves.index(matrix)]
+
+
+def _opened(path: Path) -> Any:
+    return safe_open(path, framework="pt")
 
 
 def merged(adapter: AdapterSpec, module: Adapted, name: str, weight: Tensor, read: Read) -> Tensor:

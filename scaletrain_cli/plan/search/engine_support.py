@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from scaletrain_cli.plan.adapters import quantized_layout_rules
 from scaletrain_cli.plan.axes import AXES, Capabilities, Rule
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
@@ -123,6 +124,9 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule(key, name, "engine-offload-optimizer")
     elif away != "none" and device == "nvme" and name not in ("adamw", "adam"):
         yield Rule(key, name, "engine-nvme-optimizer")
+    if getattr(spec.model, "adapter", None) is not None or getattr(spec.model, "quantization", "none") != "none":
+        yield Rule("model.adapter", None, "adapter-unavailable")
+    yield from quantized_layout_rules(spec, layout)
     if not trains_everything(spec):
         yield Rule("training.trainable", None, "engine-trains-everything")
     averaging = spec.training.averaging.name

@@ -15,7 +15,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.materialization import materialize, named_matrices
+from scaletrain_cli.engine.model.materialization import Matrix, materialize, matrices_in, named_matrices
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.mesh import Mesh
@@ -45,6 +45,13 @@ MIXTRAL = ModelSpec(
     norm_topk_prob=True,
     router_aux_loss_coef=0.0,
 )
+
+
+def matrices(model: CausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter, list[Matrix]]]:
+    """Yield the module, the name in it and the matrices of each parameter."""
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            yield module, name, parameter, list(matrices_in(module, prefix, name, parameter))
 
 
 def lora(**settings: Any) -> AdapterSpec:
