@@ -1,7 +1,7 @@
-"""The language-model head and its loss: over all logits at once, in chunks, or by Liger Kernel.
+"""The language-model head, its loss and the log-probabilities of labels: over all logits at once, in chunks, or by Liger.
 
-``token_loss`` turns tokens into a summed loss and can be replaced; ``parallel.tensor`` has one for a sharded
-vocabulary.
+``token_loss`` turns tokens into a summed loss, ``token_losses`` into the loss of each token. Both can be replaced;
+``parallel.tensor`` has them for a sharded vocabulary.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ NOT_COUNTED = -100  # torch's ignore_index
 
 # hidden [tokens, size], weight [vocab, size], labels [tokens], label smoothing -> summed loss in nats, fp32
 TokenLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+# the same, to the loss of each token [tokens], 0 where the label does not count
+TokenLosses = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class LanguageModelHead(nn.Module):
@@ -32,32 +34,56 @@ class LanguageModelHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.token_loss: TokenLoss = token_loss
+        self.token_losses: TokenLosses | None = token_losses  # None: the kernel has sums only
         self.label_smoothing = 0.0
         self.tokens_at_once: int | None = None  # None: all of them
         self.extended: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # of an adapter
 
-    def forward(self, hidden: Tensor, labels: Tensor, divisor: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        divisor: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        by_row: bool = False,
+    ) -> Tensor:
         """Return summed cross-entropy in nats over ``divisor``, or its mean over the labels that count.
 
-        hidden [batch, length, size], labels [batch, length].
+        hidden [batch, length, size]; labels and ``weights``, factors of their losses, [batch, length]. ``by_row``:
+        return instead the summed log-probabilities of the labels of each row, [batch], in fp32.
         """
         weight: Tensor = self.weight
         if self.extended is not None:
             hidden, weight = self.extended(hidden, weight)
+        if by_row:
+            return self._row_log_probabilities(hidden, weight, labels)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
+        weights = None if weights is None else weights.flatten()
         if self.tokens_at_once is None:
-            total = self.token_loss(hidden, weight, labels, self.label_smoothing)
+            total = self._summed(hidden, weight, labels, weights)
         else:
             total = _Chunked.apply(  # type: ignore[no-untyped-call]
-                hidden,
-                weight,
-                labels,
-                self.label_smoothing,
-                self.token_loss,
-                self.tokens_at_once,
-                torch.is_grad_enabled(),
+                hidden, weight, labels, weights, self._summed, self.tokens_at_once, torch.is_grad_enabled()
             )
-        return total / (divisor if divisor is not None else (labels != NOT_COUNTED).sum().clamp(min=1))
+        if divisor is None:
+            divisor = (labels != NOT_COUNTED).sum().clamp(min=1) if weights is None else weights.sum()
+        return total / divisor
+
+    def _summed(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        if weights is None:
+            return self.token_loss(hidden, weight, labels, self.label_smoothing)
+        assert self.token_losses is not None, "refused before the first step"
+        return (self.token_losses(hidden, weight, labels, self.label_smoothing) * weights).sum()
+
+    def _row_log_probabilities(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        assert self.token_losses is not None, "refused before the first step"
+        tokens = (hidden.flatten(0, 1), weight, labels.flatten())
+        if self.tokens_at_once is None:
+            losses = self.token_losses(*tokens, 0.0)
+        else:
+            losses = _ChunkedTokens.apply(*tokens, self.token_losses, self.tokens_at_once)  # type: ignore[no-untyped-call]
+        return -losses.view(labels.shape).sum(1)
 
 
 def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: float, device: torch.device) -> None:
@@ -71,13 +97,19 @@ def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: fl
     if kind == "liger":
         if head.token_loss is not token_loss:
             raise InfeasibleError(Reason("engine.liger-needs-whole-vocabulary"))
-        head.token_loss = liger_token_loss(device)
+        head.token_loss, head.token_losses = liger_token_loss(device), None
 
 
 def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the summed cross-entropy of tokens: hidden [tokens, size], weight [vocab, size], labels [tokens]."""
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="sum", label_smoothing=label_smoothing)
+
+
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the cross-entropy of each token, [tokens]; arguments as for ``token_loss``."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="none", label_smoothing=label_smoothing)
 
 
 def liger_token_loss(device: torch.device) -> TokenLoss:
@@ -115,13 +147,14 @@ class _Chunked(Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        label_smoothing: float,
-        loss: TokenLoss,
+        weights: Tensor | None,
+        loss: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
         tokens_at_once: int,
         training: bool,
     ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
-        weight = weight.detach().requires_grad_(training)
+        trains_head = training and ctx.needs_input_grad[1]
+        weight = weight.detach().requires_grad_(trains_head)
         if training:
             of_hidden = torch.empty_like(hidden)
         of_weight: Tensor | None = None
@@ -129,15 +162,17 @@ class _Chunked(Function):
             chunk = slice(start, start + tokens_at_once)
             with torch.set_grad_enabled(training):
                 some = hidden[chunk].detach().requires_grad_(training)
-                summed = loss(some, weight, labels[chunk], label_smoothing)
+                summed = loss(some, weight, labels[chunk], None if weights is None else weights[chunk])
             if training:
-                of_hidden[chunk], of_chunk = torch.autograd.grad(summed, (some, weight))
-                # The first chunk becomes the sum: at 128,000 x 4,096 elements each pass over it moves 2 GB.
-                of_weight = of_chunk.float() if of_weight is None else of_weight.add_(of_chunk)
+                of_hidden[chunk], *of_chunk = torch.autograd.grad(summed, (some, weight) if trains_head else (some,))
+                if of_chunk:
+                    # The first chunk becomes the sum: at 128,000 x 4,096 elements each pass over it moves 2 GB.
+                    of_weight = of_chunk[0].float() if of_weight is None else of_weight.add_(of_chunk[0])
                 del of_chunk
             total += summed.detach()
         if training:
-            of_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight is None else of_weight
+            if of_weight is None and trains_head:
+                of_weight = torch.zeros_like(weight, dtype=torch.float32)
             ctx.gradients, ctx.dtype = (of_hidden, of_weight), weight.dtype  # not saved tensors, which may be offloaded
         return total
 
@@ -145,4 +180,40 @@ class _Chunked(Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.gradients
         del ctx.gradients  # scaled in place, so a second backward pass is not possible
-        return of_hidden.mul_(factor), of_weight.mul_(factor).to(ctx.dtype), None, None, None, None, None
+        of_weight = None if of_weight is None else of_weight.mul_(factor).to(ctx.dtype)
+        return of_hidden.mul_(factor), of_weight, None, None, None, None, None
+
+
+class _ChunkedTokens(Function):
+    """Computes the loss of each token chunk by chunk, and again in the backward pass, where its gradient is known.
+
+    The gradient of the weight is summed in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, losses: TokenLosses, tokens_at_once: int
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, labels)
+        ctx.weight = weight  # not a saved tensor: ZeRO-3 gathers the parameter again before the backward pass
+        ctx.losses, ctx.tokens_at_once = losses, tokens_at_once
+        chunks = zip(hidden.split(tokens_at_once), labels.split(tokens_at_once), strict=True)
+        return torch.cat([losses(some, weight, chunk, 0.0) for some, chunk in chunks])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, labels = ctx.saved_tensors
+        trains_head = ctx.needs_input_grad[1]
+        weight = ctx.weight.detach().requires_grad_(trains_head)
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if trains_head else None
+        for start in range(0, len(labels), ctx.tokens_at_once):
+            chunk = slice(start, start + ctx.tokens_at_once)
+            with torch.enable_grad():
+                some = hidden[chunk].detach().requires_grad_()
+                found = ctx.losses(some, weight, labels[chunk], 0.0)
+            inputs = (some, weight) if trains_head else (some,)
+            of_hidden[chunk], *of_chunk = torch.autograd.grad(found, inputs, gradient[chunk])
+            if of_weight is not None:
+                of_weight.add_(of_chunk[0])
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None

@@ -24,13 +24,17 @@ from scaletrain_cli.engine.parallel.mesh import Axis, ShardSpec, copy_to_ranks, 
 
 
 class VocabularyLoss:
-    """Replaces the head's ``token_loss`` if its weight is sharded over the vocabulary."""
+    """Replaces the head's ``token_loss`` and ``token_losses`` if its weight is sharded over the vocabulary."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return summed cross-entropy: hidden [tokens, size], weight [vocab / ranks, size], labels [tokens]."""
+        return self.each(hidden, weight, labels, label_smoothing).sum()
+
+    def each(self, hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """Return the cross-entropy of each token, [tokens]."""
         logits = F.linear(copy_to_ranks(hidden, self._axis), weight).float()
         return _CrossEntropy.apply(logits, labels, self._axis, label_smoothing)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -54,8 +58,7 @@ class _CrossEntropy(Function):
         losses = total.log() - (1 - smoothing) * own - smoothing / vocabulary * everything
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), rows, here, counted)
         ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
-        summed: Tensor = losses.masked_fill(~counted, 0.0).sum()
-        return summed
+        return losses.masked_fill(~counted, 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -167,6 +170,7 @@ def _shard_head(model: CausalLM, axis: Axis) -> None:
     else:
         model.lm_head.weight = sharded(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
     model.lm_head.token_loss = VocabularyLoss(axis)
+    model.lm_head.token_losses = model.lm_head.token_loss.each
 
 
 def sharded(whole: Tensor, spec: ShardSpec) -> nn.Parameter:

@@ -77,6 +77,52 @@ def test_no_token_that_counts_makes_no_loss_and_no_gradient(tokens_at_once: int 
     assert not made.weight.grad.any()
 
 
+def weights_of(labels: Tensor) -> Tensor:
+    return torch.rand(labels.shape, generator=torch.Generator().manual_seed(3)) * (labels != -100)
+
+
+@every_kind
+def test_weights_are_factors_of_the_losses_of_tokens(tokens_at_once: int | None) -> None:
+    made, (hidden, labels) = head(), batch()
+    weights = weights_of(labels)
+    logits = (hidden @ made.weight.t()).flatten(0, 1)
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="none") * weights.flatten()
+    (losses.sum() / 20).backward()
+    found, (again, _) = head(tokens_at_once), batch()
+    loss = found(again, labels, torch.tensor(20.0), weights)
+    loss.backward()
+    torch.testing.assert_close(
+        (loss, again.grad, found.weight.grad), (losses.sum() / 20, hidden.grad, made.weight.grad)
+    )
+
+
+@every_kind
+def test_rows_have_the_summed_log_probabilities_of_their_labels(tokens_at_once: int | None) -> None:
+    made, (hidden, labels) = head(), batch()
+    chosen = (hidden @ made.weight.t()).log_softmax(-1).gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)
+    expected = (chosen * (labels != -100)).sum(1)
+    factors = torch.tensor([0.5, -1.0, 2.0, 3.0])
+    (expected * factors).sum().backward()
+    found, (again, _) = head(tokens_at_once, label_smoothing=0.1), batch()  # smoothing changes losses only
+    rows = found(again, labels, by_row=True)
+    (rows * factors).sum().backward()
+    torch.testing.assert_close((rows, again.grad, found.weight.grad), (expected, hidden.grad, made.weight.grad))
+
+
+@every_kind
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_frozen_head_gets_no_gradient(tokens_at_once: int | None, by_row: bool) -> None:
+    frozen, trained = head(tokens_at_once), head(tokens_at_once)
+    frozen.weight.requires_grad_(False)
+    gradients = []
+    for made in (frozen, trained):
+        hidden, labels = batch()
+        made(hidden, labels, by_row=by_row).sum().backward()
+        gradients.append(hidden.grad)
+    assert torch.equal(*gradients)
+    assert frozen.weight.grad is None
+
+
 @every_kind
 def test_gradients_accumulate_over_micro_batches(tokens_at_once: int | None) -> None:
     made = head(tokens_at_once)
@@ -197,16 +243,32 @@ def test_whole_and_chunked_losses_train_equally_in_every_zero_stage(tied: bool) 
             torch.testing.assert_close(losses, reference, rtol=0, atol=1e-5, msg=f"{way}: {losses}, not {reference}")
 
 
-def loss_over_a_cut_vocabulary(tokens_at_once: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    axis = Axis(2, dist.get_rank(), dist.group.WORLD)
-    made = head(tokens_at_once, 0.1)
-    made.weight = nn.Parameter(ShardSpec(0, 2, axis.rank).take(made.weight.detach()))
-    made.token_loss = VocabularyLoss(axis)
-    loss, *gradients = loss_and_gradients(made)
-    return loss.detach(), *gradients
+def over_a_cut_vocabulary(tokens_at_once: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return loss, weighted loss and log-probabilities of rows, each with its gradients."""
+    axis, found = Axis(2, dist.get_rank(), dist.group.WORLD), []
+    for kind in KINDS:
+        made = head(tokens_at_once, 0.1)
+        made.weight = nn.Parameter(ShardSpec(0, 2, axis.rank).take(made.weight.detach()))
+        made.token_loss = VocabularyLoss(axis)
+        made.token_losses = made.token_loss.each
+        found.append(of_kind(made, kind))
+    return found
+
+
+KINDS = ("plain", "weighted", "by row")
+
+
+def of_kind(made: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, labels = batch()
+    weights = weights_of(labels) if kind == "weighted" else None
+    loss = made(hidden, labels, None, weights, by_row=kind == "by row")
+    (loss * torch.arange(1.0, 1.0 + loss.numel())).sum().backward()
+    return loss.detach(), hidden.grad, made.weight.grad  # type: ignore[return-value]
 
 
 def test_chunks_of_a_sharded_vocabulary_equal_those_of_a_whole_one() -> None:
-    expected, of_hidden, of_weight = loss_and_gradients(head(None, 0.1))
-    for rank, found in enumerate(on_ranks(2, loss_over_a_cut_vocabulary, 7)):
-        torch.testing.assert_close(found, (expected.detach(), of_hidden, ShardSpec(0, 2, rank).take(of_weight)))
+    for tokens_at_once in (None, 7):
+        for rank, found in enumerate(on_ranks(2, over_a_cut_vocabulary, tokens_at_once)):
+            for kind, parts in zip(KINDS, found, strict=True):
+                expected, of_hidden, of_weight = of_kind(head(None, 0.1), kind)
+                torch.testing.assert_close(parts, (expected, of_hidden, ShardSpec(0, 2, rank).take(of_weight)))
