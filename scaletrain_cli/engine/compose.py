@@ -31,6 +31,8 @@ from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, WeightSource, materialize, zero3_partition
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.engine.objectives import build_objective
+from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, parameter_groups
 from scaletrain_cli.engine.parallel.expert import mark_experts_for_deepspeed, shard_experts, with_expert_groups
@@ -107,9 +109,10 @@ def _on_host(block: nn.Module, pin_memory: bool) -> Forward:
 
 @dataclass(frozen=True)
 class Composed:
-    """This rank's part of the model, DeepSpeed's engine around it, and the optimizer inside that."""
+    """This rank's part of the model, the objective, DeepSpeed's engine around both, and the optimizer inside that."""
 
     model: CausalLM
+    objective: Objective
     engine: Any
     optimizer: torch.optim.Optimizer
     stage: PipelineStage | None  # None without a pipeline
@@ -149,14 +152,15 @@ def compose(
         compiled=layout.compile or spec.training.compile is True,  # earlier versions do not write compile into the plan
         pin_memory=device.type == "cuda",
     )
-    stage = PipelineStage(model, mesh.pipeline) if layout.pipeline_parallel > 1 else None
+    objective = build_objective(spec.training, mesh)
+    stage = PipelineStage(model, mesh.pipeline, objective) if layout.pipeline_parallel > 1 else None
     module = model if stage is None else pipeline_module(stage, mesh)
     mark_experts_for_deepspeed(model, mesh)
     groups = with_expert_groups(parameter_groups(model, spec.training.optimizer))
     optimizer = build_optimizer(spec, groups, layout, device)
     engine = start_deepspeed(config, module, optimizer, unit)
     fix_loss_scale(engine)
-    return Composed(model, engine, optimizer, stage)
+    return Composed(model, objective, engine, optimizer, stage)
 
 
 def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> CausalLM:

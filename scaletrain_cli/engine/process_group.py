@@ -86,7 +86,7 @@ def _known_type(name: str) -> type:
 
 
 T = TypeVar("T")
-SLOTS = 16  # values per step
+SLOTS = 24  # values per step
 _LEAST_INTEGER = -(1 << 63)
 
 

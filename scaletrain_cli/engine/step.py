@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
+from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import scale_router_losses
+from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.optim.clipping import AdaptiveClip, clip, clip_elements, gradient_norm
 from scaletrain_cli.engine.optim.deepspeed_optimizer import loss_scale, step_was_skipped
 from scaletrain_cli.engine.parallel.mesh import Mesh
@@ -22,12 +24,14 @@ from scaletrain_cli.spec import TrainingSpec
 class StepResult(NamedTuple):
     """Scalars, the same on every rank: mean loss over the global batch in nats, gradient norm before clipping.
 
-    An update with a gradient that is not finite is not applied. ``skipped``: because of an fp16 overflow.
+    An update with a gradient that is not finite is not applied. ``skipped``: because of an fp16 overflow. ``measures``:
+    those of the objective.
     """
 
     loss: Tensor
     grad_norm: Tensor | float
     skipped: bool
+    measures: dict[str, Tensor]
 
 
 class Stepper(ABC):
@@ -53,7 +57,8 @@ class Stepper(ABC):
         loss, norm = self._train(batches, self._largest_norm(), nan_gradient, factor)
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
-        return StepResult(loss, norm, self._fp16 and step_was_skipped(self._engine))
+        measures = self._composed.objective.take_measures()
+        return StepResult(loss, norm, self._fp16 and step_was_skipped(self._engine), measures)
 
     @property
     def loss_scale(self) -> float:
@@ -76,6 +81,19 @@ class Stepper(ABC):
     @abstractmethod
     def validation_loss(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Return the mean loss of micro-batches over all replicas, on every rank, without training."""
+
+    @abstractmethod
+    def log_probabilities(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probabilities of the answers of each micro-batch, [rows], without dropout or training.
+
+        Of a pipeline only the last stage has them; others return an empty list.
+        """
+
+    @property
+    def _preferences(self) -> DPO:
+        objective = self._composed.objective
+        assert isinstance(objective, DPO)
+        return objective
 
 
 def build_stepper(composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec) -> Stepper:
@@ -135,7 +153,20 @@ class ModelStepper(Stepper):
         return _mean(loss / len(batches), self._mesh.replicas.group)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
-        return self._engine(batch.tokens, batch.labels, batch.context, batch.divisor)  # type: ignore[no-any-return]
+        return self._forward(batch, self._composed.objective.loss)
+
+    @torch.no_grad()
+    def log_probabilities(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        self._engine.eval()
+        found = [self._forward(batch, self._preferences.log_probabilities) for batch in batches]
+        self._engine.train()
+        return found
+
+    def _forward(self, batch: MicroBatch, output: Callable[[CausalLM, Tensor, MicroBatch], Tensor]) -> Tensor:
+        def of_batch(model: CausalLM, hidden: Tensor) -> Tensor:
+            return output(model, hidden, batch)
+
+        return self._engine(batch.tokens, batch.labels, batch.context, output=of_batch)  # type: ignore[no-any-return]
 
 
 class PipelineStepper(Stepper):
@@ -153,19 +184,25 @@ class PipelineStepper(Stepper):
         loss: Tensor = self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))
         return loss.reshape(())  # a tensor of one element with a single replica
 
+    def log_probabilities(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def keep(model: CausalLM, hidden: Tensor, batch: MicroBatch) -> Tensor:
+            found.append(self._preferences.log_probabilities(model, hidden, batch))
+            return found[-1].new_zeros(())  # DeepSpeed averages a loss
+
+        stage = self._composed.stage
+        assert stage is not None
+        stage.output = keep
+        self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))
+        stage.output = self._composed.objective.loss
+        return found
+
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, Any]]:
         """Return what DeepSpeed passes on: tokens for the first stage and labels for the last; see ``expect``."""
         assert self._composed.stage is not None
         self._composed.stage.expect(batches)
-        return iter([(batch.tokens, (batch.labels, _divisor(batch))) for batch in batches])
-
-
-def _divisor(batch: MicroBatch) -> Tensor:
-    """Return the batch's divisor, or the default one as a tensor: DeepSpeed's pipeline passes tensors only."""
-    if batch.divisor is not None:
-        return batch.divisor
-    # Created on the device: a copy from the host would make the last stage wait in each micro-batch.
-    return torch.full((), float(batch.labels.numel()), device=batch.labels.device)
+        return iter([(batch.tokens, batch.labels) for batch in batches])
 
 
 def _mean(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

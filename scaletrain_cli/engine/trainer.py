@@ -223,6 +223,7 @@ class Trainer:
         }
         if self.record.spec.training.precision == "fp16":
             measured |= {"loss_scale": scale, "skipped": float(result.skipped)}
+        measured |= result.measures
         routing = routing_measures(self.model) if self.model.spec.num_experts else None
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,18 @@ class CausalLM(nn.Module, ABC):
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Return the normalized hidden states that the head reads."""
 
-    def loss(self, hidden: Tensor, labels: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """Return summed next-token cross-entropy in nats over ``divisor``, or its mean over the labels that count."""
-        return self.lm_head(self.final_norm(hidden), labels, divisor)  # type: ignore[no-any-return]
+    def loss(
+        self, hidden: Tensor, labels: Tensor, divisor: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return summed next-token cross-entropy in nats over ``divisor``, or its mean over the labels that count.
+
+        ``weights``: [batch, length], factors of the losses of the labels.
+        """
+        return self.lm_head(self.final_norm(hidden), labels, divisor, weights)  # type: ignore[no-any-return]
+
+    def row_log_probabilities(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the summed log-probabilities of the labels of each row that count, [batch], in fp32."""
+        return self.lm_head(self.final_norm(hidden), labels, by_row=True)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -64,13 +74,18 @@ class CausalLM(nn.Module, ABC):
         labels: Tensor,
         context: TokenContext | None = None,
         divisor: Tensor | None = None,
+        output: Callable[[CausalLM, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the loss of a batch; ``context`` defaults to whole sequences of one document each."""
+        """Return the loss of a batch; ``context`` defaults to whole sequences of one document each.
+
+        ``output``: computes what to return instead, from the model and the hidden states after the blocks.
+        """
         if context is None:
             batch, length = tokens.shape
             context = TokenContext(*(torch.arange(size, device=tokens.device) for size in (length, batch)))
         hidden = self.embed(tokens, context)
-        return self.loss(self.transform(hidden, context.with_mask(hidden.dtype)), labels, divisor)
+        hidden = self.transform(hidden, context.with_mask(hidden.dtype))
+        return self.loss(hidden, labels, divisor) if output is None else output(self, hidden)
 
     def tie(self) -> None:
         """Share the embedding's weight with the head, as one parameter."""

@@ -1,4 +1,4 @@
-"""The language-model head, its loss and the log-probabilities of labels: over all logits at once, in chunks, or by Liger.
+"""The language-model head, its loss and log-probabilities: over all logits at once, in chunks, or by Liger Kernel.
 
 ``token_loss`` turns tokens into a summed loss, ``token_losses`` into the loss of each token. Both can be replaced;
 ``parallel.tensor`` has them for a sharded vocabulary.
@@ -197,8 +197,8 @@ class _ChunkedTokens(Function):
         ctx.save_for_backward(hidden, labels)
         ctx.weight = weight  # not a saved tensor: ZeRO-3 gathers the parameter again before the backward pass
         ctx.losses, ctx.tokens_at_once = losses, tokens_at_once
-        chunks = zip(hidden.split(tokens_at_once), labels.split(tokens_at_once), strict=True)
-        return torch.cat([losses(some, weight, chunk, 0.0) for some, chunk in chunks])
+        chunks = (slice(start, start + tokens_at_once) for start in range(0, len(labels), tokens_at_once))
+        return torch.cat([losses(hidden[chunk], weight, labels[chunk], 0.0) for chunk in chunks])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

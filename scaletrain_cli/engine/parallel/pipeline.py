@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan.stages import blocks_per_stage
 
@@ -47,13 +48,18 @@ def _drop(model: nn.Module, path: str) -> None:
 
 
 class PipelineStage(nn.Module):
-    """This rank's part of the model, as DeepSpeed calls it: tokens or hidden states in, hidden states out."""
+    """This rank's part of the model, as DeepSpeed calls it: tokens or hidden states in, hidden states out.
 
-    def __init__(self, model: CausalLM, axis: Axis) -> None:
+    ``output``: computes the loss on the last stage, from the model, the hidden states and the micro-batch.
+    """
+
+    def __init__(self, model: CausalLM, axis: Axis, objective: Objective) -> None:
         super().__init__()
         self.model = model
+        self.output = objective.loss
         self._first = axis.rank == 0
         self._expected: deque[MicroBatch] = deque()
+        self._current: MicroBatch | None = None
         # fault injection: NaN output of this stage, and a factor of the last stage's loss
         self.nan_gradient, self.loss_factor = False, 1.0
 
@@ -63,14 +69,15 @@ class PipelineStage(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Run the stage: tokens [batch, length] on the first one, hidden states [batch, length, hidden] on others."""
-        batch = self._expected.popleft()
+        batch = self._current = self._expected.popleft()
         hidden = self.model.embed(inputs, batch.context) if self._first else inputs
         hidden = self.model.transform(hidden, batch.context.with_mask(hidden.dtype))
         return hidden * torch.nan if self.nan_gradient else hidden
 
-    def loss(self, hidden: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss on the last stage; ``labels`` are [batch, length] and the divisor of their summed loss."""
-        loss = self.model.loss(hidden, *labels)
+    def loss(self, hidden: Tensor, _: Tensor) -> Tensor:
+        """Return the loss on the last stage, which DeepSpeed calls after each forward pass with the labels."""
+        assert self._current is not None
+        loss = self.output(self.model, hidden, self._current)
         return loss if self.loss_factor == 1 else loss * self.loss_factor
 
 
