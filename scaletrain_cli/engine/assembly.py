@@ -15,7 +15,9 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import compose
-from scaletrain_cli.engine.data.batches import BatchReader, Prefetcher
+from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.data.dataset import TokenSequences
+from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.splits import open_data
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health import preflight
@@ -27,13 +29,16 @@ from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics
 from scaletrain_cli.engine.numa import pin_to_numa_node
+from scaletrain_cli.engine.objectives.base import Objective
+from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
-from scaletrain_cli.errors import ExitCode, PreemptedError, WrongNodesError
+from scaletrain_cli.errors import ExitCode, InfeasibleError, PreemptedError, UsageError, WrongNodesError
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
@@ -83,6 +88,7 @@ def assemble(
     swap = swap_folder(run.run_id, attempt, int(os.environ.get("NODE_RANK", "0")), os.environ)
     resuming = resume_point.checkpoint is not None
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming)
+    _check_rows(composed.objective, spec, layout, train)
     stepper = build_stepper(composed, mesh, device, spec.training)
     average = _weight_average(spec, composed.engine)
     _stop_if_preempted(flag, long_consensus)
@@ -105,7 +111,17 @@ def assemble(
         expected_seconds=record.plan.durability.save_seconds,
     )
     mask_starts = spec.data.loss_mask == "document_starts"
-    read_train = BatchReader(train, layout, mesh, spec.training.seed, mask_starts)
+    step_sync = StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger)
+
+    def goes_on() -> bool:
+        """Between micro-batches of the reference: return False on every rank after a preemption signal."""
+        heartbeat.beat(resume_point.step, "evaluation")
+        return step_sync.agree(resume_point.step)[0] is not StepDecision.PREEMPT
+
+    reference = None
+    if composed.objective.reads_pairs:
+        hashes = (dataset.fingerprint, dataset.seal)
+        reference = ReferencePass(run, spec, mesh, stepper, long_consensus, device, hashes, goes_on)
     return Trainer(
         run=run,
         record=record,
@@ -119,7 +135,7 @@ def assemble(
         optimizer=composed.optimizer,
         checkpointer=checkpointer,
         dataset=dataset,
-        prefetcher=Prefetcher(read_train.batch, device),
+        training=BatchReader(train, layout, mesh, spec.training.seed, mask_starts),
         validation=BatchReader(validation, layout, mesh, spec.training.seed, mask_starts),
         faults=faults,
         guard=GuardActions(
@@ -127,9 +143,10 @@ def assemble(
         ),
         deferred_metrics=DeferredMetrics(device),
         ledger=ledger,
-        step_sync=StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger),
+        step_sync=step_sync,
         heartbeat=heartbeat,
         stragglers=stragglers,
+        reference=reference,
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, consensus, device),
     )
 
@@ -168,6 +185,18 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: 
             problem = error.reason
     if problem := consensus.follow_rank_zero(problem):
         raise DiskSpaceError(problem)
+
+
+def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: TokenSequences | RowSequences) -> None:
+    """Raise UsageError or InfeasibleError if the objective cannot train on the rows of the dataset."""
+    rows = train if isinstance(train, RowSequences) else None
+    pairs = rows is not None and rows.pairs
+    if objective.reads_pairs and not pairs:
+        raise UsageError(Reason("engine.objective-needs-pairs"))
+    if pairs and not objective.reads_pairs:
+        raise UsageError(Reason("engine.pairs-need-dpo", {"objective": spec.training.objective}))
+    if rows is not None and rows.weighted and layout.cross_entropy == "liger":
+        raise InfeasibleError(Reason("engine.liger-without-weights"))
 
 
 def _weight_average(spec: RunSpec, engine: Any) -> WeightAverage | None:

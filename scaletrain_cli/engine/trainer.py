@@ -26,6 +26,7 @@ from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMea
 from scaletrain_cli.engine.model.attention import attention_kernel_of
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import routing_measures
+from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.schedules import learning_rate, should_stop
 from scaletrain_cli.engine.process_group import Ranks, StepDecision
@@ -99,7 +100,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     checkpointer: Checkpointer
     dataset: DatasetInfo
-    prefetcher: Prefetcher
+    training: BatchReader
     validation: BatchReader
     faults: Faults
     guard: GuardActions
@@ -109,12 +110,15 @@ class Trainer:
     step_sync: StepSync
     heartbeat: Heartbeat
     stragglers: Stragglers
+    reference: ReferencePass | None  # None: the objective has no reference
+    prefetcher: Prefetcher = field(init=False)
     metrics: MetricsLog = field(init=False)
     garbage_collection: GarbageCollection = field(default_factory=GarbageCollection)
 
     def fit(self) -> ExitCode:
         """Train from the resume point until the last step or a preemption signal; return the rank's exit code."""
         state = self.resume()
+        prepared = self.prepare_batches(state.step)
         with (
             contextlib.closing(self.ledger),
             MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as self.metrics,
@@ -124,7 +128,8 @@ class Trainer:
                 self.run, self.record.plan, self.attempt, self.ranks.rank, self.plan_check.composed.engine
             ),
         ):
-            self._train_until_end(state)
+            if prepared:
+                self._train_until_end(state)
             self._finish(state)
         if self.ranks.rank == 0 and (goodput := run_goodput(self.run)) is not None:
             log_event("goodput", **goodput.to_json())
@@ -258,6 +263,30 @@ class Trainer:
         if begin.evaluated and self._should_stop_early(state):
             state.last_step = state.step
         return state
+
+    def prepare_batches(self, step: int) -> bool:
+        """Make the batches ready to train after ``step`` steps, with reference log-probabilities if needed.
+
+        Returns False after a preemption signal. Raises DoNotRequeueError, see ``ReferencePass``.
+        """
+        ready = True
+        if self.reference is not None:
+            with self.ledger.during("restore"):
+                training = self.reference.with_reference(self.training, "train", step)
+                validation = None if training is None else self._validation_with_reference(step)
+            ready = training is not None and validation is not None
+            self.training, self.validation = training or self.training, validation or self.validation
+        self.prefetcher = Prefetcher(self.training.batch, self.device)
+        if ready and self.reference is not None and step == 0:
+            batches = self.training.batch(self.guard.batch_number(1)).micro_batches()
+            self.reference.check([batch.to(self.device) for batch in batches])
+        return ready
+
+    def _validation_with_reference(self, step: int) -> BatchReader | None:
+        if not self.record.spec.evaluation.every:
+            return self.validation
+        assert self.reference is not None
+        return self.reference.with_reference(self.validation, "validation", step)
 
     def save(self, step: int, *, wait: bool) -> None:
         """Start a checkpoint of the state after ``step`` steps; with ``wait``, return when it is committed."""

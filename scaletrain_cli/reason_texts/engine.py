@@ -34,6 +34,26 @@ TEXTS: dict[str, Text] = {
         "allows; the weights are unchanged",
         ("Lower the learning rate or inspect the batch; bf16 needs no loss scale.",),
     ),
+    # Preference pairs.
+    "reference-missing": Text(
+        "{path}: the reference log-probabilities are missing or damaged, and after {step:of step} the weights are no "
+        "longer those of the reference",
+        ("Restore the file from a copy of the run directory, or submit a new run.",),
+    ),
+    "reference-differs": Text(
+        "{folder}: the reference log-probabilities differ from those of the model at step 0 by {difference:.2g} of "
+        "their size, and {allowed:g} is allowed",
+        ("Delete the folder, so that they are computed again.", "Check that model.weights was not changed."),
+    ),
+    "objective-needs-pairs": Text(
+        "training.objective: dpo needs preference pairs, and the dataset has none", ("Set data.format: preference.",)
+    ),
+    "pairs-need-dpo": Text(
+        "the dataset has preference pairs, and training.objective is {objective}", ("Set training.objective: dpo.",)
+    ),
+    "liger-without-weights": Text(
+        "training.cross_entropy: liger has no weights of labels, which the rows of the dataset have", ("Use chunked.",)
+    ),
     # The text to train on.
     "data-source-unreadable": Text("data.source = {source}: {problem}"),
     "file-unreadable": Text("{path} cannot be read: {error}"),

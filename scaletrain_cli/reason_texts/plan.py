@@ -118,7 +118,6 @@ _ENGINE = {
     "engine-fp8-zero-3": Text(
         "not with fp8, whose matrix products keep the weights that stage 3 gathers", ("Use 1, 2 or auto.",)
     ),
-    "engine-objective": Text("this engine does not train this objective yet", ("Use causal_lm.",)),
     "engine-muon": Text(
         "orthogonalizes full matrices, which ZeRO and tensor parallelism shard", ("Use adamw or lion.",)
     ),

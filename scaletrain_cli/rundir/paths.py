@@ -50,6 +50,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def reference(self) -> Path:
+        """Folder of the log-probabilities of preference pairs under the first weights."""
+        return self.path / "reference"
+
+    @property
     def secrets(self) -> Path:
         """Values of ``secret_env``, mode 0600; no other file contains them."""
         return self.path / "secrets.json"

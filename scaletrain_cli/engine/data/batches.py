@@ -208,6 +208,10 @@ class BatchReader:
             indices = list(range(first, first + size))
             yield from self._batch([indices], [indices], counted).micro_batches()
 
+    def read(self, indices: list[list[int]]) -> list[MicroBatch]:
+        """Return micro-batches of the sequences or pairs with these indices, whose losses have no common divisor."""
+        return self._batch(indices, indices, 0.0).micro_batches()
+
     def _indices(self, number: int, data_rank: int) -> list[list[int]]:
         layout = self.layout
         return batch_indices(

@@ -75,8 +75,6 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     yield from workload.engine_problems(spec)
     yield from _about_precision(spec)
     yield from _about_optimizer(spec, layout)
-    if spec.training.objective != "causal_lm":
-        yield Rule("training.objective", spec.training.objective, "engine-objective")
     if spec.training.precision == "fp8" and layout.zero_stage == 3:
         yield Rule("layout.zero_stage", 3, "engine-fp8-zero-3")
     if spec.training.cross_entropy == "liger" and spec.cluster.gpu == "cpu":

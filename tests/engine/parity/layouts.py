@@ -100,6 +100,7 @@ def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     record = read_record(run)
     trainer = assemble(run, record, ranks, attempt, PreemptionFlag(), Heartbeat(None))
     begin = trainer.resume()
+    assert trainer.prepare_batches(begin.step)
     measured = []
     for step in range(begin.step + 1, last):
         trainer.optimizer_step(step)

@@ -1,0 +1,215 @@
+"""The log-probabilities of answers under the reference model: computed once, before step 1, and kept in the run.
+
+The reference is the model with its first weights, so that no second model is in memory. Resumed attempts read the file
+``reference/<split>``: a line of JSON, then fp32 [pairs, 2], the chosen answers first. It is replaced as a whole while
+it is computed, and an attempt that finds a part of it continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.process_group import RankConsensus
+from scaletrain_cli.engine.step import Stepper
+from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import expand_home, make_folder, replace_file
+from scaletrain_cli.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = "scaletrain.reference/v1"
+_WRITE_SECONDS = 15.0  # the most that a SIGKILL loses
+# The largest difference of a log-probability from the one that was computed before, over its size, at step 0. In
+# 16 bits the kernels, which may depend on the size of the batch, round differently.
+_TOLERANCE = {"fp32": 1e-4, "tf32": 5e-3}
+_TOLERANCE_16_BITS = 5e-2
+
+Values = npt.NDArray[np.float32]
+
+
+def reference_key(spec: RunSpec, dataset: Sequence[str]) -> dict[str, Any]:
+    """Return what the log-probabilities depend on; ``dataset``: the hashes of tokens, weights and templates."""
+    model = spec.transformer.model_dump(mode="json")
+    return {
+        "dataset": list(dataset),
+        "seq_len": spec.transformer.seq_len,
+        "precision": spec.training.precision,
+        "model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest(),
+        "weights": _weights_key(spec),
+    }
+
+
+def _weights_key(spec: RunSpec) -> str:
+    """Return a hash of the seed, or of names, sizes and times of the files in ``model.weights``."""
+    if spec.transformer.weights is None:
+        return f"seed {spec.training.seed}"
+    folder = expand_home(spec.transformer.weights)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps([str(folder), seen]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ReferenceFile:
+    """The log-probabilities of the first pairs of a split: ``values`` [computed pairs, 2]."""
+
+    key: dict[str, Any]
+    pairs: int
+    values: Values
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.values) == self.pairs
+
+    def write(self, path: Path) -> None:
+        """Write the file with one rename. Raises OSError."""
+        data = self.values.astype("<f4").tobytes()
+        header = {"schema": SCHEMA, "key": self.key, "pairs": self.pairs, "sha256": hashlib.sha256(data).hexdigest()}
+        make_folder(path.parent)
+        replace_file(path, json.dumps(header).encode() + b"\n" + data)
+
+    @classmethod
+    def read(cls, path: Path) -> ReferenceFile | None:
+        """Return the file; None if there is none, or if its content does not have its hash."""
+        try:
+            line, _, data = path.read_bytes().partition(b"\n")
+            header = json.loads(line)
+            if header["schema"] != SCHEMA or header["sha256"] != hashlib.sha256(data).hexdigest():
+                return None
+            values = np.frombuffer(data, "<f4").astype(np.float32).reshape(-1, 2)
+            return cls(header["key"], int(header["pairs"]), values)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class ReferencePass:
+    """Computes or reads the log-probabilities of one rank's splits. Methods are collective.
+
+    ``goes_on``: called between micro-batches; False on every rank after a preemption signal.
+    """
+
+    run: RunDir
+    spec: RunSpec
+    mesh: Mesh
+    stepper: Stepper
+    consensus: RankConsensus
+    device: torch.device
+    dataset: Sequence[str]
+    goes_on: Callable[[], bool]
+
+    def with_reference(self, reader: BatchReader, split: str, step: int) -> BatchReader | None:
+        """Return the reader with the log-probabilities of its pairs; None after a preemption signal.
+
+        Raises DoNotRequeueError if the run has trained ``step`` > 0 steps and its file is missing: the weights are no
+        longer the reference.
+        """
+        pairs, path = len(reader.sequences), self.run.reference / split
+        # Files of the weights may be gone once a checkpoint has replaced them.
+        key = reference_key(self.spec, self.dataset) if step == 0 and self._leads else {}
+        known = self._known(path, pairs, key, step) if self._leads else None
+        found = self._shared(known)
+        if step > 0 and len(found) < pairs:
+            raise DoNotRequeueError(Reason("engine.reference-missing", {"path": str(path), "step": step}))
+        if len(found) < pairs:
+            computed = self._compute(reader, found, ReferenceFile(key, pairs, found), path)
+            if computed is None:
+                return None
+            found = computed
+        first = reader.sequences.first
+        values = np.zeros((first + pairs, 2), np.float32)
+        values[first:] = found
+        return replace(reader, reference=values)
+
+    def check(self, batches: Sequence[MicroBatch]) -> None:
+        """Compare the reference of a batch with the model at step 0. Raises DoNotRequeueError if they differ."""
+        worst = 0.0
+        for batch, found in zip(batches, self.stepper.log_probabilities(batches), strict=False):
+            assert batch.reference is not None
+            difference = (found - batch.reference).abs() / batch.reference.abs().clamp(min=1.0)
+            worst = max(worst, float(difference.nan_to_num(nan=torch.inf).max()))
+        worst = -self.consensus.least(-worst)
+        allowed = _TOLERANCE.get(self.spec.training.precision, _TOLERANCE_16_BITS)
+        if worst > allowed:
+            params = {"folder": str(self.run.reference), "difference": worst, "allowed": allowed}
+            raise DoNotRequeueError(Reason("engine.reference-differs", params))
+
+    @property
+    def _leads(self) -> bool:
+        return torch.distributed.get_rank() == 0
+
+    def _known(self, path: Path, pairs: int, key: dict[str, Any], step: int) -> Values | None:
+        file = ReferenceFile.read(path)
+        if file is None or file.pairs != pairs:
+            return None
+        same = file.key == key if step == 0 else file.key["dataset"] == list(self.dataset)
+        return file.values if same else None
+
+    def _shared(self, values: Values | None) -> Values:
+        """Return the values of rank 0 on every rank."""
+        text = self.consensus.follow_rank_zero("" if values is None else values.tobytes().hex())
+        shared: Values = np.frombuffer(bytes.fromhex(text), np.float32).reshape(-1, 2).copy()
+        return shared
+
+    def _compute(self, reader: BatchReader, known: Values, file: ReferenceFile, path: Path) -> Values | None:
+        """Return the values of all pairs, of which the first are known; None after a preemption signal."""
+        layout, pairs = reader.layout, file.pairs
+        values = np.concatenate([known, np.zeros((pairs - len(known), 2), np.float32)])
+        width = layout.micro_batch_size * layout.data_parallel
+        logger.info("reference log-probabilities: %d of %d pairs of %s known", len(known), pairs, path.name)
+        written = time.monotonic()
+        rounds = iter(range(len(known), pairs, width))
+        done = len(known)
+        # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
+        while starts := list(itertools.islice(rounds, layout.gradient_accumulation_steps)):
+            if not self.goes_on():
+                if self._leads:
+                    replace(file, values=values[:done]).write(path)
+                return None
+            parts = self.consensus.gather(self._part(reader, starts, pairs))
+            done = min(starts[-1] + width, pairs)
+            for numbers, chosen, rejected in parts or ():
+                values[numbers, 0], values[numbers, 1] = chosen, rejected
+            if self._leads and (done == pairs or time.monotonic() - written > _WRITE_SECONDS):
+                replace(file, values=values[:done]).write(path)
+                written = time.monotonic()
+        return self._shared(values if self._leads else None)
+
+    def _part(self, reader: BatchReader, starts: list[int], pairs: int) -> tuple[list[int], list[float], list[float]]:
+        """Return the numbers of pairs that this rank reports, and the log-probabilities of their answers.
+
+        A round holds pairs ``start`` to ``start`` + micro_batch_size x data_parallel; the last pair stands in for
+        those beyond the end.
+        """
+        size = reader.layout.micro_batch_size
+        indices = [[start + self.mesh.data.rank * size + offset for offset in range(size)] for start in starts]
+        batches = reader.read([[min(index, pairs - 1) for index in batch] for batch in indices])
+        found = self.stepper.log_probabilities([batch.to(self.device) for batch in batches])
+        numbers: list[int] = []
+        answers: list[Tensor] = []
+        if self.mesh.tensor.rank == self.mesh.sequence.rank == 0:  # others have the same values
+            for batch, rows in zip(indices, found, strict=False):
+                within = [index for index in batch if index < pairs]
+                numbers += within
+                answers.append(rows.view(2, size)[:, : len(within)].cpu())
+        if not answers:
+            return [], [], []
+        chosen, rejected = torch.cat(answers, dim=1).tolist()
+        return numbers, chosen, rejected

@@ -1,0 +1,80 @@
+"""Losses of fine-tuning equal those of TRL, step by step, on the same model, rows and order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.objectives.rows import (
+    Course,
+    Example,
+    examples,
+    largest_difference,
+    order,
+    pairs,
+    row_sequences,
+    spec_of,
+    train,
+)
+from tests.engine.objectives.trl_runs import dpo_run, sft_losses
+from tests.engine.ranks import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and its libraries
+
+LIMIT = 1e-5  # relative, at each step
+EXAMPLES, PAIRS = examples(40), pairs(40)
+DPO_KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "sigmoid": ((), {"loss_type": "sigmoid"}),
+    "robust": (
+        ("training.dpo.loss=robust", "training.dpo.label_smoothing=0.1"),
+        {"loss_type": "robust", "label_smoothing": 0.1},
+    ),
+    "ipo": (("training.dpo.loss=ipo",), {"loss_type": "ipo"}),
+    "length normalized": (("training.dpo.length_normalized=true",), {"loss_type": "sigmoid_norm"}),
+}
+
+
+def test_losses_of_sft_are_those_of_trl(tmp_path: Path) -> None:
+    spec = spec_of("training.objective=sft")
+    (ours,) = on_ranks(1, train, spec, row_sequences([[example] for example in EXAMPLES]), tmp_path)
+    theirs = sft_losses(spec, [[EXAMPLES[i]] for i in order(spec, len(EXAMPLES))], tmp_path)
+    assert largest_difference(ours.losses, theirs) < LIMIT
+    assert ours.losses[-1] < 0.8 * ours.losses[0]
+
+
+@pytest.mark.long
+def test_losses_of_packed_sft_are_those_of_trl(tmp_path: Path) -> None:
+    spec, rows = spec_of("training.objective=sft"), packed()
+    (ours,) = on_ranks(1, train, spec, row_sequences(rows), tmp_path)
+    theirs = sft_losses(spec, [rows[i] for i in order(spec, len(rows))], tmp_path)
+    assert largest_difference(ours.losses, theirs) < LIMIT
+
+
+def packed() -> list[list[Example]]:
+    """Return rows of one to three examples that fit."""
+    rows: list[list[Example]] = [[]]
+    for example in examples(60):
+        if sum(len(one.tokens) for one in [*rows[-1], example]) > 24:
+            rows.append([])
+        rows[-1].append(example)
+    assert max(len(row) for row in rows) > 1
+    return rows
+
+
+@pytest.mark.parametrize(
+    "kind", ["sigmoid", *(pytest.param(kind, marks=pytest.mark.long) for kind in DPO_KINDS if kind != "sigmoid")]
+)
+def test_losses_and_measures_of_dpo_are_those_of_trl(kind: str, tmp_path: Path) -> None:
+    overrides, settings = DPO_KINDS[kind]
+    spec = spec_of("training.objective=dpo", "training.optimizer.lr=5.0e-4", *overrides)
+    rows = row_sequences([[one] for pair in PAIRS for one in pair], is_pairs=True)
+    ours: Course
+    (ours,) = on_ranks(1, train, spec, rows, tmp_path)
+    theirs = dpo_run(spec, [PAIRS[i] for i in order(spec, len(PAIRS))], tmp_path / "trl", **settings)
+    assert largest_difference(ours.losses, [line["loss"] for line in theirs]) < LIMIT
+    for name in ours.measures[0]:
+        found = [step[name] for step in ours.measures]
+        assert found == pytest.approx([line[name] for line in theirs], rel=1e-4, abs=1e-5), name
+    assert ours.measures[0]["rewards/margins"] == 0
