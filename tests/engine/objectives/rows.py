@@ -29,7 +29,7 @@ schema: scaletrain/v1
 name: examples
 model: {{family: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 4,
         intermediate_size: 48, vocab_size: {VOCAB}, seq_len: {LENGTH}, initializer_range: 0.2}}
-data: {{source: python-stdlib, tokenizer: {{vocab_size: {VOCAB}}}}}
+data: {{source: examples.jsonl, tokenizer: {{vocab_size: {VOCAB}}}}}
 training:
   global_batch_size: 8
   micro_batch_size: 2
