@@ -29,7 +29,6 @@ BASE_LAYER = {
     "event_texts",
     "extras",
     "full_disk",
-    "hub",
     "log_setup",
     "own_processes",
     "plugins",
@@ -64,7 +63,6 @@ MAY_IMPORT = {
     "event_texts": set(),
     "extras": set(),
     "full_disk": set(),
-    "hub": set(),
     "log_setup": set(),
     "own_processes": set(),
     "plugins": set(),
@@ -73,7 +71,6 @@ MAY_IMPORT = {
 }
 # What a package may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
-    "hub": {"huggingface_hub"},
     "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},
     "launch": {

@@ -18,6 +18,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, factor_shapes
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
+from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.training import OptimizerSpec, TrainableGroup
 
 _MOST_NEAR = 3  # names that an error suggests
@@ -320,12 +321,12 @@ def trained_ever(spec: RunSpec) -> frozenset[str]:
 def trains_everything(spec: RunSpec) -> bool:
     """Return True if all parameters train in all steps with the same learning rate, whatever their names are."""
     training = spec.training
-    return not training.trainable and training.optimizer.layer_decay == 1 and not has_adapter(spec.transformer)
+    return not training.trainable and training.optimizer.layer_decay == 1 and not has_adapter(spec.model)
 
 
-def has_adapter(model: ModelSpec) -> bool:
+def has_adapter(model: AnyModel) -> bool:
     """Return True if factors of a low-rank adapter train instead of the model's own parameters."""
-    return model.family in BUILT_IN_FAMILIES and any(parameter.adapter for parameter in model_parameters(model))
+    return isinstance(model, ModelSpec) and model.adapter is not None and model.family in BUILT_IN_FAMILIES
 
 
 def _recipe(spec: RunSpec) -> _Recipe:

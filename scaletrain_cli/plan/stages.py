@@ -79,7 +79,8 @@ class Shard:
 class Stage(NamedTuple):
     """One pipeline stage: its number of blocks, of which ``dense`` have no experts.
 
-    ``first``: it has the embedding; ``last``: it has the final norm, the head and the loss.
+    ``first``: it has the embedding; ``last``: it has the final norm, the head and the loss. ``start``: number of its
+    first block, from 0.
     """
 
     position: int
@@ -87,6 +88,7 @@ class Stage(NamedTuple):
     dense: int
     first: bool
     last: bool
+    start: int = 0
 
 
 def engine_stages(model: ModelSpec, stages: int) -> tuple[Stage, ...]:
@@ -109,7 +111,14 @@ def stages_of(
         counts = {index: layers // stages + (1 if index < layers % stages else 0) for index in indices}
         starts = {index: index * (layers // stages) + min(index, layers % stages) for index in indices}
     return tuple(
-        Stage(index, count, max(0, min(starts[index] + count, plain) - starts[index]), index == 0, index == last)
+        Stage(
+            index,
+            count,
+            max(0, min(starts[index] + count, plain) - starts[index]),
+            index == 0,
+            index == last,
+            starts[index],
+        )
         for index, count in counts.items()
         if stages <= MOST_STAGES or index in (0, 1, last)
     )
@@ -139,10 +148,15 @@ def zero_shards(layout: Layout) -> int:
     return layout.data_parallel * layout.sequence_parallel * layout.context_parallel
 
 
+def rows_per_sample(spec: RunSpec) -> int:
+    """Return the rows of a batch that one sample has: 2 for a pair of preferred and rejected answer, otherwise 1."""
+    return spec.units_per_sample // spec.transformer.seq_len
+
+
 def local_tokens(spec: RunSpec, layout: Layout) -> int:
     """Return the tokens of one micro-batch on one rank."""
     ranks = layout.sequence_parallel * layout.context_parallel
-    return layout.micro_batch_size * -(-spec.transformer.seq_len // ranks)
+    return layout.micro_batch_size * rows_per_sample(spec) * -(-spec.transformer.seq_len // ranks)
 
 
 def micro_batches_in_flight(layout: Layout, index: int) -> int:

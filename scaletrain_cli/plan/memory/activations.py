@@ -21,12 +21,23 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 _FP32 = 4
 
 
+def has_documents(spec: RunSpec) -> bool:
+    """Return whether a row of a batch holds several documents, so that attention has a mask."""
+    return str(getattr(spec.data, "packing", "none")) != "none"
+
+
 def fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
-    """Return whether attention without dropout has a fused kernel: by planner.attention, or for auto by the device."""
+    """Return whether attention without dropout has a fused kernel: by planner.attention, or for auto by the device.
+
+    Of torch's kernels, the memory-efficient one takes a mask, but no grouped heads, and flash attention takes no mask
+    (torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
     model, wanted = spec.transformer, spec.planner.attention
     if wanted != "auto":
         return wanted == "flash"
     grouped = model.num_key_value_heads != model.num_attention_heads
+    if grouped and has_documents(spec):
+        return False
     return device.fuses_attention(spec.training.precision, model.head_dim, grouped)
 
 
@@ -168,10 +179,13 @@ class Recomputation(NamedTuple):
     scope: str = "block"
     every: int = 2
 
-    def blocks(self, layers: int) -> int:
-        """Return how many of ``layers`` blocks keep only their input and are recomputed: none, every n-th, or all."""
+    def blocks(self, layers: int, first: int = 0) -> int:
+        """Return how many of ``layers`` blocks keep only their input and are recomputed: none, every n-th, or all.
+
+        ``first``: place of the first of them on its pipeline stage.
+        """
         if self.mode == "selective":
-            return 0 if self.scope == "attention" else -(-layers // self.every)
+            return 0 if self.scope == "attention" else -(-(first + layers) // self.every) - -(-first // self.every)
         return layers if self.mode == "full" else 0
 
     @property
@@ -181,13 +195,18 @@ class Recomputation(NamedTuple):
 
 
 def stage_activation_bytes(
-    per_token: TokenActivations, tokens: int, layers: int, recompute: Recomputation, micro_batches_in_flight: int
+    per_token: TokenActivations,
+    tokens: int,
+    layers: int,
+    recompute: Recomputation,
+    micro_batches_in_flight: int,
+    first: int = 0,
 ) -> int:
     """Return the bytes that ``layers`` blocks save for the backward passes of the micro-batches in flight.
 
-    ``tokens``: of one micro-batch on one rank.
+    ``tokens``: of one micro-batch on one rank; ``first``: place of the first block on its pipeline stage.
     """
-    short = recompute.blocks(layers)
+    short = recompute.blocks(layers, first)
     whole = per_token.saved - (per_token.attention if recompute.attention_only else 0)
     return tokens * (short * per_token.block_input + (layers - short) * whole) * micro_batches_in_flight
 

@@ -6,18 +6,20 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.architecture import Architecture, architecture
+from scaletrain_cli.plan.block_graph import BlockTraining
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.activations import (
     Recomputation,
     TokenActivations,
     block_backward_bytes,
     fuses_attention,
+    has_documents,
     loss_bytes,
     stage_activation_bytes,
     token_activations,
 )
-from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes
+from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes, trained_parameters
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
@@ -28,7 +30,16 @@ from scaletrain_cli.plan.memory.states import (
     weight_bytes,
 )
 from scaletrain_cli.plan.result import Layout, StageMemory
-from scaletrain_cli.plan.stages import Stage, chunks_in_flight, engine_stages, local_tokens, stage_shard, zero_shards
+from scaletrain_cli.plan.stages import (
+    Stage,
+    chunks_in_flight,
+    engine_stages,
+    local_tokens,
+    rows_per_sample,
+    stage_shard,
+    zero_shards,
+)
+from scaletrain_cli.plan.trained_stages import TrainedStage, stage_of_step, trained_stages
 from scaletrain_cli.spec import RunSpec
 
 # Fragmentation, because the caching allocator rounds and splits blocks: a twentieth of what is allocated and freed in a
@@ -46,18 +57,15 @@ class _FixedBytes(NamedTuple):
     step: int  # temporary memory of the optimizer's update
 
 
-def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int) -> int:
-    """Return the bytes that the blocks of a stage keep on the device for one micro-batch's backward pass."""
-    return 0 if spec.layout.activation_offload else kept_activation_bytes(spec, layout, device, stage)
+def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int, step: int = 1) -> int:
+    """Return the bytes that the blocks of a stage keep on the device for one micro-batch's backward pass of a step."""
+    return 0 if spec.layout.activation_offload else kept_activation_bytes(spec, layout, device, stage, step)
 
 
-def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int) -> int:
+def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int, step: int = 1) -> int:
     """Return the same bytes on whichever side they are kept: with activation offload in host memory."""
-    tokens, recompute = local_tokens(spec, layout), recomputation(spec, layout)
-    dense_block, moe_block = _per_token(spec, layout, device)
     held = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
-    dense = stage_activation_bytes(dense_block, tokens, held.dense, recompute, 1)
-    return dense + stage_activation_bytes(moe_block, tokens, held.blocks - held.dense, recompute, 1)
+    return _Activations(spec, layout, device).saved(held, stage_of_step(spec, step), 1)
 
 
 def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
@@ -65,20 +73,58 @@ def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
     return Recomputation(layout.activation_checkpointing, spec.layout.selective_scope, spec.layout.selective_every)
 
 
-def _per_token(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TokenActivations, TokenActivations]:
-    """Return the activations per token of (a dense block, an MoE block); both are the same without experts."""
-    model = spec.transformer
-    of_block = functools.partial(
-        token_activations,
-        model,
-        weight_bytes(spec.training.precision),
-        layout.tensor_parallel,
-        fuses_attention(spec, device),
-        sequence_parallel=layout.sequence_parallel,
-        compiled=spec.training.compile is True,  # auto falls back to eager blocks, which must fit too
-    )
-    dense_block = of_block(experts=False)
-    return dense_block, of_block() if model.num_experts else dense_block
+class _Activations:
+    """The activations of the blocks of one layout."""
+
+    def __init__(self, spec: RunSpec, layout: Layout, device: Accelerator) -> None:
+        self._model, self._adapter = spec.transformer, spec.transformer.adapter
+        self._recompute, self._tokens = recomputation(spec, layout), local_tokens(spec, layout)
+        self._of_block = functools.partial(
+            token_activations,
+            spec.transformer,
+            weight_bytes(spec.training.precision),
+            layout.tensor_parallel,
+            fuses_attention(spec, device),
+            sequence_parallel=layout.sequence_parallel,
+            compiled=spec.training.compile is True,  # auto falls back to eager blocks, which must fit too
+            keeps_inputs=layout.zero_stage == 3,
+            adapter_dropout=self._adapter is not None and self._adapter.dropout > 0,
+        )
+        self._known: dict[tuple[BlockTraining, bool], TokenActivations] = {}
+
+    def per_token(self, training: BlockTraining, experts: bool) -> TokenActivations:
+        """Return the activations per token of one block."""
+        found = self._known.get((training, experts))
+        if found is None:
+            found = self._of_block(experts=experts and bool(self._model.num_experts), training=training)
+            self._known[training, experts] = found
+        return found
+
+    def saved(self, stage: Stage, trained: TrainedStage, micro_batches: int) -> int:
+        """Return the bytes that the blocks of a stage keep for the backward passes of the micro-batches in flight."""
+        return sum(
+            stage_activation_bytes(
+                self.per_token(run.training, run.experts),
+                self._tokens,
+                run.blocks,
+                self._recompute,
+                micro_batches,
+                run.start - stage.start if trained.runs else 0,
+            )
+            for run in trained.blocks_of(self._model, stage)
+        )
+
+    def backward(self, stage: Stage, trained: TrainedStage, *, copied: bool) -> int:
+        """Return the bytes that exist only while a block runs backward, of the block that needs most.
+
+        ``copied``: activations are copied back from the host when the block runs backward, or recomputed.
+        """
+        most = 0
+        for run in trained.blocks_of(self._model, stage):
+            kind = self.per_token(run.training, run.experts)
+            bytes_ = block_backward_bytes(kind, self._tokens, stage.blocks, self._recompute)
+            most = max(most, bytes_, self._tokens * (kind.working + kind.saved) if copied else 0)
+        return most
 
 
 def engine_stage_memory(
@@ -86,51 +132,76 @@ def engine_stage_memory(
 ) -> Callable[[Stage], StageMemory]:
     """Return a function from a pipeline stage of this layout to its bytes on one rank.
 
-    ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages.
+    ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages. If stages of
+    the run train different parameters, the bytes are those of the one with the highest peak.
     """
+    sizes = [_size_of_stage(spec, layout, device, per_rank, trained) for trained in trained_stages(spec)]
+    if len(sizes) == 1:
+        return sizes[0]
+    return lambda stage: max((size(stage) for size in sizes), key=lambda memory: memory.peak)
+
+
+def trained_stage_memory(
+    spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage
+) -> tuple[StageMemory, ...]:
+    """Return the bytes on one rank of each pipeline stage while the run trains what ``trained`` states."""
+    per_rank = architecture(spec.transformer, layout.tensor_parallel, layout.expert_parallel)
+    size = _size_of_stage(spec, layout, device, per_rank, trained)
+    return tuple(map(size, engine_stages(spec.transformer, layout.pipeline_parallel)))
+
+
+def _size_of_stage(
+    spec: RunSpec, layout: Layout, device: Accelerator, per_rank: Architecture, trained: TrainedStage
+) -> Callable[[Stage], StageMemory]:
     training, model = spec.training, spec.transformer
     element, shards = weight_bytes(training.precision), zero_shards(layout)
-    tokens, recompute = local_tokens(spec, layout), recomputation(spec, layout)
-    dense_block, moe_block = _per_token(spec, layout, device)
+    tokens = local_tokens(spec, layout)
+    activations = _Activations(spec, layout, device)
     loss = loss_bytes(model, element, tokens, layout.tensor_parallel, layout.cross_entropy)
     offloaded = spec.layout.activation_offload
     grads = gradient_bytes(training.precision, training.grad_dtype)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
+    mask = document_mask_bytes(spec, layout)
 
     def fixed_bytes(stage: Stage) -> _FixedBytes:
         """Return the bytes that do not depend on the micro-batches in flight."""
         shard = stage_shard(per_rank, stage)
-        count, accumulation = shard.parameters, layout.gradient_accumulation_steps
+        accumulation = layout.gradient_accumulation_steps
         precision, grad_dtype, zero = training.precision, training.grad_dtype, layout.zero_stage
-        buffers = between + communication_buffer_bytes(
-            count, shard.largest_block, zero, element, grads, shards, pipeline=layout.pipeline_parallel > 1
-        )
-        buffers += second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
+        count, dequantized = trained_parameters(spec, layout, stage, trained)
+        buffers = between + element * dequantized
+        if count:  # a stage of a pipeline that trains nothing has no optimizer
+            buffers += communication_buffer_bytes(
+                count,
+                shard.largest_block,
+                zero,
+                element,
+                grads,
+                shards,
+                pipeline=layout.pipeline_parallel > 1,
+                gathered=shard.parameters,
+            )
+            buffers += second_gradient_bytes(count, precision, grad_dtype, zero, shards, accumulation)
         if layout.offload == "none":
             step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
         else:
-            step = offload_step_bytes(spec, layout, stage)
-        kind = moe_block if stage.dense < stage.blocks else dense_block
-        backward = block_backward_bytes(kind, tokens, stage.blocks, recompute)
-        if offloaded:  # a block's activations are copied back when it runs backward, or recomputed
-            backward = max(backward, tokens * (kind.working + kind.saved))
-        states, host = engine_states(spec, layout, stage)
+            step = offload_step_bytes(spec, layout, stage, trained)
+        backward = activations.backward(stage, trained, copied=offloaded)
+        states, host = engine_states(spec, layout, stage, trained=trained)
         return _FixedBytes(states, host, backward, buffers, step)
 
     cache: dict[Stage, _FixedBytes] = {}
 
     def size(stage: Stage) -> StageMemory:
         """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
-        alike = stage._replace(position=0)
+        alike = stage._replace(position=0) if trained.runs else stage._replace(position=0, start=0)
         found = cache.get(alike)
         if found is None:
             found = cache[alike] = fixed_bytes(stage)
         states, host, backward, buffers, step = found
         chunks = chunks_in_flight(layout, stage.position)
-        saved = stage_activation_bytes(dense_block, tokens, stage.dense, recompute, chunks)
-        saved += stage_activation_bytes(moe_block, tokens, stage.blocks - stage.dense, recompute, chunks)
-        saved //= layout.virtual_pipeline
+        saved = (activations.saved(stage, trained, chunks) + chunks * mask) // layout.virtual_pipeline
         if offloaded:
             host, saved = host + saved, 0
         phases = (
@@ -142,3 +213,15 @@ def engine_stage_memory(
         return peak_memory(states, worst, sum(worst) // _FRAGMENTATION_DIVISOR, framework, host)
 
     return size
+
+
+def document_mask_bytes(spec: RunSpec, layout: Layout) -> int:
+    """Return the bytes of the mask of one micro-batch whose rows have several documents, which all blocks share.
+
+    One element of the compute dtype per pair of positions (engine/model/attention.py ``document_mask``); each sequence
+    rank has the whole mask.
+    """
+    if not has_documents(spec):
+        return 0
+    rows = layout.micro_batch_size * rows_per_sample(spec)
+    return weight_bytes(spec.training.precision) * rows * spec.transformer.seq_len**2

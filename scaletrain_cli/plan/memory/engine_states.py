@@ -14,12 +14,14 @@ need the number of elements of every parameter on a rank, in the order of the en
 * An offloaded optimizer has on the host: its states, their fp32 gradients and, in stages 1 and 2, a copy of the new
   weights. Gradients that accumulate in the dtype of the weights are on the host too; fp32 ones are not.
 * With NVMe the host has the accumulated gradients, and the buffers through which states and weights are copied.
+* Frozen parameters are in no group: stages 1 and 2 leave them as they are, stage 3 shards them as all others.
 
 Gradients are counted at their maximum: after the last backward pass and, in stages 0 and 1, before their reduction.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,10 +38,12 @@ from scaletrain_cli.plan.memory.states import (
     gradient_bytes,
     moment_bytes,
     optimizer_constant_bytes,
+    quantized_bytes,
     weight_bytes,
 )
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.stages import Stage, engine_stages, zero_shards
+from scaletrain_cli.plan.trained_stages import GroupNumber, PartTensors, TrainedStage, stage_of_step
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 
@@ -90,17 +94,82 @@ class Group(NamedTuple):
         raise IndexError(element)
 
 
+class SharedGroup(NamedTuple):
+    """A group, and whether its tensors are experts, which fewer ranks share than the others."""
+
+    group: Group
+    experts: bool = False
+
+
+class StageTensors(NamedTuple):
+    """The tensors of one pipeline stage: the optimizer's parameter groups, and what is frozen; none is empty.
+
+    ``quantized``: bytes of frozen linear layers in 8 or 4 bits; ``largest_quantized``: elements of the largest.
+    """
+
+    trained: tuple[SharedGroup, ...]
+    frozen: tuple[SharedGroup, ...] = ()
+    quantized: int = 0
+    largest_quantized: int = 0
+
+
 class StageGroups(NamedTuple):
-    """The parameter groups of one pipeline stage; DeepSpeed skips empty ones."""
+    """The parameter groups of one pipeline stage if everything trains; DeepSpeed skips empty ones."""
 
     matrices: Group
     vectors: Group
     experts: Group
 
+    @property
+    def shared(self) -> tuple[SharedGroup, ...]:
+        """Return the groups that are not empty."""
+        marked = zip(self, (False, False, True), strict=True)
+        return tuple(SharedGroup(group, experts) for group, experts in marked if group.runs)
+
+
+def stage_tensors(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage) -> StageTensors:
+    """Return the tensors of one rank of a pipeline stage while it trains what ``trained`` states."""
+    model, tensor, expert = spec.transformer, layout.tensor_parallel, layout.expert_parallel
+    if not trained.runs:
+        return StageTensors(stage_groups(model, tensor, expert, stage.blocks, stage.dense, ends_of(stage)).shared)
+    return _named_tensors(model, tensor, expert, stage._replace(position=min(stage.position, 1)), trained)
+
+
+@lru_cache(maxsize=4096)
+def _named_tensors(model: ModelSpec, tensor: int, expert: int, stage: Stage, trained: TrainedStage) -> StageTensors:
+    parts: list[tuple[PartTensors, int]] = [(run.part, run.blocks) for run in trained.blocks_of(model, stage)]
+    if stage.first:
+        parts.insert(0, (trained.opening, 1))
+    elif stage.last and model.tie_word_embeddings:
+        parts.insert(0, (trained.opening.only_first(), 1))
+    if stage.last:
+        parts.append((trained.closing, 1))
+    runs: dict[tuple[GroupNumber, bool], list[tuple[tuple[int, ...], int]]] = {}
+    quantization = model.quantization
+    quantized = largest = 0
+    for part, times in parts:
+        sizes: dict[tuple[GroupNumber, bool], list[int]] = {}
+        for each, number in zip(part.tensors, part.groups, strict=True):
+            elements = each.on_rank(tensor, expert)
+            if number is None and quantization != "none" and each.is_linear:
+                quantized += times * quantized_bytes(quantization, elements, each.rows_on_rank(tensor))
+                largest = max(largest, elements)
+            else:
+                sizes.setdefault((number, expert > 1 and each.experts > 0), []).append(elements)
+        for key, found in sizes.items():
+            runs.setdefault(key, []).append((tuple(found), times))
+    groups = [(number, SharedGroup(Group(tuple(found)), experts)) for (number, experts), found in runs.items()]
+    return StageTensors(
+        tuple(group for number, group in groups if number is not None),
+        tuple(group for number, group in groups if number is None),
+        quantized,
+        largest,
+    )
+
 
 @lru_cache(maxsize=4096)
 def stage_groups(model: ModelSpec, tensor: int, expert: int, blocks: int, dense: int, ends: str) -> StageGroups:
-    """Return the parameter groups of ``blocks`` blocks, of which the first ``dense`` have no experts.
+    """Return the parameter groups of ``blocks`` blocks, of which the first ``dense`` have no experts, if all train.
 
     ``tensor`` and ``expert``: degrees of parallelism. ``ends``: see ``ends_of``.
     """
@@ -196,24 +265,37 @@ def _mlp_bias(model: ModelSpec, inner: int) -> list[int]:
 _MOST_REPLICAS = 256
 
 
-def rank_model_states(spec: RunSpec, layout: Layout, stage: int = 0, replica: int | None = None) -> ModelStates:
+def rank_model_states(
+    spec: RunSpec, layout: Layout, stage: int = 0, replica: int | None = None, step: int = 1
+) -> ModelStates:
     """Return the bytes of states on the device of one rank of pipeline stage ``stage``, without offloaded parts.
 
-    ``replica``: the rank's index among the data x sequence ranks of its stage; None for the fullest of them.
+    ``replica``: the rank's index among the data x sequence ranks of its stage; None for the fullest of them. ``step``:
+    at which they are counted, because what trains may change.
     """
     found = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
-    return engine_states(spec, layout, found, replica)[0]
+    return engine_states(spec, layout, found, replica, stage_of_step(spec, step))[0]
 
 
-def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | None = None) -> tuple[ModelStates, int]:
-    """Return the states on one rank's device, and the bytes of one rank that are offloaded to the node's memory."""
-    groups = stage_groups(
-        spec.transformer, layout.tensor_parallel, layout.expert_parallel, stage.blocks, stage.dense, ends_of(stage)
-    )
-    replicas, holders = zero_shards(layout), expert_shards(spec, layout)
-    shared = [(group, ranks) for group, ranks in zip(groups, (replicas, replicas, holders), strict=True) if group.runs]
+def engine_states(
+    spec: RunSpec,
+    layout: Layout,
+    stage: Stage,
+    replica: int | None = None,
+    trained: TrainedStage | None = None,
+) -> tuple[ModelStates, int]:
+    """Return the states on one rank's device, and the bytes of one rank that are offloaded to the node's memory.
+
+    ``trained``: what trains; None: what the first step trains.
+    """
+    tensors = stage_tensors(spec, layout, stage, trained or stage_of_step(spec, 1))
+    ranks = _ranks(spec, layout)
+    shared = [(group, ranks(experts)) for group, experts in tensors.trained]
     training, zero = spec.training, layout.zero_stage
     element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
+    frozen = _frozen_bytes(spec, layout, tensors, element)
+    if not shared:  # a stage of a pipeline that trains nothing has no optimizer
+        return ModelStates(frozen, 0, 0), 0
     # The tensors that the optimizer updates, as (elements, number of such tensors).
     parts: list[tuple[int, int]]
     if zero == 3:
@@ -230,7 +312,8 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
         parts = [(size // ranks, 1) for size, (_, ranks) in zip(padded, shared, strict=True)]
         held = sum(size for size, _ in parts)
         weights = element * sum(padded)
-        gradients = gradient * _gradient_elements(spec, layout, groups, replica, sum(padded), held)
+        gradients = gradient * _gradient_elements(spec, layout, tensors, replica, sum(padded), held)
+    weights += frozen
     optimizer = training.optimizer.name
     states = sum(moment_bytes(optimizer, size) * times for size, times in parts)
     states += optimizer_constant_bytes(optimizer, max(size for size, _ in parts))
@@ -242,8 +325,9 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     if zero == 3:
         kept, offloaded = weights, 0
         if layout.offload == "optimizer+params":  # gathered parameters that stay on the device
-            kept = element * sum(_persistent(group, ranks) for group, ranks in shared)
-            offloaded = element * held
+            every = [*shared, *((group, ranks(experts)) for group, experts in tensors.frozen)]
+            kept = element * sum(_persistent(group, ranks) for group, ranks in every)
+            offloaded = element * sum(group.pieces(ranks) for group, ranks in every)
         if spec.layout.offload_device == "nvme":
             largest = max(-(-group.largest // ranks) for group, ranks in shared)
             states = NVME_OPTIMIZER_BUFFERS * MASTER_BYTES * min(max(size for size, _ in parts), SUB_GROUP_ELEMENTS)
@@ -258,11 +342,33 @@ def engine_states(spec: RunSpec, layout: Layout, stage: Stage, replica: int | No
     if zero == 2 and gradient == element:  # gradients accumulate on the host
         gradients = 0
         if layout.gradient_accumulation_steps > 1:
-            host += gradient * _touched(groups, replicas, holders, replica, padded=False)
+            host += gradient * _touched(tensors.trained, ranks(False), ranks(True), replica, padded=False)
     return ModelStates(weights, gradients, 0), host
 
 
-def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage) -> int:
+def trained_parameters(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage) -> tuple[int, int]:
+    """Return (elements of trained parameters on one rank, elements of the largest quantized matrix)."""
+    tensors = stage_tensors(spec, layout, stage, trained)
+    return sum(group.elements for group, _ in tensors.trained), tensors.largest_quantized
+
+
+def _ranks(spec: RunSpec, layout: Layout) -> Callable[[bool], int]:
+    """Return a function from "are experts" to the number of ranks that share such parameters."""
+    replicas, holders = zero_shards(layout), expert_shards(spec, layout)
+    return lambda experts: holders if experts else replicas
+
+
+def _frozen_bytes(spec: RunSpec, layout: Layout, tensors: StageTensors, element: int) -> int:
+    """Return the bytes of frozen weights; ``element``: bytes of one that is not quantized."""
+    ranks = _ranks(spec, layout)
+    frozen = [(group, ranks(experts)) for group, experts in tensors.frozen]
+    if layout.zero_stage < 3:
+        return tensors.quantized + element * sum(group.elements for group, _ in frozen)
+    shards = sum(group.pieces(ranks) + (_persistent(group, ranks) if ranks > 1 else 0) for group, ranks in frozen)
+    return tensors.quantized + element * shards
+
+
+def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage | None = None) -> int:
     """Return the temporary device bytes of an offloaded optimizer between backward pass and update.
 
     That is the largest gradient while it is copied to the host. Stage 1 first accumulates its partition in fp32 beside
@@ -270,32 +376,29 @@ def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage) -> int:
     """
     if layout.zero_stage == 3:
         return 0
-    training, replicas = spec.training, zero_shards(layout)
+    training, ranks = spec.training, _ranks(spec, layout)
     element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
-    groups = stage_groups(
-        spec.transformer, layout.tensor_parallel, layout.expert_parallel, stage.blocks, stage.dense, ends_of(stage)
-    )
-    shared = zip(groups, (replicas, replicas, expert_shards(spec, layout)), strict=True)
-    partition = sum(_padded(group.elements, ranks) // ranks for group, ranks in shared if group.runs)
+    groups = stage_tensors(spec, layout, stage, trained or stage_of_step(spec, 1)).trained
+    partition = sum(_padded(group.elements, ranks(experts)) // ranks(experts) for group, experts in groups)
     added = gradient * partition if layout.zero_stage == 1 and gradient != element else 0
-    return added + element * max(group.largest for group in groups if group.runs)
+    return added + element * max((group.largest for group, _ in groups), default=0)
 
 
 def _gradient_elements(
-    spec: RunSpec, layout: Layout, groups: StageGroups, replica: int | None, padded: int, partition: int
+    spec: RunSpec, layout: Layout, tensors: StageTensors, replica: int | None, padded: int, partition: int
 ) -> int:
     """Return the gradient elements that a rank holds in ZeRO stages 1 and 2.
 
-    ``padded`` and ``partition``: elements of all parameters and of the rank's partition, with padding.
+    ``padded`` and ``partition``: elements of all trained parameters and of the rank's partition, with padding.
     """
     training = spec.training
     same_type = gradient_bytes(training.precision, training.grad_dtype) == weight_bytes(training.precision)
     if layout.zero_stage == 2:
         if not same_type:
             return partition
-        return _touched(groups, zero_shards(layout), expert_shards(spec, layout), replica, padded=True)
+        return _touched(tensors.trained, zero_shards(layout), expert_shards(spec, layout), replica, padded=True)
     flat = training.precision in ("bf16", "fp8") and not same_type and layout.offload == "none"
-    return padded if flat else sum(group.elements for group in groups)
+    return padded if flat else sum(group.elements for group, _ in tensors.trained)
 
 
 def _padded(elements: int, ranks: int) -> int:
@@ -311,7 +414,7 @@ def _persistent(group: Group, ranks: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _touched(groups: StageGroups, replicas: int, holders: int, replica: int | None, padded: bool) -> int:
+def _touched(groups: tuple[SharedGroup, ...], replicas: int, holders: int, replica: int | None, padded: bool) -> int:
     """Return the elements of all parameters that the partitions of a rank overlap.
 
     ``holders``: ranks that share the same experts; ``replica``: see ``rank_model_states``; ``padded``: count padding
@@ -322,11 +425,11 @@ def _touched(groups: StageGroups, replicas: int, holders: int, replica: int | No
         step = -(-replicas // _MOST_REPLICAS)
         ranks = {*range(0, replicas, step), replicas - 1}
         return max(_touched(groups, replicas, holders, rank, padded) for rank in ranks)
-    places = ((groups.matrices, replicas, replica), (groups.vectors, replicas, replica))
     return sum(
-        _touched_of(group, ranks, rank, padded)
-        for group, ranks, rank in (*places, (groups.experts, holders, replica // apart))
-        if group.runs
+        _touched_of(group, holders, replica // apart, padded)
+        if experts
+        else _touched_of(group, replicas, replica, padded)
+        for group, experts in groups
     )
 
 

@@ -314,7 +314,7 @@ def framework_stage_memory(
 
     def size(stage: Stage) -> StageMemory:
         """Return the bytes of the stage in its fullest phase: the loss, a backward pass, or the optimizer step."""
-        alike = stage._replace(position=0)
+        alike = stage._replace(position=0, start=0)
         fixed = cache.get(alike)
         if fixed is None:
             fixed = cache[alike] = fixed_bytes(stage)

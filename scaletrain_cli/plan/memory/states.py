@@ -94,11 +94,13 @@ def communication_buffer_bytes(
     data_parallel: int,
     *,
     pipeline: bool,
+    gathered: int | None = None,
 ) -> int:
     """Return the bytes of gradient buckets and, in stage 3, of gathered weights during the backward pass.
 
-    ``parameters`` and ``largest_block``: elements on the rank, and of its largest block; ``weight_bytes`` and
-    ``gradient_bytes``: bytes per element; ``data_parallel``: the ranks that share the states.
+    ``parameters`` and ``largest_block``: elements on the rank that train, and of its largest block; ``weight_bytes``
+    and ``gradient_bytes``: bytes per element; ``data_parallel``: the ranks that share the states; ``gathered``: all
+    elements on the rank, which stage 3 gathers (None: all train).
     """
     if data_parallel == 1 and zero_stage == 0:
         return 0
@@ -112,7 +114,10 @@ def communication_buffer_bytes(
     buckets = buffers.reduce_bucket_size * weight_bytes * 2  # two, because communication overlaps
     if zero_stage == 2:
         return buckets
-    live = min(parameters, max(buffers.max_live_parameters, 2 * largest_block))
+    live = min(
+        parameters if gathered is None else gathered,
+        max(zero_buffers(gathered or parameters, zero_stage, pipeline=pipeline).max_live_parameters, 2 * largest_block),
+    )
     return buckets // 2 + (live + buffers.prefetch_bucket_size) * weight_bytes  # stage 3 has one bucket
 
 
@@ -139,6 +144,27 @@ _SCALE_TABLES = 2 * 4 * 256
 
 _DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8 is for products; weights have 16 bits
 _FP32_BYTES = 4
+
+
+# bitsandbytes: 8-bit rows have one fp32 scale each (LLM.int8(), arXiv:2208.07339). NF4 has 4 bits, and one fp32 scale
+# per block of 64; double quantization stores these scales in 8 bits, with one fp32 scale per 256 (QLoRA,
+# arXiv:2305.14314, section 3).
+_NF4_BLOCK, _SCALES_BLOCK = 64, 256
+
+
+def quantized_bytes(quantization: str, elements: int, rows: int) -> int:
+    """Return the bytes of a quantized matrix with ``elements`` elements in ``rows`` rows.
+
+    Raises LookupError for an unknown format.
+    """
+    scales = -(-elements // _NF4_BLOCK)
+    if quantization == "int8":
+        return elements + _FP32_BYTES * rows
+    if quantization == "nf4":
+        return -(-elements // 2) + _FP32_BYTES * scales
+    if quantization == "nf4_double":
+        return -(-elements // 2) + scales + _FP32_BYTES * -(-scales // _SCALES_BLOCK)
+    raise LookupError(f"unknown quantization: {quantization}")
 
 
 class MasterWeights(Enum):

@@ -16,6 +16,7 @@ from scaletrain_cli.plan.memory.states import ModelStates
 from scaletrain_cli.plan.result import MEMORY_PARTS, Layout, Memory, StageMemory
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.stages import Stage, micro_batches_in_flight
+from scaletrain_cli.plan.trained_stages import TrainedStage
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -144,9 +145,9 @@ def test_equal_stages_of_a_long_pipeline_are_sized_once(monkeypatch: pytest.Monk
     layout = build_layout(spec, resolve_axes(spec), 1, "none", 1)
     sized: list[Stage] = []
 
-    def counted(spec: RunSpec, layout: Layout, stage: Stage) -> tuple[ModelStates, int]:
+    def counted(spec: RunSpec, layout: Layout, stage: Stage, **trained: TrainedStage) -> tuple[ModelStates, int]:
         sized.append(stage)
-        return engine_states(spec, layout, stage)
+        return engine_states(spec, layout, stage, **trained)
 
     monkeypatch.setattr(engine_memory, "engine_states", counted)
     assert len(plan_memory(spec, layout, find_accelerator(spec.cluster)).by_stage) == 64

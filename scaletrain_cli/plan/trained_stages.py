@@ -1,0 +1,268 @@
+"""What each training stage trains, block by block, in the form in which memory and time are counted.
+
+parameters.py decides by name. Here equal blocks are joined to runs, so that a layout is sized without a look at every
+parameter. A model of which everything trains, with one learning rate, has no names: its one stage has no runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products
+from scaletrain_cli.plan.parameters import Parameter, model_parameters, training_stages, trains_everything
+from scaletrain_cli.plan.parameters import Stage as NamedStage
+from scaletrain_cli.plan.stages import Stage
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+# Number of the optimizer's parameter group; None: frozen.
+GroupNumber = int | None
+
+
+# Matrices that are no linear layers to an adapter or a quantizer: routers, and those outside of blocks.
+_NOT_LINEAR = ("mlp.gate.", "model.", "transformer.", "lm_head.")
+
+
+class EngineTensor(NamedTuple):
+    """One tensor of the engine's modules, of one part of the model.
+
+    ``name``: within the block, or the whole name outside of blocks. ``elements``: in all; ``sharded``: the size of the
+    dimension that tensor ranks shard, 0 if each rank has the whole; ``experts``: the number of experts stacked in it;
+    ``rank``: of the adapter that it belongs to, 0 for the model's own. ``rows``: of a matrix; ``shards_rows``: tensor
+    ranks shard these.
+    """
+
+    name: str
+    elements: int
+    sharded: int
+    experts: int
+    is_matrix: bool
+    rank: int = 0
+    rows: int = 0
+    shards_rows: bool = False
+
+    @property
+    def adapter(self) -> bool:
+        """Return whether the tensor belongs to an adapter."""
+        return self.rank > 0
+
+    def rows_on_rank(self, tensor: int) -> int:
+        """Return the rows of a matrix on one of ``tensor`` tensor ranks."""
+        return -(-self.rows // tensor) if self.shards_rows else self.rows
+
+    @property
+    def is_linear(self) -> bool:
+        """Return whether the tensor is the weight of a linear layer of a block, without routers and stacked experts."""
+        own = self.is_matrix and not self.rank and not self.experts
+        return own and self.name.endswith((".weight",)) and not self.name.startswith(_NOT_LINEAR)
+
+    def on_rank(self, tensor: int, expert: int) -> int:
+        """Return the elements on one rank of ``tensor`` x ``expert`` parallel ranks."""
+        size = self.elements
+        if self.sharded:
+            size = size // self.sharded * -(-self.sharded // tensor)
+        return size // self.experts * -(-self.experts // expert) if self.experts else size
+
+
+class PartTensors(NamedTuple):
+    """The tensors of one part of the model, in order, with the optimizer's group of each."""
+
+    tensors: tuple[EngineTensor, ...]
+    groups: tuple[GroupNumber, ...]
+
+    def only_first(self) -> PartTensors:
+        """Return the first tensor alone: the token embedding."""
+        return PartTensors(self.tensors[:1], self.groups[:1])
+
+
+class BlockRun(NamedTuple):
+    """``blocks`` blocks from block ``start`` that have the same tensors and train the same ones."""
+
+    start: int
+    blocks: int
+    experts: bool
+    training: BlockTraining
+    part: PartTensors
+
+
+class TrainedStage(NamedTuple):
+    """Steps that train the same parameters. ``runs`` is empty if everything trains with one learning rate.
+
+    ``opening``: tensors before the blocks, ``closing``: after them. ``embedding`` and ``head``: whether these train.
+    """
+
+    first_step: int
+    last_step: int
+    runs: tuple[BlockRun, ...] = ()
+    opening: PartTensors = PartTensors((), ())
+    closing: PartTensors = PartTensors((), ())
+    embedding: bool = True
+    head: bool = True
+    final_norm: bool = True
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps."""
+        return self.last_step - self.first_step + 1
+
+    def blocks_of(self, model: ModelSpec, stage: Stage) -> tuple[BlockRun, ...]:
+        """Return the runs on one pipeline stage.
+
+        Every stage but the first receives hidden states that have a gradient, whether or not anything before it trains
+        (DeepSpeed, pipe/engine.py ``_exec_recv_activations``).
+        """
+        if not self.runs:
+            moe = stage.blocks - stage.dense
+            parts = ((stage.start, stage.dense, False), (stage.start + stage.dense, moe, True))
+            nothing = PartTensors((), ())
+            return tuple(BlockRun(start, count, moe, WHOLE, nothing) for start, count, moe in parts if count)
+        found, end = [], stage.start + stage.blocks
+        for run in self.runs:
+            first, last = max(run.start, stage.start), min(run.start + run.blocks, end)
+            if first < last:
+                training = run.training._replace(reached=True) if not stage.first else run.training
+                found.append(run._replace(start=first, blocks=last - first, training=training))
+        return tuple(found)
+
+
+def trained_stages(spec: RunSpec) -> tuple[TrainedStage, ...]:
+    """Return the stages of a run, from step 1 to the last one.
+
+    Raises UsageError with all problems of ``training.trainable``.
+    """
+    if not isinstance(spec.model, ModelSpec) or trains_everything(spec):
+        return (TrainedStage(1, spec.total_steps),)
+    return _converted(spec.transformer, _Stages(training_stages(spec)))
+
+
+def stage_of_step(spec: RunSpec, step: int) -> TrainedStage:
+    """Return the stage that trains a step, counted from 1."""
+    return next(stage for stage in trained_stages(spec) if step <= stage.last_step)
+
+
+class _Stages:
+    """Stages of parameters.py, hashable by identity, because they are made once per run spec."""
+
+    def __init__(self, stages: tuple[NamedStage, ...]) -> None:
+        self.stages = stages
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stages) and other.stages is self.stages
+
+    def __hash__(self) -> int:
+        return id(self.stages)
+
+
+@lru_cache(maxsize=64)
+def _converted(model: ModelSpec, named: _Stages) -> tuple[TrainedStage, ...]:
+    return tuple(_stage(model, stage) for stage in named.stages)
+
+
+def _stage(model: ModelSpec, stage: NamedStage) -> TrainedStage:
+    numbers: dict[object, int] = {}
+
+    def number(names: Iterable[str]) -> GroupNumber:
+        """Return the group of the first of these names; those of one tensor have the same."""
+        name = next(iter(names))
+        if name not in stage.since:
+            return None
+        key = (stage.since[name], tuple(phase.settings[name] for phase in stage.phases))
+        return numbers.setdefault(key, len(numbers))
+
+    opening: PartTensors = PartTensors((), ())
+    closing: PartTensors = PartTensors((), ())
+    blocks: list[PartTensors] = []
+    for (place, block), members in groupby(model_parameters(model), key=lambda p: (p.place, p.block)):
+        part = _part(list(members), number, block)
+        if place == "block":
+            blocks.append(part)
+        elif place == "embedding":
+            opening = part
+        else:
+            closing = part
+    trained = {name for part in (opening, closing) for name in _trained_names(part)}
+    table = opening.tensors[0].name
+    embedding = any(name.removesuffix(".weight") == table.removesuffix(".weight") for name in trained)
+    reached = any(True for _ in _trained_names(opening))
+    runs: list[BlockRun] = []
+    shared: dict[PartTensors, PartTensors] = {}  # equal parts are one object, which compares faster
+    for index, found in enumerate(blocks):
+        part = shared.setdefault(found, found)
+        moe = bool(model.num_experts) and index >= model.first_k_dense_replace
+        training = _block_training(part, reached)
+        reached = backward_products(model, training, moe).reached
+        last = runs[-1] if runs else None
+        if last is not None and last.part is part and last.training == training and last.experts == moe:
+            runs[-1] = last._replace(blocks=last.blocks + 1)
+        else:
+            runs.append(BlockRun(index, 1, moe, training, part))
+    return TrainedStage(
+        stage.first_step,
+        stage.last_step,
+        tuple(runs),
+        opening,
+        closing,
+        embedding=embedding,
+        head=embedding if model.tie_word_embeddings else any(name.startswith("lm_head.") for name in trained),
+        final_norm=any("lm_head" not in name for name in _trained_names(closing)),
+    )
+
+
+def _part(members: list[Parameter], number: Callable[[Iterable[str]], GroupNumber], block: int | None) -> PartTensors:
+    """Return the tensors of one part; ``number``: from the names in a tensor to its group."""
+    stacked: dict[str, list[Parameter]] = {}
+    for parameter in members:
+        stacked.setdefault(parameter.tensor, []).append(parameter)
+    cut = "" if block is None else f".{block}."
+    tensors, groups = [], []
+    for tensor, parameters in stacked.items():
+        first = parameters[0]
+        experts = len({p.name.split(".experts.")[1].split(".")[0] for p in parameters}) if first.name != tensor else 0
+        name = tensor.split(cut, 1)[1] if cut else tensor
+        sharded = 0 if first.tensor_dim is None else first.shape[first.tensor_dim]
+        elements = sum(parameter.numel for parameter in parameters)
+        tensors.append(
+            EngineTensor(
+                name,
+                elements,
+                sharded,
+                experts,
+                first.is_matrix,
+                _rank(first),
+                rows=first.shape[0],
+                shards_rows=first.tensor_dim == 0,
+            )
+        )
+        groups.append(number(parameter.name for parameter in parameters))
+    return PartTensors(tuple(tensors), tuple(groups))
+
+
+def _rank(parameter: Parameter) -> int:
+    """Return the rank of the adapter that a parameter belongs to; 1 for a magnitude; 0 without an adapter."""
+    if not parameter.adapter:
+        return 0
+    if not parameter.is_matrix:
+        return 1
+    return parameter.shape[0] if "_A" in parameter.name else parameter.shape[-1]
+
+
+def _trained_names(part: PartTensors) -> Iterator[str]:
+    return (tensor.name for tensor, group in zip(part.tensors, part.groups, strict=True) if group is not None)
+
+
+_FACTOR_A = (".lora_A.weight", "_lora_A", ".lora_embedding_A")
+
+
+def _block_training(part: PartTensors, reached: bool) -> BlockTraining:
+    modules, adapters = set(), []
+    for tensor, group in zip(part.tensors, part.groups, strict=True):
+        if tensor.adapter:
+            factor = next((end for end in _FACTOR_A if tensor.name.endswith(end)), None)
+            if factor is not None:
+                adapters.append(Adapter(tensor.name.removesuffix(factor), tensor.rank))
+        elif group is not None:
+            modules.add(tensor.name.removesuffix(".weight"))
+    everything = not adapters and all(group is not None for group in part.groups)
+    return BlockTraining(reached, None if everything else frozenset(modules), tuple(adapters))
