@@ -15,7 +15,7 @@ from scaletrain_cli.unexpected import known_error
 
 _INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 # By command: the module whose ``run_command`` runs it, and the CLI verb to name in an error.
-_COMMANDS = {"prepare": ("data.dataset", "data prepare"), "export": ("checkpoint.export", "checkpoint export")}
+_COMMANDS = {"prepare": ("data.prepared", "data prepare"), "export": ("checkpoint.export", "checkpoint export")}
 
 
 def main(arguments: list[str]) -> int:

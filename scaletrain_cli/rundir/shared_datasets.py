@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scaletrain_cli.errors import UsageError
@@ -73,6 +73,20 @@ def shared_root_notes(root: Path, *, prepares: bool) -> list[Reason]:
     except UsageError as error:
         notes.append(Reason("launch.no-new-datasets", {"cause": error.reason or recorded(error.message)}))
     return notes
+
+
+def built(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Build the data of a folder with ``build(staging)`` unless they exist; return the folder. Raises UsageError."""
+    if (folder / DATASET).is_file():
+        return folder
+    try:
+        with building(folder) as staging:
+            if staging is not None:
+                build(staging)
+    except PermissionError as error:
+        params = {"folder": str(folder), "path": str(error.filename), "error": error.strerror or str(error)}
+        raise UsageError(Reason("engine.dataset-unwritable", params)) from error
+    return folder
 
 
 @contextlib.contextmanager

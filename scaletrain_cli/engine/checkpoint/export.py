@@ -21,7 +21,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
-from scaletrain_cli.engine.data.dataset import dataset_folder
+from scaletrain_cli.engine.data.prepared import data_folder
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.model.safetensors import mixtral_name
@@ -115,7 +115,7 @@ def _origins(spec: RunSpec) -> list[Path]:
 
 def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
     try:
-        return dataset_folder(spec.data, runs_root) / "tokenizer.json"
+        return data_folder(spec, runs_root) / "tokenizer.json"
     except (ScaletrainError, OSError):  # the data are not on this machine
         path = spec.data.tokenizer.path
         return None if path is None else expand_home(path)

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ from pathlib import Path
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import (
+    EMBEDDED,
     FEW_REPLACED,
+    FORMATS,
     MOST_REPLACED,
     PYTHON_STDLIB,
     find_files,
@@ -44,28 +46,28 @@ class Tally:
     replaced: int = 0
 
 
-def source_files(source: str) -> list[Path]:
+def source_files(source: str, kinds: Collection[str] = FORMATS) -> list[Path]:
     """Return the files of a corpus in a fixed order. Raises UsageError if there are none or one cannot be read."""
-    files = find_files(source).files
+    files = find_files(source, kinds=kinds).files
     if source != PYTHON_STDLIB and (problem := unreadable_among(files)):
         raise UsageError(Reason("engine.data-source-unreadable", {"source": source, "problem": problem}))
     return list(files)
 
 
-def corpus_identity(source: str) -> list[str]:
+def corpus_identity(source: str, kinds: Collection[str] = FORMATS) -> list[str]:
     """Return what two equal corpora have in common: the hashes of their files, or the interpreter's version."""
-    if source == PYTHON_STDLIB:
-        return [PYTHON_STDLIB, sys.version]
-    return [f"{kind_of(path)} {_content_hash(path)}" for path in source_files(source)]
+    if source in EMBEDDED:
+        return [source, sys.version]
+    return [f"{kind_of(path)} {_content_hash(path)}" for path in source_files(source, kinds)]
 
 
-def corpus_state(source: str) -> str:
+def corpus_state(source: str, kinds: Collection[str] = FORMATS) -> str:
     """Return a hash of the metadata of a corpus's files, which changes with every write to them.
 
     It includes the inode change time, which programs cannot set, unlike the modification time.
     """
     digest = hashlib.sha256(source.encode("utf-8", "surrogateescape"))
-    for path in source_files(source):
+    for path in source_files(source, kinds):
         found = path.stat()
         state = (str(path.absolute()), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         digest.update(repr(state).encode("utf-8", "surrogateescape"))
@@ -81,7 +83,7 @@ def documents(source: str, tally: Tally | None = None) -> Iterator[str]:
     whole = Tally() if tally is None else tally
     for path in source_files(source):
         own = Tally()
-        with _readable(path):
+        with readable(path):
             for text in _documents_of(path, own):
                 own.characters += len(text)
                 if own.replaced > max(FEW_REPLACED, MOST_REPLACED * max(own.characters, _TEXT_DOCUMENT)):
@@ -99,7 +101,7 @@ def _reject_encoding(path: Path, tally: Tally) -> None:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error) as error:
@@ -114,25 +116,25 @@ def _documents_of(path: Path, tally: Tally) -> Iterator[str]:
 
 
 def _jsonl(path: Path, tally: Tally) -> Iterator[str]:
-    with _open_text(path) as file:
+    with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _text_field(path, number, _clean(line, tally))
+                yield _text_field(path, number, clean(line, tally))
 
 
 def _prose(path: Path, tally: Tally) -> Iterator[str]:
-    with _open_text(path) as file:
+    with open_text(path) as file:
         yield from _paragraphs(_blocks(file, tally))
 
 
 def _code(path: Path, tally: Tally) -> Iterator[str]:
-    with _open_text(path) as file:
+    with open_text(path) as file:
         yield from (block for block in _blocks(file, tally) if block.strip())
 
 
 @contextmanager
-def _open_text(path: Path) -> Iterator[io.TextIOWrapper]:
-    """Open a file as text; bytes that are not UTF-8 become lone surrogates, which ``_clean`` counts."""
+def open_text(path: Path) -> Iterator[io.TextIOWrapper]:
+    """Open a file as text; bytes that are not UTF-8 become lone surrogates, which ``clean`` counts."""
     with open_bytes(path) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape") as file:
         yield file
 
@@ -140,7 +142,7 @@ def _open_text(path: Path) -> Iterator[io.TextIOWrapper]:
 def _blocks(file: io.TextIOWrapper, tally: Tally) -> Iterator[str]:
     """Yield the text in blocks of whole lines, so that a large file is streamed."""
     while block := "".join(file.readlines(_LONGEST_TEXT_DOCUMENT)):
-        yield _clean(block, tally)
+        yield clean(block, tally)
 
 
 def _paragraphs(blocks: Iterator[str]) -> Iterator[str]:
@@ -161,7 +163,7 @@ def _paragraphs(blocks: Iterator[str]) -> Iterator[str]:
         yield held
 
 
-def _clean(text: str, tally: Tally) -> str:
+def clean(text: str, tally: Tally) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -206,7 +208,7 @@ def _parquet(path: Path, tally: Tally) -> Iterator[str]:
 
 def _content_hash(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=32)
-    with _readable(path), path.open("rb") as file:
+    with readable(path), path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)

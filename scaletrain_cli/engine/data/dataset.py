@@ -1,4 +1,4 @@
-"""The tokens on disk: built once from a corpus, then read as memory-mapped sequences; and the command ``prepare``."""
+"""Text on disk: tokenized once, then read as memory-mapped sequences."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import hashlib
 import json
 import os
 import stat
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
@@ -21,18 +19,18 @@ import numpy.typing as npt
 
 from scaletrain_cli.engine.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
-from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
-from scaletrain_cli.rundir.shared_datasets import building, dataset_place, owner_of_dataset
+from scaletrain_cli.rundir.shared_datasets import built, dataset_place
 from scaletrain_cli.safe_files import create_file, expand_home, replace_file
-from scaletrain_cli.spec import DataSpec, RunSpec
-from scaletrain_cli.spec.corpus_files import END_OF_TEXT, ENDS_OF_TEXT
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED, END_OF_TEXT, ENDS_OF_TEXT, FORMATS
 
 _SCHEMA = "scaletrain.dataset/v3"
 _WITHOUT_HASHES = "scaletrain.dataset/v2"  # written by earlier versions; opened without verification
-_SPLITS = ("train", "validation")
-_DTYPES = ("uint16", "uint32")
+SPLITS = ("train", "validation")
+DTYPES = ("uint16", "uint32")
 # More text does not improve a tokenizer, and takes memory in proportion.
 _MOST_CHARACTERS_TO_LEARN_FROM = 500_000_000
 _DOCUMENTS_PER_ENCODE = 256
@@ -127,14 +125,14 @@ def open_dataset(
         raise UsageError(Reason("engine.dataset-schema-unknown", params))
     known = {"str": str, "int": int}
     wrong = [field.name for field in fields(info) if type(getattr(info, field.name)) is not known[str(field.type)]]
-    if wrong or info.dtype not in _DTYPES:
+    if wrong or info.dtype not in DTYPES:
         raise CorruptDataError(
             folder / "dataset.json", f"{', '.join(wrong) or 'dtype'} has a value that is not allowed"
         )
-    train, validation = (_sequences(folder, split, info, seq_len) for split in _SPLITS)
+    train, validation = (_sequences(folder, split, info, seq_len) for split in SPLITS)
     if info.is_verified:
         checked = [part for each in (train, validation) for part in (each.file, each.ends_file) if part is not None]
-        if info.seal != _seal(info, [part.hashes for part in checked]):
+        if info.seal != seal_of(info, [part.hashes for part in checked]):
             raise CorruptDataError(folder / "dataset.json", "it does not match the hashes beside it")
         for each in (train, validation):
             if each.ends_file is not None:
@@ -148,14 +146,14 @@ def open_dataset(
 def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> TokenSequences:
     tokens, documents = (getattr(info, f"{split}_{name}") for name in ("tokens", "documents"))
     paths = folder / f"{split}.bin", folder / f"{split}.ends.bin"
-    mapped = _map(paths[0], info.dtype, tokens), _map(paths[1], "int64", documents)
+    mapped = map_numbers(paths[0], info.dtype, tokens), map_numbers(paths[1], "int64", documents)
     if not info.is_verified:
         return TokenSequences(mapped[0], seq_len, mapped[1])
     files = [CheckedFile(path, content.view(np.uint8)) for path, content in zip(paths, mapped, strict=True)]
     return TokenSequences(mapped[0], seq_len, mapped[1], files[0], files[1])
 
 
-def _seal(info: DatasetInfo, hashes: list[bytes]) -> str:
+def seal_of(info: DatasetInfo, hashes: list[bytes]) -> str:
     """Return the SHA-256 of the other fields and of the ``hashes`` of the four data files, those of train.bin first."""
     stated = {name: value for name, value in asdict(info).items() if name != "seal"}
     digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
@@ -164,7 +162,7 @@ def _seal(info: DatasetInfo, hashes: list[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
+def map_numbers(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
     """Return the numbers in a file, memory-mapped unless it is empty. Raises CorruptDataError."""
     expected = count * np.dtype(dtype).itemsize
     try:
@@ -183,58 +181,44 @@ def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
         return source
     tokenizer = data.tokenizer.model_dump_json()
     if data.tokenizer.path is not None:
-        tokenizer = hashlib.sha256(_tokenizer_file(data.tokenizer.path)).hexdigest()
-    identity = [_SCHEMA, _known_content(data.source, runs_root), tokenizer, repr(data.validation_split)]
+        tokenizer = hashlib.sha256(tokenizer_file(data.tokenizer.path)).hexdigest()
+    identity = [_SCHEMA, known_content(data.source, runs_root), tokenizer, repr(data.validation_split)]
     key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     return dataset_place(runs_root, key)
 
 
-def _known_content(source: str, runs_root: Path) -> str:
+def known_content(source: str, runs_root: Path, kinds: Collection[str] = FORMATS) -> str:
     """Return a hash of the corpus's content, computed or remembered from an earlier read of unchanged files."""
-    note = runs_root / "datasets" / f".content-{os.geteuid()}-{corpus_state(source)[:32]}"
+    if source in EMBEDDED:
+        return _hash_of(corpus_identity(source))
+    note = runs_root / "datasets" / f".content-{os.geteuid()}-{corpus_state(source, kinds)[:32]}"
     with contextlib.suppress(OSError, ValueError):
         found = note.lstat()
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
             known = note.read_text(encoding="ascii").strip()
             if len(bytes.fromhex(known)) == hashlib.sha256().digest_size:
                 return known
-    content = hashlib.sha256("\n".join(corpus_identity(source)).encode()).hexdigest()
+    content = _hash_of(corpus_identity(source, kinds))
     with contextlib.suppress(OSError):  # this user may not write to the runs root: computed again next time
         if note.parent.is_dir():
             replace_file(note, f"{content}\n")
     return content
 
 
+def _hash_of(identity: list[str]) -> str:
+    return hashlib.sha256("\n".join(identity).encode()).hexdigest()
+
+
 def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
     """Build the dataset unless it exists, safely beside other builders, and return its folder. Raises UsageError."""
-    folder = dataset_folder(data, runs_root)
-    if (folder / "dataset.json").is_file():
-        return folder
-    try:
-        with building(folder) as staging:
-            if staging is not None:
-                _build(data, staging)
-    except PermissionError as error:
-        params = {"folder": str(folder), "path": str(error.filename), "error": error.strerror or str(error)}
-        raise UsageError(Reason("engine.dataset-unwritable", params)) from error
-    return folder
+    return built(dataset_folder(data, runs_root), lambda staging: _build(data, staging))
 
 
 def _build(data: DataSpec, folder: Path) -> None:
-    from tokenizers import Tokenizer
-
     if data.tokenizer.path is not None:
-        try:
-            tokenizer = Tokenizer.from_buffer(_tokenizer_file(data.tokenizer.path))
-        except UsageError:
-            raise
-        except Exception as error:  # tokenizers raises nothing narrower
-            params = {"path": data.tokenizer.path, "error": str(error)}
-            raise UsageError(Reason("engine.tokenizer-invalid", params)) from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer = load_tokenizer(data.tokenizer.path)
     else:
-        tokenizer = _train_tokenizer(data)
+        tokenizer = train_tokenizer(documents(data.source), data.tokenizer.vocab_size, [END_OF_TEXT])
     create_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
     known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
@@ -242,17 +226,17 @@ def _build(data: DataSpec, folder: Path) -> None:
     if end_of_text is None:
         needed = {"path": str(data.tokenizer.path), "tokens": list(ENDS_OF_TEXT)}
         raise UsageError(Reason("engine.tokenizer-without-end-of-text", needed))
-    dtype = _DTYPES[vocab_size > 1 << 16]
-    counts, ended = dict.fromkeys(_SPLITS, 0), dict.fromkeys(_SPLITS, 0)
+    dtype = DTYPES[vocab_size > 1 << 16]
+    counts, ended = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     digest, tally = hashlib.sha256(), Tally()
     # without the offsets of tokens in the text, which are not used
     encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
     with ExitStack() as opened:
-        files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in _SPLITS}
-        ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in _SPLITS}
+        files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in SPLITS}
+        ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in SPLITS}
         for texts in _batched(documents(data.source, tally), _DOCUMENTS_PER_ENCODE):
             for text, encoded in zip(texts, encode(texts), strict=True):
-                split = "validation" if _draw(text) < data.validation_split else "train"
+                split = "validation" if draw(text) < data.validation_split else "train"
                 ids = [*encoded.ids, end_of_text]
                 packed = np.asarray(ids, dtype=dtype).tobytes()
                 files[split].write(packed)
@@ -260,7 +244,7 @@ def _build(data: DataSpec, folder: Path) -> None:
                 counts[split] += len(ids)
                 ends[split].write(np.int64(counts[split] - 1).tobytes())
                 ended[split] += 1
-        hashes = [file.finish() for split in _SPLITS for file in (files[split], ends[split])]
+        hashes = [file.finish() for split in SPLITS for file in (files[split], ends[split])]
     info = DatasetInfo(
         schema=_SCHEMA,
         fingerprint=digest.hexdigest(),
@@ -273,23 +257,38 @@ def _build(data: DataSpec, folder: Path) -> None:
         validation_documents=ended["validation"],
         replaced=tally.replaced,
     )
-    write_document(folder / "dataset.json", asdict(replace(info, seal=_seal(info, hashes))))
+    write_document(folder / "dataset.json", asdict(replace(info, seal=seal_of(info, hashes))))
 
 
-def _train_tokenizer(data: DataSpec) -> Any:
-    """Train a byte-level BPE tokenizer (GPT-2 report, section 2.2) on the corpus."""
+def load_tokenizer(path: str) -> Any:
+    """Return the tokenizer of a tokenizer.json, without truncation and padding. Raises UsageError."""
+    from tokenizers import Tokenizer
+
+    content = tokenizer_file(path)
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises nothing narrower
+        params = {"path": path, "error": str(error)}
+        raise UsageError(Reason("engine.tokenizer-invalid", params)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, special_tokens: list[str]) -> Any:
+    """Return a byte-level BPE tokenizer (GPT-2 report, section 2.2) that was trained on texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=data.tokenizer.vocab_size,
-        special_tokens=[END_OF_TEXT],
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_beginning(documents(data.source)), trainer)
+    tokenizer.train_from_iterator(_beginning(texts), trainer)
     return tokenizer
 
 
@@ -302,7 +301,8 @@ def _beginning(texts: Iterator[str]) -> Iterator[str]:
             return
 
 
-def _tokenizer_file(path: str) -> bytes:
+def tokenizer_file(path: str) -> bytes:
+    """Return the content of a tokenizer.json. Raises UsageError."""
     try:
         return expand_home(path).read_bytes()
     except OSError as error:
@@ -310,7 +310,7 @@ def _tokenizer_file(path: str) -> bytes:
         raise UsageError(Reason("engine.tokenizer-unreadable", params)) from error
 
 
-def _draw(text: str) -> float:
+def draw(text: str) -> float:
     """Return a number in [0, 1) that depends on the document alone, so that its split never changes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
@@ -318,31 +318,3 @@ def _draw(text: str) -> float:
 def _batched(items: Iterator[str], size: int) -> Iterator[list[str]]:
     while batch := list(islice(items, size)):
         yield batch
-
-
-def run_command(arguments: Sequence[str]) -> dict[str, Any]:
-    """Build, open and describe the dataset, given SPEC_JSON RUNS_ROOT. Raises ScaletrainError and OSError."""
-    spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
-    print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
-    started = time.monotonic()
-    try:
-        folder = prepare_dataset(spec.data, Path(arguments[1]))
-        info, train, validation = open_dataset(folder, spec.transformer.seq_len)
-    except CorruptDataError as error:  # the exit code 93 is for runs
-        raise ScaletrainError(error.reason or str(error)) from error
-    if (owner := owner_of_dataset(folder)) is not None:
-        print(f"{folder} was prepared by {owner}; using it as it is", file=sys.stderr)
-    if info.replaced:
-        print(f"{info.replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD", file=sys.stderr)
-    print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
-    return {
-        "path": str(folder),
-        "documents": info.documents,
-        "train_tokens": info.train_tokens,
-        "validation_tokens": info.validation_tokens,
-        "train_sequences": len(train),
-        "validation_sequences": len(validation),
-        "vocab_size": info.vocab_size,
-        "replaced": info.replaced,
-        "dtype": info.dtype,
-    }

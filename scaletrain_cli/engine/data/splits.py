@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scaletrain_cli.engine.data.dataset import DatasetInfo, TokenSequences, open_dataset, prepare_dataset
+from scaletrain_cli.engine.data.dataset import DatasetInfo, TokenSequences
+from scaletrain_cli.engine.data.prepared import open_data_of, prepare_data
+from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError
@@ -19,7 +21,7 @@ _HELD_BACK = "validation-held-back"
 
 def open_data(
     run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConsensus
-) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
+) -> tuple[DatasetInfo, TokenSequences | RowSequences, TokenSequences | RowSequences]:
     """Prepare the dataset on rank 0, open it on every rank, and return it with its two splits. Collective.
 
     Raises UsageError on every rank if the dataset cannot be prepared or is too small to validate on.
@@ -28,7 +30,7 @@ def open_data(
     problem: Reason | None = None
     if ranks.rank == 0:
         try:
-            folder = prepare_dataset(spec.data, run.path.parent)
+            folder = prepare_data(spec, run.path.parent)
             if (owner := owner_of_dataset(folder)) is not None:
                 report_event(run, ranks.rank, "data-of-another-user", folder=str(folder), owner=owner)
         except ScaletrainError as error:
@@ -36,7 +38,7 @@ def open_data(
     folder, problem = consensus.follow_rank_zero((folder, problem))
     if problem is not None:
         raise UsageError(problem)
-    info, train, validation = open_dataset(folder, spec.transformer.seq_len, ranks.rank, ranks.world_size)
+    info, train, validation = open_data_of(spec, folder, ranks.rank, ranks.world_size)
     if info.vocab_size > spec.transformer.vocab_size:
         params = {"folder": str(folder), "token_ids": info.vocab_size, "vocab_size": spec.transformer.vocab_size}
         raise UsageError(Reason("engine.vocabulary-too-large", params))

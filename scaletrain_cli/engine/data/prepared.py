@@ -1,0 +1,111 @@
+"""The prepared data of a run, text or rows by its objective; and the command ``prepare``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.engine.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.engine.data.dataset import (
+    DatasetInfo,
+    TokenSequences,
+    dataset_folder,
+    open_dataset,
+    prepare_dataset,
+)
+from scaletrain_cli.engine.data.row_dataset import SCHEMA, RowsInfo, build_rows, left_out, open_rows, rows_folder
+from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.shared_datasets import built, owner_of_dataset
+from scaletrain_cli.spec import RunSpec
+
+
+def data_folder(spec: RunSpec, runs_root: Path) -> Path:
+    """Return the folder of a spec's prepared data, whether or not they are prepared. Raises UsageError."""
+    if spec.training.objective == "causal_lm":
+        return dataset_folder(spec.data, runs_root)
+    return rows_folder(spec, runs_root)
+
+
+def prepare_data(spec: RunSpec, runs_root: Path) -> Path:
+    """Prepare the data of a spec unless they are, safely beside other builders; return their folder.
+
+    Raises UsageError.
+    """
+    if spec.training.objective == "causal_lm":
+        return prepare_dataset(spec.data, runs_root)
+    return built(rows_folder(spec, runs_root), lambda staging: build_rows(spec, staging))
+
+
+def open_data_of(
+    spec: RunSpec, folder: Path, rank: int = 0, ranks: int = 1
+) -> tuple[DatasetInfo, TokenSequences | RowSequences, TokenSequences | RowSequences]:
+    """Return info, training split and validation split of prepared data.
+
+    Raises UsageError, and CorruptDataError if a file has changed since it was written.
+    """
+    seq_len, objective = spec.transformer.seq_len, spec.training.objective
+    try:
+        document = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(Reason("engine.not-a-dataset", {"folder": str(folder), "error": str(error)})) from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        if objective != "causal_lm":
+            raise _made_for_another(folder, "text", objective)
+        return open_dataset(folder, seq_len, rank, ranks)
+    if document.get("objective") != objective:
+        found = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
+        raise _made_for_another(folder, found, objective)
+    return open_rows(folder, document, seq_len, rank, ranks)
+
+
+def _made_for_another(folder: Path, found: str, objective: str) -> UsageError:
+    params = {"folder": str(folder), "found": found, "objective": objective}
+    return UsageError(Reason("data.prepared-for-other-objective", params))
+
+
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
+    """Build, open and describe the data, given SPEC_JSON RUNS_ROOT. Raises ScaletrainError and OSError."""
+    spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
+    started = time.monotonic()
+    try:
+        folder = prepare_data(spec, Path(arguments[1]))
+        info, train, validation = open_data_of(spec, folder)
+    except CorruptDataError as error:  # the exit code 93 is for runs
+        raise ScaletrainError(error.reason or str(error)) from error
+    if (owner := owner_of_dataset(folder)) is not None:
+        print(f"{folder} was prepared by {owner}; using it as it is", file=sys.stderr)
+    if info.replaced:
+        print(f"{info.replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD", file=sys.stderr)
+    if isinstance(info, RowsInfo) and (note := left_out(info)):
+        print(note, file=sys.stderr)
+    print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
+    found = {
+        "path": str(folder),
+        "documents": info.documents,
+        "train_tokens": info.train_tokens,
+        "validation_tokens": info.validation_tokens,
+        "train_sequences": len(train),
+        "validation_sequences": len(validation),
+        "vocab_size": info.vocab_size,
+        "replaced": info.replaced,
+        "dtype": info.dtype,
+    }
+    if isinstance(info, RowsInfo):
+        found |= {
+            "format": info.format,
+            "target_tokens": info.targets,
+            "rows": {
+                "read": info.rows_read,
+                "truncated": info.rows_truncated,
+                "without_target": info.rows_without_target,
+                "too_long": info.rows_too_long,
+            },
+        }
+    return found

@@ -1,0 +1,136 @@
+"""The rows of a data source for fine-tuning: objects of jsonl, json and parquet files, or generated ones."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scaletrain_cli.engine.data.corpus import Tally, clean, open_text, readable, source_files
+from scaletrain_cli.engine.data.docstrings import docstring_rows
+from scaletrain_cli.errors import UsageError, sentence
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.corpus_files import FEW_REPLACED, MOST_REPLACED, PYTHON_DOCSTRINGS, ROW_FORMATS, kind_of
+from scaletrain_cli.spec.row_formats import Example, RowError, format_of, parse_row
+
+
+class Row(NamedTuple):
+    """One row of the source. ``where``: its file and line; ``key``: its content as text, the same in every run."""
+
+    where: str
+    example: Example
+    weight: float
+    key: str
+
+
+def rows_of(data: DataSpec, objective: str, tally: Tally | None = None) -> tuple[str, Iterator[Row]]:
+    """Return the format of the rows and the rows. Raises UsageError, also while they are read."""
+    raw = _raw_rows(data.source, objective, tally or Tally())
+    first = next(raw, None)
+    if first is None:
+        raise UsageError(Reason("data.no-rows", {"source": data.source}))
+    row_format: str = data.format
+    if row_format == "auto":
+        try:
+            row_format = format_of(first[1], objective, data.fields)
+        except RowError as error:
+            raise row_error(first[0], error) from error
+    return row_format, (_row(where, row, row_format, data) for where, row in chain([first], raw))
+
+
+def row_error(where: str, error: RowError) -> UsageError:
+    """Return the error of a row with its place and what to do."""
+    params = {"where": where, "problem": error.reason}
+    remedies = " ".join(map(sentence, error.reason.remedies))
+    return UsageError(
+        Reason("data.row-and-remedy", params | {"remedy": remedies}) if remedies else Reason("data.row", params)
+    )
+
+
+def _row(where: str, row: Any, row_format: str, data: DataSpec) -> Row:
+    key = json.dumps(row, sort_keys=True, default=str)
+    try:
+        return Row(where, *parse_row(row, row_format, data.fields), key)
+    except RowError as error:
+        raise row_error(where, error) from error
+
+
+def _raw_rows(source: str, objective: str, tally: Tally) -> Iterator[tuple[str, Any]]:
+    if source == PYTHON_DOCSTRINGS:
+        yield from docstring_rows(pairs=objective == "dpo")
+        return
+    for path in source_files(source, ROW_FORMATS):
+        own = Tally()
+        with readable(path):
+            yield from _READERS[kind_of(path)](path, own)
+        if own.replaced > max(FEW_REPLACED, MOST_REPLACED * own.characters):
+            counts = {"replaced": own.replaced, "characters": own.characters}
+            raise UsageError(Reason("engine.file-not-utf-8", {"path": str(path), **counts}))
+        tally.characters += own.characters
+        tally.replaced += own.replaced
+
+
+def _jsonl(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
+    with open_text(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                tally.characters += len(line)
+                yield f"{path}:{number}", _parsed(clean(line, tally))
+
+
+def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
+    with open_text(path) as file:
+        text = file.read()
+    tally.characters += len(text)
+    found = _parsed(clean(text, tally))
+    if not isinstance(found, list):
+        raise row_error(str(path), RowError("not-an-array"))
+    yield from ((f"{path}, row {number}", row) for number, row in enumerate(found, start=1))
+
+
+def _parsed(text: str) -> Any:
+    """Return the JSON value, None for other text; lone surrogates, which JSON can contain, become question marks."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if "\\u" in text:
+        plain = json.dumps(found, ensure_ascii=False)
+        if (valid := plain.encode("utf-8", "replace").decode()) != plain:
+            return json.loads(valid)
+    return found
+
+
+def _parquet(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise UsageError(Reason("engine.pyarrow-missing", {"path": str(path)})) from error
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", {name: _without_nulls(value) for name, value in row.items()}
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise UsageError(Reason("engine.parquet-unreadable", {"path": str(path), "error": str(error)})) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a nested value without the keys that parquet adds as null to the objects of a list that lack them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None or key == "content"}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+_READERS = {"jsonl": _jsonl, "json": _json, "parquet": _parquet}
+
+
+def first_of(data: DataSpec, objective: str, first: int, count: int) -> tuple[str, list[Row]]:
+    """Return the format and ``count`` rows from row ``first`` on, counted from 0. Raises UsageError."""
+    row_format, rows = rows_of(data, objective)
+    return row_format, list(islice(rows, first, first + count))
