@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.objectives.layouts import packed
 from tests.engine.objectives.rows import (
     Course,
-    Example,
     examples,
     largest_difference,
     order,
@@ -50,17 +50,6 @@ def test_losses_of_packed_sft_are_those_of_trl(tmp_path: Path) -> None:
     (ours,) = on_ranks(1, train, spec, row_sequences(rows), tmp_path)
     theirs = sft_losses(spec, [rows[i] for i in order(spec, len(rows))], tmp_path)
     assert largest_difference(ours.losses, theirs) < LIMIT
-
-
-def packed() -> list[list[Example]]:
-    """Return rows of one to three examples that fit."""
-    rows: list[list[Example]] = [[]]
-    for example in examples(60):
-        if sum(len(one.tokens) for one in [*rows[-1], example]) > 24:
-            rows.append([])
-        rows[-1].append(example)
-    assert max(len(row) for row in rows) > 1
-    return rows
 
 
 @pytest.mark.parametrize(

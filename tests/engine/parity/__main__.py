@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.engine.objectives import layouts as fine_tuning
 from tests.engine.parity.comparison import difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import stray_activations, stray_state_bytes, train_in_layout
@@ -34,11 +35,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCALETRAIN_RUNS"] = folder
         lines = list(_measured(rows, write_dataset(Path(folder))))
+    tuned = [row for row in fine_tuning.fine_tuning_rows() if all(word in row.name for word in options.words)]
+    second: list[str] = []
+    wrong_rows: list[str] = []
+    print(f"\n{fine_tuning.HEADER}" if tuned else "")
+    for row, (text, right) in zip(tuned, fine_tuning.measured(tuned), strict=True):
+        print(text, flush=True)
+        second.append(text)
+        wrong_rows += [] if right else [row.name]
     if options.write is not None:
-        options.write.write_text("\n".join(page(lines, "make parity")) + "\n", encoding="utf-8")
-    wrong = [line.row.name for line in lines if not line.right]
-    print(f"\n{len(lines)} rows, {len(wrong)} of them wrong" + "".join(f"\n  {name}" for name in wrong))
-    return 1 if wrong or not lines else 0
+        options.write.write_text(
+            "\n".join([*page(lines, "make parity"), "", fine_tuning.HEADER, *second]) + "\n", encoding="utf-8"
+        )
+    wrong = [line.row.name for line in lines if not line.right] + wrong_rows
+    print(f"\n{len(lines) + len(tuned)} rows, {len(wrong)} of them wrong" + "".join(f"\n  {name}" for name in wrong))
+    return 1 if wrong or not (lines or tuned) else 0
 
 
 def _measured(rows: list[Row], dataset: Path) -> Iterator[Line]:

@@ -1,0 +1,157 @@
+"""Fine-tuning in layouts: rows of the second table of ``make parity``, each against the same training on one rank."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.spec import RunSpec
+from tests.engine.objectives.rows import (
+    LENGTH,
+    STEPS,
+    Course,
+    Example,
+    examples,
+    largest_difference,
+    pairs,
+    row_sequences,
+    spec_of,
+    train,
+)
+from tests.engine.ranks import on_ranks
+
+LOSS, NORM = 1e-5, 1e-4  # relative, at each step
+HEADER = "| fine-tuning | layout | ranks | loss | gradient norm | seconds | |\n|-|-|-|-|-|-|-|"
+
+_SFT = ("training.objective=sft",)
+_DPO = ("training.objective=dpo", "training.optimizer.lr=5.0e-4")
+_DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
+KINDS: dict[str, tuple[str, ...]] = {
+    "sft": _SFT,
+    "sft weighted": _SFT,
+    "sft weighted chunked": (*_SFT, "training.cross_entropy=chunked"),
+    "sft packed": _SFT,
+    "sft packed dropout": (*_SFT, *_DROPOUT),
+    "dpo": _DPO,
+    "dpo chunked": (*_DPO, "training.cross_entropy=chunked"),
+    "dpo robust": (*_DPO, "training.dpo.loss=robust", "training.dpo.label_smoothing=0.1"),
+    "dpo ipo": (*_DPO, "training.dpo.loss=ipo"),
+    "dpo by length": (*_DPO, "training.dpo.length_normalized=true"),
+}
+_AXES = ("data", "tensor", "pipeline", "sequence")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    name: (f"layout.zero_stage={name[4]}", f"layout.activation_checkpointing={mode}", *sizes)
+    for name, mode, sizes in (
+        ("zero0 dp2", "none", ("layout.data_parallel=2",)),
+        ("zero1 dp2", "full", ("layout.data_parallel=2",)),
+        ("zero2 dp2", "selective", ("layout.data_parallel=2",)),
+        ("zero3 dp2", "full", ("layout.data_parallel=2",)),
+        ("zero0 tp2", "none", ("layout.tensor_parallel=2",)),
+        ("zero1 pp2", "full", ("layout.pipeline_parallel=2",)),
+        ("zero1 sp2", "selective", ("layout.sequence_parallel=2",)),
+        ("zero3 tp2 sp2", "full", ("layout.tensor_parallel=2", "layout.sequence_parallel=2")),
+        ("zero2 dp2 sp2", "none", ("layout.data_parallel=2", "layout.sequence_parallel=2")),
+        ("zero1 pp2 sp2", "full", ("layout.pipeline_parallel=2", "layout.sequence_parallel=2")),
+        (
+            "zero1 tp2 pp2 sp2",
+            "selective",
+            ("layout.tensor_parallel=2", "layout.pipeline_parallel=2", "layout.sequence_parallel=2"),
+        ),
+    )
+}
+
+
+def rows_of(kind: str) -> RowSequences:
+    """Return the rows of a kind of fine-tuning."""
+    if kind.startswith("dpo"):
+        return row_sequences([[one] for pair in pairs(40) for one in pair], is_pairs=True)
+    return row_sequences(packed() if "packed" in kind else [[one] for one in examples(40)], weights="weighted" in kind)
+
+
+def packed() -> list[list[Example]]:
+    """Return rows of one to three examples that fit."""
+    rows: list[list[Example]] = [[]]
+    for example in examples(60):
+        if sum(len(one.tokens) for one in [*rows[-1], example]) > LENGTH:
+            rows.append([])
+        rows[-1].append(example)
+    assert max(len(row) for row in rows) > 1
+    return rows
+
+
+@dataclass(frozen=True)
+class FineTuningRow:
+    """A kind of fine-tuning in a layout."""
+
+    kind: str
+    layout: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.layout}"
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        sizes = [int(part[2:]) for part in self.layout.split() if part[:2] in ("dp", "tp", "pp", "sp")]
+        ranks = 1
+        for size in sizes:
+            ranks *= size
+        return ranks
+
+    def spec(self, steps: int) -> RunSpec:
+        return spec_of(
+            *KINDS[self.kind], f"training.steps={steps}", f"cluster.gpus_per_node={self.ranks}", *LAYOUTS[self.layout]
+        )
+
+
+@cache
+def alone(kind: str, steps: int) -> Course:
+    """Return the same training on one rank without ZeRO."""
+    spec = spec_of(*(key for key in KINDS[kind] if "cross_entropy" not in key), f"training.steps={steps}")
+    return _course(1, spec, kind)
+
+
+def differences(row: FineTuningRow, steps: int = STEPS) -> tuple[float, float]:
+    """Return the largest relative differences of loss and gradient norm at a step."""
+    found, expected = _course(row.ranks, row.spec(steps), row.kind), alone(row.kind, steps)
+    for measures, others in zip(found.measures, expected.measures, strict=True):
+        for name, value in others.items():
+            assert abs(measures[name] - value) <= 1e-4 * max(1.0, abs(value)), (name, measures[name], value)
+    return largest_difference(found.losses, expected.losses), largest_difference(found.norms, expected.norms)
+
+
+def _course(ranks: int, spec: RunSpec, kind: str) -> Course:
+    with tempfile.TemporaryDirectory() as folder:
+        courses: list[Course] = on_ranks(ranks, train, spec, rows_of(kind), Path(folder))
+    for other in courses[1:]:
+        assert largest_difference(other.losses, courses[0].losses) < 1e-6, "ranks do not agree"
+    return courses[0]
+
+
+def fine_tuning_rows() -> list[FineTuningRow]:
+    """Return every kind in every layout."""
+    return [FineTuningRow(kind, layout) for kind, layout in product(KINDS, LAYOUTS)]
+
+
+def measured(rows: list[FineTuningRow]) -> Iterator[tuple[str, bool]]:
+    """Yield the line of each row as text, and whether it is within the limits."""
+    for row in rows:
+        started = time.monotonic()
+        try:
+            loss, norm = differences(row)
+            right, figures = loss <= LOSS and norm <= NORM, f"{loss:.1e} | {norm:.1e}"
+        except Exception as error:  # the other rows are worth their figures
+            print(error)
+            right, figures = False, f"{type(error).__name__} |"
+        seconds = time.monotonic() - started
+        yield (
+            f"| {row.kind} | {row.layout} | {row.ranks} | {figures} | {seconds:.1f} | {'' if right else 'WRONG'} |",
+            right,
+        )

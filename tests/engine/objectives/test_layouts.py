@@ -1,0 +1,29 @@
+"""Fine-tuning trains the same model in every layout: some rows of the second table of ``make parity``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.objectives.layouts import KINDS, LOSS, NORM, FineTuningRow, differences, fine_tuning_rows
+
+CUT = [
+    FineTuningRow("sft weighted", "zero1 pp2"),
+    FineTuningRow("sft packed dropout", "zero3 tp2 sp2"),
+    FineTuningRow("dpo by length", "zero1 pp2 sp2"),
+    FineTuningRow("dpo chunked", "zero3 dp2"),
+]
+
+
+@pytest.mark.parametrize("row", CUT, ids=lambda row: row.name)
+def test_fine_tuning_in_a_layout_equals_that_of_one_rank(row: FineTuningRow) -> None:
+    loss, norm = differences(row, steps=6)
+    assert loss <= LOSS
+    assert norm <= NORM
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_fine_tuning_in_every_layout_equals_that_of_one_rank(kind: str) -> None:
+    found = {row.name: differences(row) for row in fine_tuning_rows() if row.kind == kind}
+    wrong = {name: pair for name, pair in found.items() if not (pair[0] <= LOSS and pair[1] <= NORM)}
+    assert not wrong
