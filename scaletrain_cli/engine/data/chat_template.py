@@ -177,6 +177,11 @@ class ChatTemplate:
         messages, weights, tools = conversation
         until = text if number == len(messages) - 1 else self.render(messages[: number + 1], tools).text
         prompt = self.render(messages[:number], tools, prompt=True).text
+        end = self.tokens.get("eos_token", "")
+        if end and until.endswith(end) and not text.startswith(until):  # written once, after the last message
+            until = until.removesuffix(end)
+            if self._end_at(text, len(until)):  # another token ends the turn there
+                raise RowError("template-rewrites-history", number=number)
         if not text.startswith(until):
             raise RowError("template-rewrites-history", number=number)
         if not until.startswith(prompt):
@@ -187,17 +192,19 @@ class ChatTemplate:
         if "add_generation_prompt" not in self.source:
             content = messages[number].get("content")
             answer = content.strip() if isinstance(content, str) else ""
-            before, found, _ = until[len(prompt) :].partition(answer)
-            if answer and found and before.strip():
+            before = until[len(prompt) : max(until.find(answer, len(prompt)), len(prompt))] if answer else ""
+            if before.strip():
                 raise RowError("template-without-prompt", number=number, before=before)
         return Span(len(prompt), len(until), weights[number] or 0.0)
 
     def _with_end(self, text: str, span: Span) -> Span:
         """Return the span with the token that ends the turn, where it follows the span directly."""
-        for end in {self.tokens.get("eos_token", ""), *_ENDS_OF_TURN} - {""}:
-            if text.startswith(end, span.stop):
-                return span._replace(stop=span.stop + len(end))
-        return span
+        return span._replace(stop=span.stop + len(self._end_at(text, span.stop)))
+
+    def _end_at(self, text: str, place: int) -> str:
+        """Return the token that ends a turn, if it is at this place of the text; else an empty string."""
+        ends = (self.tokens.get("eos_token", ""), *_ENDS_OF_TURN)
+        return next((end for end in ends if end and text.startswith(end, place)), "")
 
 
 def compile_template(source: str, tokens: dict[str, str], date: str) -> ChatTemplate:
