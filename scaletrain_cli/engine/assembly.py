@@ -40,6 +40,7 @@ from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, InfeasibleError, PreemptedError, UsageError, WrongNodesError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.evaluations import MOST_WAITING
 from scaletrain_cli.rundir.journal import read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
@@ -180,7 +181,8 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: 
     if ranks.rank == 0:
         try:
             saved, size = record.spec.checkpoint, record.plan.durability.checkpoint_bytes
-            check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every)
+            also_kept = (saved.keep_best is not None) + (MOST_WAITING if record.spec.evaluation.tasks else 0)
+            check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every, also_kept)
         except DiskSpaceError as error:
             problem = error.reason
     if problem := consensus.follow_rank_zero(problem):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,8 +151,12 @@ class Trainer:
             if save_due:
                 self.metrics.flush()  # an attempt that resumes here does not log these steps again
                 self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
-            if state.evaluation_due and not self._evaluate(state):
-                continue  # preempted
+            if state.evaluation_due:
+                if not self._evaluate(state):
+                    continue  # preempted
+                if self._is_best(state):
+                    self.metrics.flush()  # retention reads the loss there
+                    self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
             if state.at_last_step:
                 return
             self._train_step(state)
@@ -336,6 +341,11 @@ class Trainer:
 
     def _should_stop_early(self, state: LoopState) -> bool:
         return should_stop(state.validation_losses, self.record.spec.training.early_stopping)
+
+    def _is_best(self, state: LoopState) -> bool:
+        """Return True if ``checkpoint.keep_best`` is the validation loss and its newest value is the least."""
+        *earlier, newest = state.validation_losses
+        return self.record.spec.checkpoint.keep_best == "validation_loss" and newest < min(earlier, default=math.inf)
 
     def _remaining_measures(self) -> list[StepMeasures]:
         """Return the measures that are not agreed on yet: none on a CPU, those of the newest step on a GPU."""

@@ -157,6 +157,16 @@ TEXTS: dict[str, Text] = {
             "start a run with model.weights.",
         ),
     ),
+    "evaluation-preempted": Text("the evaluation was stopped by a signal; its finished tasks are kept"),
+    "evaluation-without-tokenizer": Text(
+        "the weights were exported without a tokenizer, because this node has neither the prepared data nor the spec's "
+        "tokenizer"
+    ),
+    "lm-eval-not-started": Text(
+        "{program} cannot be started: {error}", ("Install lm_eval[hf] on the nodes, or set `command` of the task",)
+    ),
+    "lm-eval-failed": Text("{program} ended with exit code {exit_code}: {end}", ("Its whole output is in {log}",)),
+    "lm-eval-without-results": Text("{program} wrote no results_*.json into {folder}"),
     "no-averaged-weights": Text("{checkpoint} has no averaged weights: the run has training.averaging.name = none"),
     "output-exists": Text("{path} exists and is not overwritten", ("Give another folder with --output.",)),
     "disk-too-small": Text(

@@ -32,6 +32,7 @@ from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.rundir import checkpoints
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, checkpoints_to_prune
+from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
 from scaletrain_cli.spec import RunSpec
@@ -253,7 +254,8 @@ class Checkpointer:
 
     def _prune(self) -> None:
         """Delete checkpoints that retention does not keep, in rank 0's thread."""
-        for checkpoint in checkpoints_to_prune(self.folder, self._spec.keep, self._spec.keep_every):
+        also_kept = steps_to_keep(self._run, self._spec, self.folder)
+        for checkpoint in checkpoints_to_prune(self.folder, self._spec.keep, self._spec.keep_every, also_kept):
             checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 
     def _conclude(self, save: _Save) -> None:
