@@ -20,7 +20,6 @@ from scaletrain_cli.engine.data.corpus import documents
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss, perplexity
 from scaletrain_cli.engine.evaluation.lm_eval import run_lm_eval
-from scaletrain_cli.worker.trackers import start_trackers
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
@@ -31,6 +30,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
 from scaletrain_cli.spec.evaluation import GenerationTask, LmEvalTask, LossTask
 from scaletrain_cli.worker import Rank
+from scaletrain_cli.worker.trackers import start_trackers
 
 logger = logging.getLogger(__name__)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
