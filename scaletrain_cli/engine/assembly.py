@@ -34,6 +34,7 @@ from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
+from scaletrain_cli.engine.stages import StageSwitch, trained_at
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
@@ -88,7 +89,8 @@ def assemble(
     mesh = build_mesh(layout)
     swap = swap_folder(run.run_id, attempt, int(os.environ.get("NODE_RANK", "0")), os.environ)
     resuming = resume_point.checkpoint is not None
-    composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming)
+    trained = trained_at(spec, resume_point.step)
+    composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
     _check_rows(composed.objective, spec, layout, train)
     stepper = build_stepper(composed, mesh, device, spec.training)
     average = _weight_average(spec, composed.engine)
@@ -111,6 +113,7 @@ def assemble(
         replicated={} if stepper.adaptive_clip is None else {"adaptive_clip": stepper.adaptive_clip},
         expected_seconds=record.plan.durability.save_seconds,
     )
+    stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)
     mask_starts = spec.data.loss_mask == "document_starts"
     step_sync = StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger)
 
@@ -130,17 +133,17 @@ def assemble(
         attempt=attempt,
         resume_point=resume_point,
         device=device,
-        model=composed.model,
+        composed=composed,
+        stages=stages,
         stepper=stepper,
         average=average,
-        optimizer=composed.optimizer,
         checkpointer=checkpointer,
         dataset=dataset,
         training=BatchReader(train, layout, mesh, spec.training.seed, mask_starts),
         validation=BatchReader(validation, layout, mesh, spec.training.seed, mask_starts),
         faults=faults,
         guard=GuardActions(
-            run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat
+            run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat, stages
         ),
         deferred_metrics=DeferredMetrics(device),
         ledger=ledger,

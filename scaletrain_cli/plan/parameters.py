@@ -318,6 +318,13 @@ def trained_ever(spec: RunSpec) -> frozenset[str]:
     return frozenset(name for stage in training_stages(spec) for name in stage.since)
 
 
+def base_names(spec: RunSpec) -> frozenset[str]:
+    """Return the parameters that keep the values of ``model.weights`` in the whole run; no checkpoint stores them."""
+    if spec.transformer.weights is None or trains_everything(spec):
+        return frozenset()
+    return frozenset(parameter.name for parameter in model_parameters(spec.transformer)) - trained_ever(spec)
+
+
 def trains_everything(spec: RunSpec) -> bool:
     """Return True if all parameters train in all steps with the same learning rate, whatever their names are."""
     training = spec.training

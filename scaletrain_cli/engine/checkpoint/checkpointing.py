@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from scaletrain_cli.engine.checkpoint.exchange import HeldState, exchange
 from scaletrain_cli.engine.checkpoint.resume_point import find_latest_valid
 from scaletrain_cli.engine.checkpoint.shard_file import RANDOM, Entry, ShardHeader, StateReader, shard_name, write_shard
 from scaletrain_cli.engine.checkpoint.snapshot import (
@@ -30,6 +31,7 @@ from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.rundir import checkpoints
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, checkpoints_to_prune
 from scaletrain_cli.rundir.evaluations import steps_to_keep
@@ -104,18 +106,39 @@ class Checkpointer:
         """
         self._run, self._spec, self._ranks, self._consensus = run, spec.checkpoint, ranks, consensus
         self.folder = checkpoint_folder(run, spec)
-        self._engine, self._average, self._attempt, self._replicated = composed.engine, average, attempt, replicated
-        self._states = ShardedState(composed.engine, composed.model, mesh)
-        self._snapshot = Snapshot(self._states, average)
+        self._composed, self._mesh, self._base = composed, mesh, base_names(spec)
+        self._average, self._attempt, self._replicated = average, attempt, replicated
+        self.engine_was_built()
         self._faults = faults
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._in_flight: _Save | None = None
         self._background: list[Future[None]] = []  # tasks that mark and delete checkpoints
         self._costs: list[SaveCost] = []
-        self._allocated = False
         self._unmarked: set[int] = set()
         self.committed_step: int | None = None
         self.expected_seconds = expected_seconds
+
+    def engine_was_built(self) -> None:
+        """Save and restore the present engine from now on."""
+        self._states = ShardedState(self._composed.engine, self._composed.model, self._mesh, self._base)
+        self._snapshot = Snapshot(self._states, self._average)
+        self._allocated = False
+
+    def state_in_memory(self) -> HeldState:
+        """Return the state of the optimizer on this rank, in host memory; finishes the save in flight."""
+        self.finish()
+        entries, counts = self._snapshot.take()
+        trained = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.owned}
+        return HeldState(
+            trained, {entry.key: entry.values for entry in entries}, counts, counters(self._composed.engine)
+        )
+
+    def restore_from_memory(self, held: HeldState) -> None:
+        """Continue the present engine from the state of an earlier one, for the parameters that both train."""
+        needed = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.slices}
+        state = exchange(held, needed, self._consensus, self._states.device)
+        restore_state(state, self._states, None, self._composed.engine)
+        set_counters(self._composed.engine, held.counters)
 
     def allocate(self) -> None:
         """Allocate the host memory of a save, so that the first save takes as long as later ones.
@@ -197,13 +220,12 @@ class Checkpointer:
         started = time.monotonic()
         entries, counts = self._snapshot.take()
         copied = time.monotonic()
-        slices = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.owned}
-        header = ShardHeader(self._ranks.rank, slices, counts)
+        header = ShardHeader(self._ranks.rank, self._states.owned, counts.usual, counts.others)
         entries.append(Entry(RANDOM, random_state(self._states.device)))
         parts = {name: part.state_dict() for name, part in self._replicated.items()}
         if self._average is not None:
             parts["average"] = {"taken": self._average.taken}
-        state = json.dumps({"client": client_state, "counters": counters(self._engine), "parts": parts})
+        state = json.dumps({"client": client_state, "counters": counters(self._composed.engine), "parts": parts})
         write = self._thread.submit(self._write, step, header, entries, state)
         self._in_flight = _Save(step, copied - started, write, time.monotonic() - started)
 
@@ -296,13 +318,14 @@ class Checkpointer:
         it can read.
         """
         self.finish()
-        owned = [placed.slice for shard in self._states.shards for placed in shard.owned]
+        owned = list(self._states.owned.values())
         reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files)
         state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
         if self._average is not None:
             self._average.taken = state["parts"]["average"]["taken"]
-        restore_state(reader, self._states, self._average, self._engine)
-        set_counters(self._engine, state["counters"])
+        restore_state(reader, self._states, self._average, self._composed.engine)
+        self._snapshot.frozen_changed()
+        set_counters(self._composed.engine, state["counters"])
         for name, part in self._replicated.items():
             part.load_state_dict(state["parts"][name])
         if (saved := reader.random_state()) is not None:
