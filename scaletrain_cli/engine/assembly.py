@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
+from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identify_base
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import compose
@@ -89,7 +89,7 @@ def assemble(
     mesh = build_mesh(layout)
     swap = swap_folder(run.run_id, attempt, int(os.environ.get("NODE_RANK", "0")), os.environ)
     resuming = resume_point.checkpoint is not None
-    trained = trained_at(spec, resume_point.step)
+    trained, base = trained_at(spec, resume_point.step), identify_base(spec, ranks, long_consensus)
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
     _check_rows(composed.objective, spec, layout, train)
     stepper = build_stepper(composed, mesh, device, spec.training)
@@ -111,6 +111,7 @@ def assemble(
         faults=faults,
         average=average,
         replicated={} if stepper.adaptive_clip is None else {"adaptive_clip": stepper.adaptive_clip},
+        base=base,
         expected_seconds=record.plan.durability.save_seconds,
     )
     stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)

@@ -185,6 +185,12 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
+def file_digest(path: Path) -> FileDigest:
+    """Return size and hash of a file, which is read whole. Raises OSError."""
+    with open_to_read(path) as file:
+        return FileDigest(os.fstat(file.fileno()).st_size, _file_hash(file))
+
+
 def _file_hash(file: BinaryIO) -> str:
     digest = hashlib.sha256()
     while block := file.read(_HASH_BLOCK_BYTES):

@@ -11,6 +11,7 @@ import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from scaletrain_cli.engine.checkpoint.exchange import HeldState, exchange
@@ -33,10 +34,12 @@ from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.rundir import checkpoints
+from scaletrain_cli.rundir.base_weights import Digests, check_same_base, digests_of, to_document, weight_files
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, checkpoints_to_prune
 from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
@@ -60,6 +63,29 @@ class SaveCost:
 
     blocked_seconds: float
     seconds: float
+
+
+class BaseFiles(NamedTuple):
+    """The folder of ``model.weights``, and the digests of its files."""
+
+    folder: Path
+    digests: Digests
+
+
+def identify_base(spec: RunSpec, ranks: Ranks, consensus: RankConsensus) -> BaseFiles | None:
+    """Return the files with weights that checkpoints do not store; None if they store all. Collective.
+
+    Each rank reads a share of the files. Raises UsageError if a file cannot be read.
+    """
+    if spec.transformer.weights is None or not base_names(spec):
+        return None
+    folder = expand_home(spec.transformer.weights)
+    names = consensus.follow_rank_zero(weight_files(folder) if ranks.rank == 0 else [])
+    parts = consensus.gather(digests_of(folder, names[ranks.rank :: ranks.world_size]))
+    merged = None if parts is None else {name: digest for part in parts for name, digest in part.items()}
+    digests = consensus.follow_rank_zero(merged)
+    assert digests is not None
+    return BaseFiles(folder, digests)
 
 
 class _Written(NamedTuple):
@@ -97,16 +123,19 @@ class Checkpointer:
         faults: Faults,
         average: WeightAverage | None,
         replicated: dict[str, Stateful],
+        base: BaseFiles | None = None,
         expected_seconds: float,
     ) -> None:
         """``consensus``: with a timeout that is as long as a save may take.
 
-        ``replicated``: further state that is the same on every rank, by name. ``expected_seconds``: the planned time of
-        a save until it is committed, replaced by the measured one after the first save.
+        ``replicated``: further state that is the same on every rank, by name. ``base``: the files with the weights that
+        checkpoints do not store. ``expected_seconds``: the planned time of a save until it is committed, replaced by
+        the measured one after the first save.
         """
         self._run, self._spec, self._ranks, self._consensus = run, spec.checkpoint, ranks, consensus
         self.folder = checkpoint_folder(run, spec)
-        self._composed, self._mesh, self._base = composed, mesh, base_names(spec)
+        self._composed, self._mesh, self._base = composed, mesh, base
+        self._not_stored = base_names(spec)
         self._average, self._attempt, self._replicated = average, attempt, replicated
         self.engine_was_built()
         self._faults = faults
@@ -120,7 +149,7 @@ class Checkpointer:
 
     def engine_was_built(self) -> None:
         """Save and restore the present engine from now on."""
-        self._states = ShardedState(self._composed.engine, self._composed.model, self._mesh, self._base)
+        self._states = ShardedState(self._composed.engine, self._composed.model, self._mesh, self._not_stored)
         self._snapshot = Snapshot(self._states, self._average)
         self._allocated = False
 
@@ -225,7 +254,10 @@ class Checkpointer:
         parts = {name: part.state_dict() for name, part in self._replicated.items()}
         if self._average is not None:
             parts["average"] = {"taken": self._average.taken}
-        state = json.dumps({"client": client_state, "counters": counters(self._composed.engine), "parts": parts})
+        saved = {"client": client_state, "counters": counters(self._composed.engine), "parts": parts}
+        if self._base is not None:
+            saved["base"] = to_document(self._base.folder, self._base.digests)
+        state = json.dumps(saved)
         write = self._thread.submit(self._write, step, header, entries, state)
         self._in_flight = _Save(step, copied - started, write, time.monotonic() - started)
 
@@ -321,6 +353,8 @@ class Checkpointer:
         owned = list(self._states.owned.values())
         reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files)
         state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
+        if self._base is not None:
+            check_same_base(checkpoint.path.name, state.get("base"), self._base.folder, self._base.digests)
         if self._average is not None:
             self._average.taken = state["parts"]["average"]["taken"]
         restore_state(reader, self._states, self._average, self._composed.engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +70,18 @@ class LayoutRun:
     activations: list[int]
 
 
-def train_in_layout(spec: RunSpec, *interrupted_after: int) -> LayoutRun:
-    """All steps of a run; with steps to be interrupted after, each part in other processes, from a checkpoint."""
+def train_in_layout(spec: RunSpec, *interrupted_after: int, between: Callable[[], None] = lambda: None) -> LayoutRun:
+    """All steps of a run; with steps to be interrupted after, each part in other processes, from a checkpoint.
+
+    ``between`` is called before each part but the first.
+    """
     created = create_run(spec, make_plan(spec))
     parts = [*interrupted_after, spec.total_steps]
     losses: list[float] = []
     norms: list[float] = []
     for attempt, last in enumerate(parts, start=1):
+        if attempt > 1:
+            between()
         open_attempt(created.run.checkpoints, attempt)
         place = (created.run.path, attempt, last)
         reports = on_ranks(spec.world_size, train_rank, *place, connected=False, seconds=_SECONDS)

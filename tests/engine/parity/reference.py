@@ -102,8 +102,13 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def first_weights(spec: RunSpec) -> CausalLM:
-    """Return the whole model with the weights of the seed."""
+def first_weights(spec: RunSpec) -> nn.Module:
+    """Return the whole model with the weights of the seed, or transformers' model with those of ``model.weights``."""
+    if spec.transformer.weights is not None:
+        from transformers import AutoModelForCausalLM
+
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(spec.transformer.weights)
+        return loaded
     model, own = outline(spec.transformer), spec.transformer
     assign_dropout_keys(model, spec.training.seed)
     source = ScaledInitialization(
@@ -113,7 +118,7 @@ def first_weights(spec: RunSpec) -> CausalLM:
     return model
 
 
-def batch_loss(model: CausalLM, spec: RunSpec, rows: Tensor, samples: Tensor) -> Tensor:
+def batch_loss(model: nn.Module, spec: RunSpec, rows: Tensor, samples: Tensor) -> Tensor:
     """Mean cross-entropy in nats over the tokens that count.
 
     rows [batch, length + 1] int64; samples [batch]: their places in the run, which decide what is dropped.
@@ -121,9 +126,12 @@ def batch_loss(model: CausalLM, spec: RunSpec, rows: Tensor, samples: Tensor) ->
     tokens, labels = rows[:, :-1], rows[:, 1:].clone()
     if spec.data.loss_mask == "document_starts":
         labels[tokens == end_of_text(Path(spec.data.source))] = -100
-    context = TokenContext(torch.arange(tokens.shape[1]), samples)
-    hidden = model.transform(model.embed(tokens, context), context)
-    logits = F.linear(model.final_norm(hidden), model.lm_head.weight)
+    if isinstance(model, CausalLM):
+        context = TokenContext(torch.arange(tokens.shape[1]), samples)
+        hidden = model.transform(model.embed(tokens, context), context)
+        logits = F.linear(model.final_norm(hidden), model.lm_head.weight)
+    else:
+        logits = model(tokens).logits
     smoothing = spec.training.label_smoothing
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, label_smoothing=smoothing)
 
