@@ -53,8 +53,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("logs", "Show the output of a run."),
         Verb("events", "Show the events of a run."),
         Verb("nodes", "Manage excluded nodes: nodes list|clear."),
-        Verb("checkpoint", "Manage checkpoints: checkpoint list|verify|export|average|prune."),
-        Verb("evaluation", "Evaluate checkpoints: evaluation submit|list|show."),
+        Verb("checkpoint", "Manage checkpoints: checkpoint list|verify|export|prune."),
     ),
 }
 

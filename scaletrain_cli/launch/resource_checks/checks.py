@@ -22,7 +22,6 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resource_checks.files import (
     CheckResults,
     View,
-    evaluation_problems,
     not_checked,
     not_read,
     source_problems,
@@ -270,7 +269,6 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     weights_problems,
     engine_problems,
     checkpoint_problems,
-    evaluation_problems,
     secret_problems,
     tracker_problems,
     wandb_problems,

@@ -1,1 +1,0 @@
-"""Evaluate a checkpoint on one device: held-out losses, generations, and tasks of lm-evaluation-harness."""
