@@ -222,7 +222,7 @@ class PreparedSubmission:
         """
         require_writable(runs_root(), "no run can be submitted")
         found = self.backend.preflight(self.spec, self.plan)
-        shared = shared_root_notes(runs_root(), prepares=self.spec.code.engine is None)
+        shared = shared_root_notes(runs_root(), prepares=not self.spec.code.own_program)
         space = disk_space_notes(self.spec, self.plan, runs_root())
         warnings = (*self.warnings, *found.warnings, *shared, *space)
         code = None if self.snapshot is None else self.snapshot.record

@@ -100,7 +100,7 @@ def _drill(
     from scaletrain_cli.ui.live import StatusLine
     from scaletrain_cli.ui.submission import show_start
 
-    if base.code.engine is not None:
+    if base.code.own_program:
         raise UsageError(
             f"code.engine = {base.code.engine}: drills inject faults into the built-in engine only. Add "
             "--set code={} to run the drills with it."

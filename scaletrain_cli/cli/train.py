@@ -58,7 +58,7 @@ def command(
     for note in backend.preflight(run_spec, plan).notes:
         warn(note)
     require_writable(runs_root(), "no run can be started")
-    for warning in shared_root_notes(runs_root(), prepares=run_spec.code.engine is None):
+    for warning in shared_root_notes(runs_root(), prepares=not run_spec.code.own_program):
         warn(sentences(warning))
     show_plan_summary(run_spec, plan)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)

@@ -182,6 +182,7 @@ def attempt_outcome(
         cancelled=cancelled,
         launcher_exit_code=launcher_exit_code,
         names=attempt.nodes if attempt is not None else (),
+        saves=spec.code.command is None,
     )
 
 

@@ -76,9 +76,11 @@ def classify_exit(
     cancelled: bool,
     launcher_exit_code: int | None = None,
     names: Sequence[str] = (),
+    saves: bool = True,
 ) -> Outcome:
     """Return the outcome: done, the cause of the failure, or the node that ended without reporting.
 
+    ``saves``: a preempted rank saves its state before it ends, which is not known of a program of ``code.command``.
     ``names`` are the nodes that the scheduler allocated to the attempt, where it names them.
     """
     ended = sorted((node for node in nodes if node.ended is not None), key=lambda node: node.ended or 0.0)
@@ -91,7 +93,9 @@ def classify_exit(
         # An agent with this exit code records the reason, unless the disk is full.
         outcome = Outcome(launcher_exit_code, "disk-full", Reason("launch.no-space-for-record", {"then": lost.why}))
     elif cause is None:
-        outcome = lost or Outcome(ExitCode.PREEMPTED, "preempted", Reason("launch.all-ranks-saved"))
+        outcome = lost or Outcome(
+            ExitCode.PREEMPTED, "preempted", Reason("launch.all-ranks-saved" if saves else "launch.programs-ended")
+        )
     elif lost is not None and len(ended) < len(nodes) and cause.weight >= _BROKEN:
         why = Reason("launch.one-then-another", {"first": lost.why, "then": cause.outcome.why})
         outcome = dataclasses.replace(lost, why=why)
@@ -121,9 +125,10 @@ def _failed_ends(ended: Sequence[NodeRecord], failures: Sequence[Failure]) -> It
             if rank.exit_code in (0, ExitCode.PREEMPTED):
                 continue
             # The agent's report about a rank takes precedence over the rank's own.
-            stated = [failure for failure in (*own, *failures) if failure.rank == rank.rank]
+            stated = [failure for failure in (*own, *failures) if rank.holds(failure.rank)]
             if stated:
-                yield _stated_end(node, rank, stated[0])
+                # A launcher of the user's does not report which of its ranks failed first.
+                yield from (_stated_end(node, rank, failure) for failure in stated[: rank.ranks])
             elif rank.exit_code is not None or rank.rank == node.first_failure:
                 yield _unstated_end(node, rank)
 
@@ -133,7 +138,7 @@ def _stated_end(node: NodeRecord, rank: RankRecord | None, failure: Failure) -> 
     reason = _exit_reason(failure.reason, code)
     why = failure.why
     if rank is not None and not failure.node:
-        why = Reason("launch.rank-failed", {"rank": rank.rank, "node": node.node, "failure": why})
+        why = Reason("launch.rank-failed", {"rank": failure.rank, "node": node.node, "failure": why})
     elif failure.node and failure.code:  # a message without a code names the node
         why = Reason("launch.node-reported", {"node": failure.node, "failure": why})
     named = reason in _AGAINST_ITS_NODE and failure.sure and (rank is not None or reason == "wrong-nodes")

@@ -26,7 +26,7 @@ from scaletrain_cli.launch.attempts import (
 from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, ended_with_its_job
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
-from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.journal import has_committed, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec.run import RestartsSpec
@@ -56,9 +56,18 @@ _NEUTRAL: tuple[ExitReason, ...] = (*_PREEMPTED, "cancelled", "wrong-nodes")
 
 
 def decide(
-    exit_code: int, reason: ExitReason, history: Sequence[AttemptRecord], restarts: RestartsSpec, cancelled: bool
+    exit_code: int,
+    reason: ExitReason,
+    history: Sequence[AttemptRecord],
+    restarts: RestartsSpec,
+    cancelled: bool,
+    *,
+    progress_known: bool = True,
 ) -> Decision:
-    """Return the restart decision. ``history``: the attempts that share the budgets; the last one has just ended."""
+    """Return the restart decision. ``history``: the attempts that share the budgets; the last one has just ended.
+
+    ``progress_known``: checkpoints of the run show its progress. Without it only the budgets limit the restarts.
+    """
     if exit_code == ExitCode.DONE:
         return Decision.because(False, exit_code, Reason("launch.stop-done"))
     if cancelled or reason == "cancelled":
@@ -67,11 +76,11 @@ def decide(
         return Decision.because(False, exit_code, Reason("launch.stop-no-retry", {"exit_code": int(exit_code)}))
     free = bool(history) and history[-1].free_of_charge
     stuck = attempts_without_progress(history)
-    if stuck >= ATTEMPTS_WITHOUT_PROGRESS and reason not in _NEUTRAL and not free:
+    if progress_known and stuck >= ATTEMPTS_WITHOUT_PROGRESS and reason not in _NEUTRAL and not free:
         why = Reason("launch.stop-no-progress", {"attempts": stuck})
         return Decision.because(False, ExitCode.DO_NOT_REQUEUE, why)
     idle = preemptions_without_progress(history)
-    if idle >= PREEMPTIONS_WITHOUT_PROGRESS and (reason in _PREEMPTED or free):
+    if progress_known and idle >= PREEMPTIONS_WITHOUT_PROGRESS and (reason in _PREEMPTED or free):
         why = Reason("launch.stop-no-progress-preempted", {"attempts": idle})
         return Decision.because(False, ExitCode.DO_NOT_REQUEUE, why)
     if reason == "time-limit":
@@ -123,8 +132,20 @@ def why_not_begin(run: RunDir, record: RunRecord, job_id: str) -> Decision | Non
         return None
     if last.decision is not None and last.decision.requeue:
         return None
-    decision = decide(last.exit_code, last.reason, history, record.spec.restarts, cancelled=False)
+    decision = decide(
+        last.exit_code,
+        last.reason,
+        history,
+        record.spec.restarts,
+        cancelled=False,
+        progress_known=_progress_known(run, record),
+    )
     return None if decision.requeue else decision
+
+
+def _progress_known(run: RunDir, record: RunRecord) -> bool:
+    """Return whether checkpoints show the progress: a program of ``code.command`` may save in a way of its own."""
+    return record.spec.code.command is None or has_committed(run)
 
 
 def attempts_of_job(run: RunDir, job_id: str) -> list[AttemptRecord]:
@@ -181,7 +202,14 @@ def conclude_attempt(
         assert began is not None, f"attempt {number} was never begun"
         earlier = [attempt for attempt in read_attempts(run) if first_attempt <= attempt.number < number]
         history = [*earlier, with_outcome(run, spec, began, outcome)]
-        decision = decide(outcome.exit_code, outcome.reason, history, spec.restarts, cancelled)
+        decision = decide(
+            outcome.exit_code,
+            outcome.reason,
+            history,
+            spec.restarts,
+            cancelled,
+            progress_known=_progress_known(run, record),
+        )
     _record(run, end_attempt(run, spec, number, outcome, decision))
     _remember_bad_nodes(run, number, outcome, down)
     return decision

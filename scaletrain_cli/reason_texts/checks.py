@@ -54,6 +54,15 @@ TEXTS: dict[str, Text] = {
     "weights-config-differs": Text("its config.json has {setting}, and {difference}", ("{remedy}",)),
     # ---- code ------------------------------------------------------------------------------------------------------
     "no-import-root": Text("the snapshot of {path} has no such folder", ("Name one that git does not ignore",)),
+    "command-not-found": Text("there is no such program on PATH", ("Install it, or give its path",)),
+    "command-not-found-here": Text(
+        "code.command: there is no program {program} on PATH here; the nodes, which were not checked, must have it"
+    ),
+    "command-not-kept": Text("the snapshot of {path} has no such file", ("Name one that git does not ignore",)),
+    "command-file-not-kept": Text(
+        "the file is in the working tree, and not in the snapshot of {path}",
+        ("Remove it from .gitignore and .scaletrainignore",),
+    ),
     "engine-not-installed": Text("it is not installed", _MODULE),
     "engine-not-kept": Text("the snapshot of {path} holds no such module, and it is not installed", _MODULE),
     "engine-is-file": Text(

@@ -21,6 +21,7 @@ TEXTS: dict[str, Text] = {
     # ---- exit classification: what the records of nodes and ranks show ---------------------------------------------
     "all-ranks-finished": Text("every rank finished"),
     "all-ranks-saved": Text("preempted; the ranks stopped with their state saved"),
+    "programs-ended": Text("preempted; the programs of code.command ended within the grace period"),
     "rank-failed": Text("rank {rank} on {node}: {failure}"),
     "node-reported": Text("{node}: {failure}"),
     "rank-exited": Text("rank {rank} on {node} ended with exit code {exit_code}"),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, WithJsonSchema, model_validator
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
@@ -41,11 +41,12 @@ RelativeFolder = Annotated[
 AbsoluteFolder = Annotated[str, Matching(r"/[^\x00\n]*", 4096, "must be the absolute path of a folder, on one line")]
 
 
+EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]
 _WITH_A_FOLDER = used_when(where_not("code.path", None))
 
 
 class CodeSpec(Section):
-    """A folder of a git working tree, copied into the run at submission; ``engine`` runs this copy.
+    """A folder of a git working tree, copied into the run at submission; ``engine`` or ``command`` run this copy.
 
     Files ignored by git or by ``.scaletrainignore`` (gitignore syntax) are left out.
     """
@@ -66,12 +67,28 @@ class CodeSpec(Section):
         default=None,
         description="module that each rank runs instead of the built-in engine: python -P -m MODULE RUN_DIR",
     )
+    command: tuple[EnvValue, ...] | None = Field(
+        default=None,
+        description="words of the command line that each rank runs instead of the built-in engine",
+    )
+    processes_per_node: Annotated[Literal["auto", 1], used_when(where_not("code.command", None))] = Field(
+        default="auto", description="auto: one process per rank; 1: one that starts its ranks, such as torchrun"
+    )
     import_root: RelativeFolder = Field(
         default=".", description="folder below path that is added to sys.path, e.g. src"
     )
 
+    @property
+    def own_program(self) -> bool:
+        """Return whether the ranks run a program of the user's instead of the built-in engine."""
+        return self.engine is not None or self.command is not None
+
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting without effect, or that points outside of the tree."""
+        if self.engine is not None and self.command is not None:
+            yield "command", "cannot be combined with code.engine. Remove one of them."
+        if self.command is not None and (not self.command or not self.command[0]):
+            yield "command", "must begin with a program, such as [python, train.py]."
         if self.on_nodes is not None and self.path is None:
             yield "on_nodes", "requires code.path, with which it is compared. Set code.path."
         if self.import_root != "." and self.path is None:
@@ -146,6 +163,7 @@ class PlannerSpec(Section):
     search: Literal["engine", "everything"] = "engine"
 
 
+NO_DATA = "none"  # data.source of a program of the user's whose spec has no data section
 SCHEMA = "scaletrain/v1"
 EnvName = Annotated[
     str,
@@ -155,7 +173,6 @@ EnvName = Annotated[
         "must be the name of an environment variable: letters, digits and _, not starting with a digit",
     ),
 ]
-EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=100_000)]
 
 
 # Kinds of models by the name in pydantic errors; llama and gpt are one kind.
@@ -201,6 +218,15 @@ class RunSpec(Section):
         default=[], description="names only; values are read from the environment at submission"
     )
     _source: Source | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_program_reads_its_data(cls, value: Any) -> Any:
+        """Add the section ``data`` where it is left out and the ranks run a program of the user's."""
+        code = value.get("code") if isinstance(value, dict) and value.get("data") is None else None
+        if isinstance(code, dict) and (code.get("engine") is not None or code.get("command") is not None):
+            return {**value, "data": {"source": NO_DATA}}
+        return value
 
     def __eq__(self, other: object) -> bool:
         """Compare the settings, ignoring the files that they were read from."""
@@ -290,7 +316,8 @@ class RunSpec(Section):
                     )
         if self.planner.autocast:
             yield "planner.autocast", "must be false for a language model, which is planned with 16-bit weights."
-        if self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
+        given = self.data.source != NO_DATA
+        if given and self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
             yield "data.tokenizer.vocab_size", f"must not exceed model.vocab_size = {model.vocab_size}."
         for key in ("tensor_parallel", "sequence_parallel"):
             degree = getattr(layout, key)

@@ -132,6 +132,19 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("code.engine", ("code.engine=no_such.module",), "code.engine", "it is not installed"),
     ("code.engine", ("code={path: tree, engine: trian}",), "code.engine", "the snapshot of tree holds no such module"),
     ("code.engine", ("code={path: tree, engine: trian}", ON_SLURM), "code.engine", "holds no such module"),
+    ("code.command.*", ("code.command=[no-such-program, a]",), "code.command", "there is no such program on PATH"),
+    (
+        "code.command",
+        ("code={path: tree, command: [./go.sh]}",),
+        "code.command",
+        "the snapshot of tree has no such file",
+    ),
+    (
+        "code.command.*",
+        ("code={path: tree, command: [python3, local.py]}",),
+        "code.command",
+        "the file is in the working tree, and not in the snapshot",
+    ),
     ("code.import_root", ("code={path: tree, engine: train, import_root: lib}",), "code.import_root", "no such folder"),
     ("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "checkpoint.dir", "is not a folder"),
     ("secret_env.*", ("secret_env=[NOT_SET_ANYWHERE]",), "secret_env", "is not set here"),
@@ -198,6 +211,8 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tree = folder / "tree"
     tree.mkdir()
     (tree / "train.py").write_text("print('it runs')\n")
+    (tree / "local.py").touch()
+    (tree / ".gitignore").write_text("local.py\n")
     WorkingTree(tree)
     return folder
 
@@ -393,6 +408,12 @@ def record_with(record: RunRecord, **changes: Any) -> RunRecord:
 def test_a_module_in_the_submitted_code_or_installed_is_found() -> None:
     for sets in (("code={path: tree, engine: train}",), ("code.engine=json.tool",), ("code.engine=unittest",)):
         assert submit(*sets).code == 0, sets
+
+
+def test_a_program_that_only_the_nodes_may_have_is_a_note() -> None:
+    found = check_external(load_spec(SMALL, ["code.command=[no-such-program]", ON_SLURM]))
+    assert found.problems == ()
+    assert sum("no-such-program on PATH here" in str(note) for note in found.warnings) == 1
 
 
 def test_a_module_in_the_python_path_of_the_spec_is_found(things: Path) -> None:

@@ -119,6 +119,17 @@ def test_preemptions_between_failures_are_ignored() -> None:
     assert decide_last([*history[:-1], attempts(("preempted", 5))[0]], RestartsSpec(crash=100)).requeue
 
 
+def test_without_checkpoints_only_the_budgets_limit_the_restarts_of_a_program_that_saves_in_its_own_way() -> None:
+    history = attempts(*[("preempted", None)] * 12)
+    limits = RestartsSpec()
+    assert not decide(75, "preempted", history, limits, False).requeue
+    assert decide(75, "preempted", history, limits, False, progress_known=False).requeue
+    failed = attempts(*[("node", None)] * 4)
+    assert not decide(1, "node", failed, limits, False).requeue
+    assert decide(1, "node", failed, limits, False, progress_known=False).requeue
+    assert not decide(1, "crash", attempts(*[("crash", None)] * 4), limits, False, progress_known=False).requeue
+
+
 def test_ten_preemptions_in_a_row_without_a_step_stop_with_93_and_name_the_setting_that_is_too_short() -> None:
     assert decide_last(attempts(*[("preempted", None)] * 9)).requeue
     idle: list[tuple[ExitReason, int | None]] = [("preempted", None)] * 6 + [("time-limit", None)] * 4

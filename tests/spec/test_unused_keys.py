@@ -68,6 +68,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "guard.spike.retries": ("5", ("guard.spike.action=warn",), ("guard.spike.action=warn", "guard.nan=rollback")),
     "code.uncommitted": ("refuse", (), ("code.path=.",)),
     "code.max_size": ("1MB", (), ("code.path=.",)),
+    "code.processes_per_node": ("1", (), ("code.command=[torchrun, train.py]",)),
 }
 
 

@@ -181,7 +181,7 @@ def require_engine_packages(spec: RunSpec) -> None:
 
     For the preflight of a back end whose ranks run in it.
     """
-    missing = [name for name in _ENGINE_NEEDS if spec.code.engine is None and find_spec(name) is None]
+    missing = [name for name in _ENGINE_NEEDS if not spec.code.own_program and find_spec(name) is None]
     if missing:
         raise MissingPackageError(
             f"{', '.join(missing)} not installed here: a run on this machine needs the extra train.",

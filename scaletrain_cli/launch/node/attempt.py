@@ -19,8 +19,8 @@ from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.full_disk import is_full
-from scaletrain_cli.launch.node.code import code_environment, place_code, unpacked_folder
-from scaletrain_cli.launch.node.heartbeats import stopped_seconds
+from scaletrain_cli.launch.node.code import code_environment, left_in_code, place_code, unpacked_folder
+from scaletrain_cli.launch.node.heartbeats import START_SECONDS, stopped_seconds
 from scaletrain_cli.launch.node.inspection import inspect_node, usable_cores, write_inspection
 from scaletrain_cli.launch.node.options import AgentOptions
 from scaletrain_cli.launch.node.processes import (
@@ -30,7 +30,7 @@ from scaletrain_cli.launch.node.processes import (
     kill_descendants,
     own_identity,
 )
-from scaletrain_cli.launch.node.ranks import LocalRanks, NodePlace, rank_environment
+from scaletrain_cli.launch.node.ranks import LocalRanks, NodePlace, program_command, rank_environment
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, announce_failure, write_node_record
 from scaletrain_cli.launch.node.watch import Watch, observed_failure
 from scaletrain_cli.launch.resource_checks.checks import check_on_node
@@ -41,6 +41,7 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import make_private_folder
+from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -88,7 +89,8 @@ def run_node(options: AgentOptions) -> int:
         _record_failed_start(run, options.attempt, node, failure)
         raise WrongNodesError(cause)
     # A user's training program may send no heartbeat.
-    local_ranks = LocalRanks(math.inf) if record.spec.code.engine else LocalRanks()
+    own = record.spec.code.own_program
+    local_ranks = LocalRanks(math.inf if own else START_SECONDS, foreign=record.spec.code.command is not None)
     try:
         try:
             _start_ranks(local_ranks, run, record, options)
@@ -111,6 +113,10 @@ def run_node(options: AgentOptions) -> int:
         kill_descendants()
     ranks, first_failure = local_ranks.ranks, local_ranks.first_failure
     code = node_exit_code(ranks, first_failure) if watch.disk_full is None else int(ExitCode.DO_NOT_REQUEUE)
+    with contextlib.suppress(ScaletrainError, OSError):
+        if lost := left_in_code(run, record, _own_folders(run, record, options)[1]):
+            where = f"written to the folder of the code are removed: {listed(lost[:5])}"
+            logger.warning("%d files %s. Programs must write to $SCALETRAIN_RUN_DIR", len(lost), where)
     ended = replace(node, ranks=tuple(ranks), ended=time.time(), exit_code=code, first_failure=first_failure)
     _remove(*_own_folders(run, record, options))
     if watch.disk_full is not None:
@@ -194,7 +200,12 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
         make_private_folder(own[0].parent)
     code = place_code(run, record, own[1])
     check_on_node(run, record, options.node_rank, code)
-    command = python_command(record.spec.code.engine or options.engine, str(run.path))
+    words = record.spec.code.command
+    command = (
+        program_command(words, code or Path.cwd())
+        if words is not None
+        else python_command(record.spec.code.engine or options.engine, str(run.path))
+    )
     place = NodePlace(options.attempt, options.node_rank, options.master_addr, options.master_port, run.path)
     secrets = read_document(run.secrets) or {}
     # Otherwise the scheduler sets them in the environment.
@@ -205,10 +216,11 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     base = {**compiled_code(os.environ, record.spec.env), **os.environ}
     cores = usable_cores()
     per_node = record.spec.cluster.gpus_per_node
-    for local_rank in range(per_node):
+    each = per_node if record.spec.code.processes_per_node == 1 else 1  # ranks of one process
+    for local_rank in range(0, per_node, each):
         rank = options.node_rank * per_node + local_rank
         environment = rank_environment(record.spec, place, local_rank, base=base, secrets=secrets, cores=cores)
         if code is not None:
             environment |= code_environment(record, code, environment)
         log = run.attempt(options.attempt) / "logs" / f"{options.node_name}-{rank:05d}.log"
-        local_ranks.start(rank, command, environment, log)
+        local_ranks.start(rank, command, environment, log, each)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scaletrain_cli.errors import UsageError, WrongNodesError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_of
+from scaletrain_cli.rundir.code import CodeRecord, code_file, differences, hash_of, paths_in
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import expand_home, make_folder, open_new
@@ -31,12 +31,12 @@ def unpacked_folder(run: RunDir, attempt: int, node_rank: int, environment: Mapp
 
 
 def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
-    """Return the folder with the code of ``code.engine``: ``folder``, created anew, or ``code.on_nodes``; else None.
+    """Return the folder with the code of the run's program: ``folder``, created anew, or ``code.on_nodes``; else None.
 
     Raises UsageError if the code differs from the submitted one, WrongNodesError if this node cannot read or store it.
     """
     code = record.code
-    if code is None or record.spec.code.engine is None:  # only recorded; the built-in engine imports none of it
+    if code is None or not record.spec.code.own_program:  # only recorded; the built-in engine imports none of it
         return None
     expected = _listing(run, code)
     there = record.spec.code.on_nodes
@@ -48,6 +48,15 @@ def place_code(run: RunDir, record: RunRecord, folder: Path) -> Path | None:
         params = {"folder": str(place), "code": code.name, "files": list(differing)}
         raise UsageError(Reason("node.code-differs-in-image" if there else "node.code-differs", params))
     return place
+
+
+def left_in_code(run: RunDir, record: RunRecord, folder: Path) -> list[str]:
+    """Return the files that a program has written to ``folder``, which is removed at the end of the attempt."""
+    if record.code is None or record.spec.code.command is None or not folder.is_dir():
+        return []
+    kept = paths_in(_listing(run, record.code))
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name not in kept and "__pycache__" not in name.split("/"))
 
 
 def code_environment(record: RunRecord, place: Path, environment: Mapping[str, str]) -> dict[str, str]:

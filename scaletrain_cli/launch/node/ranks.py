@@ -6,12 +6,14 @@ The contract with a training program is its environment and signal mask (docs/ow
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,29 @@ _ALLOCATOR_SETTINGS = "expandable_segments:True"
 # Blocked in every rank when it starts: the engine unblocks them once its handlers are installed, so none is lost.
 BLOCKED_IN_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _DEFAULT_IN_RANKS = (signal.SIGHUP, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)
+# Becomes the program of code.command: it dies with the agent, ignores what only scaletrain_cli.worker handles until the
+# program sets a handler, and has no signal blocked. Isolated (-I), as the environment is meant for the program.
+_EXEC = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+agent, folder, *words = sys.argv[1:]
+if os.getppid() != int(agent):
+    os._exit(1)
+try:
+    os.chdir(folder)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.execvp(words[0], words)
+except OSError as error:
+    print(f"code.command: {words[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
+    os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+"""
+
+
+def program_command(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the command line that starts the program of ``code.command`` in ``folder``."""
+    return [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), str(folder), *words]
 
 
 def free_port(address: str) -> int:
@@ -75,6 +100,7 @@ def rank_environment(
     environment = {
         **base,
         **allocator,
+        **_launcher_defaults(spec, place),
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",  # otherwise a crash would lose the last lines of the log
         **spec.env,
@@ -90,21 +116,48 @@ def rank_environment(
         RUN_DIR_VARIABLE: str(place.run_folder),
         "SCALETRAIN_AGENT_PID": str(os.getpid()),
     }
-    return environment if spec.code.engine is not None else absolute_paths(environment) | SAFE_CHILDREN
+    if spec.code.processes_per_node == 1:  # the program decides which ranks it starts
+        return {name: value for name, value in environment.items() if name not in _OF_ONE_RANK}
+    return environment if spec.code.own_program else absolute_paths(environment) | SAFE_CHILDREN
+
+
+_OF_ONE_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def _launcher_defaults(spec: RunSpec, place: NodePlace) -> dict[str, str]:
+    """Return the variables for a program that starts its own ranks. torchrun reads PET_* where it has no option."""
+    if spec.code.processes_per_node != 1:
+        return {}
+    cluster = spec.cluster
+    return {
+        "NNODES": str(cluster.nodes),
+        "NPROC_PER_NODE": str(cluster.gpus_per_node),
+        "PET_NNODES": str(cluster.nodes),
+        "PET_NPROC_PER_NODE": str(cluster.gpus_per_node),
+        "PET_NODE_RANK": str(place.node_rank),
+        "PET_MASTER_ADDR": place.master_addr,
+        "PET_MASTER_PORT": str(place.master_port),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(cluster.grace_seconds)),
+    }
 
 
 class LocalRanks:
     """The rank processes of this node. The caller waits for child processes and passes each end to ``ended``."""
 
-    def __init__(self, start_seconds: float = START_SECONDS) -> None:
+    def __init__(self, start_seconds: float = START_SECONDS, *, foreign: bool = False) -> None:
+        """Create an empty set. ``foreign``: programs of ``code.command``, which may not know the contract."""
         self.start_seconds = start_seconds
+        self.foreign = foreign
         self.ranks: list[RankRecord] = []
         self.first_failure: int | None = None
         self.channels: dict[int, Channel] = {}
         self._killed: set[int] = set()
 
-    def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> None:
-        """Start one rank as the leader of its own session, its output appended to ``log``."""
+    def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path, ranks: int = 1) -> None:
+        """Start one rank as the leader of its own session, its output appended to ``log``.
+
+        ``ranks``: how many ranks the process will start itself.
+        """
         channel = self.channels[rank] = Channel(self.start_seconds)
         with channel.inherited() as variables, closing_descriptor(open_to_append(log)) as output:
             files = [
@@ -121,7 +174,7 @@ class LocalRanks:
                 setsigmask=BLOCKED_IN_RANKS,
                 setsigdef=_DEFAULT_IN_RANKS,
             )
-        self.ranks.append(RankRecord(rank, pid, time.time()))
+        self.ranks.append(RankRecord(rank, pid, time.time(), ranks=ranks))
 
     @property
     def alive(self) -> list[RankRecord]:
@@ -129,9 +182,16 @@ class LocalRanks:
         return [rank for rank in self.ranks if rank.exit_code is None]
 
     def forward(self, signum: int) -> None:
-        """Send the signal once to each living rank, but not to its process group, which the rank manages."""
-        for rank in self.alive:
-            os.kill(rank.pid, signum)  # not reaped yet, so the pid is still its own
+        """Send the signal once to each living rank, but not to its process group, which the rank manages.
+
+        A program of ``code.command`` may be a shell, which passes nothing on: its process group gets the signal, and
+        SIGTERM in place of SIGUSR1, which few programs handle.
+        """
+        for rank in self.alive:  # not reaped yet, so the pid is still its own
+            if self.foreign:
+                os.killpg(rank.pid, signal.SIGTERM if signum == signal.SIGUSR1 else signum)
+            else:
+                os.kill(rank.pid, signum)
 
     def listen(self, lost_seconds: float = 0.0) -> dict[int, LastBeat]:
         """Return the last beat of each living rank; ``lost_seconds`` of silence do not count."""

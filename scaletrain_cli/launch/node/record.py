@@ -24,6 +24,11 @@ class RankRecord:
     exit_code: int | None = None
     signal: str | None = None
     killed_by_agent: bool = False
+    ranks: int = 1  # how many ranks the process starts itself, this one is the first of them
+
+    def holds(self, rank: int | None) -> bool:
+        """Return whether a rank is this process, or one that it started."""
+        return rank is not None and self.rank <= rank < self.rank + self.ranks
 
     def end(self, exit_code: int, now: float, killed_by_agent: bool) -> RankRecord:
         """Return the record of the same rank with its end."""

@@ -18,7 +18,14 @@ from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.node.heartbeats import LastBeat, PauseClock, hung_rank
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
-from scaletrain_cli.launch.node.processes import STOPPED_SECONDS, StoppedProcesses, next_signal, process_state, reap
+from scaletrain_cli.launch.node.processes import (
+    STOPPED_SECONDS,
+    StoppedProcesses,
+    descendants,
+    next_signal,
+    process_state,
+    reap,
+)
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, announce_failure, announce_hang, has_failed, is_hung
 from scaletrain_cli.reasons import Reason
@@ -33,6 +40,19 @@ UNKILLABLE_SECONDS = 30.0  # after SIGKILL; then a rank hangs in the kernel (dri
 DUMP_SECONDS = 2.0  # time for the C signal handler to write the stacks
 _POLL_SECONDS = 1.0  # between checks of deadlines; SIGCHLD wakes the loop at once
 _STACKS_POLL_SECONDS = 0.05
+_PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SIGNAL_DELAY_SECONDS = 1.0  # between two processes of a job that a scheduler signals
+_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
+# Exit codes of a program of code.command that keep their meaning after a preemption signal.
+_PASSED_ON = (
+    ExitCode.DONE,
+    ExitCode.USAGE,
+    ExitCode.INFEASIBLE,
+    ExitCode.SCHEDULER,
+    ExitCode.WRONG_NODES,
+    ExitCode.PREEMPTED,
+    ExitCode.DO_NOT_REQUEUE,
+)
 _OOM_FIELD = "oom_kill"
 _ABORTS = ("SIGABRT", "SIGBUS", "SIGSEGV")  # NCCL's watchdog, a library's assertion, memory that went away
 _CODES_OF_STATES = {"T": "rank-stopped", "t": "rank-traced", "D": "rank-in-kernel", "R": "rank-busy"}
@@ -220,6 +240,15 @@ class Watch:
                     return
                 self.local_ranks.kill()
                 self.killed, self.deadline = True, time.monotonic() + UNKILLABLE_SECONDS
+        if self.local_ranks.foreign and self.preempted:
+            self._wait_for_children()
+
+    def _wait_for_children(self) -> None:
+        """Wait for processes that a program has left when the signal ended it, such as the child of a shell."""
+        while time.monotonic() < self.deadline and descendants():
+            for _ in reap():
+                pass
+            time.sleep(_STACKS_POLL_SECONDS)
 
     def _check_progress(self) -> None:
         """End the local ranks if they hang, or if another node has failed or reports a hang."""
@@ -276,6 +305,8 @@ class Watch:
             record_event(self.run, "signal", signal=name, attempt=self.options.attempt, node=self.options.node_name)
 
     def _note_end(self, pid: int, exit_code: int) -> None:
+        if self.local_ranks.foreign and any(rank.pid == pid for rank in self.local_ranks.alive):
+            exit_code = self._meaning(exit_code)
         rank = self.local_ranks.ended(pid, exit_code)
         if rank is not None and rank.signal is not None and not rank.killed_by_agent:
             self._diagnose(rank)
@@ -287,6 +318,20 @@ class Watch:
         # Otherwise the other nodes would wait in a collective until their watchdog ends them.
         with _logging_disk_errors("the failure could not be announced to the other nodes"):
             announce_failure(self.run, self.options.attempt)
+
+    def _meaning(self, exit_code: int) -> int:
+        """Return 75 for a program that a preemption ended, whatever its exit code, unless a retry cannot help.
+
+        Programs without a handler die by the signal, and launchers such as torchrun do not pass on their ranks' codes.
+        """
+        # A scheduler signals all processes of a job: the program may have ended before the agent got its signal.
+        may_follow = exit_code in _BY_SIGTERM and not self.preempted
+        if may_follow and (signum := next_signal(_PREEMPTION_SIGNALS, _SIGNAL_DELAY_SECONDS)) is not None:
+            self._forward(signum)
+        if not self.preempted or self.killed or exit_code in _PASSED_ON:
+            return exit_code
+        logger.info("a program ended with code %d after the preemption signal: it counts as preempted", exit_code)
+        return int(ExitCode.PREEMPTED)
 
     def _diagnose(self, rank: RankRecord) -> None:
         log = self.run.attempt(self.options.attempt) / "logs" / f"{self.options.node_name}-{rank.rank:05d}.log"

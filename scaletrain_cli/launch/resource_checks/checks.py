@@ -10,6 +10,7 @@ import configparser
 import contextlib
 import netrc
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 # The variables in which wandb looks for its API key.
 _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_SCRIPTS = (".py", ".sh")  # words of code.command that name a file of the snapshot
 _SERVICE = "https://api.wandb.ai"
 
 
@@ -101,7 +103,7 @@ def check_external(
     """
     view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, secrets=secrets)
     problems = tuple(dict.fromkeys(found for check in _CHECKS for found in check(view)))
-    return CheckResults(problems, (*not_checked(view), *not_read(view)))
+    return CheckResults(problems, (*not_checked(view), *not_read(view), *command_notes(view)))
 
 
 def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[Reason, ...]:
@@ -146,6 +148,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     problems = [found for check in checks for found in check(view)]
     if code_folder is None and spec.code.engine is not None:
         problems += _installed_problems(view)
+    problems += command_problems(view, code_folder)
     if not problems:
         return
     why = Reason("checks.node-lacks")
@@ -211,6 +214,57 @@ def _is_installed(module: str, view: View) -> bool:
     return not rest and any(place.with_name(f"{first}.py").is_file() for place in places)
 
 
+def command_problems(view: View, code_folder: Path | None = None) -> Iterator[Problem]:
+    """Yield why the program of ``code.command`` cannot be started, as far as that is certain here.
+
+    ``code_folder``: the folder with the code on a node, in which the program starts.
+    """
+    words, code = view.spec.code.command, view.spec.code
+    if words is None:
+        return
+    if view.code is not None and code.path is not None:
+        tree = view.folder / expand_home(code.path)
+        for word in words:
+            name = os.path.normpath(word)
+            if (
+                word.endswith(_SCRIPTS)
+                and not os.path.isabs(word)
+                and name not in view.code
+                and (tree / name).is_file()
+            ):
+                yield view.problem("code.command", Reason("checks.command-file-not-kept", {"path": code.path}), word)
+    word = words[0]
+    if _program(view, code_folder) is not None or _is_elsewhere(view):
+        return
+    if "/" in word and not os.path.isabs(word) and code.path is not None and not view.on_node:
+        if view.code is not None and os.path.normpath(word) not in view.code:
+            yield view.problem("code.command", Reason("checks.command-not-kept", {"path": code.path}), word)
+        return
+    yield view.problem("code.command", Reason("checks.command-not-found"), word)
+
+
+def command_notes(view: View) -> Iterator[Reason]:
+    """Yield a note if the program of ``code.command`` is not found here, and the nodes may have it."""
+    words = view.spec.code.command
+    if words is not None and "/" not in words[0] and _program(view) is None and _is_elsewhere(view):
+        yield Reason("checks.command-not-found-here", {"program": words[0]})
+
+
+def _is_elsewhere(view: View) -> bool:
+    """Return whether the ranks run on other machines, or in an image: their programs are not visible here."""
+    return not view.on_node and not view.spec.cluster.traits.runs_here
+
+
+def _program(view: View, code_folder: Path | None = None) -> str | None:
+    """Return the program of ``code.command`` as a rank would find it; None if it is not found here."""
+    assert view.spec.code.command is not None
+    word = view.spec.code.command[0]
+    folder = code_folder or view.folder
+    if "/" in word:
+        return shutil.which(folder / word)
+    return shutil.which(word, path=view.spec.env.get("PATH", view.environment.get("PATH")))
+
+
 def checkpoint_problems(view: View) -> Iterator[Problem]:
     """Yield why this user cannot write to ``checkpoint.dir``, or to its nearest existing parent."""
     given = view.spec.checkpoint.dir
@@ -236,7 +290,7 @@ def secret_problems(view: View) -> Iterator[Problem]:
 def tracker_problems(view: View) -> Iterator[Problem]:
     """Yield each tracker whose library is not installed here, where the ranks run here."""
     spec = view.spec
-    if not spec.cluster.traits.runs_here or spec.code.engine is not None:
+    if not spec.cluster.traits.runs_here or spec.code.own_program:
         return
     for name in spec.tracking.trackers:
         if any(find_spec(module) is None for module in EXTRAS.get(name, ())):
@@ -248,7 +302,7 @@ def wandb_problems(view: View) -> Iterator[Problem]:
     """Yield why the tracker ``wandb`` with mode: online has no key."""
     spec, key = view.spec, "tracking.wandb.mode"
     options = spec.tracking.trackers.get("wandb")
-    if getattr(options, "mode", "") != "online" or spec.code.engine is not None:
+    if getattr(options, "mode", "") != "online" or spec.code.own_program:
         return
     if has_login(spec, view.environment, view.folder):
         return
@@ -268,6 +322,7 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     template_problems,
     weights_problems,
     engine_problems,
+    command_problems,
     checkpoint_problems,
     secret_problems,
     tracker_problems,

@@ -92,7 +92,7 @@ def is_shared(path: PurePosixPath) -> bool:
 def source_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.source``, if the built-in engine reads it."""
     source = view.spec.data.source
-    if view.spec.code.engine is not None or source in EMBEDDED or view.unseen(parent_of_glob(source)):
+    if view.spec.code.own_program or source in EMBEDDED or view.unseen(parent_of_glob(source)):
         return
     prepared = view.folder / expand_home(source)
     if (prepared / "dataset.json").is_file():
@@ -140,7 +140,7 @@ def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> Reason | None:
 def tokenizer_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.tokenizer.path``."""
     path = view.spec.data.tokenizer.path
-    if view.spec.code.engine is not None or path is None or view.unseen(path):
+    if view.spec.code.own_program or path is None or view.unseen(path):
         return
     if reason := tokenizer_problem(view.folder / expand_home(path), view.spec):
         yield view.problem("data.tokenizer.path", reason, path)
@@ -149,7 +149,7 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
 def template_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.chat_template``."""
     path = view.spec.data.chat_template
-    if view.spec.code.engine is not None or path is None or view.unseen(path):
+    if view.spec.code.own_program or path is None or view.unseen(path):
         return
     try:
         with open_to_read(view.folder / expand_home(path)) as file:
@@ -186,7 +186,7 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
 def weights_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``model.weights``; after the first checkpoint they are not read."""
     given = getattr(view.spec.model, "weights", None)
-    if view.spec.code.engine is not None or given is None or view.begun or view.unseen(given):
+    if view.spec.code.own_program or given is None or view.begun or view.unseen(given):
         return
     folder = view.folder / expand_home(given)
     if reason := _weights_problem(folder):
@@ -270,7 +270,7 @@ def _prepared_problem(folder: Path, spec: RunSpec) -> Reason | None:
 def not_checked(view: View) -> Iterator[Reason]:
     """Yield a note for each location that is not visible here, with the keys that refer to it."""
     spec = view.spec
-    own = spec.code.engine is not None
+    own = spec.code.own_program
     paths = {
         "data.source": None if own or spec.data.source in EMBEDDED else spec.data.source,
         "data.tokenizer.path": None if own else spec.data.tokenizer.path,
@@ -289,7 +289,7 @@ def not_checked(view: View) -> Iterator[Reason]:
 def not_read(view: View) -> Iterator[Reason]:
     """Yield a note on files of the data folder that the engine does not read."""
     source = view.spec.data.source
-    if view.spec.code.engine is not None or source in EMBEDDED or view.unseen(parent_of_glob(source)):
+    if view.spec.code.own_program or source in EMBEDDED or view.unseen(parent_of_glob(source)):
         return
     if (view.folder / expand_home(source) / "dataset.json").is_file():
         return

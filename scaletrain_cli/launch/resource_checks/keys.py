@@ -103,6 +103,14 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         f"validate does not read the tree; modules installed at {_UNSEEN}",
     ),
     _row(
+        "code.command.*",
+        "a program and its files",
+        "a program in the snapshot of code.path or on PATH; no script of the working tree that the snapshot lacks",
+        _SUBMIT,
+        f"{_CHECKS}command_problems",
+        f"a program on PATH of other machines, and one in an image: {_NODE}",
+    ),
+    _row(
         "code.import_root",
         "a folder below code.path",
         "exists in the snapshot",

@@ -47,9 +47,9 @@ def opened(spec: RunSpec) -> RunSpec:
 def unsupported(spec: RunSpec, layout: Layout) -> list[Rule]:
     """Return a rule with its remedy for each setting that the engine cannot run; empty if it can run the layout.
 
-    An engine of the user's own (``code.engine``) is assumed to run every layout.
+    A program of the user's own (``code.engine``, ``code.command``) is assumed to run every layout.
     """
-    found = [] if spec.code.engine else list(_beyond_this_engine(spec, layout))
+    found = [] if spec.code.own_program else list(_beyond_this_engine(spec, layout))
     if spec.checkpoint.dir != "auto" and not expand_home(spec.checkpoint.dir).is_absolute():
         found.append(Rule("checkpoint.dir", spec.checkpoint.dir, "relative-checkpoint-dir"))
     return found
