@@ -38,6 +38,7 @@ from scaletrain_cli.launch.cancel import cancel as cancel_run
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
+from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
 from scaletrain_cli.launch.rendered_job import changes_since_sent
 from scaletrain_cli.launch.replan import Resize, replan
@@ -228,17 +229,22 @@ class PreparedSubmission:
         code = None if self.snapshot is None else self.snapshot.record
         return SubmissionSummary(self.spec, self.plan, found.start, warnings=warnings, code=code)
 
-    def submit(self, on_created: Callable[[Run], None] = lambda run: None) -> Submitted:
+    def submit(
+        self,
+        on_created: Callable[[Run], None] = lambda run: None,
+        on_fetch: Callable[[FetchProgress], None] = lambda progress: None,
+    ) -> Submitted:
         """Create the run directory and submit the job, once: a second call with the same ``run_id`` submits nothing.
 
-        ``on_created`` is called before the request to the scheduler, whose answer may be lost (SchedulerSilentError).
+        ``on_created`` is called before the request to the scheduler, whose answer may be lost (SchedulerSilentError),
+        ``on_fetch`` each second while files of the hub are fetched to a cache that the nodes share.
         """
         made = create_run(
             self.spec, self.plan, self.run_id, snapshot=self.snapshot, trust_owner=self.trust_owner
         )  # raises where the run that is there has another spec or other code
         if self.earlier is None:
             on_created(Run(made.run.path))
-        submission = self.earlier or submit_run(made.run, made.record, self.backend)
+        submission = self.earlier or submit_run(made.run, made.record, self.backend, on_fetch)
         return Submitted(Run(made.run.path), submission.scheduler, submission.job_id, made.created)
 
 

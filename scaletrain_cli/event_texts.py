@@ -147,6 +147,15 @@ def _nodes_excluded(event: Event) -> str:
     return text + (f"; too few other nodes to exclude {', '.join(spared)}" if spared else "")
 
 
+def _hub_fetching(event: Event) -> str:
+    return f"{counted(event['files'], 'file')} ({bytes_text(event['bytes'])}) to {event['cache']} on {event['node']}"
+
+
+def _hub_fetched(event: Event) -> str:
+    received = f"{bytes_text(event['bytes'])} received in {seconds_text(event['seconds'])}"
+    return f"{counted(event['files'], 'file')} on {event['node']}, {received}"
+
+
 _SENTENCES: dict[str, Callable[[Event], str]] = {
     "submitted": _submitted,
     "started": lambda event: "training starts at step 0",
@@ -169,6 +178,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "unverified-data": lambda event: f"the dataset has no hashes ({event['schema']}), so its files are not verified",
     "damaged-data": lambda event: f"{event['file']}: {event['problem']}; the run stops",
     "stragglers": _stragglers,
+    "hub-fetching": _hub_fetching,
+    "hub-fetched": _hub_fetched,
     "hang": _hang,
     "node-agent-stopped": _node_agent_stopped,
     "signal": _signal,

@@ -29,6 +29,7 @@ BASE_LAYER = {
     "event_texts",
     "extras",
     "full_disk",
+    "hub",
     "log_setup",
     "own_processes",
     "plugins",
@@ -63,6 +64,7 @@ MAY_IMPORT = {
     "event_texts": set(),
     "extras": set(),
     "full_disk": set(),
+    "hub": set(),
     "log_setup": set(),
     "own_processes": set(),
     "plugins": set(),
@@ -71,6 +73,7 @@ MAY_IMPORT = {
 }
 # What a package may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
+    "hub": {"huggingface_hub"},
     "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},
     "launch": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -159,11 +160,16 @@ def _export(
 ) -> dict[str, Any]:
     """Export in a separate process, which keeps torch out of the command line; its stderr is passed on."""
     from scaletrain_cli.cli.engine_process import run_engine_command
+    from scaletrain_cli.hub.cache import HubSettings
     from scaletrain_cli.safe_files import create_file
+    from scaletrain_cli.spec.hub_files import with_local_files
 
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
-        create_file(resolved, json.dumps(record.spec.model_dump(mode="json", by_alias=True)))
+        # Files of the hub that are still in the cache; without them, files are written that the tokenizer gives.
+        settings = HubSettings.from_environment({**os.environ, **record.spec.env})
+        spec = with_local_files(record.spec, record.hub, settings)
+        create_file(resolved, json.dumps(spec.model_dump(mode="json", by_alias=True)))
         places = [resolved, output.absolute(), run.path.parent, *(checkpoint.path for checkpoint in chosen)]
         options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]
         # Relative paths in the spec refer to the folder that the run was submitted from.

@@ -24,13 +24,15 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     A run prepares its data itself if necessary; prepared data are reused.
     """
     from scaletrain_cli.cli.engine_process import run_engine_command
+    from scaletrain_cli.cli.options import show_fetch
+    from scaletrain_cli.launch.hub_files import DATA_KEYS, fetched_spec
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.text import whole_text
     from scaletrain_cli.ui.console import say
 
-    run = load_spec(spec, overrides or ())
+    run = fetched_spec(load_spec(spec, overrides or ()), DATA_KEYS, show_fetch())
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from scaletrain_cli.cli.completion import complete_cluster, complete_run, comple
 from scaletrain_cli.errors import DeclinedError, ExitCode, SpecError, UsageError
 
 if TYPE_CHECKING:
+    from scaletrain_cli.launch.hub_fetch import FetchProgress
     from scaletrain_cli.spec import RunSpec
 
 
@@ -46,6 +48,30 @@ def seconds_of(option: str, text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise UsageError(f"{option} {text}: {error}.") from error
+
+
+_FETCH_SECONDS = 5.0  # between two lines about a fetch
+
+
+def show_fetch() -> Callable[[FetchProgress], None]:
+    """Return a function that prints the progress of a fetch from the hub to stderr, at most every few seconds."""
+    shown = float("-inf")
+
+    def show(progress: FetchProgress) -> None:
+        nonlocal shown
+        from scaletrain_cli.text import bytes_text
+        from scaletrain_cli.ui.console import say
+
+        if progress.state not in ("waiting", "fetching") or time.monotonic() - shown < _FETCH_SECONDS:
+            return
+        shown = time.monotonic()
+        if progress.state == "waiting":
+            say("waiting for another process that fetches the same files of the hub")
+        else:
+            done, total = bytes_text(progress.done_bytes), bytes_text(progress.total_bytes)
+            say(f"fetching {progress.files} files of the hub to {progress.cache}: {done} of {total}")
+
+    return show
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -97,7 +97,7 @@ def command(
             return
         overrides = [*(overrides or ()), *points[0]]  # a sweep of one value is a plain run
     from scaletrain_cli.api import Run, load_spec, prepare_submission
-    from scaletrain_cli.cli.options import confirm
+    from scaletrain_cli.cli.options import confirm, show_fetch
     from scaletrain_cli.launch.backends.registry import all_backends, backend_for
     from scaletrain_cli.ui.console import say, warn
 
@@ -128,7 +128,7 @@ def command(
     def print_id(run: Run) -> None:
         say(f"run id {run.run_id}")  # before the request, whose answer may be lost
 
-    _print_submitted(prepared.submit(print_id), summary.to_json(), as_json)
+    _print_submitted(prepared.submit(print_id, show_fetch()), summary.to_json(), as_json)
 
 
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:

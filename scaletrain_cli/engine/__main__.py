@@ -6,6 +6,7 @@ Every exception becomes an exit code and a failure record for the restart policy
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -13,9 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from scaletrain_cli.errors import ExitCode, PreemptedError
+from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.log_setup import set_up_logging
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec.hub_files import with_local_files
 from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.failures import report_exception
 from scaletrain_cli.worker.heartbeat import IMPORT_SECONDS, Heartbeat, install_stack_dump
@@ -66,6 +69,9 @@ def _train(run: RunDir, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
     from scaletrain_cli.rundir.record import read_record
 
     record, ranks = read_record(run), Ranks.from_environment()
+    # The node agent has fetched the files of the hub, and set the cache of this environment.
+    local = with_local_files(record.spec, record.hub, HubSettings.from_environment(os.environ))
+    record = dataclasses.replace(record, spec=local)
     grace = record.spec.cluster.grace_seconds
     flag.call_after(grace - min(_LAST_SECONDS, _LAST_SHARE * grace), partial(_exit_without_saving, watch))
     with reporting_out_of_memory(run, record.plan, attempt, ranks.rank):

@@ -8,6 +8,7 @@ all of it. A crash in between leaves a revision without a job, which the next re
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import write_snapshot
+from scaletrain_cli.launch.hub_files import resolve_commits
 from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import why_ended
@@ -200,7 +202,8 @@ def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[
         yield record
         return
     made = [] if resize.snapshot is None else write_snapshot(run, resize.snapshot)
-    revised = add_revision(run, record, resize.spec, resize.plan, resize.overrides, code=resize.after.code)
+    hub = resolve_commits(resize.spec, os.environ, record.hub)
+    revised = add_revision(run, record, resize.spec, resize.plan, resize.overrides, code=resize.after.code, hub=hub)
     try:
         yield revised
     except SchedulerSilentError:  # the scheduler may have the job, which would read this revision

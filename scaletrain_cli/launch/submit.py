@@ -15,7 +15,7 @@ import secrets
 import shutil
 import string
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +27,8 @@ from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import Snapshot, code_hash, take_snapshot, write_snapshot
+from scaletrain_cli.launch.hub_fetch import FetchProgress
+from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits
 from scaletrain_cli.launch.rendered_job import store_rendered_job
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
@@ -122,6 +124,7 @@ def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None, snapsho
         wandb_run_id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8)),
         working_folder=str(Path.cwd()),
         code=None if snapshot is None else snapshot.record,
+        hub=resolve_commits(spec, os.environ),
     )
 
 
@@ -170,8 +173,18 @@ def create_run(
     return CreatedRun(run, record, created=True)
 
 
-def submit_run(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission:
-    """Submit the job, or return the earlier submission of this run."""
+def submit_run(
+    run: RunDir,
+    record: RunRecord,
+    scheduler: Backend,
+    on_fetch: Callable[[FetchProgress], None] = lambda progress: None,
+) -> Submission:
+    """Submit the job, or return the earlier submission of this run.
+
+    Fetches the files of the hub first if the nodes share their cache with this machine. Raises HubError and FetchError.
+    """
+    if read_submission(run) is None:
+        fetch_to_shared_cache(record.spec, record.hub, os.environ, on_fetch)
     with submit_lock(run):
         earlier, request = read_submission(run), open_request(run)
         if request is None and earlier is not None:

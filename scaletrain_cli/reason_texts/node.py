@@ -89,5 +89,9 @@ TEXTS: dict[str, Text] = {
     "clock-behind": Text(
         "the clock is {seconds:.0f} s behind that of the run directory's file system: times in logs are wrong"
     ),
+    "stopped-in-fetch": Text("stopped before any rank was started, while files of the hub were fetched"),
+    "lost-in-fetch": Text(
+        "node {node_rank} has reported no progress for {seconds:seconds} while files of the hub were fetched"
+    ),
     "start-failed": Text("{error}"),
 }

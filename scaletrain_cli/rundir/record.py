@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,7 @@ class RunRecord:
     working_folder: str = ""  # of the submitter: relative paths in the spec have the same meaning in every attempt
     revision: int = 0
     code: CodeRecord | None = None  # the user's code, if any
+    hub: Mapping[str, str] = dataclasses.field(default_factory=dict)  # commits of the spec's hf:// references
 
 
 def checkpoint_folder(run: RunDir, spec: RunSpec) -> Path:
@@ -98,14 +99,17 @@ def add_revision(
     overrides: Sequence[str],
     *,
     code: CodeRecord | None = None,
+    hub: Mapping[str, str] | None = None,
 ) -> RunRecord:
-    """Write a new spec and plan, and ``code`` if given, as the next revision of ``record``, atomically."""
+    """Write a new spec and plan, and ``code`` and ``hub`` if given, as the next revision of ``record``, atomically."""
     number = record.revision + 1
     path = revision_path(run, number)
     assert not path.exists(), f"revision {number} of {run.run_id} already exists: the submit lock was not held"
     make_folder(path.parent)
     head = {"schema": REVISION_SCHEMA, "revision": number, "created": time.time(), "overrides": list(overrides)}
     revised = dataclasses.replace(record, spec=spec, plan=plan, revision=number, code=code or record.code)
+    if hub is not None:
+        revised = dataclasses.replace(revised, hub=hub)
     write_document(path, {**head, **_decided(revised)})
     return revised
 
@@ -178,6 +182,7 @@ def _decided(record: RunRecord) -> dict[str, Any]:
         "spec": record.spec.model_dump(mode="json", by_alias=True),
         "plan": record.plan.to_json(),
         "code": None if record.code is None else dataclasses.asdict(record.code),
+        **({"hub": dict(record.hub)} if record.hub else {}),
     }
 
 
@@ -217,6 +222,7 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
             working_folder=data["working_folder"],
             revision=revision,
             code=None if decided.get("code") is None else CodeRecord(**decided["code"]),
+            hub={str(text): str(commit) for text, commit in decided.get("hub", {}).items()},
         )
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error

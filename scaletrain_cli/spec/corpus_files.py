@@ -81,7 +81,7 @@ def find_files(source: str, folder: Path = Path(), kinds: Collection[str] = FORM
     not_read: Counter[str] = Counter()
     try:
         if path.is_dir():
-            found = [entry for entry in _files_below(path) if not _is_about_the_corpus(entry.relative_to(path))]
+            found = [entry for entry in _files_below(path) if not is_about_the_corpus(entry.relative_to(path))]
         elif os.path.lexists(path):  # a name may contain glob characters
             found = [path]
         else:
@@ -255,5 +255,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
-def _is_about_the_corpus(path: Path) -> bool:
+def is_about_the_corpus(path: Path) -> bool:
+    """Return whether a file describes a corpus, such as its README."""
     return path.name.lower().partition(".")[0] in _ABOUT_THE_CORPUS

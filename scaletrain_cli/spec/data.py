@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scaletrain_cli.spec.corpus_files import PYTHON_DOCSTRINGS, PYTHON_STDLIB
+from scaletrain_cli.spec.hub_files import DataPath, ModelPath
 from scaletrain_cli.spec.quantities import Fraction, Matching, Text, Whole
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where
 
@@ -15,7 +16,9 @@ class TokenizerSpec(Section):
 
     kind: Literal["bpe", "file"] = "bpe"
     vocab_size: Annotated[Whole, used_when(where("data.tokenizer.kind", "bpe"))] = 32000
-    path: Text | None = None
+    path: ModelPath | None = Field(
+        default=None, description="tokenizer.json of Hugging Face tokenizers, or hf://org/name@revision"
+    )
 
 
 _WITH_ROWS = used_when(where("training.objective", "sft", "dpo"))
@@ -51,10 +54,11 @@ FORMATS_OF: dict[str, tuple[str, ...]] = {
 class DataSpec(Section):
     """Training data: ``python-stdlib``, ``python-docstrings``, a prepared dataset, or files (path, folder or glob).
 
+    Files are local or on the Hugging Face Hub: ``hf://datasets/org/name@revision``, with ``/path`` or ``/glob``.
     ``python-docstrings`` are questions and answers from the standard library, for ``sft`` and ``dpo``.
     """
 
-    source: Text
+    source: DataPath
     tokenizer: TokenizerSpec = LEFT_OUT
     validation_split: Fraction = 0.05
     loss_mask: Annotated[Literal["none", "document_starts"], used_when(where("training.objective", "causal_lm"))] = (
@@ -67,8 +71,8 @@ class DataSpec(Section):
         default="auto", description="format of the rows; auto: by the objective and the columns of the first row"
     )
     fields: Annotated[FieldsSpec, _WITH_ROWS] = LEFT_OUT
-    chat_template: Annotated[Text | None, _WITH_ROWS] = Field(
-        default=None, description="path of a Jinja file; null: the tokenizer's own chat template"
+    chat_template: Annotated[ModelPath | None, _WITH_ROWS] = Field(
+        default=None, description="Jinja file, also hf://org/name@revision/file; null: the tokenizer's own template"
     )
     chat_template_date: Annotated[Date, _WITH_ROWS] = Field(
         default="2024-07-26", description="current date for chat templates that write it, so that prompts never change"

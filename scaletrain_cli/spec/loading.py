@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,9 +15,12 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel, ValidationError
 
-from scaletrain_cli.errors import Problem, SpecError
+from scaletrain_cli.errors import Problem, ScaletrainError, SpecError
+from scaletrain_cli.hub.cache import HubSettings
+from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster
+from scaletrain_cli.spec.hub_files import read_hub_config
 from scaletrain_cli.spec.hugging_face import from_config, read_config, sliding_window
 from scaletrain_cli.spec.presets import (
     DERIVED_FROM,
@@ -230,8 +234,8 @@ def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
     given = {key: value for key, value in model.items() if key != "hf_config"}
     if "hf_config" in model:
         if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
-            raise SourceError("hf_config", "must be the path of a Hugging Face config.json")
-        config = read_config(base_dir / model["hf_config"])
+            raise SourceError("hf_config", "must be the path of a Hugging Face config.json, or hf://org/name@revision")
+        config = read_config(_config_path(model["hf_config"], base_dir))
         given = merged(_within_window(config, from_config(config), given), given)
     preset = model.get("preset")
     if preset is not None:
@@ -241,6 +245,21 @@ def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
         given = merged(known[preset], given)
     family = given.get("family")
     return given if isinstance(family, str) and family in VISION else derived_dimensions(given)
+
+
+def _config_path(given: str, base_dir: Path) -> Path:
+    """Return the path of the config.json, fetched to the cache if it is on the hub. Raises SourceError."""
+    if not is_reference(given):
+        return base_dir / given
+    try:
+        return read_hub_config(given, HubSettings.from_environment(os.environ))
+    except (ScaletrainError, ValueError, OSError) as error:
+        reason = error.reason if isinstance(error, ScaletrainError) else None
+        said = error.message if isinstance(error, ScaletrainError) else str(error)
+        message = " ".join(
+            [said.rstrip("."), *(f"({remedy.rstrip('.')})" for remedy in (reason.remedies if reason else ()))]
+        )
+        raise SourceError("hf_config", message) from error
 
 
 def _within_window(config: dict[str, Any], found: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

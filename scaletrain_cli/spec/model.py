@@ -8,7 +8,8 @@ from pydantic import Field, WithJsonSchema
 from scaletrain_cli.plugins import MODEL_FAMILIES
 from scaletrain_cli.spec.adapter import AdapterSpec
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES, base_family, model_family_extension, or_plugin
-from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Text, Whole, WholeOrZero
+from scaletrain_cli.spec.hub_files import ModelPath
+from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero
 from scaletrain_cli.spec.rope import RopeScalingSpec
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
@@ -72,8 +73,9 @@ class ModelSpec(Section):
     embedding_norm: bool = False
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
-    weights: Text | None = Field(
-        default=None, description="folder of Hugging Face *.safetensors with initial weights; null: random"
+    weights: ModelPath | None = Field(
+        default=None,
+        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
     )
     adapter: AdapterSpec | None = Field(default=None, description="null: no adapter, the model itself is trained")
     quantization: Literal["none", "int8", "nf4", "nf4_double"] = Field(

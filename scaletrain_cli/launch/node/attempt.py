@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError, WrongNodesError
+from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError, WrongNodesError
 from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.node.code import code_environment, left_in_code, place_code, unpacked_folder
 from scaletrain_cli.launch.node.heartbeats import START_SECONDS, stopped_seconds
+from scaletrain_cli.launch.node.hub import fetch_hub_files
 from scaletrain_cli.launch.node.inspection import inspect_node, usable_cores, write_inspection
 from scaletrain_cli.launch.node.options import AgentOptions
 from scaletrain_cli.launch.node.processes import (
@@ -94,6 +95,11 @@ def run_node(options: AgentOptions) -> int:
     try:
         try:
             _start_ranks(local_ranks, run, record, options)
+        except PreemptedError as error:  # before any rank was started
+            logger.warning("%s", error)
+            _remove(*_own_folders(run, record, options))
+            write_node_record(run, options.attempt, replace(node, ended=time.time(), exit_code=error.exit_code))
+            return int(error.exit_code)
         except (ScaletrainError, OSError) as error:  # recorded; otherwise the node would count as lost
             code = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
             code = ExitCode.DO_NOT_REQUEUE if is_full(error) else code
@@ -199,7 +205,6 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     if record.spec.layout.offload_device == "nvme":  # optimizer states are read back from there
         make_private_folder(own[0].parent)
     code = place_code(run, record, own[1])
-    check_on_node(run, record, options.node_rank, code)
     words = record.spec.code.command
     command = (
         program_command(words, code or Path.cwd())
@@ -213,6 +218,8 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
     missing = set(record.spec.secret_env) - secrets.keys() - given
     if missing:
         raise UsageError(Reason("node.secrets-missing", {"path": str(run.secrets), "names": sorted(missing)}))
+    local = fetch_hub_files(run, record, options, secrets)
+    check_on_node(run, replace(record, spec=local.spec), options.node_rank, code)
     base = {**compiled_code(os.environ, record.spec.env), **os.environ}
     cores = usable_cores()
     per_node = record.spec.cluster.gpus_per_node
@@ -222,5 +229,6 @@ def _start_ranks(local_ranks: LocalRanks, run: RunDir, record: RunRecord, option
         environment = rank_environment(record.spec, place, local_rank, base=base, secrets=secrets, cores=cores)
         if code is not None:
             environment |= code_environment(record, code, environment)
+        environment |= local.variables
         log = run.attempt(options.attempt) / "logs" / f"{options.node_name}-{rank:05d}.log"
         local_ranks.start(rank, command, environment, log, each)

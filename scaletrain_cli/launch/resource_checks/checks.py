@@ -30,6 +30,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     tokenizer_problems,
     weights_problems,
 )
+from scaletrain_cli.launch.resource_checks.hub import hub_notes, hub_problems
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.journal import has_committed
@@ -96,14 +97,16 @@ def check_external(
     code: Collection[str] | None = None,
     begun: bool = False,
     secrets: Collection[str] = (),
+    hub: Mapping[str, str] | None = None,
 ) -> CheckResults:
     """Return the results of all checks that are possible here. Changes nothing; never raises.
 
-    ``folder`` as in View; by default the current folder.
+    ``folder`` as in View; by default the current folder. Sends requests to the hub for references to it.
     """
-    view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, secrets=secrets)
+    view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, secrets=secrets, hub=hub or {})
     problems = tuple(dict.fromkeys(found for check in _CHECKS for found in check(view)))
-    return CheckResults(problems, (*not_checked(view), *not_read(view), *command_notes(view)))
+    notes = (*not_checked(view), *not_read(view), *hub_notes(view), *command_notes(view))
+    return CheckResults(problems, notes)
 
 
 def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[Reason, ...]:
@@ -124,6 +127,7 @@ def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapsho
         code=code,
         begun=has_committed(run),
         secrets=record.spec.secret_env if run.secrets.is_file() else (),
+        hub=record.hub,
     )
     return _require(found)
 
@@ -321,6 +325,7 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     tokenizer_problems,
     template_problems,
     weights_problems,
+    hub_problems,
     engine_problems,
     command_problems,
     checkpoint_problems,

@@ -6,16 +6,17 @@ import contextlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import (
     EMBEDDED,
     FORMATS,
@@ -42,7 +43,7 @@ class View:
 
     ``folder``: the base of its relative paths. ``code``: the files kept of code.path, None if no snapshot was taken.
     ``begun``: a checkpoint was committed, so initial weights are not read. ``on_node``: checked on a node of the job.
-    ``secrets``: names whose values are in the run directory.
+    ``secrets``: names whose values are in the run directory. ``hub``: commits of references that the run has recorded.
     """
 
     spec: RunSpec
@@ -52,6 +53,7 @@ class View:
     begun: bool = False
     on_node: bool = False
     secrets: Collection[str] = ()
+    hub: Mapping[str, str] = field(default_factory=dict)
 
     def problem(self, key: str, reason: Reason, given: object) -> Problem:
         """Return the problem of a key of the spec, with the line of the key."""
@@ -92,7 +94,9 @@ def is_shared(path: PurePosixPath) -> bool:
 def source_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.source``, if the built-in engine reads it."""
     source = view.spec.data.source
-    if view.spec.code.own_program or source in EMBEDDED or view.unseen(parent_of_glob(source)):
+    if view.spec.code.own_program or source in EMBEDDED or is_reference(source):
+        return
+    if view.unseen(parent_of_glob(source)):
         return
     prepared = view.folder / expand_home(source)
     if (prepared / "dataset.json").is_file():
@@ -140,7 +144,7 @@ def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> Reason | None:
 def tokenizer_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.tokenizer.path``."""
     path = view.spec.data.tokenizer.path
-    if view.spec.code.own_program or path is None or view.unseen(path):
+    if view.spec.code.own_program or path is None or is_reference(path) or view.unseen(path):
         return
     if reason := tokenizer_problem(view.folder / expand_home(path), view.spec):
         yield view.problem("data.tokenizer.path", reason, path)
@@ -149,7 +153,7 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
 def template_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.chat_template``."""
     path = view.spec.data.chat_template
-    if view.spec.code.own_program or path is None or view.unseen(path):
+    if view.spec.code.own_program or path is None or is_reference(path) or view.unseen(path):
         return
     try:
         with open_to_read(view.folder / expand_home(path)) as file:
@@ -186,24 +190,31 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
 def weights_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``model.weights``; after the first checkpoint they are not read."""
     given = getattr(view.spec.model, "weights", None)
-    if view.spec.code.own_program or given is None or view.begun or view.unseen(given):
+    if view.spec.code.own_program or given is None or is_reference(given) or view.begun or view.unseen(given):
         return
     folder = view.folder / expand_home(given)
-    if reason := _weights_problem(folder):
+    if reason := weights_problem(folder):
         yield view.problem("model.weights", reason, given)
         return
     try:
-        differing = list(config_mismatches(folder, view.spec.transformer))
+        differing = list(config_problems(folder, view.spec.transformer))
     except UsageError as error:
         why = error.message.rstrip(".")
         yield view.problem("model.weights", Reason("checks.weights-config-unusable", {"why": why}), given)
         return
-    for problem in differing:
+    for reason in differing:
+        yield view.problem("model.weights", reason, given)
+
+
+def config_problems(folder: Path, model: ModelSpec) -> Iterator[Reason]:
+    """Yield the differences between the weights' config.json and the model. Raises UsageError if it is unusable."""
+    for problem in config_mismatches(folder, model):
         params = {"setting": problem.subject, "difference": problem.message.rstrip("."), "remedy": str(problem.hint)}
-        yield view.problem("model.weights", Reason("checks.weights-config-differs", params), given)
+        yield Reason("checks.weights-config-differs", params)
 
 
-def _weights_problem(folder: Path) -> Reason | None:
+def weights_problem(folder: Path) -> Reason | None:
+    """Return the problem of a folder of weights; None if its files are complete."""
     if not folder.is_dir():
         return Reason("checks.weights-no-folder" if folder.exists() else "checks.weights-missing")
     try:
@@ -280,7 +291,7 @@ def not_checked(view: View) -> Iterator[Reason]:
     }
     places: dict[str, list[str]] = {}
     for key, path in paths.items():
-        if path is not None and (place := view.unseen(parent_of_glob(path))):
+        if path is not None and not is_reference(path) and (place := view.unseen(parent_of_glob(path))):
             places.setdefault(place, []).append(f"{key} = {path}")
     for place, named in places.items():
         yield Reason("checks.not-checked", {"keys": named, "place": place})
@@ -289,9 +300,9 @@ def not_checked(view: View) -> Iterator[Reason]:
 def not_read(view: View) -> Iterator[Reason]:
     """Yield a note on files of the data folder that the engine does not read."""
     source = view.spec.data.source
-    if view.spec.code.own_program or source in EMBEDDED or view.unseen(parent_of_glob(source)):
+    if view.spec.code.own_program or source in EMBEDDED or is_reference(source):
         return
-    if (view.folder / expand_home(source) / "dataset.json").is_file():
+    if view.unseen(parent_of_glob(source)) or (view.folder / expand_home(source) / "dataset.json").is_file():
         return
     formats = FORMATS if view.spec.training.objective == "causal_lm" else ROW_FORMATS
     with contextlib.suppress(UsageError):

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from scaletrain_cli.errors import Problem, SpecError, UsageError
+from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.kubernetes.messages import reason
 from scaletrain_cli.launch.backends.kubernetes.names import (
     DOCUMENTS_ANNOTATION,
@@ -136,7 +137,7 @@ def _about_files(spec: RunSpec) -> Iterator[Reason]:
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }
     for key, path in paths.items():
-        if path is None:
+        if path is None or is_reference(path):
             continue
         if not PurePosixPath(path).is_absolute():
             yield reason("note-relative-path", key=key, path=path, mounted=mounted)

@@ -13,6 +13,7 @@ from scaletrain_cli.launch.backends.kubernetes.names import MASTER_PORT, NODE, W
 from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.hub_files import hub_uses
 
 _MIB, _GIB = 2**20, 2**30
 # Host memory of a GPU rank: the interpreter with torch and CUDA, pinned buffers, NCCL's proxies, the data loader.
@@ -160,6 +161,7 @@ def _tolerate(key: str) -> dict[str, Any]:
 
 
 DOCUMENTS_PATH = "/etc/scaletrain/run"
+HUB_PATH = "/var/cache/huggingface"  # of the pod, unless env names another place, such as a mounted volume
 AGENT_MODULE = "scaletrain_cli.launch.backends.kubernetes.pod_agent"
 # After the ranks' grace period: 30 s for ranks that hang in the kernel, 45 s for pod 0's decision, 5 s to exit.
 AGENT_SECONDS = 80
@@ -254,6 +256,8 @@ def _environment(spec: RunSpec, workload: Workload) -> Iterator[dict[str, Any]]:
     yield {"name": "SCALETRAIN_WORKLOAD", "value": workload.id}
     yield {"name": "MASTER_ADDR", "value": workload.master_address}
     yield {"name": "MASTER_PORT", "value": str(MASTER_PORT)}
+    if _has_hub_volume(spec):
+        yield {"name": "HF_HOME", "value": HUB_PATH}
     for name, value in absolute_paths(spec.env).items():  # for the agents; the ranks get theirs from the record
         if name not in OWN_VARIABLES:
             yield {"name": name, "value": escaped(value)}
@@ -290,6 +294,8 @@ def _volumes(spec: RunSpec, workload: Workload, documents: Mapping[str, str | by
     yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity(shm_bytes(spec))}}
     items = [{"key": name, "path": name} for name in sorted(documents)]
     yield {"name": "documents", "configMap": {"name": workload.config_map, "items": items}}
+    if _has_hub_volume(spec):
+        yield {"name": "hub", "emptyDir": {}}
     for claim, name in _claims(spec).items():
         yield {"name": name, "persistentVolumeClaim": {"claimName": claim}}
 
@@ -298,10 +304,17 @@ def _mounts(spec: RunSpec) -> Iterator[dict[str, Any]]:
     kubernetes, names = spec.cluster.kubernetes, _claims(spec)
     yield {"name": "shm", "mountPath": "/dev/shm"}
     yield {"name": "documents", "mountPath": DOCUMENTS_PATH, "readOnly": True}
+    if _has_hub_volume(spec):
+        yield {"name": "hub", "mountPath": HUB_PATH}
     yield {"name": "runs", "mountPath": kubernetes.runs.path, **_below(kubernetes.runs.sub_path)}
     for volume in kubernetes.volumes:
         mount = {"name": names[volume.claim], "mountPath": volume.path, **_below(volume.sub_path)}
         yield mount | ({"readOnly": True} if volume.read_only else {})
+
+
+def _has_hub_volume(spec: RunSpec) -> bool:
+    """Return whether files of the Hugging Face Hub go to a volume of the pod: env names no other cache."""
+    return bool(hub_uses(spec)) and not {"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"} & spec.env.keys()
 
 
 def _below(sub_path: str | None) -> dict[str, str]:

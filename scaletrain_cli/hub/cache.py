@@ -1,0 +1,223 @@
+"""The local cache of the Hugging Face Hub: where it is, which commits and files it holds, and which were verified.
+
+The layout is that of huggingface_hub, so that other programs find the files: ``models--org--name/`` with ``blobs/``,
+``refs/<revision>`` and ``snapshots/<commit>/``. Beside them, ``.scaletrain/<commit>.json`` keeps the list of the
+repository's files and which of them were compared with their hashes. Needs no request and no library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.hub.reference import HubReference, is_commit
+from scaletrain_cli.safe_files import make_folder, replace_file
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+_TRUE = ("1", "ON", "YES", "TRUE")
+_NOTES = ".scaletrain"
+FOLDER_MODE = 0o777  # less the umask, as huggingface_hub creates its folders: a cache is often shared
+# The variables that this module reads; spec.env passes them on to the nodes.
+VARIABLES = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE")
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+@dataclass(frozen=True)
+class HubSettings:
+    """What the environment says about the hub; the token is never shown."""
+
+    cache: Path
+    endpoint: str = DEFAULT_ENDPOINT
+    offline: bool = False
+    token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> HubSettings:
+        """Return the settings by the rules of huggingface_hub, which reads its variables when it is imported."""
+        home = _home(environment)
+        cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+        return cls(
+            cache=_expanded(cache, environment) if cache else home / "hub",
+            endpoint=(environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"),
+            offline=(environment.get("HF_HUB_OFFLINE") or environment.get("TRANSFORMERS_OFFLINE") or "").upper()
+            in _TRUE,
+            token=_token(environment, home),
+        )
+
+    def repo_folder(self, reference: HubReference) -> Path:
+        """Return the folder of a repository in the cache."""
+        return self.cache / "--".join([f"{reference.kind}s", *reference.repo.split("/")])
+
+    def snapshot(self, reference: HubReference, commit: str) -> Path:
+        """Return the folder that holds the files of a commit under their own names."""
+        return self.repo_folder(reference) / "snapshots" / commit
+
+
+def _home(environment: Mapping[str, str]) -> Path:
+    if given := environment.get("HF_HOME"):
+        return _expanded(given, environment)
+    base = environment.get("XDG_CACHE_HOME")
+    return (_expanded(base, environment) if base else _expanded("~/.cache", environment)) / "huggingface"
+
+
+def _expanded(path: str, environment: Mapping[str, str]) -> Path:
+    """Return the path with ``~`` and ``$NAME`` of this environment replaced."""
+    if path == "~" or path.startswith("~/"):
+        path = (environment.get("HOME") or os.path.expanduser("~")) + path[1:]
+    for name in ("HOME", "USER"):
+        path = path.replace(f"${{{name}}}", environment.get(name, "")).replace(f"${name}", environment.get(name, ""))
+    return Path(path).absolute()
+
+
+def _token(environment: Mapping[str, str], home: Path) -> str | None:
+    if environment.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").upper() in _TRUE:
+        return None
+    for name in TOKEN_VARIABLES:
+        if value := environment.get(name, "").strip():
+            return value
+    given = environment.get("HF_TOKEN_PATH")
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        path = _expanded(given, environment) if given else home / "token"
+        return path.read_text(encoding="utf-8").strip() or None
+    return None
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """One file of a repository. ``sha256`` is known for large files (LFS), ``blob_id`` (git's hash) for all others."""
+
+    path: str
+    size: int | None
+    sha256: str | None = None
+    blob_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a repository at a commit.
+
+    ``from_hub``: as the hub states them, now or when they were fetched; otherwise only those found in the cache, which
+    may be a part. ``restricted``: the repository is private or gated, so that reading a file requires a token.
+    """
+
+    reference: HubReference
+    commit: str
+    files: tuple[HubFile, ...]
+    from_hub: bool = True
+    restricted: bool = False
+
+    def find(self, path: str) -> HubFile | None:
+        """Return the file with exactly this path."""
+        return next((file for file in self.files if file.path == path), None)
+
+
+def cached_commit(settings: HubSettings, reference: HubReference) -> str | None:
+    """Return the commit of the reference as the cache knows it; None if it does not."""
+    if reference.is_pinned:
+        return reference.revision
+    path = settings.repo_folder(reference) / "refs" / reference.revision
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        commit = path.read_text(encoding="utf-8").strip()
+        return commit if is_commit(commit) else None
+    return None
+
+
+def cached_listing(settings: HubSettings, reference: HubReference, commit: str) -> Listing | None:
+    """Return the list of files that was kept with an earlier answer of the hub, else the files found in the cache."""
+    noted = _read_notes(settings, reference, commit)
+    if noted is not None:
+        return Listing(reference, commit, noted.files, restricted=noted.restricted)
+    folder = settings.snapshot(reference, commit)
+    found = tuple(_files_in(folder)) if folder.is_dir() else ()
+    return Listing(reference, commit, found, from_hub=False) if found else None
+
+
+def _files_in(folder: Path) -> Iterator[HubFile]:
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(parent, name)
+            with contextlib.suppress(OSError):
+                yield HubFile(path.relative_to(folder).as_posix(), path.stat().st_size)
+
+
+def missing_files(settings: HubSettings, listing: Listing, files: tuple[HubFile, ...]) -> list[HubFile]:
+    """Return the files that the cache lacks, has in another size, or has never compared with their hash.
+
+    Files of a listing without hashes only have to exist.
+    """
+    folder = settings.snapshot(listing.reference, listing.commit)
+    verified = _verified(settings, listing)
+    found = []
+    for file in files:
+        try:
+            state = (folder / file.path).stat()
+        except OSError:
+            found.append(file)
+            continue
+        wrong_size = file.size is not None and state.st_size != file.size
+        has_hash = file.sha256 is not None or file.blob_id is not None
+        if wrong_size or (has_hash and verified.get(file.path) != [state.st_size, state.st_mtime_ns]):
+            found.append(file)
+    return found
+
+
+@dataclass(frozen=True)
+class _Notes:
+    files: tuple[HubFile, ...]
+    restricted: bool
+    verified: dict[str, list[int]]
+
+
+def _notes_path(settings: HubSettings, reference: HubReference, commit: str) -> Path:
+    return settings.repo_folder(reference) / _NOTES / f"{commit}.json"
+
+
+def _read_notes(settings: HubSettings, reference: HubReference, commit: str) -> _Notes | None:
+    try:
+        data: Any = json.loads(_notes_path(settings, reference, commit).read_bytes())
+        files = tuple(HubFile(**file) for file in data["files"])
+        verified = {str(path): [int(size), int(time)] for path, (size, time) in data["verified"].items()}
+        return _Notes(files, bool(data["restricted"]), verified)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # not there, or of another version: asked for again
+
+
+def _verified(settings: HubSettings, listing: Listing) -> dict[str, list[int]]:
+    noted = _read_notes(settings, listing.reference, listing.commit)
+    return {} if noted is None else noted.verified
+
+
+def keep_listing(settings: HubSettings, listing: Listing, verified: tuple[HubFile, ...] = ()) -> None:
+    """Keep the hub's list of files, with ``verified`` added to the verified ones. Raises OSError."""
+    before = _verified(settings, listing)
+    folder = settings.snapshot(listing.reference, listing.commit)
+    for file in verified:
+        state = (folder / file.path).stat()
+        before[file.path] = [state.st_size, state.st_mtime_ns]
+    path = _notes_path(settings, listing.reference, listing.commit)
+    make_folder(path.parent, mode=FOLDER_MODE)
+    data = {"files": [asdict(file) for file in listing.files], "restricted": listing.restricted, "verified": before}
+    replace_file(path, json.dumps(data), public=True)
+
+
+def keep_commit(settings: HubSettings, reference: HubReference, commit: str, *, fetched: bool) -> None:
+    """Note the commit of a branch or tag, as huggingface_hub does. Raises OSError.
+
+    Unless files were ``fetched``, a commit whose files are in the cache is not replaced by one whose files are not:
+    programs that work offline would no longer find them.
+    """
+    if reference.is_pinned:
+        return
+    before = cached_commit(settings, reference)
+    has_files = before is not None and settings.snapshot(reference, before).is_dir()
+    if before == commit or (has_files and not fetched and not settings.snapshot(reference, commit).is_dir()):
+        return
+    path = settings.repo_folder(reference) / "refs" / reference.revision
+    make_folder(path.parent, mode=FOLDER_MODE)
+    replace_file(path, commit, public=True)

@@ -1,0 +1,90 @@
+"""Files of the Hugging Face Hub at submission: commits of references, and the fetch to a cache that nodes share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+
+from scaletrain_cli.hub.cache import HubSettings
+from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch
+from scaletrain_cli.launch.resource_checks.files import View, is_shared
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.hub_files import hub_uses, with_local_files
+
+DATA_KEYS = ("data.source", "data.tokenizer.path", "data.chat_template")
+# What the job's environment keeps of the submitter's, and the cache depends on.
+_KEPT_ON_NODES = ("HOME", "USER")
+
+
+def environment_here(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for requests from this machine; a run on this machine also has that of the spec."""
+    return {**environment, **spec.env} if spec.cluster.traits.runs_here else dict(environment)
+
+
+def environment_of_nodes(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of the nodes' environment on which the place of the cache depends."""
+    if spec.cluster.traits.runs_here:
+        return {**environment, **spec.env}
+    return {**{name: environment[name] for name in _KEPT_ON_NODES if name in environment}, **spec.env}
+
+
+def resolve_commits(
+    spec: RunSpec, environment: Mapping[str, str], known: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the commit of each reference of the spec; those in ``known`` stay as they are.
+
+    Raises HubError and MissingPackageError.
+    """
+    from scaletrain_cli.hub.client import resolve
+
+    settings = HubSettings.from_environment(environment_here(spec, environment))
+    given = known or {}
+    return {use.text: given.get(use.text) or resolve(use.reference, settings).commit for use in hub_uses(spec)}
+
+
+def shared_cache(spec: RunSpec, environment: Mapping[str, str]) -> HubSettings | None:
+    """Return the settings of the nodes' cache if it is on a file system that this machine shares with them.
+
+    None where each node fetches for itself, and where the run is on this machine.
+    """
+    traits = spec.cluster.traits
+    settings = HubSettings.from_environment(environment_of_nodes(spec, environment))
+    if traits.runs_here or not traits.shared_run_directory or not is_shared(PurePosixPath(settings.cache)):
+        return None
+    in_container = View(spec, Path.cwd(), environment).unseen(str(settings.cache))
+    return None if in_container else settings
+
+
+def fetch_to_shared_cache(
+    spec: RunSpec,
+    commits: Mapping[str, str],
+    environment: Mapping[str, str],
+    on_progress: Callable[[FetchProgress], None] = lambda progress: None,
+) -> None:
+    """Fetch the files of the spec before the job is submitted, if its nodes share their cache with this machine.
+
+    The nodes then find everything, and no allocated device waits for a download. Raises HubError, FetchError and
+    OSError.
+    """
+    settings = shared_cache(spec, environment)
+    if settings is None or not commits:
+        return
+    fetch(hub_uses(spec), commits, {**environment, "HF_HUB_CACHE": str(settings.cache)}, on_progress=on_progress)
+
+
+def fetched_spec(
+    spec: RunSpec, keys: tuple[str, ...], on_progress: Callable[[FetchProgress], None] = lambda progress: None
+) -> RunSpec:
+    """Return the spec with local paths at ``keys``, after a fetch on this machine: for verbs that read data here.
+
+    Raises HubError, FetchError and OSError.
+    """
+    uses = [use for use in hub_uses(spec) if use.key in keys]
+    if not uses:
+        return spec
+    environment = {**os.environ, **spec.env}
+    commits = resolve_commits(spec, environment)
+    fetch(uses, commits, environment, on_progress=on_progress)
+    wanted = {use.text: commits[use.text] for use in uses}
+    return with_local_files(spec, wanted, HubSettings.from_environment(environment))

@@ -1,0 +1,167 @@
+"""The node agent's part in fetching files of the Hugging Face Hub: once per node, before any rank is started.
+
+Each agent writes its progress to attempts/NNNN/hub/<node rank>.json. Ranks start only when all nodes have their files:
+otherwise those of a fast node would wait in the rendezvous of the ranks until it times out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import PreemptedError, ScaletrainError
+from scaletrain_cli.hub.cache import HubSettings
+from scaletrain_cli.launch.hub_fetch import FetchProgress, FetchStopped, fetch
+from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
+from scaletrain_cli.launch.node.processes import next_signal
+from scaletrain_cli.launch.node.record import has_failed
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.journal import has_committed, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.safe_files import make_folder
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.hub_files import HubUse, hub_uses, with_local_files
+from scaletrain_cli.text import bytes_text
+
+_NOTE_SECONDS = 10.0
+_POLL_SECONDS = 0.5
+# Until a node whose progress no longer changes counts as lost; a fetching agent writes every _NOTE_SECONDS.
+LOST_SECONDS = 600.0
+_READY, _STOPPED = "ready", "stopped"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """The spec with local paths, and the variables with which the ranks find the same paths without a request."""
+
+    spec: RunSpec
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def fetch_hub_files(run: RunDir, record: RunRecord, options: AgentOptions, secrets: Mapping[str, str]) -> LocalFiles:
+    """Fetch what this node lacks, wait until all nodes are ready, and return the local files.
+
+    Raises HubError for what a retry cannot cure, FetchError for what one may, and PreemptedError after a signal.
+    """
+    spec = record.spec
+    if not record.hub:
+        return LocalFiles(spec)
+    environment = {**os.environ, **spec.env, **secrets}
+    settings = HubSettings.from_environment(environment)
+    notes = _Notes(run, options)
+    try:
+        uses = _uses_of_node(run, spec, options.node_rank)
+        fetched = fetch(uses, record.hub, environment, on_progress=notes.progress, is_stopped=lambda: _is_stopped(run))
+        notes.end(_READY, fetched)
+        _wait_for_nodes(run, spec.cluster.nodes, options)
+    except (FetchStopped, PreemptedError):
+        notes.end(_STOPPED)
+        raise PreemptedError(Reason("node.stopped-in-fetch")) from None
+    variables = {"HF_HUB_CACHE": str(settings.cache), "HF_HUB_OFFLINE": "1"}
+    return LocalFiles(with_local_files(spec, record.hub, settings), variables)
+
+
+def _uses_of_node(run: RunDir, spec: RunSpec, node_rank: int) -> list[HubUse]:
+    """Return the references whose files this node reads: only rank 0 prepares data.
+
+    Initial weights are read until the first checkpoint; those of a frozen base at each start, because checkpoints
+    without it are smaller.
+    """
+    training, model = spec.training, spec.model
+    frozen = bool(getattr(model, "adapter", None) or getattr(training, "trainable", None))
+    without_weights = has_committed(run) and not frozen
+    skipped = {"source"} if node_rank else set()
+    skipped |= {"weights"} if without_weights else set()
+    return [use for use in hub_uses(spec) if use.purpose not in skipped]
+
+
+def _is_stopped(run: RunDir) -> bool:
+    """Return whether a signal or a cancellation ends the attempt before its ranks have started."""
+    signum = next_signal(AGENT_SIGNALS, 0.0)
+    if signum is None or signum in (signal.SIGCHLD, signal.SIGHUP):
+        return run.is_cancelled
+    return True
+
+
+class _Notes:
+    """Writes the node's progress to the run directory, to the log and to the journal."""
+
+    def __init__(self, run: RunDir, options: AgentOptions) -> None:
+        self._run, self._options = run, options
+        self._folder = _folder(run, options.attempt)
+        make_folder(self._folder)
+        self._noted, self._count, self._started, self._begun = 0.0, 0, time.monotonic(), False
+        self._write({"state": "checking"})
+
+    def progress(self, found: FetchProgress) -> None:
+        """Note the progress every _NOTE_SECONDS, and as an event when a download begins."""
+        if found.state == "fetching" and not self._begun:
+            self._begun = True
+            self._record("hub-fetching", files=found.files, bytes=found.total_bytes, cache=found.cache)
+        if time.monotonic() - self._noted < _NOTE_SECONDS:
+            return
+        self._write(dataclasses.asdict(found))
+        done, total = bytes_text(found.done_bytes), bytes_text(found.total_bytes)
+        logger.info("files of the hub: %s%s", found.state, f", {done} of {total}" if found.total_bytes else "")
+
+    def end(self, state: str, found: FetchProgress | None = None) -> None:
+        """Note how the fetch ended."""
+        self._write({"state": state})
+        if found is not None and found.files:
+            seconds = round(time.monotonic() - self._started, 1)
+            self._record("hub-fetched", files=found.files, bytes=found.received_bytes, seconds=seconds)
+
+    def _record(self, event: str, **values: Any) -> None:
+        record_event(self._run, event, attempt=self._options.attempt, node=self._options.node_name, **values)
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        self._noted, self._count = time.monotonic(), self._count + 1
+        # The count changes with every note, whatever the clocks of the nodes say.
+        write_document(_note(self._folder, self._options.node_rank), {**values, "count": self._count})
+
+
+def _folder(run: RunDir, attempt: int) -> Path:
+    return run.attempt(attempt) / "hub"
+
+
+def _note(folder: Path, node_rank: int) -> Path:
+    return folder / f"{node_rank:04d}.json"
+
+
+def _wait_for_nodes(run: RunDir, nodes: int, options: AgentOptions) -> None:
+    """Wait until every node has its files, or one has failed.
+
+    Raises PreemptedError, and ScaletrainError for a lost node.
+    """
+    folder = _folder(run, options.attempt)
+    seen: dict[int, object] = {}
+    changed = dict.fromkeys(range(nodes), time.monotonic())
+    while True:
+        waiting = []
+        for rank in range(nodes):
+            note = read_document(_note(folder, rank)) or {}
+            if note.get("state") == _STOPPED:
+                raise PreemptedError(Reason("node.stopped-in-fetch"))
+            if note.get("state") == _READY:
+                continue
+            waiting.append(rank)
+            if note.get("count") != seen.get(rank):
+                seen[rank], changed[rank] = note.get("count"), time.monotonic()
+            if time.monotonic() - changed[rank] > LOST_SECONDS:
+                params = {"node_rank": rank, "seconds": LOST_SECONDS}
+                raise ScaletrainError(Reason("node.lost-in-fetch", params))
+        if not waiting or has_failed(run, options.attempt):  # the watch of the ranks ends them after a failure
+            return
+        if _is_stopped(run):
+            raise PreemptedError(Reason("node.stopped-in-fetch"))
+        time.sleep(_POLL_SECONDS)

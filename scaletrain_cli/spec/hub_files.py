@@ -1,0 +1,248 @@
+"""The references to the Hugging Face Hub in a run spec: which files each one needs, and where they are locally.
+
+The spec keeps what the user wrote. The run record keeps the commit of each reference; with it, every process finds the
+same files in the cache.
+"""
+
+import fnmatch
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from scaletrain_cli.hub.cache import HubFile, HubSettings, Listing
+from scaletrain_cli.hub.reference import HubError, HubReference, is_reference, parse_reference
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.corpus_files import COMPRESSED, FORMATS, ROW_FORMATS, is_about_the_corpus, kind_of
+from scaletrain_cli.spec.quantities import Text
+
+if TYPE_CHECKING:
+    from scaletrain_cli.spec.run import RunSpec
+
+Purpose = Literal["weights", "tokenizer", "template", "source"]
+CONFIG = "config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+# Small files beside the weights or the tokenizer, copied by exports and read for chat templates.
+_BESIDE = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    TEMPLATE,
+)
+_TEMPLATES = (".jinja", ".jinja2", ".j2")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
+_LARGEST_INDEX_BYTES = 100_000_000
+
+
+def _checked(text: str) -> str:
+    if is_reference(text):
+        try:
+            parse_reference(text)
+        except ValueError as error:
+            raise PydanticCustomError("hub", f"{error}") from error
+    return text
+
+
+def _checked_model(text: str) -> str:
+    if is_reference(_checked(text)) and parse_reference(text).kind != "model":
+        raise PydanticCustomError("hub", "must name a model of the hub, not a data set: hf://org/name")
+    return text
+
+
+ModelPath = Annotated[Text, AfterValidator(_checked_model)]  # a local path, or hf://org/name
+DataPath = Annotated[Text, AfterValidator(_checked)]  # a local path, or hf://datasets/org/name
+
+
+@dataclass(frozen=True)
+class HubUse:
+    """One key of a spec whose value is a reference; ``text`` is the value as the user wrote it.
+
+    ``kinds``: the formats of data that are read, as for find_files().
+    """
+
+    key: str
+    text: str
+    purpose: Purpose
+    kinds: tuple[str, ...] = FORMATS
+
+    @property
+    def reference(self) -> HubReference:
+        """Return the parsed reference."""
+        return parse_reference(self.text)
+
+
+def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
+    """Return the references of a RunSpec that the built-in engine reads; empty for another training program."""
+    if spec.code.own_program:
+        return ()
+    values: tuple[tuple[str, Any, Purpose], ...] = (
+        ("model.weights", getattr(spec.model, "weights", None), "weights"),
+        ("data.tokenizer.path", spec.data.tokenizer.path, "tokenizer"),
+        ("data.chat_template", spec.data.chat_template, "template"),
+        ("data.source", spec.data.source, "source"),
+    )
+    kinds = FORMATS if spec.training.objective == "causal_lm" else ROW_FORMATS
+    return tuple(HubUse(key, text, purpose, kinds) for key, text, purpose in values if is_reference(text))
+
+
+def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path]) -> tuple[HubFile, ...]:
+    """Return the files of the repository that ``use`` needs; ``read`` returns the path of a small one.
+
+    Never pickled weights or code. Raises HubError if what the reference names is not there.
+    """
+    if use.purpose == "source":
+        return _source_files(use.reference, listing, use.kinds)
+    path = use.reference.path
+    if use.purpose == "weights":
+        return _weights_files(use.reference, listing, read)
+    name = TOKENIZER if use.purpose == "tokenizer" else TEMPLATE
+    is_folder = listing.find(f"{path}/{name}") is not None
+    if use.purpose == "template" and path and not is_folder and not path.endswith(_TEMPLATES):
+        raise HubError(Reason("hub.not-a-template", {"path": path}))
+    found = listing.find(path) if path else None
+    if found is None:
+        found = _required(listing, f"{path}/{name}" if path else name)
+    return (found, *_beside(listing, str(PurePosixPath(found.path).parent), but=found.path))
+
+
+def _required(listing: Listing, path: str) -> HubFile:
+    file = listing.find(path)
+    if file is None:
+        params = {"repo": listing.reference.repo, "revision": listing.reference.revision, "path": path}
+        raise HubError(Reason("hub.no-file", params))
+    return file
+
+
+def _beside(listing: Listing, folder: str, but: str = "") -> Iterator[HubFile]:
+    for name in _BESIDE:
+        path = name if folder == "." else f"{folder}/{name}"
+        if path != but and (file := listing.find(path)) is not None:
+            yield file
+    more = "additional_chat_templates/" if folder == "." else f"{folder}/additional_chat_templates/"
+    yield from (file for file in listing.files if file.path.startswith(more) and file.path.endswith(_TEMPLATES))
+
+
+def _weights_files(reference: HubReference, listing: Listing, read: Callable[[HubFile], Path]) -> tuple[HubFile, ...]:
+    folder = f"{reference.path}/" if reference.path else ""
+    index, single = listing.find(folder + INDEX), listing.find(folder + SINGLE)
+    if index is not None:
+        weights = _indexed(listing, index, folder, read)
+    elif single is not None:
+        weights = (single,)
+    else:
+        others = sorted({f.path for f in listing.files if f.path.startswith(folder) and f.path.endswith(_PICKLED)})
+        params = {"place": reference.place, "others": f", only {others[0]}" if others else ""}
+        raise HubError(Reason("hub.no-safetensors", params))
+    tokenizer = listing.find(folder + TOKENIZER)
+    beside = (*_beside(listing, folder.removesuffix("/") or "."), *((tokenizer,) if tokenizer is not None else ()))
+    return (*((index,) if index is not None else ()), *beside, *weights)
+
+
+def _indexed(listing: Listing, index: HubFile, folder: str, read: Callable[[HubFile], Path]) -> tuple[HubFile, ...]:
+    try:
+        with read(index).open("rb") as content:
+            shards = {str(name) for name in json.loads(content.read(_LARGEST_INDEX_BYTES))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        where = {"path": index.path, "place": listing.reference.place}
+        raise HubError(Reason("hub.index-unreadable", where)) from error
+    wrong = [name for name in shards if not name.endswith(".safetensors") or "/" in name]
+    missing = sorted(name for name in shards if listing.find(folder + name) is None)
+    if wrong or missing or not shards:
+        params = {"place": listing.reference.place, "files": sorted(wrong) or missing, "index": index.path}
+        raise HubError(Reason("hub.incomplete", params))
+    return tuple(file for name in sorted(shards) if (file := listing.find(folder + name)) is not None)
+
+
+def _source_files(reference: HubReference, listing: Listing, kinds: tuple[str, ...]) -> tuple[HubFile, ...]:
+    """Return the files of data as find_files() finds them in a local folder: by folder, file or glob."""
+    path = reference.path
+    exact = listing.find(path) if path else None
+    below = f"{path}/" if path else ""
+    in_folder = [f for f in listing.files if f.path.startswith(below)] if not path or exact is None else []
+    if exact is not None:
+        found = [exact]
+    elif in_folder:
+        kept = ((f, PurePosixPath(f.path.removeprefix(below))) for f in in_folder)
+        found = [f for f, name in kept if not _is_hidden(name) and not is_about_the_corpus(Path(name))]
+        kinds = tuple(kind for kind in kinds if kind != "json")  # often a description of the files beside it
+    else:
+        found = [f for f in listing.files if _matches(PurePosixPath(f.path).parts, PurePosixPath(path).parts)]
+    found = [f for f in found if kind_of(Path(f.path)) in kinds]
+    if not found:
+        shown = f" {path}" if path else ""
+        params = {
+            "place": reference.place,
+            "path": shown,
+            "formats": [*kinds, *(kind for kind in COMPRESSED if kind[:-3] in kinds)],
+        }
+        raise HubError(Reason("hub.no-source", params))
+    return tuple(sorted(found, key=lambda file: file.path))
+
+
+def _is_hidden(path: PurePosixPath) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Return whether glob.glob(..., recursive=True) would find the path by the pattern."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        if _matches(parts, pattern[1:]):
+            return True
+        return bool(parts) and not parts[0].startswith(".") and _matches(parts[1:], pattern)
+    if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
+        return False
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def local_path(use: HubUse, settings: HubSettings, commit: str) -> str:
+    """Return the path that the engine reads: what the user would have written for a local copy."""
+    reference = use.reference
+    path = settings.snapshot(reference, commit) / reference.path
+    name = {"tokenizer": TOKENIZER, "template": TEMPLATE}.get(use.purpose)
+    is_file = PurePosixPath(reference.path).suffix in (".json", *_TEMPLATES)
+    return str(path if name is None or is_file else path / name)
+
+
+def with_local_files(spec: "RunSpec", commits: Mapping[str, str], settings: HubSettings) -> "RunSpec":
+    """Return the RunSpec with the local path in place of each reference that has a commit. Sends no request."""
+    changed: dict[str, Any] = {}
+    for use in hub_uses(spec):
+        if use.text in commits:
+            changed[use.key] = local_path(use, settings, commits[use.text])
+    found: RunSpec = _with_values(spec, changed) if changed else spec
+    return found
+
+
+def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of the section with values at dotted keys."""
+    updates: dict[str, Any] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        updates[name] = _with_values(updates.get(name, getattr(section, name)), {rest: value}) if rest else value
+    return section.model_copy(update=updates)
+
+
+def read_hub_config(text: str, settings: HubSettings, commit: str | None = None) -> Path:
+    """Return the path of the config.json of a repository in the cache, fetched if necessary.
+
+    ``text`` names the repository, a folder in it, or the file. Raises HubError, MissingPackageError, and ValueError for
+    a text that is no reference.
+    """
+    from scaletrain_cli.hub.client import read_small_file, resolve
+
+    reference = parse_reference(text)
+    listing = resolve(reference, settings, commit)
+    found = listing.find(reference.path) if reference.path else None
+    if found is None:
+        found = _required(listing, f"{reference.path}/{CONFIG}" if reference.path else CONFIG)
+    return read_small_file(listing, found, settings)
