@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from scaletrain_cli.cli.completion import complete_gpu, complete_preset, complete_recipe
+from scaletrain_cli.cli.hub_model import USUAL_GPU, find_model
 from scaletrain_cli.cli.options import AsJson
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.text import visible
 
+if TYPE_CHECKING:
+    from scaletrain_cli.spec.starting_spec import HubModel
+
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE)
-_USUAL_GPU = "h100-sxm-80gb"
 _MOST_NODES = 1024
 _USUAL_NAME = Path("run.yaml")
 
 
 def command(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="File to create (default: run.yaml); - writes to stdout.")
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[hf://ORG/NAME] [FILE]",
+            help="Model of the Hugging Face Hub; file to create (default: run.yaml), - writes to stdout.",
+            show_default=False,
+        ),
     ] = None,
     preset: Annotated[
         str | None,
@@ -44,7 +52,7 @@ def command(
     gpu: Annotated[
         str | None,
         typer.Option(
-            "--gpu", metavar="NAME", help=f"Accelerator, e.g. {_USUAL_GPU}, or cpu.", autocompletion=complete_gpu
+            "--gpu", metavar="NAME", help=f"Accelerator, e.g. {USUAL_GPU}, or cpu.", autocompletion=complete_gpu
         ),
     ] = None,
     gpus_per_node: Annotated[
@@ -79,7 +87,8 @@ def command(
     """Write a complete, commented run spec that is valid as written.
 
     Without options: a Llama with 10 million parameters that trains on two CPU processes in minutes.
-    With --preset: that model on the fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if
+    With hf://org/name: fine-tuning of that model of the Hugging Face Hub, by its config.json. With --preset: that model
+    from random weights. Both are on the fewest nodes that fit, for Slurm if sbatch is installed, else for Kubernetes if
     there is a kubeconfig. With --scheduler kubernetes: add your namespace, queue and image to the spec.
     Never overwrites an existing file.
     """
@@ -87,6 +96,7 @@ def command(
     from scaletrain_cli.ui.console import say, suggest
     from scaletrain_cli.ui.json import print_json
 
+    model, file = _model_and_file(names or [])
     if listed:
         known = _known()
         if as_json:
@@ -106,10 +116,10 @@ def command(
     target = file or output or _USUAL_NAME
     to_stdout = str(target) == "-"
     if recipe is not None:
-        _refuse_beside("--recipe", preset, gpu, gpus_per_node, nodes, scheduler)
+        _refuse_beside("--recipe", model, preset, gpu, gpus_per_node, nodes, scheduler)
         contents = _recipe(recipe, target)
     else:
-        contents = {target: _fitting_spec(preset, gpu, gpus_per_node, nodes, scheduler)}
+        contents = {target: _fitting_spec(preset, model, gpu, gpus_per_node, nodes, scheduler)}
     if to_stdout:
         if as_json:
             print_json({"file": None, "text": contents[target]})
@@ -127,6 +137,16 @@ def command(
         if traits.section.starting_note and f"scheduler: {traits.name}" in contents[target]:
             say(traits.section.starting_note)
     suggest({"plan it": f"scaletrain plan {target}", "submit it": f"scaletrain submit {target}"})
+
+
+def _model_and_file(names: list[str]) -> tuple[str | None, Path | None]:
+    """Return the model of the hub and the file among the arguments. Raises UsageError."""
+    from scaletrain_cli.hub.reference import is_reference
+
+    models, files = [n for n in names if is_reference(n)], [Path(n) for n in names if not is_reference(n)]
+    if len(models) > 1 or len(files) > 1:
+        raise UsageError(f"{' '.join(names)}: give at most one hf://org/name and one FILE.")
+    return (models[0] if models else None), (files[0] if files else None)
 
 
 def _known() -> dict[str, list[str]]:
@@ -189,36 +209,47 @@ def _write(contents: dict[Path, str]) -> None:
 
 
 def _fitting_spec(
-    preset: str | None, gpu: str | None, gpus_per_node: int | None, nodes: int | None, scheduler: str | None
+    preset: str | None,
+    model: str | None,
+    gpu: str | None,
+    gpus_per_node: int | None,
+    nodes: int | None,
+    scheduler: str | None,
 ) -> str:
     """Return the spec with ``nodes`` nodes, or with the fewest that the planner accepts."""
     from scaletrain_cli.spec import presets
     from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
     from scaletrain_cli.text import did_you_mean
 
+    if preset is not None and model is not None:
+        raise UsageError(f"{model} and --preset {preset} are both given. Give only one.")
     if preset is not None and preset not in presets():
         hint = f"{did_you_mean(preset, presets())}Known: {', '.join(presets())}."
         raise UsageError(f"no preset {preset}", (Problem("--preset", "", "unknown preset.", preset, hint),))
     if scheduler is None:
-        scheduler = DEFAULT if preset is None and nodes in (None, 1) else _scheduler_here()
+        scheduler = DEFAULT if preset is None and model is None and nodes in (None, 1) else _scheduler_here()
     traits = backend_traits(scheduler)
-    gpu = gpu or ("cpu" if preset is None and traits.shared_run_directory else _USUAL_GPU)
+    gpu = gpu or ("cpu" if preset is None and model is None and traits.shared_run_directory else USUAL_GPU)
     if traits.max_nodes is not None and nodes is not None and nodes > traits.max_nodes:
         raise UsageError(
             f"--nodes {nodes} requires slurm or kubernetes; {scheduler} runs on {traits.display_name} only."
         )
     per_node = gpus_per_node or (2 if gpu == "cpu" else 1 if traits.max_nodes == 1 else 8)
-    return _planned(preset, gpu, per_node, nodes, scheduler)
+    return _planned(preset, None if model is None else find_model(model), gpu, per_node, nodes, scheduler)
 
 
-def _planned(preset: str | None, gpu: str, per_node: int, nodes: int | None, scheduler: str) -> str:
+def _planned(
+    preset: str | None, model: HubModel | None, gpu: str, per_node: int, nodes: int | None, scheduler: str
+) -> str:
     from scaletrain_cli.plan import make_plan
     from scaletrain_cli.spec import parse_spec, starting_spec
     from scaletrain_cli.spec.backend_traits import backend_traits
 
     count = nodes or 1
     while True:
-        text = starting_spec(preset=preset, gpu=gpu, scheduler=scheduler, nodes=count, gpus_per_node=per_node)
+        text = starting_spec(
+            preset=preset, hub_model=model, gpu=gpu, scheduler=scheduler, nodes=count, gpus_per_node=per_node
+        )
         try:
             make_plan(parse_spec(text, file="the starting spec", base_dir=Path()))
         except InfeasibleError:

@@ -17,7 +17,8 @@ from scaletrain_cli.cli.completion import complete_gpu, complete_setting
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
+from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator, full_name
 from scaletrain_cli.plan.catalogue.prices import Quote, live_price
 from scaletrain_cli.spec import RunSpec
 
@@ -32,7 +33,11 @@ _SHOWN = ("needed", "smallest")  # problems that the table above already shows
 
 def command(
     specs: Annotated[
-        list[Path], typer.Argument(metavar="SPEC", help="Run specs (YAML), or - for stdin; several are compared.")
+        list[str],
+        typer.Argument(
+            metavar="SPEC",
+            help="Run specs (YAML), - for stdin, or models of the hub (hf://org/name); several are compared.",
+        ),
     ],
     overrides: Overrides = None,
     cluster: ClusterName = None,
@@ -62,6 +67,10 @@ def command(
     ] = None,
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="USD", help="Maximum cost in US dollars, e.g. 50000 or 50k.")
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", min=1, help="Number of GPUs for a model of the hub (default: 8)."),
     ] = None,
     gpu: Annotated[
         list[str] | None,
@@ -94,10 +103,18 @@ def command(
 
     --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone chooses the fewest
     GPUs that meet it, also more than in the spec.
+
+    hf://org/name plans full fine-tuning of a model of the Hugging Face Hub without a spec file, from its config.json.
     """
     from scaletrain_cli.plan.search.cluster_limits import parse_limits
     from scaletrain_cli.spec.source import variants
 
+    models = [name for name in specs if is_reference(name)]
+    if gpus is not None and len(models) < len(specs):
+        raise UsageError("--gpus requires hf://org/name. For a spec file use --set cluster.nodes=N or --max-gpus.")
+    hardware = Hardware(gpus, None)
+    if models and gpu and len(gpu) == 1:  # one GPU is that of the spec; several are compared as for a spec file
+        hardware, gpu = Hardware(gpus, full_name(gpu[0])), None
     limits = parse_limits(objective, max_gpus=max_gpus, deadline=deadline, budget=budget, gpus=gpu or ())
     sets = variants(vary or ())
     if len(specs) * len(sets) > 1:
@@ -111,7 +128,7 @@ def command(
         for option, given in single.items():
             if given:
                 raise UsageError(f"{option} requires a single run, but {len(specs) * len(sets)} are compared.")
-        _compare(specs, overrides or [], sets, cluster, as_json=as_json)
+        _compare(specs, overrides or [], sets, cluster, hardware, as_json=as_json)
         return
     if plot is not None:
         from scaletrain_cli.ui.plan_figure import check_plot_file
@@ -122,7 +139,7 @@ def command(
         from scaletrain_cli.plan.reliability.spot_trace import read_trace
 
         recorded = read_trace(trace)
-    run = _load(specs[0], overrides or [], sets[0], cluster)
+    run = _load(specs[0], overrides or [], sets[0], cluster, hardware)
     found = _ask(_priced(run) if live_prices else run, limits, explain, recorded, as_json=as_json)
     if as_json:
         from scaletrain_cli.ui.json import print_json
@@ -141,11 +158,24 @@ def command(
         raise InfeasibleError(found.infeasible.message, problems)
 
 
-def _load(path: Path, overrides: list[str], varied: tuple[str, ...], cluster: str | None) -> RunSpec:
+@dataclass(frozen=True)
+class Hardware:
+    """What a model of the hub is planned for; None for the default."""
+
+    gpus: int | None
+    gpu: str | None
+
+
+def _load(name: str, overrides: list[str], varied: tuple[str, ...], cluster: str | None, on: Hardware) -> RunSpec:
     from scaletrain_cli.cli.options import load_varied
     from scaletrain_cli.spec.source import VARY_OPTION as VARY
 
-    return load_varied(path, overrides, varied, VARY, cluster)
+    if is_reference(name):
+        from scaletrain_cli.cli.hub_model import USUAL_GPU, USUAL_GPUS, spec_of_model
+
+        gpus, gpu = on.gpus or USUAL_GPUS, on.gpu or USUAL_GPU
+        return spec_of_model(name, [*overrides, *varied], gpus=gpus, gpu=gpu, scheduler=None, cluster=cluster)
+    return load_varied(Path(name), overrides, varied, VARY, cluster)
 
 
 def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | None, *, as_json: bool) -> Answer:
@@ -182,11 +212,17 @@ def _priced(run: RunSpec) -> RunSpec:
 
 
 def _compare(
-    specs: list[Path], overrides: list[str], sets: list[tuple[str, ...]], cluster: str | None, *, as_json: bool
+    specs: list[str],
+    overrides: list[str],
+    sets: list[tuple[str, ...]],
+    cluster: str | None,
+    on: Hardware,
+    *,
+    as_json: bool,
 ) -> None:
     from scaletrain_cli.plan.advice.answer import compare, name_runs, none_feasible
 
-    runs = [(path, chosen, _load(path, overrides, chosen, cluster)) for path in specs for chosen in sets]
+    runs = [(Path(name), chosen, _load(name, overrides, chosen, cluster, on)) for name in specs for chosen in sets]
     compared = compare(name_runs(runs))
     if as_json:
         from scaletrain_cli.ui.json import print_json

@@ -105,8 +105,9 @@ def fetch(
     ) as process:
         try:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(request).encode())
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already; its exit code is reported
+                process.stdin.write(json.dumps(request).encode())
+                process.stdin.close()
             last = _follow(process, on_progress, is_stopped)
         except BaseException:
             process.kill()

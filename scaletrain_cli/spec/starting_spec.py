@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from string import Template
+from typing import Any
 
 from scaletrain_cli.spec.backend_traits import backend_traits
 from scaletrain_cli.spec.presets import presets
@@ -42,10 +45,19 @@ $dimensions
 
 """
 
+_HUB_MODEL = """\
+model:
+  hf_config: $reference  # keys set here take precedence over its config.json:
+$dimensions
+  weights: $reference  # initial weights; the run keeps the commit
+  seq_len: $seq_len  # tokens per sequence
+
+"""
+
 _TRAINING = """\
 data:
   source: python-stdlib  # the source of the standard library; or text, jsonl or parquet files
-  tokenizer: {kind: bpe, vocab_size: $tokenizer_size}  # trained on the source; or {kind: file, path: tokenizer.json}
+  tokenizer: $tokenizer
 
 training:
   global_batch_size: $global_batch_size  # sequences per optimizer step, over the whole job
@@ -98,31 +110,71 @@ restarts: {preemption: unlimited, node: 10, crash: 3}
 # env: {NCCL_DEBUG: WARN}
 """
 
+_HUB_SECRETS = """\
+# secret_env: [HF_TOKEN]  # names only: on a cluster, the nodes need the token that may read the weights
+"""
+
 _SECRETS = """\
 # secret_env: [WANDB_API_KEY]  # names only; values are read from your environment at submission
 """
 
 
+@dataclass(frozen=True)
+class HubModel:
+    """A model of the Hugging Face Hub: its reference, and what its repository says.
+
+    ``dimensions``: keys of the model section, from config.json. ``restricted``: reading its files requires a token.
+    """
+
+    reference: str
+    name: str
+    dimensions: Mapping[str, Any]
+    seq_len: int
+    has_tokenizer: bool
+    restricted: bool = False
+
+
 def starting_spec(
-    *, preset: str | None = None, gpu: str = "cpu", scheduler: str = "local", nodes: int = 1, gpus_per_node: int = 2
+    *,
+    preset: str | None = None,
+    hub_model: HubModel | None = None,
+    gpu: str = "cpu",
+    scheduler: str = "local",
+    nodes: int = 1,
+    gpus_per_node: int = 2,
 ) -> str:
-    """Return a spec for this model and hardware; without a preset, a small model for one node."""
-    small, on_cpu = preset is None, gpu == "cpu"
-    vocabulary = 4096 if preset is None else min(int(presets()[preset]["vocab_size"]), 32000)
-    text = _HEAD + (_SMALL_MODEL if small else _PRESET_MODEL) + _TRAINING
+    """Return a spec for this model and hardware; without a preset or a model of the hub, a small model for one node.
+
+    A model of the hub is fine-tuned from its weights, at the learning rate that TRL uses for it.
+    """
+    small, on_cpu = preset is None and hub_model is None, gpu == "cpu"
+    known = hub_model.dimensions if hub_model is not None else {} if preset is None else presets()[preset]
+    vocabulary = min(int(known["vocab_size"]), 32000) if known else 4096
+    tuned = hub_model is not None
+    tokenizer = f"{{kind: bpe, vocab_size: {vocabulary}}}"
+    explained = "trained on the source; or {kind: file, path: tokenizer.json}"
+    if hub_model is not None and hub_model.has_tokenizer:
+        tokenizer, explained = f"{{kind: file, path: {hub_model.reference}}}", "its tokenizer.json"
+    elif tuned:
+        explained = "the repository has no tokenizer.json: give one that fits the weights"
+    text = _HEAD + (_SMALL_MODEL if small else _HUB_MODEL if tuned else _PRESET_MODEL) + _TRAINING
     traits = backend_traits(scheduler)
     text += _CLUSTER_OF_NODES + (traits.section.starting_text or "\n") if traits.max_nodes != 1 else _LOCAL_CLUSTER
-    text += _TAIL + (_SECRETS if traits.secrets_from_submitter else "")
+    secrets = _HUB_SECRETS if hub_model is not None and hub_model.restricted else _SECRETS
+    text += _TAIL + (secrets if traits.secrets_from_submitter else "")
+    own: dict[str, object] = {} if preset is None else _preset(preset)
+    if hub_model is not None:
+        own = {"reference": hub_model.reference, **_dimensions(hub_model.dimensions, hub_model.seq_len)}
     filled = Template(text).substitute(
-        **({} if preset is None else _preset(preset)),
-        name="llama-10m" if preset is None else preset,
-        tokenizer_size=vocabulary,
+        **own,
+        name=hub_model.name if hub_model is not None else preset or "llama-10m",
+        tokenizer=f"{tokenizer}  # {explained}",
         global_batch_size=max(16, nodes * gpus_per_node * (8 if small else 16)),
         micro_batch_size=8 if small else "auto",
         steps=100 if small else 1000,
         precision="fp32" if on_cpu else "bf16",
-        lr="2.0e-3" if small else "3.0e-4",
-        min_lr="2.0e-4" if small else "3.0e-5",
+        lr="2.0e-3" if small else "2.0e-5" if tuned else "3.0e-4",
+        min_lr="2.0e-4" if small else "2.0e-6" if tuned else "3.0e-5",
         warmup_steps=10 if small else 100,
         evaluate_every=40 if small else 500,
         evaluation_batches=4 if small else 20,
@@ -138,8 +190,12 @@ def starting_spec(
 
 def _preset(preset: str) -> dict[str, object]:
     known = presets()[preset]
-    dimensions = "\n".join(f"  # {key}: {json.dumps(value)}" for key, value in known.items())
-    return {"preset": preset, "dimensions": dimensions, "seq_len": min(int(known["max_position_embeddings"]), 8192)}
+    return {"preset": preset, **_dimensions(known, min(int(known["max_position_embeddings"]), 8192))}
+
+
+def _dimensions(known: Mapping[str, Any], seq_len: int) -> dict[str, object]:
+    lines = "\n".join(f"  # {key}: {json.dumps(value)}" for key, value in known.items())
+    return {"dimensions": lines, "seq_len": seq_len}
 
 
 def _aligned(line: str) -> str:

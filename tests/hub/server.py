@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-_API = re.compile(r"/api/(models|datasets)/(.+?)(?:/revision/([^/]+))?")
+_API = re.compile(r"/api/(models|datasets)/(.+?)(?:/(?:revision|tree)/([^/]+))?")
 _RESOLVE = re.compile(r"/(datasets/)?((?:[^/]+/)?[^/]+)/resolve/([^/]+)/(.+)")
 _LARGE = (".safetensors", ".parquet", ".bin")
 
@@ -111,6 +111,13 @@ def _sibling(path: str, data: bytes) -> dict[str, Any]:
     return entry
 
 
+def _entry(path: str, data: bytes) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": blob_id(data)}
+    if is_large(path):
+        entry["lfs"] = {"size": len(data), "oid": hashlib.sha256(data).hexdigest(), "pointerSize": 134}
+    return entry
+
+
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -147,6 +154,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if commit not in repo.commits:
                 return self._error(404, "RevisionNotFound", path, given)
             files = repo.commits[commit]
+            if file is None and f"/tree/{revision}" in path:
+                return self._send(json.dumps([_entry(*each) for each in files.items()]).encode(), path, given)
             if file is None:
                 siblings = [_sibling(path, data) for path, data in files.items()]
                 about = {"id": name, "sha": commit, "gated": "auto" if repo.gated else False, "private": repo.private}

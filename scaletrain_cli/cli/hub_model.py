@@ -1,0 +1,86 @@
+"""A model of the Hugging Face Hub in place of a spec file, for `scaletrain plan hf://...` and `scaletrain init hf://...`.
+
+Only the list of the repository's files and its config.json are fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from scaletrain_cli.spec import RunSpec
+    from scaletrain_cli.spec.starting_spec import HubModel
+
+USUAL_GPU = "h100-sxm-80gb"
+USUAL_GPUS = 8
+_GPUS_PER_NODE = 8
+
+
+def find_model(text: str) -> HubModel:
+    """Return what the hub says about a model. Raises UsageError."""
+    from scaletrain_cli.hub.cache import HubSettings
+    from scaletrain_cli.hub.client import resolve
+    from scaletrain_cli.hub.reference import HubError, parse_reference
+    from scaletrain_cli.spec.hub_files import TOKENIZER, read_hub_config
+    from scaletrain_cli.spec.hugging_face import from_config, read_config, sliding_window
+    from scaletrain_cli.spec.presets import LONGEST_DEFAULT_SEQ_LEN, SourceError
+    from scaletrain_cli.spec.starting_spec import HubModel
+
+    settings = HubSettings.from_environment(os.environ)
+    try:
+        reference = parse_reference(text)
+        if reference.kind != "model":
+            raise ValueError("names a data set; give a model: hf://org/name")
+        listing = resolve(reference, settings)
+        config = read_config(read_hub_config(text, settings))
+        dimensions = from_config(config)
+    except HubError as error:
+        raise UsageError(f"{text} cannot be used", (Problem.because(text, "", error.why),)) from error
+    except SourceError as error:
+        raise UsageError(f"{text} cannot be used", (Problem(text, "config.json", f"{error}."),)) from error
+    except ValueError as error:
+        raise UsageError(f"{text} {error}.") from error
+    if "vocab_size" not in dimensions:
+        raise UsageError(f"{text} is not a language model. Give a spec file with model.hf_config: {text}.")
+    longest = min(int(dimensions.get("max_position_embeddings", LONGEST_DEFAULT_SEQ_LEN)), LONGEST_DEFAULT_SEQ_LEN)
+    folder = f"{reference.path}/" if reference.path else ""
+    return HubModel(
+        reference=text,
+        name=re.sub(r"[^a-z0-9.]+", "-", reference.repo.rpartition("/")[2].lower()).strip("-."),
+        dimensions=dimensions,
+        seq_len=min(longest, sliding_window(config) or longest),
+        has_tokenizer=listing.find(folder + TOKENIZER) is not None,
+        restricted=listing.restricted,
+    )
+
+
+def spec_of_model(
+    text: str, overrides: Sequence[str], *, gpus: int, gpu: str, scheduler: str | None, cluster: str | None
+) -> RunSpec:
+    """Return the spec that `scaletrain init` would write for this model on ``gpus`` devices. Raises UsageError."""
+    from scaletrain_cli.launch.backends.registry import all_backends
+    from scaletrain_cli.spec import parse_spec, starting_spec
+    from scaletrain_cli.spec.backend_traits import DEFAULT
+    from scaletrain_cli.spec.clusters_file import choose_cluster
+
+    per_node = min(gpus, _GPUS_PER_NODE)
+    if gpus % per_node:
+        raise UsageError(
+            f"--gpus {gpus} is not a multiple of {per_node} GPUs per node. Give a spec file for such nodes."
+        )
+    nodes = gpus // per_node
+    if scheduler is None:
+        several = next(backend.name for backend in all_backends() if backend.traits.max_nodes != 1)
+        scheduler = DEFAULT if nodes == 1 else several
+    written = starting_spec(
+        hub_model=find_model(text), gpu=gpu, scheduler=scheduler, nodes=nodes, gpus_per_node=per_node
+    )
+    return parse_spec(
+        written, file=text, base_dir=Path(), overrides=overrides, cluster=choose_cluster(cluster) if cluster else None
+    )
