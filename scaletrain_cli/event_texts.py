@@ -110,6 +110,12 @@ def _stopped_early(event: Event) -> str:
     return f"at step {event['step']}: the validation loss does not improve; the last ones are {losses}"
 
 
+def _evaluated(event: Event) -> str:
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in event["metrics"].items() if "_stderr" not in name)
+    failed = f"; failed: {', '.join(event['failed'])}" if event["failed"] else ""
+    return f"step {event['step']}: {metrics or 'no metrics'}{failed}"
+
+
 def _validation_held_back(event: Event) -> str:
     part = f"the last {event['sequences']:,} of {event['of']:,} training sequences"
     return f"{part} are used for validation: the validation split is too small"
@@ -172,6 +178,9 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "dead-gradients": _dead_gradients,
     "flat-loss": _flat_loss,
     "stopped-early": _stopped_early,
+    "evaluation-submitted": lambda event: f"of step {event['step']}: job {event['job_id']}, run {event['evaluation']}",
+    "evaluation-not-submitted": lambda event: str(event["message"]),
+    "evaluated": _evaluated,
     "goodput": _goodput,
     "data-of-another-user": lambda event: f"{event['folder']} was prepared by {event['owner']}",
     "validation-held-back": _validation_held_back,

@@ -89,7 +89,7 @@ def plain_ddp(trainer: Trainer) -> Loop:
 def _model(trainer: Trainer) -> CausalLM:
     """Return an fp32 copy of the engine's model, whose weights are whole on each rank below ZeRO-3."""
     model = outline(trainer.record.spec.transformer).to_empty(device=trainer.device)
-    own = dict(trainer.model.named_parameters(remove_duplicate=False))  # tied weights under both names
+    own = dict(trainer.composed.model.named_parameters(remove_duplicate=False))  # tied weights under both names
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(own[name])

@@ -53,7 +53,8 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("logs", "Show the output of a run."),
         Verb("events", "Show the events of a run."),
         Verb("nodes", "Manage excluded nodes: nodes list|clear."),
-        Verb("checkpoint", "Manage checkpoints: checkpoint list|verify|export|prune."),
+        Verb("checkpoint", "Manage checkpoints: checkpoint list|verify|export|average|prune."),
+        Verb("evaluation", "Evaluate checkpoints: evaluation submit|list|show."),
     ),
 }
 

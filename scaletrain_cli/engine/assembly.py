@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
+from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identify_base
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import compose
@@ -34,12 +34,14 @@ from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
+from scaletrain_cli.engine.stages import StageSwitch, trained_at
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, InfeasibleError, PreemptedError, UsageError, WrongNodesError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.evaluations import MOST_WAITING
 from scaletrain_cli.rundir.journal import read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
@@ -87,7 +89,8 @@ def assemble(
     mesh = build_mesh(layout)
     swap = swap_folder(run.run_id, attempt, int(os.environ.get("NODE_RANK", "0")), os.environ)
     resuming = resume_point.checkpoint is not None
-    composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming)
+    trained, base = trained_at(spec, resume_point.step), identify_base(spec, ranks, long_consensus)
+    composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
     _check_rows(composed.objective, spec, layout, train)
     stepper = build_stepper(composed, mesh, device, spec.training)
     average = _weight_average(spec, composed.engine)
@@ -108,8 +111,10 @@ def assemble(
         faults=faults,
         average=average,
         replicated={} if stepper.adaptive_clip is None else {"adaptive_clip": stepper.adaptive_clip},
+        base=base,
         expected_seconds=record.plan.durability.save_seconds,
     )
+    stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)
     mask_starts = spec.data.loss_mask == "document_starts"
     step_sync = StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger)
 
@@ -129,17 +134,17 @@ def assemble(
         attempt=attempt,
         resume_point=resume_point,
         device=device,
-        model=composed.model,
+        composed=composed,
+        stages=stages,
         stepper=stepper,
         average=average,
-        optimizer=composed.optimizer,
         checkpointer=checkpointer,
         dataset=dataset,
         training=BatchReader(train, layout, mesh, spec.training.seed, mask_starts),
         validation=BatchReader(validation, layout, mesh, spec.training.seed, mask_starts),
         faults=faults,
         guard=GuardActions(
-            run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat
+            run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat, stages
         ),
         deferred_metrics=DeferredMetrics(device),
         ledger=ledger,
@@ -180,7 +185,8 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: 
     if ranks.rank == 0:
         try:
             saved, size = record.spec.checkpoint, record.plan.durability.checkpoint_bytes
-            check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every)
+            also_kept = (saved.keep_best is not None) + (MOST_WAITING if record.spec.evaluation.tasks else 0)
+            check_disk_space(folder, size, ranks.world_size, saved.keep, saved.keep_every, also_kept)
         except DiskSpaceError as error:
             problem = error.reason
     if problem := consensus.follow_rank_zero(problem):

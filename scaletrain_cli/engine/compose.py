@@ -29,17 +29,24 @@ from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
-from scaletrain_cli.engine.model.materialization import ScaledInitialization, WeightSource, materialize, zero3_partition
+from scaletrain_cli.engine.model.materialization import (
+    BaseWeights,
+    ScaledInitialization,
+    WeightSource,
+    materialize,
+    zero3_partition,
+)
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.objectives import build_objective
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
-from scaletrain_cli.engine.optim.optimizers import build_optimizer, parameter_groups
+from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, parameter_groups
 from scaletrain_cli.engine.parallel.expert import mark_experts_for_deepspeed, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module
+from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module, trains_before
 from scaletrain_cli.engine.parallel.sequence import place_dropout, shard_attention_over_sequence
 from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
+from scaletrain_cli.plan.parameters import Stage, base_names
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
@@ -107,15 +114,22 @@ def _on_host(block: nn.Module, pin_memory: bool) -> Forward:
     return wrapped
 
 
-@dataclass(frozen=True)
+@dataclass
 class Composed:
-    """This rank's part of the model, the objective, DeepSpeed's engine around both, and the optimizer inside that."""
+    """This rank's part of the model, the objective, DeepSpeed's engine around both, and the optimizer inside that.
+
+    All are replaced where other parameters begin to train (``stages.StageSwitch``), so that nothing keeps them.
+    """
 
     model: CausalLM
     objective: Objective
     engine: Any
     optimizer: torch.optim.Optimizer
     stage: PipelineStage | None  # None without a pipeline
+
+    def replace_by(self, other: Composed) -> None:
+        """Take over the parts of another object."""
+        vars(self).update(vars(other))
 
 
 def compose(
@@ -126,11 +140,14 @@ def compose(
     *,
     swap_folder: Path = Path(),
     resuming: bool = False,
+    trained: Stage | None = None,
+    source: WeightSource | None = None,
 ) -> Composed:
     """Build this rank's part of the model and start DeepSpeed around it. Collective.
 
     ``swap_folder``: on a local disk of the node, for NVMe offload. ``resuming``: a checkpoint replaces the weights, so
-    that the files in ``model.weights`` are not read.
+    that of the files in ``model.weights`` only those are read that no checkpoint has. ``trained``: the parameters that
+    train; None for all. ``source``: of the weights, instead of those of the spec.
     """
     prepare_deepspeed(device)
     if spec.training.precision == "fp16" and device.type == "cpu":
@@ -138,11 +155,13 @@ def compose(
     if layout.offload != "none" and spec.layout.offload_device == "nvme":
         load_async_io()
     model = _sharded_model(spec, layout, mesh, device)
+    if trained is not None:
+        freeze(model, trained)
     unit = ModelParallelUnit.of(mesh)
     config = deepspeed_config(spec, layout, sum(parameter.numel() for parameter in model.parameters()), swap_folder)
     dtype = forward_dtype(spec.training.precision)
     partition = zero3_partition(config, unit) if layout.zero_stage == 3 else None
-    materialize(model, _weights(spec, model, device, resuming), device, dtype, partition)
+    materialize(model, source or _weights(spec, model, device, resuming), device, dtype, partition)
     if layout.compile and spec.training.compile == "auto":  # what cannot be compiled runs eagerly, with a warning
         torch._dynamo.config.suppress_errors = True
     wrap_blocks(
@@ -153,10 +172,15 @@ def compose(
         pin_memory=device.type == "cuda",
     )
     objective = build_objective(spec.training, mesh)
-    stage = PipelineStage(model, mesh.pipeline, objective) if layout.pipeline_parallel > 1 else None
+    stage = None
+    if layout.pipeline_parallel > 1:
+        needed = trained is None or trains_before(spec.transformer, mesh.pipeline, trained.since)
+        stage = PipelineStage(model, mesh.pipeline, objective, trains_before=needed)
     module = model if stage is None else pipeline_module(stage, mesh)
     mark_experts_for_deepspeed(model, mesh)
-    groups = with_expert_groups(parameter_groups(model, spec.training.optimizer))
+    groups = with_expert_groups(parameter_groups(model, spec.training.optimizer, trained))
+    if stage is not None and stage.anchor is not None:
+        groups = [{"params": [stage.anchor], "weight_decay": 0.0}]
     optimizer = build_optimizer(spec, groups, layout, device)
     engine = start_deepspeed(config, module, optimizer, unit)
     fix_loss_scale(engine)
@@ -181,8 +205,10 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
 
 def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: bool) -> WeightSource:
     own = spec.transformer
-    if own.weights is not None and not resuming:
-        return HuggingFaceFolder(expand_home(own.weights), outline(own))
-    return ScaledInitialization(
+    drawn = ScaledInitialization(
         spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
     )
+    if own.weights is None or (resuming and not (base := base_names(spec))):
+        return drawn
+    files = HuggingFaceFolder(expand_home(own.weights), outline(own))
+    return BaseWeights(base, files, drawn) if resuming else files

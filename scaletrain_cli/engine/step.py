@@ -38,14 +38,22 @@ class Stepper(ABC):
     """Runs steps. Every method is collective."""
 
     def __init__(self, composed: Composed, training: TrainingSpec) -> None:
-        self._composed, self._engine = composed, composed.engine
+        self._composed = composed
         self._fp16 = training.precision == "fp16"
         self._by_norm = training.gradient_clipping if training.gradient_clipping_by == "norm" else 0.0
-        by_value = training.gradient_clipping_by == "value" and training.gradient_clipping > 0
-        if by_value:
-            clip_elements(composed.optimizer, training.gradient_clipping)
+        self._by_value = training.gradient_clipping if training.gradient_clipping_by == "value" else 0.0
+        self.engine_was_built()
         adaptive = training.gradient_clipping_by == "adaptive"
         self.adaptive_clip = AdaptiveClip(training.gradient_clipping) if adaptive else None
+
+    @property
+    def _engine(self) -> Any:
+        return self._composed.engine
+
+    def engine_was_built(self) -> None:
+        """Train with the present engine from now on."""
+        if self._by_value > 0:
+            clip_elements(self._composed.optimizer, self._by_value)
 
     def train(self, batches: Sequence[MicroBatch], *, nan_gradient: bool = False, factor: float = 1.0) -> StepResult:
         """Run forward and backward passes and the update over one global batch.

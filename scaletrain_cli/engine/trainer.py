@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
+from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import BatchReader, Prefetcher
 from scaletrain_cli.engine.data.dataset import DatasetInfo
 from scaletrain_cli.engine.faults import Faults
@@ -24,12 +26,12 @@ from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMeasures
 from scaletrain_cli.engine.model.attention import attention_kernel_of
-from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.schedules import learning_rate, should_stop
 from scaletrain_cli.engine.process_group import Ranks, StepDecision
+from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.errors import ExitCode, UsageError
@@ -94,10 +96,10 @@ class Trainer:
     attempt: int
     resume_point: ResumePoint
     device: torch.device
-    model: CausalLM
+    composed: Composed
+    stages: StageSwitch
     stepper: Stepper
     average: WeightAverage | None
-    optimizer: torch.optim.Optimizer
     checkpointer: Checkpointer
     dataset: DatasetInfo
     training: BatchReader
@@ -124,9 +126,7 @@ class Trainer:
             MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as self.metrics,
             self.garbage_collection,
             contextlib.closing(self.prefetcher),
-            reporting_out_of_memory(
-                self.run, self.record.plan, self.attempt, self.ranks.rank, self.plan_check.composed.engine
-            ),
+            reporting_out_of_memory(self.run, self.record.plan, self.attempt, self.ranks.rank, self.composed),
         ):
             if prepared:
                 self._train_until_end(state)
@@ -150,8 +150,12 @@ class Trainer:
             if save_due:
                 self.metrics.flush()  # an attempt that resumes here does not log these steps again
                 self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
-            if state.evaluation_due and not self._evaluate(state):
-                continue  # preempted
+            if state.evaluation_due:
+                if not self._evaluate(state):
+                    continue  # preempted
+                if self._is_best(state):
+                    self.metrics.flush()  # retention reads the loss there
+                    self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
             if state.at_last_step:
                 return
             self._train_step(state)
@@ -209,8 +213,8 @@ class Trainer:
         self.stragglers.begin(step)
         self.faults.before_step(step)
         rate = learning_rate(step, self.record.spec.total_steps, self.record.spec.training)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        if self.stages.enter(step, rate):
+            self._report("stage", step=step, **self.stages.summary())
         self.deferred_metrics.begin()
         scale = self.stepper.loss_scale
         with self.plan_check.around(step):
@@ -229,7 +233,7 @@ class Trainer:
         if self.record.spec.training.precision == "fp16":
             measured |= {"loss_scale": scale, "skipped": float(result.skipped)}
         measured |= result.measures
-        routing = routing_measures(self.model) if self.model.spec.num_experts else None
+        routing = routing_measures(self.composed.model) if self.composed.model.spec.num_experts else None
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
         self.deferred_metrics.end(step, measured)
@@ -336,6 +340,11 @@ class Trainer:
 
     def _should_stop_early(self, state: LoopState) -> bool:
         return should_stop(state.validation_losses, self.record.spec.training.early_stopping)
+
+    def _is_best(self, state: LoopState) -> bool:
+        """Return True if ``checkpoint.keep_best`` is the validation loss and its newest value is the least."""
+        *earlier, newest = state.validation_losses
+        return self.record.spec.checkpoint.keep_best == "validation_loss" and newest < min(earlier, default=math.inf)
 
     def _remaining_measures(self) -> list[StepMeasures]:
         """Return the measures that are not agreed on yet: none on a CPU, those of the newest step on a GPU."""

@@ -24,6 +24,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import run_status
 from scaletrain_cli.launch.submit import read_submission, submit_lock
 from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.inventory import Pruning, plan_pruning, take_inventory
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record, require_own_run
@@ -47,7 +48,8 @@ def pruning(
             raise UsageError(Reason("runs.prune-active", {"run": run.run_id}))
         own = record.spec.checkpoint
         every = own.keep_every if keep_every is None else keep_every
-        found = plan_pruning(checkpoint_folder(run, record.spec), own.keep if keep is None else keep, every)
+        folder = checkpoint_folder(run, record.spec)
+        found = plan_pruning(folder, own.keep if keep is None else keep, every, steps_to_keep(run, own, folder))
         if found is None:
             raise ScaletrainError(Reason("runs.prune-none-valid", {"run": run.run_id}))
         yield found

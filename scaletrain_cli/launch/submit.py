@@ -15,7 +15,7 @@ import secrets
 import shutil
 import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -136,11 +136,12 @@ def create_run(
     root: Path | None = None,
     snapshot: Snapshot | None = None,
     trust_owner: bool = False,
+    stored_secrets: Mapping[str, str] | None = None,
 ) -> CreatedRun:
     """Create the run directory, or return the one with the same spec and code under this id.
 
     Takes a snapshot of the user's code unless ``snapshot`` is given. Raises UsageError, also for a directory
-    of another user unless ``trust_owner``.
+    of another user unless ``trust_owner``. ``stored_secrets``: values of ``secret_env`` that are not set here.
     """
     snapshot = snapshot or take_snapshot(spec)
     record = make_record(spec, plan, run_id, snapshot)
@@ -150,7 +151,7 @@ def create_run(
     require_own_checkpoints(run, spec, trust_owner=trust_owner)
     if run.record.exists():
         return _existing(run, record)
-    values = _secret_values(spec)
+    values = _secret_values(spec, stored_secrets or {})
     require_writable(run.path.parent, f"the run directory {run.path} cannot be created")
     make_folder(run.path.parent, mode=0o777)
     draft = RunDir(run.path.with_name(f".{record.run_id}.{secrets.token_hex(4)}"))
@@ -227,6 +228,8 @@ def submit_job(run: RunDir, record: RunRecord, scheduler: Backend) -> Submission
     code = {} if record.code is None else {"code": record.code.name}
     _submitted(run, submission, **code)
     store_rendered_job(run, text)
+    if record.spec.evaluation.tasks and record.spec.evaluation.job.submit == "auto":
+        scheduler.start_following_evaluations(run)
     return submission
 
 
@@ -305,13 +308,14 @@ def keep_secrets(run: RunDir, spec: RunSpec) -> None:
         replace_file(run.secrets, json.dumps(values), private=True)
 
 
-def _secret_values(spec: RunSpec) -> dict[str, str]:
+def _secret_values(spec: RunSpec, stored: Mapping[str, str]) -> dict[str, str]:
     if not spec.cluster.traits.secrets_from_submitter:
         return {}  # the scheduler stores them; the values are not needed here
-    missing = [name for name in spec.secret_env if name not in os.environ]
+    known = {**stored, **os.environ}
+    missing = [name for name in spec.secret_env if name not in known]
     if missing:
         raise UsageError(Reason("runs.secret-not-set", {"names": missing}))
-    return {name: os.environ[name] for name in spec.secret_env}
+    return {name: known[name] for name in spec.secret_env}
 
 
 def _write_submission(run: RunDir, data: dict[str, Any]) -> None:

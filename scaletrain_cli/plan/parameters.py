@@ -318,6 +318,13 @@ def trained_ever(spec: RunSpec) -> frozenset[str]:
     return frozenset(name for stage in training_stages(spec) for name in stage.since)
 
 
+def base_names(spec: RunSpec) -> frozenset[str]:
+    """Return the parameters that keep the values of ``model.weights`` in the whole run; no checkpoint stores them."""
+    if spec.transformer.weights is None or trains_everything(spec):
+        return frozenset()
+    return frozenset(parameter.name for parameter in model_parameters(spec.transformer)) - trained_ever(spec)
+
+
 def trains_everything(spec: RunSpec) -> bool:
     """Return True if all parameters train in all steps with the same learning rate, whatever their names are."""
     training = spec.training
@@ -326,7 +333,7 @@ def trains_everything(spec: RunSpec) -> bool:
 
 def has_adapter(model: AnyModel) -> bool:
     """Return True if factors of a low-rank adapter train instead of the model's own parameters."""
-    return getattr(model, "adapter", None) is not None and model.family in BUILT_IN_FAMILIES
+    return isinstance(model, ModelSpec) and model.adapter is not None and model.family in BUILT_IN_FAMILIES
 
 
 def _recipe(spec: RunSpec) -> _Recipe:

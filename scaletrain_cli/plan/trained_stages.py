@@ -11,15 +11,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from scaletrain_cli.plan.architecture import head_flops, parameter_count, training_flops_per_token
-from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products, block_flops
-from scaletrain_cli.plan.parameters import (
-    Parameter,
-    model_parameters,
-    trained_ever,
-    training_stages,
-    trains_everything,
-)
+from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products
+from scaletrain_cli.plan.parameters import Parameter, model_parameters, training_stages, trains_everything
 from scaletrain_cli.plan.parameters import Stage as NamedStage
 from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -79,11 +72,6 @@ class PartTensors(NamedTuple):
     tensors: tuple[EngineTensor, ...]
     groups: tuple[GroupNumber, ...]
 
-    def elements(self, *, trained: bool) -> int:
-        """Return the elements of the tensors that train, or of those that are frozen, in the whole model."""
-        pairs = zip(self.tensors, self.groups, strict=True)
-        return sum(tensor.elements for tensor, group in pairs if (group is not None) == trained)
-
     def only_first(self) -> PartTensors:
         """Return the first tensor alone: the token embedding."""
         return PartTensors(self.tensors[:1], self.groups[:1])
@@ -119,13 +107,12 @@ class TrainedStage(NamedTuple):
         """Return the number of steps."""
         return self.last_step - self.first_step + 1
 
-    @property
-    def is_uniform(self) -> bool:
-        """Return whether all blocks of a kind train alike."""
-        return len({(run.experts, run.training) for run in self.runs}) == len({run.experts for run in self.runs})
-
     def blocks_of(self, model: ModelSpec, stage: Stage) -> tuple[BlockRun, ...]:
-        """Return the runs on one pipeline stage."""
+        """Return the runs on one pipeline stage.
+
+        Every stage but the first receives hidden states that have a gradient, whether or not anything before it trains
+        (DeepSpeed, pipe/engine.py ``_exec_recv_activations``).
+        """
         if not self.runs:
             moe = stage.blocks - stage.dense
             parts = ((stage.start, stage.dense, False), (stage.start + stage.dense, moe, True))
@@ -135,7 +122,8 @@ class TrainedStage(NamedTuple):
         for run in self.runs:
             first, last = max(run.start, stage.start), min(run.start + run.blocks, end)
             if first < last:
-                found.append(run._replace(start=first, blocks=last - first))
+                training = run.training._replace(reached=True) if not stage.first else run.training
+                found.append(run._replace(start=first, blocks=last - first, training=training))
         return tuple(found)
 
 
@@ -144,7 +132,7 @@ def trained_stages(spec: RunSpec) -> tuple[TrainedStage, ...]:
 
     Raises UsageError with all problems of ``training.trainable``.
     """
-    if trains_everything(spec):
+    if not isinstance(spec.model, ModelSpec) or trains_everything(spec):
         return (TrainedStage(1, spec.total_steps),)
     return _converted(spec.transformer, _Stages(training_stages(spec)))
 
@@ -278,45 +266,3 @@ def _block_training(part: PartTensors, reached: bool) -> BlockTraining:
             modules.add(tensor.name.removesuffix(".weight"))
     everything = not adapters and all(group is not None for group in part.groups)
     return BlockTraining(reached, None if everything else frozenset(modules), tuple(adapters))
-
-
-def reached_blocks(model: ModelSpec, trained: TrainedStage) -> int:
-    """Return the number of blocks that have a backward pass."""
-    if not trained.runs:
-        return model.num_hidden_layers
-    return sum(run.blocks for run in trained.runs if backward_products(model, run.training, run.experts).reached)
-
-
-def stage_flops_per_token(model: ModelSpec, trained: TrainedStage) -> int:
-    """Return the FLOPs per token of forward and backward pass, without recomputation.
-
-    The gradient of the hidden states before the head is always needed, that of the head's weight only if it trains.
-    """
-    if not trained.runs:
-        return training_flops_per_token(model)
-    blocks = sum(run.blocks * sum(block_flops(model, run.training, run.experts)) for run in trained.runs)
-    head = head_flops(model)
-    reached = trained.head or trained.final_norm or reached_blocks(model, trained) > 0
-    return blocks + head + (head if reached else 0) + (head if trained.head else 0)
-
-
-def trained_count(spec: RunSpec, stage: TrainedStage) -> int:
-    """Return the number of parameters of the whole model, or of its adapters, that train in a stage."""
-    if not stage.runs:
-        return parameter_count(spec.transformer)
-    parts = [(run.part, run.blocks) for run in stage.runs] + [(stage.opening, 1), (stage.closing, 1)]
-    return sum(times * part.elements(trained=True) for part, times in parts)
-
-
-def stored_parameters(spec: RunSpec) -> list[tuple[int, int]]:
-    """Return, for each stage, the parameters in a checkpoint: (those that train, frozen ones).
-
-    Weights that never train are not stored if they come from the files of ``model.weights``.
-    """
-    if trains_everything(spec):
-        return [(parameter_count(spec.transformer), 0)]
-    names = {parameter.name: parameter.numel for parameter in model_parameters(spec.transformer)}
-    ever = trained_ever(spec) if spec.transformer.weights is not None else names.keys()
-    stored = sum(names[name] for name in ever)
-    trained = [sum(names[name] for name in stage.since) for stage in training_stages(spec)]
-    return [(count, stored - count) for count in trained]

@@ -19,6 +19,11 @@ TEXTS: dict[str, Text] = {
         "not checked here: {keys:list}; looked for {place}. Each node checks it before it starts a rank"
     ),
     "files-not-read": Text("data.source = {source}: these files are not read: {kinds:list}"),
+    # ---- evaluation.tasks ------------------------------------------------------------------------------------------
+    "no-folder": Text("there is no such folder", ("Create it, or correct the path",)),
+    "no-program": Text(
+        "is not on PATH", ("Install lm_eval[hf] in an environment on PATH, or set the path of its program",)
+    ),
     # ---- data.source -----------------------------------------------------------------------------------------------
     "no-source": Text("{why}", _SOURCES),
     "source-file": Text("{why}", ("Repair the file, or leave it out of the source",)),

@@ -157,6 +157,16 @@ TEXTS: dict[str, Text] = {
             "start a run with model.weights.",
         ),
     ),
+    "evaluation-preempted": Text("the evaluation was stopped by a signal; its finished tasks are kept"),
+    "evaluation-without-tokenizer": Text(
+        "the weights were exported without a tokenizer, because this node has neither the prepared data nor the spec's "
+        "tokenizer"
+    ),
+    "lm-eval-not-started": Text(
+        "{program} cannot be started: {error}", ("Install lm_eval[hf] on the nodes, or set `command` of the task",)
+    ),
+    "lm-eval-failed": Text("{program} ended with exit code {exit_code}: {end}", ("Its whole output is in {log}",)),
+    "lm-eval-without-results": Text("{program} wrote no results_*.json into {folder}"),
     "no-averaged-weights": Text("{checkpoint} has no averaged weights: the run has training.averaging.name = none"),
     "output-exists": Text("{path} exists and is not overwritten", ("Give another folder with --output.",)),
     "disk-too-small": Text(
@@ -185,6 +195,20 @@ TEXTS: dict[str, Text] = {
         "{path} cannot be read on {node}, while other nodes can read it: {problem}",
     ),
     "checkpoint-unreadable-elsewhere": Text("{path} cannot be read on {nodes:list}"),
+    "base-weights-unreadable": Text(
+        "{folder}: cannot read the weights that the run starts from, and that its checkpoints do not store: {error}",
+        ("Restore the folder, which model.weights names.",),
+    ),
+    "base-weights-differ": Text(
+        "{checkpoint} was trained on other weights than those in {folder}: {file} is not the file that was in {saved}, "
+        "from which parameters that never train are read",
+        ("Restore the files that the run started from.",),
+    ),
+    "states-bound-to-stage": Text(
+        "the optimizer's states are quantized in blocks, and cannot be kept where other parameters begin to train",
+        ("Train the same parameters in all steps, or use adamw.",),
+    ),
+    "state-not-held": Text("no rank holds {kind} of {name}; the state in memory is incomplete"),
     "layout-bound-states": Text(
         "{checkpoint} has optimizer states that are quantized in blocks, which only the layout that saved them can "
         "read",

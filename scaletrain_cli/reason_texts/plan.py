@@ -121,7 +121,17 @@ _ENGINE = {
     "engine-muon": Text(
         "orthogonalizes full matrices, which ZeRO and tensor parallelism shard", ("Use adamw or lion.",)
     ),
-    "engine-trains-everything": Text("this engine trains all parameters with one learning rate", ("Remove it.",)),
+    "engine-nvme-frozen": Text(
+        "offload to NVMe does not support frozen parameters", ("Use offload_device: cpu, or layout.offload: none.",)
+    ),
+    "engine-stages-8-bit": Text(
+        "its states cannot be kept where other parameters begin to train",
+        ("Use adamw, or train the same parameters in all steps.",),
+    ),
+    "engine-stages-averaging": Text(
+        "averaging does not support parameters that train in only some of the steps",
+        ("Use none, or train the same parameters in all steps.",),
+    ),
     "engine-offload": Text("this engine does not support this offload mode", _USE),
     "engine-offload-optimizer": Text(
         "cannot be offloaded, because it updates its states on the device",

@@ -24,6 +24,20 @@ TEXTS: dict[str, Text] = {
         "--output {requested}: jobs of {scheduler} have the format {format}", ("Use {format} or json",)
     ),
     "root-not-writable": Text("the runs root {folder} is not writable: {said}", ("$SCALETRAIN_RUNS moves it",)),
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+    "evaluation-without-tasks": Text(
+        "the spec of {run} has no evaluation.tasks, so that there is nothing to run on its checkpoints",
+        ("Set evaluation.tasks with `scaletrain resume {run} --set`, or in the spec of the next run",),
+    ),
+    "evaluation-without-checkpoint": Text("{run} has no checkpoint of step {step}; it has the steps {steps:list}"),
+    "evaluation-does-not-fit": Text(
+        "an evaluation needs {weight_bytes:bytes} for the weights, and {gpu} has {capacity_bytes:bytes}",
+        ("Set evaluation.job.cluster.gpu to a device with more memory",),
+    ),
+    "evaluation-not-submitted": Text(
+        "no evaluation of {run} could be submitted: {error}",
+        ("`scaletrain evaluation submit {run} --follow` submits them from another machine",),
+    ),
     # ---- logs ------------------------------------------------------------------------------------------------------
     "no-such-attempt": Text("{run} has no attempt {attempt}; it has the attempts 1 to {last}"),
     "no-attempts": Text("{run} has no attempt {attempt}; none has started"),

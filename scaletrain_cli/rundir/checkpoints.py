@@ -100,15 +100,19 @@ def latest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, passed_over
 
 
-def checkpoints_to_prune(folder: Path, keep: int, keep_every: int | None = None) -> list[Checkpoint]:
+def checkpoints_to_prune(
+    folder: Path, keep: int, keep_every: int | None = None, also_kept: Collection[int] = ()
+) -> list[Checkpoint]:
     """Return the checkpoints that retention does not keep, oldest first.
 
-    Retention keeps the ``keep`` latest, the latest clean one, and steps that are multiples of ``keep_every``.
+    Retention keeps the ``keep`` latest, the latest clean one, the steps ``also_kept``, and multiples of ``keep_every``.
     """
     committed = list_checkpoints(folder)
     kept = committed[-keep:]
     newest_clean = next((c for c in reversed(committed) if c.clean), None)
-    kept_for_good = [c for c in committed if keep_every is not None and c.step % keep_every == 0]
+    kept_for_good = [
+        c for c in committed if c.step in also_kept or (keep_every is not None and c.step % keep_every == 0)
+    ]
     return [c for c in committed if c not in kept and c is not newest_clean and c not in kept_for_good]
 
 
@@ -179,6 +183,12 @@ def _os_defect(error: OSError, where: str = "") -> Defect:
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts
+
+
+def file_digest(path: Path) -> FileDigest:
+    """Return size and hash of a file, which is read whole. Raises OSError."""
+    with open_to_read(path) as file:
+        return FileDigest(os.fstat(file.fileno()).st_size, _file_hash(file))
 
 
 def _file_hash(file: BinaryIO) -> str:

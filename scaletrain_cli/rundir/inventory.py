@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,12 +64,12 @@ def verify_files(checkpoint: Checkpoint, on_file: Callable[[str, int], None] = l
     return [problem for name in checkpoint.files for problem in problems[name]]
 
 
-def plan_pruning(folder: Path, keep: int, keep_every: int | None) -> Pruning | None:
+def plan_pruning(folder: Path, keep: int, keep_every: int | None, also_kept: Collection[int] = ()) -> Pruning | None:
     """Return what pruning deletes; None if no checkpoint is valid, because any of them may still be repaired."""
     newest, _ = latest_valid(folder)
     if newest is None:
         return None
-    to_delete = checkpoints_to_prune(folder, keep, keep_every)
+    to_delete = checkpoints_to_prune(folder, keep, keep_every, also_kept)
     return Pruning(tuple(one for one in to_delete if one.step != newest.step), newest)
 
 

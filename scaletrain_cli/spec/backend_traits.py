@@ -39,6 +39,8 @@ class BackendTraits:
     # The values of secret_env come from the submitter's environment, and the run directory keeps them until the run
     # ends. False: the scheduler has secrets of its own, and no value leaves this machine.
     secrets_from_submitter: bool = True
+    # A job may submit other jobs from its nodes, as evaluations of its checkpoints.
+    submits_from_nodes: bool = False
 
 
 BUILT_IN: dict[str, BackendTraits] = {
@@ -58,6 +60,7 @@ BUILT_IN: dict[str, BackendTraits] = {
             "scaletrain_cli.launch.backends.slurm.backend:SlurmBackend",
             "a batch script for sbatch",
             SlurmSpec,
+            submits_from_nodes=True,
         ),
         BackendTraits(
             "kubernetes",

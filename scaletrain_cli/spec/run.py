@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.data import DataSpec
+from scaletrain_cli.spec.evaluation import EvaluationSpec, cluster_problems
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.model import ModelSpec, divisors
 from scaletrain_cli.spec.quantities import (
@@ -27,7 +28,7 @@ from scaletrain_cli.spec.quantities import (
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 from scaletrain_cli.spec.source import Source, key_of
 from scaletrain_cli.spec.tracking import TrackingSpec
-from scaletrain_cli.spec.training import EvaluationSpec, LayoutSpec, TrainingSpec
+from scaletrain_cli.spec.training import LayoutSpec, TrainingSpec
 from scaletrain_cli.spec.vision_model import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -110,6 +111,10 @@ class CheckpointSpec(Section):
     every: AutoWhole = "auto"
     keep: Whole = 3
     keep_every: Whole | None = Field(default=None, description="also keep checkpoints whose step is a multiple of this")
+    keep_best: Text | None = Field(
+        default=None,
+        description="metric, such as validation_loss or TASK/loss: also keep the checkpoint with its best value",
+    )
     asynchronous: bool = Field(default=True, alias="async")
     dir: Text = "auto"
 
@@ -287,10 +292,27 @@ class RunSpec(Section):
         )
         if self.training.early_stopping.patience and not self.evaluation.every:
             yield "training.early_stopping.patience", "requires a validation loss. Set evaluation.every above 0."
+        if self.evaluation.tasks:
+            yield from self._evaluation_inconsistencies()
+        if self.checkpoint.keep_best is not None:
+            yield from self._keep_best_inconsistencies(self.checkpoint.keep_best)
         both = sorted(set(self.secret_env) & self.env.keys())
         if both:
             yield "secret_env", f"{', '.join(both)} is also in env, where its value is visible; remove it from env."
         yield from self.cluster.section.run_inconsistencies(env=self.env, secret_env=self.secret_env)
+
+    def _evaluation_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        if not isinstance(self.model, ModelSpec):
+            yield "evaluation.tasks", "are for language models. Remove them."
+        if self.code.engine is not None:
+            yield "evaluation.tasks", "need checkpoints of the built-in engine. Remove them, or code.engine."
+        yield from cluster_problems(self.cluster, self.evaluation.job)
+
+    def _keep_best_inconsistencies(self, metric: str) -> Iterator[tuple[str, str]]:
+        names = self.evaluation.metric_names()
+        if not any(metric == name or (name.endswith("/") and metric.startswith(name)) for name in names):
+            known = ", ".join(f"{name}..." if name.endswith("/") else name for name in names) or "none"
+            yield "checkpoint.keep_best", f"must be a metric of an evaluation. This spec has: {known}."
 
     def _transformer_inconsistencies(self) -> Iterator[tuple[str, str]]:
         model, layout, schedule = self.transformer, self.layout, self.training.schedule

@@ -1,4 +1,4 @@
-"""The training, evaluation and layout sections: batch, precision, optimizer, schedule and parallelism."""
+"""The training and layout sections: batch, precision, optimizer, schedule and parallelism."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -290,10 +290,3 @@ class TrainingSpec(Section):
             and schedule.warmup_steps <= steps < schedule.warmup_steps + schedule.cooldown_steps
         ):
             yield "schedule.cooldown_steps", f"must not exceed steps = {steps} together with warmup_steps."
-
-
-class EvaluationSpec(Section):
-    """Validation loss every ``every`` steps over ``batches`` global batches; ``every: 0`` turns it off."""
-
-    every: WholeOrZero = 500
-    batches: Annotated[Whole, used_when(where_not("evaluation.every", 0))] = 20

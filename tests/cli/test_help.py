@@ -18,6 +18,7 @@ IN_GROUPS = {
     "data": ("prepare",),
     "nodes": ("list", "clear"),
     "checkpoint": ("list", "verify", "export", "average", "prune"),
+    "evaluation": ("submit", "list", "show"),
 }
 COMMANDS = [[verb, word] for verb, words in IN_GROUPS.items() for word in words]
 COMMANDS += [[verb] for verb in VERBS if verb not in IN_GROUPS]

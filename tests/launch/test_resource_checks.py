@@ -34,6 +34,11 @@ NAMES_NOTHING = {
     **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
     "data.chat_template_date": "a date",
     "env.*": "values of variables",
+    "checkpoint.keep_best": "a metric of an evaluation of this spec, which loading the spec checks",
+    **{
+        f"evaluation.tasks.*.{key}": "text or names for the program that runs the task"
+        for key in ("name", "prompts.*", "tasks.*", "batch_size")
+    },
     "tracking.*": "the name of a tracker, which loading the spec checks",
 }
 # The tests that hold the checks of schedulers and nodes; what check_external looks at is in CASES.
@@ -146,6 +151,15 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "the file is in the working tree, and not in the snapshot",
     ),
     ("code.import_root", ("code={path: tree, engine: train, import_root: lib}",), "code.import_root", "no such folder"),
+    *(
+        (f"evaluation.tasks.*.{key}", (f"evaluation.tasks=[{task}]",), f"evaluation.tasks.0.{key.rstrip('.*')}", said)
+        for key, task, said in (
+            ("source", "{kind: loss, name: a, source: nowhere}", "no such file or folder"),
+            ("source", "{kind: loss, name: a, source: cut.parquet}", "its footer is missing"),
+            ("include_path", "{kind: lm_eval, name: a, tasks: [b], include_path: nowhere}", "there is no such folder"),
+            ("command.*", "{kind: lm_eval, name: a, tasks: [b], command: [no-such-program]}", "is not on PATH"),
+        )
+    ),
     ("checkpoint.dir", ("checkpoint.dir=/etc/hostname/a",), "checkpoint.dir", "is not a folder"),
     ("secret_env.*", ("secret_env=[NOT_SET_ANYWHERE]",), "secret_env", "is not set here"),
     (

@@ -11,8 +11,10 @@ import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from scaletrain_cli.engine.checkpoint.exchange import HeldState, exchange
 from scaletrain_cli.engine.checkpoint.resume_point import find_latest_valid
 from scaletrain_cli.engine.checkpoint.shard_file import RANDOM, Entry, ShardHeader, StateReader, shard_name, write_shard
 from scaletrain_cli.engine.checkpoint.snapshot import (
@@ -30,10 +32,14 @@ from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.rundir import checkpoints
+from scaletrain_cli.rundir.base_weights import Digests, check_same_base, digests_of, to_document, weight_files
 from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, checkpoints_to_prune
+from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
@@ -57,6 +63,29 @@ class SaveCost:
 
     blocked_seconds: float
     seconds: float
+
+
+class BaseFiles(NamedTuple):
+    """The folder of ``model.weights``, and the digests of its files."""
+
+    folder: Path
+    digests: Digests
+
+
+def identify_base(spec: RunSpec, ranks: Ranks, consensus: RankConsensus) -> BaseFiles | None:
+    """Return the files with weights that checkpoints do not store; None if they store all. Collective.
+
+    Each rank reads a share of the files. Raises UsageError if a file cannot be read.
+    """
+    if spec.transformer.weights is None or not base_names(spec):
+        return None
+    folder = expand_home(spec.transformer.weights)
+    names = consensus.follow_rank_zero(weight_files(folder) if ranks.rank == 0 else [])
+    parts = consensus.gather(digests_of(folder, names[ranks.rank :: ranks.world_size]))
+    merged = None if parts is None else {name: digest for part in parts for name, digest in part.items()}
+    digests = consensus.follow_rank_zero(merged)
+    assert digests is not None
+    return BaseFiles(folder, digests)
 
 
 class _Written(NamedTuple):
@@ -94,27 +123,51 @@ class Checkpointer:
         faults: Faults,
         average: WeightAverage | None,
         replicated: dict[str, Stateful],
+        base: BaseFiles | None = None,
         expected_seconds: float,
     ) -> None:
         """``consensus``: with a timeout that is as long as a save may take.
 
-        ``replicated``: further state that is the same on every rank, by name. ``expected_seconds``: the planned time of
-        a save until it is committed, replaced by the measured one after the first save.
+        ``replicated``: further state that is the same on every rank, by name. ``base``: the files with the weights that
+        checkpoints do not store. ``expected_seconds``: the planned time of a save until it is committed, replaced by
+        the measured one after the first save.
         """
         self._run, self._spec, self._ranks, self._consensus = run, spec.checkpoint, ranks, consensus
         self.folder = checkpoint_folder(run, spec)
-        self._engine, self._average, self._attempt, self._replicated = composed.engine, average, attempt, replicated
-        self._states = ShardedState(composed.engine, composed.model, mesh)
-        self._snapshot = Snapshot(self._states, average)
+        self._composed, self._mesh, self._base = composed, mesh, base
+        self._not_stored = base_names(spec)
+        self._average, self._attempt, self._replicated = average, attempt, replicated
+        self.engine_was_built()
         self._faults = faults
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._in_flight: _Save | None = None
         self._background: list[Future[None]] = []  # tasks that mark and delete checkpoints
         self._costs: list[SaveCost] = []
-        self._allocated = False
         self._unmarked: set[int] = set()
         self.committed_step: int | None = None
         self.expected_seconds = expected_seconds
+
+    def engine_was_built(self) -> None:
+        """Save and restore the present engine from now on."""
+        self._states = ShardedState(self._composed.engine, self._composed.model, self._mesh, self._not_stored)
+        self._snapshot = Snapshot(self._states, self._average)
+        self._allocated = False
+
+    def state_in_memory(self) -> HeldState:
+        """Return the state of the optimizer on this rank, in host memory; finishes the save in flight."""
+        self.finish()
+        entries, counts = self._snapshot.take()
+        trained = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.owned}
+        return HeldState(
+            trained, {entry.key: entry.values for entry in entries}, counts, counters(self._composed.engine)
+        )
+
+    def restore_from_memory(self, held: HeldState) -> None:
+        """Continue the present engine from the state of an earlier one, for the parameters that both train."""
+        needed = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.slices}
+        state = exchange(held, needed, self._consensus, self._states.device)
+        restore_state(state, self._states, None, self._composed.engine)
+        set_counters(self._composed.engine, held.counters)
 
     def allocate(self) -> None:
         """Allocate the host memory of a save, so that the first save takes as long as later ones.
@@ -196,13 +249,15 @@ class Checkpointer:
         started = time.monotonic()
         entries, counts = self._snapshot.take()
         copied = time.monotonic()
-        slices = {placed.slice.name: placed.slice for shard in self._states.shards for placed in shard.owned}
-        header = ShardHeader(self._ranks.rank, slices, counts)
+        header = ShardHeader(self._ranks.rank, self._states.owned, counts.usual, counts.others)
         entries.append(Entry(RANDOM, random_state(self._states.device)))
         parts = {name: part.state_dict() for name, part in self._replicated.items()}
         if self._average is not None:
             parts["average"] = {"taken": self._average.taken}
-        state = json.dumps({"client": client_state, "counters": counters(self._engine), "parts": parts})
+        saved = {"client": client_state, "counters": counters(self._composed.engine), "parts": parts}
+        if self._base is not None:
+            saved["base"] = to_document(self._base.folder, self._base.digests)
+        state = json.dumps(saved)
         write = self._thread.submit(self._write, step, header, entries, state)
         self._in_flight = _Save(step, copied - started, write, time.monotonic() - started)
 
@@ -253,7 +308,8 @@ class Checkpointer:
 
     def _prune(self) -> None:
         """Delete checkpoints that retention does not keep, in rank 0's thread."""
-        for checkpoint in checkpoints_to_prune(self.folder, self._spec.keep, self._spec.keep_every):
+        also_kept = steps_to_keep(self._run, self._spec, self.folder)
+        for checkpoint in checkpoints_to_prune(self.folder, self._spec.keep, self._spec.keep_every, also_kept):
             checkpoint_commit.remove_checkpoint(checkpoint.path, self._attempt)
 
     def _conclude(self, save: _Save) -> None:
@@ -294,13 +350,16 @@ class Checkpointer:
         it can read.
         """
         self.finish()
-        owned = [placed.slice for shard in self._states.shards for placed in shard.owned]
+        owned = list(self._states.owned.values())
         reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files)
         state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
+        if self._base is not None:
+            check_same_base(checkpoint.path.name, state.get("base"), self._base.folder, self._base.digests)
         if self._average is not None:
             self._average.taken = state["parts"]["average"]["taken"]
-        restore_state(reader, self._states, self._average, self._engine)
-        set_counters(self._engine, state["counters"])
+        restore_state(reader, self._states, self._average, self._composed.engine)
+        self._snapshot.frozen_changed()
+        set_counters(self._composed.engine, state["counters"])
         for name, part in self._replicated.items():
             part.load_state_dict(state["parts"][name])
         if (saved := reader.random_state()) is not None:

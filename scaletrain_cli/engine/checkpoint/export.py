@@ -24,12 +24,13 @@ from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
 from scaletrain_cli.engine.data.prepared import data_folder
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import named_matrices
-from scaletrain_cli.engine.model.safetensors import mixtral_name
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder, mixtral_name
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.base_weights import base_of, check_base_of
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
-from scaletrain_cli.spec import RunSpec, to_hugging_face
+from scaletrain_cli.spec import ModelSpec, RunSpec, to_hugging_face
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
 # The tokenizer, its special tokens, and the generation settings of an exported folder.
@@ -193,7 +194,7 @@ def export(
     model = spec.transformer
     config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch."), **text.ids}
     kind = AVERAGE if averaged else WEIGHT
-    readers = [_open(checkpoint, kind) for checkpoint in checkpoints]
+    sources = [_open(checkpoint, kind, model) for checkpoint in checkpoints]
     if output.exists():
         raise UsageError(Reason("engine.output-exists", {"path": str(output)}))
     draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
@@ -209,7 +210,7 @@ def export(
         place: dict[str, str] = {}
         for number, names in enumerate(files, start=1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {rename(matrix): _mean(readers, kind, matrix, shapes[matrix], dtype) for matrix in names}
+            tensors = {rename(matrix): _mean(sources, matrix, shapes[matrix], dtype) for matrix in names}
             save_file(tensors, draft / name, metadata={"format": "pt"})  # required by transformers
             (draft / name).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only
             place |= dict.fromkeys(tensors, name)
@@ -239,19 +240,42 @@ def _files(shapes: dict[str, tuple[int, ...]], element_bytes: int, most_bytes: i
     yield names
 
 
-def _open(checkpoint: Path, kind: str) -> StateReader:
+@dataclass(frozen=True)
+class SavedWeights:
+    """The weights of a checkpoint, and of ``base`` those that it does not store. ``kind``: weights or averages."""
+
+    reader: StateReader
+    kind: str
+    base: HuggingFaceFolder | None
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a matrix in fp32. Parameters that are not averaged, because they never train, have their weights."""
+        whole = Slice(name, shape, None, 0, torch.Size(shape).numel())
+        for kind in (self.kind, WEIGHT):
+            if self.reader.has(kind, name):
+                return self.reader.read(kind, whole).view(shape)
+        if self.base is None:
+            return self.reader.read(self.kind, whole).view(shape)  # raises the error of an incomplete checkpoint
+        return self.base.read(name, shape, None).float()
+
+
+def _open(checkpoint: Path, kind: str, model: ModelSpec) -> SavedWeights:
     found = read_checkpoint(checkpoint)
     if not isinstance(found, Checkpoint):
         raise ScaletrainError(Reason("engine.not-a-checkpoint", {"path": str(checkpoint), "problem": str(found)}))
     reader = StateReader(checkpoint, _NO_RANK, (), found.files)
     if kind not in reader.kinds:
         raise UsageError(Reason("engine.no-averaged-weights", {"checkpoint": checkpoint.name}))
-    return reader
+    base = None
+    if model.weights is not None and base_of(found) is not None:
+        folder = expand_home(model.weights)
+        check_base_of(found, folder)
+        base = HuggingFaceFolder(folder, outline(model))
+    return SavedWeights(reader, kind, base)
 
 
-def _mean(readers: Sequence[StateReader], kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    whole = Slice(name, shape, None, 0, torch.Size(shape).numel())
-    total = readers[0].read(kind, whole)
-    for reader in readers[1:]:
-        total += reader.read(kind, whole)
-    return (total / len(readers)).view(shape).to(dtype)
+def _mean(sources: Sequence[SavedWeights], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    total = sources[0].read(name, shape)
+    for source in sources[1:]:
+        total += source.read(name, shape)
+    return (total / len(sources)).to(dtype)

@@ -22,14 +22,18 @@ class DiskSpaceError(DoNotRequeueError):
     failure_reason = "disk-full"
 
 
-def check_disk_space(folder: Path, checkpoint_bytes: int, ranks: int, keep: int, keep_every: int | None = None) -> None:
+def check_disk_space(
+    folder: Path, checkpoint_bytes: int, ranks: int, keep: int, keep_every: int | None = None, also_kept: int = 0
+) -> None:
     """Raise DiskSpaceError unless ``keep`` checkpoints, a clean one and the next fit on the disk of ``folder``.
+
+    ``also_kept``: the best one, and those that evaluations wait for.
 
     Existing checkpoints count towards them, because they are deleted as new ones are committed, except those that
     ``keep_every`` keeps permanently.
     """
     passing = [c for c in list_checkpoints(folder) if keep_every is None or c.step % keep_every]
-    missing = max(1, keep + 2 - len(passing))
+    missing = max(1, keep + also_kept + 2 - len(passing))
     found = os.statvfs(folder)
     free_bytes, free_files = found.f_bavail * found.f_frsize, found.f_favail
     files = missing * (ranks + _FILES_BESIDE_SHARDS)

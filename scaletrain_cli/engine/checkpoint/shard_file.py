@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,16 +124,26 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """The header of a file: the slice of each name, and the counters of the rank's optimizer, such as steps."""
+    """The header of a file: the slice of each name, and the counters of the rank's optimizer, such as steps.
+
+    ``other_counts``: by name, for parameters that have taken another number of steps.
+    """
 
     rank: int
     slices: Mapping[str, Slice]
     counts: Mapping[str, float]
+    other_counts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def counts_of(self, name: str) -> Mapping[str, float]:
+        """Return the counters of one parameter."""
+        return self.other_counts.get(name, self.counts)
 
     def to_metadata(self) -> dict[str, str]:
         """Return the header as strings, which is what safetensors allows."""
         slices = {name: part.to_json() for name, part in self.slices.items()}
-        plain = {"schema": SCHEMA, "rank": self.rank, "pieces": slices, "counts": dict(self.counts)}
+        plain: dict[str, Any] = {"schema": SCHEMA, "rank": self.rank, "pieces": slices, "counts": dict(self.counts)}
+        if self.other_counts:
+            plain["other_counts"] = {name: dict(counts) for name, counts in self.other_counts.items()}
         return {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
 
 
@@ -189,7 +199,8 @@ class ShardFile:
             if metadata["schema"] != SCHEMA:
                 raise ValueError(f"has schema {metadata['schema']!r}; this version reads {SCHEMA}")
             slices = {name: Slice.from_json(name, data) for name, data in json.loads(metadata["pieces"]).items()}
-            self.header = ShardHeader(int(metadata["rank"]), slices, json.loads(metadata["counts"]))
+            other_counts = json.loads(metadata.get("other_counts", "{}"))
+            self.header = ShardHeader(int(metadata["rank"]), slices, json.loads(metadata["counts"]), other_counts)
             for key, entry in index.items():
                 _check_place(key, entry, whole - 8 - size)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -197,9 +208,9 @@ class ShardFile:
         self._index, self._data_start = index, 8 + size
 
     @property
-    def keys(self) -> list[str]:
+    def keys(self) -> Collection[str]:
         """Names of the tensors."""
-        return list(self._index)
+        return self._index.keys()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return elements ``start`` to ``stop`` of a tensor. Raises KeyError for an unknown name."""
@@ -248,6 +259,20 @@ class StateReader:
         """Kinds of state that have one value per element of a matrix."""
         files = [self._own] if self._own is not None and self._own.header.slices else self._files
         return {key.partition("/")[0] for file in files for key in file.keys} - {OPAQUE, RANDOM}
+
+    def has(self, kind: str, name: str) -> bool:
+        """Return True if the checkpoint has this kind of state of a parameter."""
+        return any(f"{kind}/{name}" in file.keys for file in self._files_of(name))
+
+    def counts_of(self, name: str) -> Mapping[str, float]:
+        """Return the counters of the optimizer for a parameter."""
+        return next((file.header.counts_of(name) for file in self._files_of(name)), self.counts)
+
+    def _files_of(self, name: str) -> list[ShardFile]:
+        """Return files that have slices of a parameter: the rank's own one if it has, else all."""
+        if self._own is not None and name in self._own.header.slices:
+            return [self._own]
+        return [file for file, _ in self._index.get(name, [])]
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

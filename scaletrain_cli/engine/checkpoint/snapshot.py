@@ -10,17 +10,17 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Container, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.checkpoint.shard_file import OPAQUE, Entry, Slice, StateReader
-from scaletrain_cli.engine.model.materialization import Matrix, matrices_in
+from scaletrain_cli.engine.checkpoint.shard_file import OPAQUE, Entry, Slice
+from scaletrain_cli.engine.model.materialization import Matrix, matrices_of
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.deepspeed_optimizer import in_memory, master_weights, use_master_weights
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
@@ -49,14 +49,39 @@ class FlatShard:
     owned: tuple[PlacedSlice, ...]
 
 
+@dataclass(frozen=True)
+class FrozenShard:
+    """A parameter that does not train now, in the dtype of the forward pass; ZeRO-3 has a part of it on this rank.
+
+    ``slices`` and ``owned``: as in a FlatShard, placed in the flattened part of this rank.
+    """
+
+    parameter: nn.Parameter
+    slices: tuple[PlacedSlice, ...]
+    owned: tuple[PlacedSlice, ...]
+
+    @property
+    def values(self) -> Tensor:
+        """The flat values on this rank."""
+        part = getattr(self.parameter, "ds_tensor", self.parameter)
+        return part.detach().view(-1)
+
+
 class ShardedState:
     """The flat shards of a rank, and access to their tensors."""
 
-    def __init__(self, engine: Any, model: nn.Module, mesh: Mesh) -> None:
-        """Call it after DeepSpeed has started."""
+    def __init__(self, engine: Any, model: nn.Module, mesh: Mesh, base: Container[str] = ()) -> None:
+        """Call it after DeepSpeed has started. ``base``: names of parameters that checkpoints do not store."""
         self._engine, self.device = engine, torch.device(engine.device)
         self._optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self.shards = list(_flat_shards(engine, model, mesh))
+        self.frozen = list(_frozen_shards(engine, model, mesh, base))
+
+    @property
+    def owned(self) -> dict[str, Slice]:
+        """The slices that this rank saves, by name: of one parameter at most one."""
+        both: list[FlatShard | FrozenShard] = [*self.shards, *self.frozen]
+        return {placed.slice.name: placed.slice for shard in both for placed in shard.owned}
 
     @contextmanager
     def weight(self, shard: FlatShard) -> Generator[Tensor]:
@@ -90,7 +115,7 @@ class _Segment(NamedTuple):
 
 
 def _flat_shards(engine: Any, model: nn.Module, mesh: Mesh) -> Iterator[FlatShard]:
-    stage, matrices = engine.zero_optimization_stage(), _matrices(model)
+    stage, matrices = engine.zero_optimization_stage(), matrices_of(model)
     segments_of_holders = _stage_3(engine.optimizer) if stage == 3 else _flat(engine, model)
     for index, (numel, segments) in enumerate(segments_of_holders):
         slices: list[PlacedSlice] = []
@@ -102,13 +127,20 @@ def _flat_shards(engine: Any, model: nn.Module, mesh: Mesh) -> Iterator[FlatShar
         yield FlatShard(index, numel, tuple(slices), tuple(owned))
 
 
-def _matrices(model: nn.Module) -> dict[nn.Parameter, list[Matrix]]:
-    found: dict[nn.Parameter, list[Matrix]] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in found:
-                found[parameter] = list(matrices_in(module, prefix, name, parameter))
-    return found
+def _frozen_shards(engine: Any, model: nn.Module, mesh: Mesh, base: Container[str]) -> Iterator[FrozenShard]:
+    sharded = engine.zero_optimization_stage() == 3
+    for parameter, matrices in matrices_of(model).items():
+        stored = [matrix for matrix in matrices if matrix.name not in base]
+        if parameter.requires_grad or not stored:
+            continue
+        whole: Any = parameter
+        start, stop = 0, whole.numel()
+        if sharded:
+            length = whole.ds_tensor.numel()
+            start = min(length * whole.ds_zero_partition_rank, whole.ds_numel)
+            stop = min(start + length, whole.ds_numel)
+        found = list(_slices_of(stored, _Segment(parameter, start, stop, 0)))
+        yield FrozenShard(parameter, tuple(found), tuple(_owned(found, parameter, mesh, sharded=sharded)))
 
 
 def _stage_3(optimizer: Any) -> Iterator[tuple[int, list[_Segment]]]:
@@ -241,32 +273,80 @@ def _tensor(text: str) -> Tensor:
 WEIGHT, AVERAGE = "weight", "average"
 
 
+class Counts(NamedTuple):
+    """The counters of an optimizer: those of the first shard, and by name those of parameters that differ."""
+
+    usual: dict[str, float]
+    others: dict[str, dict[str, float]]
+
+    def with_shard(self, shard: FlatShard, counts: dict[str, float]) -> Counts:
+        """Return the counters with those of one more shard."""
+        if not self.usual:
+            return Counts(counts, self.others)
+        if counts == self.usual:
+            return self
+        return Counts(self.usual, self.others | {placed.slice.name: counts for placed in shard.owned})
+
+
+class CountedState(Protocol):
+    """State by name, as ``StateReader`` reads it from files and a change of stage from memory."""
+
+    @property
+    def kinds(self) -> set[str]: ...
+
+    def has(self, kind: str, name: str) -> bool: ...
+
+    def counts_of(self, name: str) -> Mapping[str, float]: ...
+
+    def read(self, kind: str, part: Slice) -> Tensor: ...
+
+    def opaque(self, shard: int) -> dict[str, Tensor]: ...
+
+
 class Snapshot:
     """Copies the state of a rank into host buffers that are allocated once, pinned if there is a GPU."""
 
     def __init__(self, states: ShardedState, average: WeightAverage | None) -> None:
         self._states, self._average = states, average
         self._buffers: dict[str, Tensor] = {}
+        self._frozen: list[Entry] | None = None
         self._pinned = states.device.type == "cuda"
 
     @torch.no_grad()
-    def take(self) -> tuple[list[Entry], dict[str, float]]:
+    def take(self) -> tuple[list[Entry], Counts]:
         """Return all state that this rank saves, and the counters of its optimizer. Valid until the next call.
 
         The first call allocates the buffers; call it once before the first save.
         """
         entries: list[Entry] = []
-        counts: dict[str, float] = {}
+        counts = Counts({}, {})
         for shard in self._states.shards:
             with self._states.weight(shard) as weight:
                 for kind, values in self._kinds(shard, weight):
                     entries += self._copied(shard, kind, values)
-                for name, value in self._states.optimizer_states(weight).items():
-                    if not isinstance(value, Tensor) or value.dim() == 0:
-                        counts[name] = float(value)
+                own = {
+                    name: float(value)
+                    for name, value in self._states.optimizer_states(weight).items()
+                    if not isinstance(value, Tensor) or value.dim() == 0
+                }
+            counts = counts.with_shard(shard, own)
+        if self._frozen is None:
+            self._frozen = [entry for shard in self._states.frozen for entry in self._of_frozen(shard)]
+        entries += self._frozen
         if self._pinned:
             torch.cuda.current_stream(self._states.device).synchronize()
         return entries, counts
+
+    def frozen_changed(self) -> None:
+        """Copy the frozen weights again in the next call of ``take``; otherwise they are copied only once."""
+        self._frozen = None
+
+    def _of_frozen(self, shard: FrozenShard) -> Iterator[Entry]:
+        for part, offset in shard.owned:
+            values = shard.values[offset : offset + part.numel]
+            yield Entry(
+                f"{WEIGHT}/{part.name}", self._buffer(f"frozen/{part.name}", values).copy_(values, non_blocking=True)
+            )
 
     def _kinds(self, shard: FlatShard, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield WEIGHT, weight.detach()
@@ -299,31 +379,43 @@ class Snapshot:
 
 
 @torch.no_grad()
-def restore_state(reader: StateReader, states: ShardedState, average: WeightAverage | None, engine: Any) -> None:
+def restore_state(reader: CountedState, states: ShardedState, average: WeightAverage | None, engine: Any) -> None:
     """Write the state of a checkpoint into a rank's shards, in a new engine or one that has trained. Collective.
 
-    Raises ScaletrainError if the checkpoint is incomplete, and UsageError if another layout cannot read it.
+    Parameters whose weights the reader does not have keep theirs, and have no states of the optimizer yet. Raises
+    ScaletrainError if the checkpoint is incomplete, and UsageError if another layout cannot read it.
     """
     averages: list[Tensor] = []
     for shard in states.shards:
         opaque = reader.opaque(shard.index)
+        first = shard.slices[0].slice.name if shard.slices else None
         with states.weight(shard) as weight:
-            weight.view(-1).copy_(_whole(shard, WEIGHT, reader))
+            if first is not None and reader.has(WEIGHT, first):
+                weight.view(-1).copy_(_whole(shard, WEIGHT, reader))
             own = states.optimizer_states(weight)
-            for kind in sorted(reader.kinds - {WEIGHT, AVERAGE}) if not opaque else ():
+            kinds = sorted(reader.kinds - {WEIGHT, AVERAGE})
+            kinds = [kind for kind in kinds if first is None or reader.has(kind, first)]
+            if first is not None and not kinds and not opaque:
+                own.clear()  # not updated yet
+                continue
+            for kind in kinds if not opaque else ():
                 _fill(own, kind, weight, _whole(shard, kind, reader))
             for name, values in opaque.items():
                 own[name] = values.to(weight.device)
-            for name, count in reader.counts.items():
+            for name, count in reader.counts_of(first or "").items():
                 _set_count(own, name, count, states.place_of_counts(weight))
             if AVERAGE in reader.kinds:
                 averages.append(_whole(shard, AVERAGE, reader).to(weight.device))
+    for frozen in states.frozen:
+        for part, offset in frozen.slices:
+            if reader.has(WEIGHT, part.name):
+                frozen.values[offset : offset + part.numel].copy_(reader.read(WEIGHT, part))
     if average is not None:
         average.averages = [flat.view(w.shape) for flat, w in zip(averages, average.weights, strict=False)]
     use_master_weights(engine)
 
 
-def _whole(shard: FlatShard, kind: str, reader: StateReader) -> Tensor:
+def _whole(shard: FlatShard, kind: str, reader: CountedState) -> Tensor:
     """Return the values of a whole shard, with zeros as padding."""
     values = torch.zeros(shard.numel)
     for part, offset in shard.slices:

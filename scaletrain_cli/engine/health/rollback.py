@@ -16,6 +16,7 @@ from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
+from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import Rollback, record_rollback
@@ -49,6 +50,7 @@ class GuardActions:
     rollbacks: list[Rollback]
     ledger: LedgerClock
     heartbeat: Heartbeat
+    stages: StageSwitch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's state, for a checkpoint."""
@@ -156,6 +158,7 @@ class GuardActions:
             log_event("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)
         self.long_consensus.barrier()
         self.rollbacks.append(rollback)
+        self.stages.prepare_restore(target.step)
         self.guard.load_state_dict(self.checkpointer.restore(target)["guard"])
         return target.step
 

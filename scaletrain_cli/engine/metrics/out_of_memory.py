@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.metrics.memory_measurement import ModelStateBytes, model_state_bytes
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import write_document
@@ -26,7 +27,9 @@ SCHEMA = "scaletrain.out-of-memory/v1"
 
 
 @contextlib.contextmanager
-def reporting_out_of_memory(run: RunDir, plan: RunPlan, attempt: int, rank: int, engine: Any = None) -> Iterator[None]:
+def reporting_out_of_memory(
+    run: RunDir, plan: RunPlan, attempt: int, rank: int, composed: Composed | None = None
+) -> Iterator[None]:
     """A context that adds a report to an out-of-memory error, and a note to the error, and raises it again.
 
     Contexts may be nested; the innermost with DeepSpeed's engine reports most, and only one report is written.
@@ -37,6 +40,7 @@ def reporting_out_of_memory(run: RunDir, plan: RunPlan, attempt: int, rank: int,
         if not getattr(error, "__notes__", []):
             with contextlib.suppress(Exception):  # there is no memory; the error itself matters more
                 # as add_note() does from Python 3.11 on
+                engine = None if composed is None else composed.engine
                 error.__notes__ = [_report(run, plan, attempt, rank, engine, error)]  # type: ignore[union-attr]
         raise
 

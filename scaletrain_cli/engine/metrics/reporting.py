@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from scaletrain_cli.event_texts import event_sentence
+from scaletrain_cli.rundir.evaluations import read_evaluations
 from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -19,6 +20,7 @@ from scaletrain_cli.tracking.jsonl import JsonlWriter
 from scaletrain_cli.worker.progress import progress_line
 from scaletrain_cli.worker.trackers import start_trackers
 
+_SECONDS_BETWEEN_EVALUATIONS = 30.0
 logger = logging.getLogger(__name__)
 
 
@@ -42,6 +44,7 @@ class MetricsLog:
         self._active = rank == 0
         self._writer = JsonlWriter(run.metrics, append_lines)
         self._trackers = start_trackers(run, record, attempt) if self._active else Trackers()
+        self._evaluated, self._looked = self._evaluated_steps() if self._active else set(), time.monotonic()
         self.finished = False  # set by the loop after the last step
         # MFU is model FLOPs per second over peak FLOPs per second; the plan has it for its own speed.
         plan = record.plan.time
@@ -59,6 +62,8 @@ class MetricsLog:
         except OSError:
             if error is None:
                 raise
+        if self._active:
+            self._pass_on_evaluations()
         self._trackers.finish("failed" if error is not None else "finished" if self.finished else "preempted")
 
     def log(self, step: int, *, tokens: int, step_seconds: float, **measured: float) -> None:
@@ -78,6 +83,8 @@ class MetricsLog:
             "time": round(time.time(), 3),
         }
         self._append(line)
+        if time.monotonic() - self._looked > _SECONDS_BETWEEN_EVALUATIONS:
+            self._pass_on_evaluations()
         total = self._record.spec.total_steps
         logger.info(_log_line(line, total))
         print(progress_line(step, total, measured["loss"], line["tokens_per_second"]), flush=True)
@@ -94,6 +101,18 @@ class MetricsLog:
         self._append({"step": step, **measured, "attempt": self._attempt, "time": round(time.time(), 3)})
         shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items())
         logger.info("step %d/%d  %s", step, self._record.spec.total_steps, shown)
+
+    def _evaluated_steps(self) -> set[int]:
+        return {one.step for one in read_evaluations(self._run) if one.state in ("done", "failed")}
+
+    def _pass_on_evaluations(self) -> None:
+        """Pass metrics that evaluation jobs have appended to metrics.jsonl on to the trackers."""
+        self._looked = time.monotonic()
+        new = self._evaluated_steps() - self._evaluated if self._record.spec.evaluation.tasks else set()
+        for evaluation in read_evaluations(self._run) if new else ():
+            if evaluation.step in new:
+                self._trackers.log({"step": evaluation.step, **evaluation.metrics, "time": evaluation.time})
+        self._evaluated |= new
 
     def _append(self, line: dict[str, Any]) -> None:
         self._writer.put(line)

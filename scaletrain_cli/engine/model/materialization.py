@@ -121,6 +121,49 @@ class WeightSource(Protocol):
         """Return this rank's shard; ``spec`` is None if every rank has the whole."""
 
 
+@dataclass(frozen=True)
+class BaseWeights:
+    """The parameters called ``names`` from one source, and all others from another one."""
+
+    names: frozenset[str]
+    base: WeightSource
+    others: WeightSource
+
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        """Return this rank's shard of a parameter."""
+        return (self.base if name in self.names else self.others).read(name, whole_shape, spec)
+
+
+class WeightsOfModel:
+    """The weights of a model that was sharded in the same way; each is freed once it has been read.
+
+    Under ZeRO-3 it gathers them one by one, so that all ranks must read the same names in the same order.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = {
+            matrix.name: (parameter, matrix)
+            for parameter, matrices in matrices_of(model).items()
+            for matrix in matrices
+        }
+        self._unread = {parameter: len(matrices) for parameter, matrices in matrices_of(model).items()}
+
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        """Return a copy of this rank's shard of a parameter."""
+        parameter: Any
+        parameter, matrix = self._places[name]
+        partitioned = hasattr(parameter, "ds_tensor")
+        if partitioned:
+            parameter.all_gather()
+        values: Tensor = parameter.data.view(-1)[matrix.start : matrix.stop].view(matrix.shape).clone()
+        if partitioned:
+            parameter.partition()
+        self._unread[parameter] -= 1
+        if self._unread[parameter] == 0:
+            (parameter.ds_tensor if partitioned else parameter).data = values.new_empty(0)
+        return values
+
+
 Partition = Callable[[nn.Module], None]
 
 
@@ -159,13 +202,23 @@ def materialize(
 
 def named_matrices(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Return the names and whole shapes of the parameters that ``materialize`` reads."""
-    seen: set[nn.Parameter] = set()
+    for matrices in matrices_of(model).values():
+        yield from ((matrix.name, matrix.whole_shape) for matrix in matrices)
+
+
+def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the Hugging Face names of the matrices in each parameter, in order; of a tied head those of the table."""
+    return {parameter: [matrix.name for matrix in matrices] for parameter, matrices in matrices_of(model).items()}
+
+
+def matrices_of(model: nn.Module) -> dict[nn.Parameter, list[Matrix]]:
+    """Return the matrices in each parameter of a model, in the order of the model."""
+    found: dict[nn.Parameter, list[Matrix]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in seen:
-                seen.add(parameter)
-                for matrix in matrices_in(module, prefix, name, parameter):
-                    yield matrix.name, matrix.whole_shape
+            if parameter not in found:
+                found[parameter] = list(matrices_in(module, prefix, name, parameter))
+    return found
 
 
 class Matrix(NamedTuple):

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaletrain_cli.engine.model.materialization import names_of_parameters
 from scaletrain_cli.engine.parallel.tensor import VocabularyParallelEmbedding
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.extras import install_command
+from scaletrain_cli.plan.parameters import Settings, Stage
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plugins import load_reference
 from scaletrain_cli.reasons import Reason
@@ -28,18 +30,53 @@ from scaletrain_cli.spec.training import OptimizerSpec
 Groups = list[dict[str, Any]]
 
 
-def parameter_groups(model: nn.Module, settings: OptimizerSpec) -> list[dict[str, Any]]:
-    """Return two groups for an optimizer: parameters with ``settings.weight_decay``, and parameters with none.
+def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | None = None) -> Groups:
+    """Return the groups for an optimizer over the parameters that train.
 
-    Matrices decay, norms and biases do not (GPT-3, arXiv:2005.14165, appendix B). ``settings.decay_embeddings`` decides
-    on token and position embeddings; a tied head is the token embedding.
+    Without a ``stage`` all train, in two groups: those with ``settings.weight_decay``, and those with none. Matrices
+    decay, norms and biases do not (GPT-3, arXiv:2005.14165, appendix B). ``settings.decay_embeddings`` decides on token
+    and position embeddings; a tied head is the token embedding. The parameters of a stage are grouped by learning rate,
+    weight decay and the steps that they have trained, because ZeRO has one step counter per group.
     """
-    kept = set() if settings.decay_embeddings else _embeddings(model)
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        (decayed if _is_matrix(parameter) and id(parameter) not in kept else others).append(parameter)
-    return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if stage is None:
+        kept = set() if settings.decay_embeddings else _embeddings(model)
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for parameter in model.parameters():
+            (decayed if _is_matrix(parameter) and id(parameter) not in kept else others).append(parameter)
+        return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    members: dict[tuple[int, tuple[Settings, ...]], list[nn.Parameter]] = {}
+    for parameter, (name, *_) in names_of_parameters(model).items():
+        if parameter.requires_grad:
+            key = stage.since[name], tuple(phase.settings[name] for phase in stage.phases)
+            members.setdefault(key, []).append(parameter)
+    return [
+        {
+            "params": found,
+            "weight_decay": each[0].weight_decay,
+            SCHEDULE: [(phase.last_step, *one) for phase, one in zip(stage.phases, each, strict=True)],
+        }
+        for (_, each), found in members.items()
+    ]
+
+
+# The key of a parameter group with its phases: last step, factor of the learning rate, weight decay.
+SCHEDULE = "schedule"
+
+
+def set_rates(optimizer: torch.optim.Optimizer, step: int, rate: float) -> None:
+    """Set each group's learning rate, a multiple of the scheduled ``rate``, and weight decay for a step (1-based)."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        if SCHEDULE in group:
+            factor, decay = next((factor, decay) for last, factor, decay in group[SCHEDULE] if step <= last)
+            group["lr"], group["weight_decay"] = factor * rate, decay
+
+
+def freeze(model: nn.Module, stage: Stage) -> None:
+    """Let only the parameters train that train in a stage. Call it before DeepSpeed starts."""
+    for parameter, (name, *_) in names_of_parameters(model).items():
+        parameter.requires_grad_(name in stage.since)
 
 
 def _embeddings(model: nn.Module) -> set[int]:

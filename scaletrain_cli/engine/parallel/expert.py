@@ -158,6 +158,8 @@ def mark_experts_for_deepspeed(model: nn.Module, mesh: Mesh) -> None:
     groups._get_expert_parallel_group_dict()[name] = _expert_group(mesh)
     sharded = next(parameter for parameter in model.parameters() if is_sharded_over_experts(parameter))
     groups._get_expert_data_parallel_group_dict()[name] = sharded.__dict__["ds_zero_partition_process_group"]
+    if not any(p.requires_grad for p in model.parameters() if is_sharded_over_experts(p)):
+        return  # DeepSpeed requires a parameter group of experts in an MoE model
     model.add_module("deepspeed_expert_parallel", Sign())
 
 

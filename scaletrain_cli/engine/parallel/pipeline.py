@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.stages import blocks_per_stage
+from scaletrain_cli.spec import ModelSpec
 
 
 def keep_stage(model: CausalLM, axis: Axis) -> None:
@@ -51,13 +54,22 @@ class PipelineStage(nn.Module):
     """This rank's part of the model, as DeepSpeed calls it: tokens or hidden states in, hidden states out.
 
     ``output``: computes the loss on the last stage, from the model, the hidden states and the micro-batch.
+
+    DeepSpeed needs an optimizer and a gradient of the inputs on every stage. ``anchor``, one number without an effect,
+    is what trains on a stage whose parameters are all frozen; no backward pass runs below the first trained parameter.
     """
 
-    def __init__(self, model: CausalLM, axis: Axis, objective: Objective) -> None:
+    def __init__(self, model: CausalLM, axis: Axis, objective: Objective, *, trains_before: bool = True) -> None:
+        """``trains_before``: a parameter of an earlier stage trains, so that it needs the gradient of the inputs."""
         super().__init__()
         self.model = model
         self.output = objective.loss
         self._first = axis.rank == 0
+        self._trains_before = trains_before and axis.rank > 0
+        parameters = list(model.parameters())
+        self.anchor: nn.Parameter | None = None
+        if not any(parameter.requires_grad for parameter in parameters):
+            self.anchor = nn.Parameter(parameters[0].detach().new_zeros(1))
         self._expected: deque[MicroBatch] = deque()
         self._current: MicroBatch | None = None
         # fault injection: NaN output of this stage, and a factor of the last stage's loss
@@ -70,8 +82,15 @@ class PipelineStage(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Run the stage: tokens [batch, length] on the first one, hidden states [batch, length, hidden] on others."""
         batch = self._current = self._expected.popleft()
-        hidden = self.model.embed(inputs, batch.context) if self._first else inputs
+        if self._first:
+            hidden = self.model.embed(inputs, batch.context)
+        else:
+            hidden = inputs if self._trains_before else inputs.detach()
         hidden = self.model.transform(hidden, batch.context.with_mask(hidden.dtype))
+        if not self._first and not self._trains_before:
+            hidden = _Bridge.apply(hidden, inputs)  # type: ignore[no-untyped-call]
+        if self.anchor is not None:
+            hidden = _Bridge.apply(hidden, self.anchor)  # type: ignore[no-untyped-call]
         return hidden * torch.nan if self.nan_gradient else hidden
 
     def loss(self, hidden: Tensor, _: Tensor) -> Tensor:
@@ -79,6 +98,29 @@ class PipelineStage(nn.Module):
         assert self._current is not None
         loss = self.output(self.model, hidden, self._current)
         return loss if self.loss_factor == 1 else loss * self.loss_factor
+
+
+class _Bridge(Function):
+    """Returns ``hidden``, and gives a tensor that has no effect on it a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, other: Tensor) -> Tensor:
+        ctx.shape, ctx.options = other.shape, {"dtype": other.dtype, "device": other.device}
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.zeros(ctx.shape, **ctx.options)
+
+
+def trains_before(model: ModelSpec, axis: Axis, trained: Collection[str]) -> bool:
+    """Return True if a parameter of a pipeline stage before this one trains."""
+    first_block = list(accumulate(blocks_per_stage(model, axis.size), initial=0))[axis.rank]
+    return axis.rank > 0 and any(
+        parameter.name in trained
+        for parameter in model_parameters(model)
+        if parameter.place == "embedding" or (parameter.block is not None and parameter.block < first_block)
+    )
 
 
 def pipeline_module(stage: PipelineStage, mesh: Mesh) -> nn.Module:
@@ -132,4 +174,6 @@ def _share_tied_weight(model: CausalLM, mesh: Mesh) -> tuple[_TiedGradient, Any]
     weight = model.token_embedding.weight
     assert isinstance(weight, nn.Parameter)
     weight.ds_pipe_replicated = mesh.pipeline_ends.rank > 0  # type: ignore[attr-defined]
+    if not weight.requires_grad:
+        return None
     return _TiedGradient(weight), mesh.pipeline_ends.group

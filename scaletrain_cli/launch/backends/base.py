@@ -261,6 +261,14 @@ class Backend(ABC):
 
     # ---- before a job is submitted ------------------------------------------------------------------------------
 
+    def start_following_evaluations(self, run: RunDir) -> None:
+        """Start a process that submits an evaluation of each checkpoint of the run, if it can live on this machine.
+
+        Called after submit() for a run with ``evaluation.job.submit: auto``. Does nothing by default: the nodes do it
+        (``BackendTraits.submits_from_nodes``), or the user (`scaletrain evaluation submit RUN --follow`).
+        """
+        return None
+
     def preflight(
         self, spec: RunSpec, plan: RunPlan, run: RunDir | None = None, code: CodeRecord | None = None
     ) -> PreflightResult:

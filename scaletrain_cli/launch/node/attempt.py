@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,10 +42,11 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
-from scaletrain_cli.safe_files import make_private_folder
+from scaletrain_cli.safe_files import closing_descriptor, make_private_folder, open_to_append
 from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
 
+_LAST_SUBMISSION_SECONDS = 120.0
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TEMPORARY = ("/tmp", "/var/tmp")
 logger = logging.getLogger(__name__)
@@ -113,7 +115,12 @@ def run_node(options: AgentOptions) -> int:
         write_node_record(run, options.attempt, replace(node, ranks=tuple(local_ranks.ranks)))
         stopped = StoppedProcesses(stopped_seconds(record.spec))
         watch = Watch(run, options, node.node, local_ranks, record.spec.cluster, stopped)
+        submitting = _start_submitting_evaluations(run, record, options)
         watch.run_to_end()
+        if submitting is not None:
+            submitting.kill()
+            if node_exit_code(local_ranks.ranks, local_ranks.first_failure) == ExitCode.DONE:
+                _submit_last_evaluation(run)
     finally:
         # Before the end is recorded: a process that reads it may start the next attempt on this node.
         kill_descendants()
@@ -138,6 +145,29 @@ def node_exit_code(ranks: Sequence[RankRecord], first_failure: int | None) -> in
         return ExitCode.DONE if all(code == 0 for code in codes.values()) else ExitCode.PREEMPTED
     code = codes[first_failure]
     return int(code) if code in FINAL_CODES else ExitCode.CRASHED
+
+
+def _start_submitting_evaluations(
+    run: RunDir, record: RunRecord, options: AgentOptions
+) -> subprocess.Popen[bytes] | None:
+    """Start a process on the first node that submits evaluations of the checkpoints; None if another place does it."""
+    settings, traits = record.spec.evaluation, record.spec.cluster.traits
+    if options.node_rank > 0 or not settings.tasks or settings.job.submit != "auto" or not traits.submits_from_nodes:
+        return None
+    return _submit_evaluations(run, "--follow")
+
+
+def _submit_evaluations(run: RunDir, *words: str) -> subprocess.Popen[bytes]:
+    """Start the command in a process of its own, so that a slow scheduler cannot delay the agent."""
+    command = python_command("scaletrain_cli", "evaluation", "submit", str(run.path), *words)
+    with closing_descriptor(open_to_append(run.path / "evaluations.log")) as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _submit_last_evaluation(run: RunDir) -> None:
+    """Submit the evaluation of the checkpoint that was committed last."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        _submit_evaluations(run).wait(_LAST_SUBMISSION_SECONDS)
 
 
 def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:

@@ -23,6 +23,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resource_checks.files import (
     CheckResults,
     View,
+    evaluation_problems,
     not_checked,
     not_read,
     source_problems,
@@ -329,6 +330,7 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     engine_problems,
     command_problems,
     checkpoint_problems,
+    evaluation_problems,
     secret_problems,
     tracker_problems,
     wandb_problems,

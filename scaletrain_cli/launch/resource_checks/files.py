@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ from scaletrain_cli.spec.corpus_files import (
     kind_of,
     problems_of,
 )
+from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 
 
@@ -120,6 +122,28 @@ def source_problems(view: View) -> Iterator[Problem]:
     here = view.spec.cluster.traits.runs_here
     if here and any(kind_of(path) == "parquet" for path in found.files) and find_spec("pyarrow") is None:
         yield view.problem("data.source", Reason("checks.no-pyarrow"), source)
+
+
+def evaluation_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of files and folders that ``evaluation.tasks`` name."""
+    for number, task in enumerate(view.spec.evaluation.tasks):
+        key = f"evaluation.tasks.{number}"
+        if isinstance(task, LossTask) and task.source not in EMBEDDED and not view.unseen(parent_of_glob(task.source)):
+            try:
+                problems = problems_of(find_files(task.source, view.folder).files)
+            except NoCorpusError as error:
+                yield view.problem(f"{key}.source", Reason("checks.no-source", {"why": error.why}), task.source)
+                continue
+            for why in problems:
+                yield view.problem(f"{key}.source", Reason("checks.source-file", {"why": why}), task.source)
+        if not isinstance(task, LmEvalTask):
+            continue
+        folder = task.include_path
+        if folder and not view.unseen(folder) and not (view.folder / expand_home(folder)).is_dir():
+            yield view.problem(f"{key}.include_path", Reason("checks.no-folder", {"path": folder}), folder)
+        if view.spec.cluster.traits.runs_here and not shutil.which(task.command[0]):
+            params = {"program": task.command[0]}
+            yield view.problem(f"{key}.command", Reason("checks.no-program", params), task.command[0])
 
 
 def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> Reason | None:

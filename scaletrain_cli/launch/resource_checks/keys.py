@@ -42,6 +42,7 @@ def _row(key: str, names: str, checked: str, when: str, by: str, instead: str = 
 _K8S, _SL = "cluster.kubernetes.", "cluster.slurm."
 _FIRST_USE = "its first use. Training continues without it, with the event tracker-off"
 _NEVER_BEFORE = "never before the start"
+_EVALUATION = "what only the nodes have: the evaluation, which records a failed task and runs the others"
 _UNSEEN = "paths that only the nodes have: the node agent"
 
 
@@ -181,6 +182,30 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         _SUBMIT,
         f"{_CHECKS}tracker_problems",
         f"whether the folder is writable: {_FIRST_USE}",
+    ),
+    _row(
+        "evaluation.tasks.*.source",
+        "files with text",
+        "exist, are readable, of a known format",
+        _SUBMIT,
+        f"{_FILES}evaluation_problems",
+        _EVALUATION,
+    ),
+    _row(
+        "evaluation.tasks.*.include_path",
+        "a folder with task files of lm-evaluation-harness",
+        "exists",
+        _SUBMIT,
+        f"{_FILES}evaluation_problems",
+        _EVALUATION,
+    ),
+    _row(
+        "evaluation.tasks.*.command.*",
+        "the program of lm-evaluation-harness",
+        "local: is on PATH",
+        _SUBMIT,
+        f"{_FILES}evaluation_problems",
+        _EVALUATION,
     ),
     _row("cluster.gpu", "an accelerator of the catalogue", "known", _PLAN, "scaletrain_cli.plan:make_plan"),
     _row("cluster.gpu.name", "nothing: a table of its own", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),

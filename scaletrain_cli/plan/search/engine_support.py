@@ -13,11 +13,11 @@ from scaletrain_cli.plan.axes import AXES, Capabilities, Rule
 from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.parameters import trains_everything
+from scaletrain_cli.plan.parameters import model_parameters, training_stages, trains_everything
 from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 
 # Optimizers of bitsandbytes, which update their states on the device that has the gradients.
@@ -75,6 +75,7 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     yield from workload.engine_problems(spec)
     yield from _about_precision(spec)
     yield from _about_optimizer(spec, layout)
+    yield from _about_what_trains(spec, layout)
     if spec.training.precision == "fp8" and layout.zero_stage == 3:
         yield Rule("layout.zero_stage", 3, "engine-fp8-zero-3")
     if spec.training.cross_entropy == "liger" and spec.cluster.gpu == "cpu":
@@ -125,8 +126,21 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     if getattr(spec.model, "adapter", None) is not None or getattr(spec.model, "quantization", "none") != "none":
         yield Rule("model.adapter", None, "adapter-unavailable")
     yield from quantized_layout_rules(spec, layout)
-    if not trains_everything(spec):
-        yield Rule("training.trainable", None, "engine-trains-everything")
     averaging = spec.training.averaging.name
     if averaging != "none" and away != "none" and device == "nvme":
         yield Rule("training.averaging.name", averaging, "engine-nvme-averaging")
+
+
+def _about_what_trains(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
+    """Yield rules on frozen weights, and on stages, between which states of the optimizer move by name."""
+    if not isinstance(spec.model, ModelSpec) or trains_everything(spec):
+        return
+    stages, name, averaging = training_stages(spec), spec.training.optimizer.name, spec.training.averaging.name
+    everything = len(model_parameters(spec.model))
+    on_nvme = layout.offload != "none" and spec.layout.offload_device == "nvme"
+    if on_nvme and any(len(stage.since) < everything for stage in stages):
+        yield Rule("layout.offload_device", "nvme", "engine-nvme-frozen")
+    if len(stages) > 1 and name == "adamw_8bit":
+        yield Rule("training.optimizer.name", name, "engine-stages-8-bit")
+    if len(stages) > 1 and averaging != "none":
+        yield Rule("training.averaging.name", averaging, "engine-stages-averaging")

@@ -35,7 +35,7 @@ def test_a_shard_file_returns_what_was_written(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", HEADER, ENTRIES)
     found = ShardFile(tmp_path / "shard")
     assert found.header == HEADER
-    assert found.keys == [entry.key for entry in ENTRIES]
+    assert list(found.keys) == [entry.key for entry in ENTRIES]
     for key, values in ENTRIES:
         assert torch.equal(found.read(key), values)
         assert torch.equal(found.read(key, len(values) // 2), values[len(values) // 2 :])

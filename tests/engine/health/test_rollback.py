@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,9 +102,9 @@ def make(tmp_path: Path) -> Make:
         kept: Any = Kept(run.checkpoints, guard)
         consensus: Any = OneRank()
         ledger = LedgerClock(run, 1, 1)
-        return GuardActions(
-            run, record, Ranks(0, 1, 0), consensus, kept, guard, rollbacks or [], ledger, Heartbeat(None)
-        )
+        stages: Any = SimpleNamespace(prepare_restore=lambda step: kept.done.append(f"engine of {step}"))
+        ranks, skipped = Ranks(0, 1, 0), rollbacks or []
+        return GuardActions(run, record, ranks, consensus, kept, guard, skipped, ledger, Heartbeat(None), stages)
 
     return made
 
@@ -137,7 +138,8 @@ def test_a_spike_rolls_back_to_the_latest_clean_checkpoint_and_skips_its_batches
     assert back == Rollback(from_step=36, to_step=20, skip=(31, 36))
     assert actions.skipped == ((31, 36),)
     assert [actions.batch_number(step) for step in (30, 31)] == [30, 37]
-    assert actions.checkpointer.done[-3:] == ["finish", "retire 20", "restore 20"]  # type: ignore[attr-defined]
+    done = ["finish", "retire 20", "engine of 20", "restore 20"]
+    assert actions.checkpointer.done[-4:] == done  # type: ignore[attr-defined]
     (event,) = read_events(actions.run)
     assert (event["retry"], event["losses"], event["median_loss"]) == (1, [50.0] * 3, 2.0)
 

@@ -152,7 +152,7 @@ def save(small: Small, folder: Path, average: WeightAverage | None = None) -> No
     """Save this rank's part of the state to the file of a checkpoint. Collective."""
     states, rank = _held(small), dist.get_rank()
     entries, counts = Snapshot(states, average).take()
-    header = ShardHeader(rank, {piece.name: piece for piece in _owned(states)}, counts)
+    header = ShardHeader(rank, {piece.name: piece for piece in _owned(states)}, counts.usual, counts.others)
     write_shard(folder / shard_name(rank), header, entries)
     dist.barrier()
 

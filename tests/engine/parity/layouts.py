@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +70,18 @@ class LayoutRun:
     activations: list[int]
 
 
-def train_in_layout(spec: RunSpec, *, interrupted_after: int = 0) -> LayoutRun:
-    """All steps of a run; with a step to be interrupted after, the rest in other processes, from a checkpoint."""
+def train_in_layout(spec: RunSpec, *interrupted_after: int, between: Callable[[], None] = lambda: None) -> LayoutRun:
+    """All steps of a run; with steps to be interrupted after, each part in other processes, from a checkpoint.
+
+    ``between`` is called before each part but the first.
+    """
     created = create_run(spec, make_plan(spec))
-    parts = [interrupted_after, spec.total_steps] if interrupted_after else [spec.total_steps]
+    parts = [*interrupted_after, spec.total_steps]
     losses: list[float] = []
     norms: list[float] = []
     for attempt, last in enumerate(parts, start=1):
+        if attempt > 1:
+            between()
         open_attempt(created.run.checkpoints, attempt)
         place = (created.run.path, attempt, last)
         reports = on_ranks(spec.world_size, train_rank, *place, connected=False, seconds=_SECONDS)
@@ -105,13 +111,14 @@ def _train_rank(path: Path, attempt: int, last: int) -> RankReport:
     for step in range(begin.step + 1, last):
         trainer.optimizer_step(step)
         measured += trainer.deferred_metrics.remaining()
-    composed = trainer.plan_check.composed
+    composed = trainer.composed
+    trainer.stages.enter(last, 0.0)  # what is watched must not be replaced meanwhile
     with watching_model_states(composed.engine) as states, watching_activations(composed.model) as saved:
         trainer.optimizer_step(last)
     measured += trainer.deferred_metrics.remaining()
     if last < record.spec.total_steps:
         trainer.save(last, wait=True)
-    pieces = local_pieces(trainer.model, replica(ranks.rank, record.plan.layout), record.plan.layout)
+    pieces = local_pieces(trainer.composed.model, replica(ranks.rank, record.plan.layout), record.plan.layout)
     losses, norms = [[step.values[name] for step in measured] for name in ("loss", "grad_norm")]
     return RankReport(losses, norms, pieces, states.bytes, saved.bytes)
 

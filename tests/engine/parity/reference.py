@@ -5,13 +5,15 @@ The model's parts and its first weights are the product's; the batch, loss, clip
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaletrain_cli.engine.data.batches import sample_at
 from scaletrain_cli.engine.data.dataset import open_dataset
@@ -44,28 +46,69 @@ def _train(spec: RunSpec) -> Trained:
     training, settings = spec.training, spec.training.optimizer
     _, sequences, _ = open_dataset(Path(spec.data.source), spec.transformer.seq_len)
     model = first_weights(spec)
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=settings.betas, eps=settings.eps)
+    optimizer.param_groups.clear()
     losses, norms = [], []
     for step in range(1, spec.total_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, spec.total_steps, training)
+        set_groups(optimizer, dict(model.named_parameters()), spec, step)
         first = (step - 1) * training.global_batch_size
         positions = range(first, first + training.global_batch_size)
         drawn = [sample_at(position, seed=training.seed, samples=len(sequences)) for position in positions]
         loss = batch_loss(model, spec, torch.from_numpy(sequences.rows(drawn)), torch.tensor(positions))
         optimizer.zero_grad()
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(_trained(model), training.gradient_clipping).item())
         optimizer.step()
         losses.append(loss.item())
     return Trained(losses, norms, {name: value.detach().clone() for name, value in model.named_parameters()})
 
 
-def first_weights(spec: RunSpec) -> CausalLM:
-    """Return the whole model with the weights of the seed."""
+def set_groups(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], spec: RunSpec, step: int) -> None:
+    """Give each parameter that trains at a step a group of its own; what stops training loses its state."""
+    rate, peak = learning_rate(step, spec.total_steps, spec.training), spec.training.optimizer.lr
+    optimizer.param_groups = [group for group in optimizer.param_groups if wanted(spec, group["name"], step)]
+    for name, parameter in parameters.items():
+        found = wanted(spec, name, step)
+        parameter.requires_grad_(found is not None)
+        if found is None:
+            optimizer.state.pop(parameter, None)
+            continue
+        group = next((group for group in optimizer.param_groups if group["name"] == name), None)
+        if group is None:
+            optimizer.add_param_group({"params": [parameter], "name": name})
+            group = optimizer.param_groups[-1]
+        group["lr"] = rate * found[0] / peak
+        group["weight_decay"] = found[1] if parameter.ndim > 1 else 0.0
+
+
+def wanted(spec: RunSpec, name: str, step: int) -> tuple[float, float] | None:
+    """Return the peak learning rate and the weight decay of a parameter at a step; None if it is frozen."""
+    settings, groups = spec.training.optimizer, spec.training.trainable
+    layers = spec.transformer.num_hidden_layers
+    numbers = re.search(r"\.(\d+)\.", name)
+    below = layers - int(numbers[1]) if numbers else layers + 1 if "embed" in name else 0
+    factor = settings.layer_decay**below
+    if not groups:
+        return settings.lr * factor, settings.weight_decay
+    for group in groups:
+        active = group.start_step <= step <= (group.end_step or spec.total_steps)
+        if active and any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):
+            decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
+            return (group.lr or settings.lr) * factor, decay
+    return None
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def first_weights(spec: RunSpec) -> nn.Module:
+    """Return the whole model with the weights of the seed, or transformers' model with those of ``model.weights``."""
+    if spec.transformer.weights is not None:
+        from transformers import AutoModelForCausalLM
+
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(spec.transformer.weights)
+        return loaded
     model, own = outline(spec.transformer), spec.transformer
     assign_dropout_keys(model, spec.training.seed)
     source = ScaledInitialization(
@@ -75,7 +118,7 @@ def first_weights(spec: RunSpec) -> CausalLM:
     return model
 
 
-def batch_loss(model: CausalLM, spec: RunSpec, rows: Tensor, samples: Tensor) -> Tensor:
+def batch_loss(model: nn.Module, spec: RunSpec, rows: Tensor, samples: Tensor) -> Tensor:
     """Mean cross-entropy in nats over the tokens that count.
 
     rows [batch, length + 1] int64; samples [batch]: their places in the run, which decide what is dropped.
@@ -83,9 +126,12 @@ def batch_loss(model: CausalLM, spec: RunSpec, rows: Tensor, samples: Tensor) ->
     tokens, labels = rows[:, :-1], rows[:, 1:].clone()
     if spec.data.loss_mask == "document_starts":
         labels[tokens == end_of_text(Path(spec.data.source))] = -100
-    context = TokenContext(torch.arange(tokens.shape[1]), samples)
-    hidden = model.transform(model.embed(tokens, context), context)
-    logits = F.linear(model.final_norm(hidden), model.lm_head.weight)
+    if isinstance(model, CausalLM):
+        context = TokenContext(torch.arange(tokens.shape[1]), samples)
+        hidden = model.transform(model.embed(tokens, context), context)
+        logits = F.linear(model.final_norm(hidden), model.lm_head.weight)
+    else:
+        logits = model(tokens).logits
     smoothing = spec.training.label_smoothing
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, label_smoothing=smoothing)
 

@@ -94,7 +94,7 @@ def test_bf16_differs_by_rounding_alone(row: Row, alone, undisturbed) -> None:
 @pytest.mark.parametrize("row", RESUMED, ids=lambda row: row.name)
 def test_a_layout_resumed_in_other_processes_continues_bit_exactly(row: Row, dataset: Path, undisturbed) -> None:
     resumed, whole = (
-        train_in_layout(row.spec(dataset, STEPS), interrupted_after=STEPS // 2).trained,
+        train_in_layout(row.spec(dataset, STEPS), STEPS // 2).trained,
         undisturbed(row).trained,
     )
     assert resumed.losses == whole.losses

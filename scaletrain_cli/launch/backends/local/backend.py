@@ -5,6 +5,7 @@ Starts, finds and signals the supervisor by its files in the run directory; supe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -85,6 +86,10 @@ class LocalBackend(Backend):
         _wait_for_start(run, pid, log_bytes)
         return str(pid)
 
+    def start_following_evaluations(self, run: RunDir) -> None:
+        """Start a detached process, because processes that the supervisor starts end with the run."""
+        _spawn(follow_command(run), run.path / "evaluations.log")
+
     def job(self, run: RunDir, record: RunRecord) -> Job:
         supervisor = read_supervisor(run)
         if supervisor is None:
@@ -158,6 +163,8 @@ def run_in_foreground(
     log = run.path / "supervisor.log"
     log_bytes = log.stat().st_size if log.exists() else 0
     pid = _spawn(command, log)
+    follows = record.spec.evaluation.tasks and record.spec.evaluation.job.submit == "auto"
+    follower = _spawn(follow_command(run), run.path / "evaluations.log") if follows else None
     code = None
     while code is None:
         try:
@@ -168,8 +175,16 @@ def run_in_foreground(
                 code = _exit_code(pid)
         except KeyboardInterrupt:
             os.kill(pid, signal.SIGTERM)
+    if follower is not None:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.waitpid(follower, 0)  # it submits the evaluation of the last checkpoint
     on_tick()
     return code if code >= 0 else int(ExitCode.CRASHED)
+
+
+def follow_command(run: RunDir) -> list[str]:
+    """Return the command line that submits the evaluations of a run until it has ended."""
+    return python_command("scaletrain_cli", "evaluation", "submit", str(run.path), "--follow")
 
 
 def supervisor_command(run: RunDir, engine: str = ENGINE_MODULE) -> list[str]:

@@ -1,0 +1,116 @@
+"""`scaletrain evaluation`: submit evaluations of a run's checkpoints, and show their results."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, describe, verb_group
+from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.text import visible
+
+app = verb_group("Evaluate checkpoints in jobs of their own.")
+SUBMITTING = (ExitCode.DONE, ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
+READING = (ExitCode.DONE, ExitCode.USAGE)
+
+
+@app.command(epilog=describe(SUBMITTING))
+def submit(
+    run: RunName,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option("--step", metavar="N", min=1, help="Checkpoint to evaluate (default: all without); repeatable."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Submit one for each new checkpoint until the run has ended.")
+    ] = False,
+    trust_owner: TrustOwner = False,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job per checkpoint that runs `evaluation.tasks` of the spec, apart from the training job.
+
+    Each checkpoint is evaluated once: a second call submits nothing. Prints the run ids of the evaluations.
+    """
+    from scaletrain_cli.launch.evaluate import (
+        SubmittedEvaluation,
+        follow_evaluations,
+        require_tasks,
+        submit_due_evaluations,
+        submit_evaluation,
+    )
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import read_record, require_own_run
+    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.ui.json import print_json
+
+    if follow and steps:
+        raise UsageError("--follow and --step cannot be combined. Give one of them.")
+    found = find_run(run)
+    require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to submit it")
+    require_tasks(found, read_record(found))
+    done: list[SubmittedEvaluation] = []
+    submitted = (
+        follow_evaluations(found)
+        if follow
+        else (submit_evaluation(found, step) for step in steps)
+        if steps
+        else submit_due_evaluations(found)
+    )
+    for one in submitted:
+        done.append(one)
+        if not as_json:
+            say(f"step {one.step}: job {one.job_id}")
+            typer.echo(visible(one.run_id))
+    if as_json:
+        print_json({"run_id": found.run_id, "evaluations": [asdict(one) for one in done]})
+    elif not done:
+        say("every checkpoint has an evaluation")
+
+
+@app.command("list", epilog=describe(READING))
+def list_them(run: RunName, as_json: AsJson = False) -> None:
+    """List the evaluations of a run with their metrics, by step."""
+    from scaletrain_cli.rundir.evaluations import read_evaluations
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.ui.evaluations import show_evaluations
+    from scaletrain_cli.ui.json import print_json
+
+    found = find_run(run)
+    evaluations = read_evaluations(found)
+    if as_json:
+        print_json({"run_id": found.run_id, "evaluations": [asdict(one) for one in evaluations]})
+    elif evaluations:
+        show_evaluations(evaluations)
+    else:
+        say(f"{found.run_id} has no evaluations")
+
+
+@app.command(epilog=describe(READING))
+def show(
+    run: RunName,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=1, help="Checkpoint (default: the latest evaluated one).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the evaluation of one checkpoint: metrics, errors, versions, and generated texts."""
+    from scaletrain_cli.rundir.evaluations import read_evaluations
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.ui.evaluations import show_evaluation
+    from scaletrain_cli.ui.json import print_json
+
+    found = find_run(run)
+    known = read_evaluations(found)
+    ended = [one for one in known if one.state in ("done", "failed")]
+    chosen = [one for one in known if one.step == step] if step is not None else ended[-1:] or known[-1:]
+    if not chosen:
+        steps = ", ".join(str(one.step) for one in known) or "none"
+        which = "no evaluation" if step is None else f"no evaluation of step {step}"
+        raise UsageError(f"{found.run_id} has {which}. Available steps: {steps}.")
+    if as_json:
+        print_json({"run_id": found.run_id, **asdict(chosen[0]), "run": chosen[0].run_id} | {"run_id": found.run_id})
+    else:
+        show_evaluation(chosen[0])

@@ -1,0 +1,96 @@
+"""A model on one device for inference: losses of documents, and continuations of prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.attention import TokenContext
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.materialization import materialize
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.spec import ModelSpec
+
+
+class TokenLoss(NamedTuple):
+    """Mean loss per predicted token in nats, and the number of predicted tokens."""
+
+    mean: float
+    tokens: int
+
+
+def load_model(folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """Return the model with the weights of a Hugging Face folder, in evaluation mode."""
+    model = outline(spec)
+    materialize(model, HuggingFaceFolder(folder, outline(spec)), device, dtype)
+    return model.eval()
+
+
+@torch.no_grad()
+def mean_loss(model: CausalLM, documents: Iterable[Sequence[int]], seq_len: int, device: torch.device) -> TokenLoss:
+    """Return the mean over all predicted tokens of all documents; long ones are cut into parts of ``seq_len`` tokens.
+
+    The last token of a part is the first input of the next one, so that every token but the first is predicted once.
+    Raises ValueError if no token can be predicted.
+    """
+    total, count = 0.0, 0
+    one = torch.ones((), device=device)
+    for document in documents:
+        for start in range(0, len(document) - 1, seq_len):
+            part = torch.tensor(document[start : start + seq_len + 1], device=device).unsqueeze(0)
+            total += model(part[:, :-1], part[:, 1:], divisor=one).item()
+            count += part.shape[1] - 1
+    if count == 0:
+        raise ValueError("no document has two tokens")
+    return TokenLoss(total / count, count)
+
+
+@torch.no_grad()
+def generate(
+    model: CausalLM,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    end_tokens: Iterable[int],
+    seq_len: int,
+    seed: int,
+    device: torch.device,
+) -> list[int]:
+    """Return up to ``max_new_tokens`` tokens after the prompt, without the end token.
+
+    ``temperature``: 0 takes the likeliest token. The model sees the last ``seq_len`` tokens at most, and computes them
+    again for each token. The same seed gives the same tokens on the same device.
+    """
+    generator, ends = torch.Generator(device).manual_seed(seed), frozenset(end_tokens)
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        logits = next_token_logits(model, torch.tensor([tokens[-seq_len:]], device=device))[0]
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        if token in ends:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+def next_token_logits(model: CausalLM, tokens: Tensor) -> Tensor:
+    """Return the fp32 logits [batch, vocabulary] after the last of ``tokens`` [batch, length]."""
+    batch, length = tokens.shape
+    context = TokenContext(*(torch.arange(size, device=tokens.device) for size in (length, batch)))
+    hidden = model.transform(model.embed(tokens, context), context)
+    head: Any = model.lm_head
+    return torch.nn.functional.linear(model.final_norm(hidden[:, -1:]), head.weight)[:, 0].float()
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), limited to the largest finite number."""
+    return math.exp(min(loss, 700.0))

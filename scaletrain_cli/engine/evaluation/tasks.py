@@ -1,0 +1,185 @@
+"""Evaluate one checkpoint: copy its weights, run every task of the spec, and write the results into its run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaletrain_cli.engine.checkpoint.export import export, text_files
+from scaletrain_cli.engine.data.corpus import documents
+from scaletrain_cli.engine.deepspeed_engine import forward_dtype
+from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss, perplexity
+from scaletrain_cli.engine.evaluation.lm_eval import run_lm_eval
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.checkpoints import Checkpoint, checkpoint_path, read_checkpoint, verify
+from scaletrain_cli.rundir.evaluations import Evaluation, log_evaluation, read_evaluation, write_evaluation
+from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
+from scaletrain_cli.spec.evaluation import GenerationTask, LmEvalTask, LossTask
+from scaletrain_cli.worker import Rank
+from scaletrain_cli.worker.trackers import start_trackers
+
+logger = logging.getLogger(__name__)
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def evaluate_checkpoint(rank: Rank) -> ExitCode:
+    """Run the tasks of the checkpoint that the environment names; return the exit code.
+
+    Tasks with a result are not run again after a restart. A task that fails does not keep the others from running.
+    """
+    own = rank.environment.run
+    run = RunDir(own.path.parent / os.environ["SCALETRAIN_EVALUATED_RUN"])
+    step, record = int(os.environ["SCALETRAIN_EVALUATED_STEP"]), read_record(run)
+    if Path(record.working_folder).is_dir():  # relative paths in the spec
+        os.chdir(record.working_folder)
+    evaluation = read_evaluation(run, step) or Evaluation(step, own.run_id, "requested", 0.0)
+    copied = own.path / "weights"
+    if not copied.is_dir():
+        copy_weights(run, record, step, copied)
+    evaluation = write_evaluation(run, replace(evaluation, state="running", errors={}))
+    done = evaluation.finished_tasks()
+    with_model = _ModelOnDemand(copied, record, lambda: rank.preemption.raised)
+    for task in record.spec.evaluation.tasks:
+        if rank.preemption.raised:
+            raise PreemptedError(Reason("engine.evaluation-preempted"))
+        if task.name in done:
+            continue
+        began = time.monotonic()
+        try:
+            evaluation = write_evaluation(run, _run_task(task, evaluation, with_model, own))
+        except (ScaletrainError, OSError, ValueError, RuntimeError) as error:
+            if rank.preemption.raised:  # the signal has ended the command, too
+                raise PreemptedError(Reason("engine.evaluation-preempted")) from error
+            logger.error("task %s failed: %s", task.name, error)
+            evaluation = replace(evaluation, errors={**evaluation.errors, task.name: str(error)[:2000]})
+        logger.info("task %s took %.1f s", task.name, time.monotonic() - began)
+    evaluation = write_evaluation(run, replace(evaluation, state="failed" if evaluation.errors else "done"))
+    log_evaluation(run, evaluation)
+    record_event(
+        run, "evaluated", step=step, evaluation=own.run_id, metrics=evaluation.metrics, failed=[*evaluation.errors]
+    )
+    shutil.rmtree(copied, ignore_errors=True)
+    _mirror_if_finished(run, record, rank.environment.attempt)
+    return ExitCode.DONE if not evaluation.errors else ExitCode.DO_NOT_REQUEUE
+
+
+def copy_weights(run: RunDir, record: RunRecord, step: int, output: Path) -> None:
+    """Write the verified checkpoint as a Hugging Face folder; training may delete the checkpoint afterwards.
+
+    Raises UsageError if the checkpoint is missing or damaged.
+    """
+    path = checkpoint_path(checkpoint_folder(run, record.spec), step)
+    checkpoint = read_checkpoint(path)
+    problems = verify(checkpoint) if isinstance(checkpoint, Checkpoint) else [str(checkpoint)]
+    if problems:
+        raise UsageError(Reason("engine.not-a-checkpoint", {"path": str(path), "problem": "; ".join(problems)}))
+    dtype = forward_dtype(record.spec.training.precision)
+    export([path], record.spec, output, dtype, text_files(record.spec, run.path.parent))
+
+
+class _ModelOnDemand:
+    """The model and the tokenizer of the copied weights, loaded at the first use and released for other programs."""
+
+    def __init__(self, folder: Path, record: RunRecord, stopped: Callable[[], bool]) -> None:
+        self.folder, self.spec, self.stopped = folder, record.spec, stopped
+        self.device = torch.device("cpu" if record.spec.cluster.gpu == "cpu" else "cuda")
+        self.dtype = forward_dtype(record.spec.training.precision)
+        self._model: CausalLM | None = None
+
+    def model(self) -> CausalLM:
+        if self._model is None:
+            self._model = load_model(self.folder, self.spec.transformer, self.device, self.dtype)
+        return self._model
+
+    def release(self) -> None:
+        """Free the memory of the model."""
+        self._model = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer. Raises UsageError if the weights were exported without one."""
+        from tokenizers import Tokenizer
+
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise UsageError(Reason("engine.evaluation-without-tokenizer"))
+        return Tokenizer.from_file(str(path))
+
+    def end_tokens(self) -> list[int]:
+        """Return the ids that end a text, from the generation settings; empty if there are none."""
+        path = self.folder / "generation_config.json"
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def _run_task(
+    task: LossTask | GenerationTask | LmEvalTask, evaluation: Evaluation, loaded: _ModelOnDemand, own: RunDir
+) -> Evaluation:
+    """Return the evaluation with the results of the task."""
+    if isinstance(task, LossTask):
+        return _loss(task, evaluation, loaded)
+    if isinstance(task, GenerationTask):
+        return _generation(task, evaluation, loaded)
+    return _lm_eval(task, evaluation, loaded, own)
+
+
+def _loss(task: LossTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Evaluation:
+    tokenizer = loaded.tokenizer()
+    texts = islice(documents(task.source), task.documents)
+    found = mean_loss(
+        loaded.model(), (tokenizer.encode(text).ids for text in texts), loaded.spec.transformer.seq_len, loaded.device
+    )
+    metrics = {f"{task.name}/loss": found.mean, f"{task.name}/perplexity": perplexity(found.mean)}
+    return replace(evaluation, metrics={**evaluation.metrics, **metrics})
+
+
+def _generation(task: GenerationTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Evaluation:
+    tokenizer, generations = loaded.tokenizer(), list(evaluation.generations)
+    for number, prompt in enumerate(task.prompts):
+        tokens = generate(
+            loaded.model(),
+            tokenizer.encode(prompt).ids,
+            max_new_tokens=task.max_new_tokens,
+            temperature=task.temperature,
+            end_tokens=loaded.end_tokens(),
+            seq_len=loaded.spec.transformer.seq_len,
+            seed=loaded.spec.training.seed + number,
+            device=loaded.device,
+        )
+        generations.append({"task": task.name, "prompt": prompt, "text": tokenizer.decode(tokens)})
+    return replace(evaluation, generations=generations)
+
+
+def _lm_eval(task: LmEvalTask, evaluation: Evaluation, loaded: _ModelOnDemand, own: RunDir) -> Evaluation:
+    loaded.release()
+    output = own.path / "lm-eval" / task.name
+    device, dtype = "cpu" if loaded.device.type == "cpu" else "cuda:0", _DTYPES[loaded.dtype]
+    log = own.path / f"lm-eval-{task.name}.log"
+    found = run_lm_eval(task, loaded.folder, output, device, dtype, log, loaded.stopped)
+    return replace(
+        evaluation,
+        metrics={**evaluation.metrics, **found.metrics},
+        lower_is_better=[*evaluation.lower_is_better, *found.lower_is_better],
+        versions={**evaluation.versions, task.name: found.versions},
+    )
+
+
+def _mirror_if_finished(run: RunDir, record: RunRecord, attempt: int) -> None:
+    """Pass the metrics on to the trackers of the run if its training has finished; otherwise rank 0 does it."""
+    if any(event.get("event") == "finished" for event in read_events(run)):
+        start_trackers(run, record, attempt).finish("finished")

@@ -1,0 +1,98 @@
+"""Change what trains during a run: at a step boundary the engine is built again around the same weights.
+
+DeepSpeed fixes the trained parameters when it starts. The fp32 weights and the moments of parameters that go on are
+kept by name in host memory; parameters that begin to train have no moments and a step count of 0; those that stop keep
+their weights in the dtype of the forward pass.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
+from scaletrain_cli.engine.checkpoint.snapshot import random_state, restore_random_state
+from scaletrain_cli.engine.compose import Composed, compose
+from scaletrain_cli.engine.health.stragglers import Stragglers
+from scaletrain_cli.engine.model.materialization import WeightsOfModel
+from scaletrain_cli.engine.optim.optimizers import set_rates
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.step import Stepper
+from scaletrain_cli.plan.parameters import Stage, stage_at, trains_everything
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec import RunSpec
+
+
+def trained_at(spec: RunSpec, step: int) -> Stage | None:
+    """Return the stage that trains a step (1-based), or that trained last after it; None if all parameters train."""
+    return None if trains_everything(spec) else stage_at(spec, step)
+
+
+@dataclass
+class StageSwitch:
+    """Keeps the engine in the stage of the run. Methods are collective."""
+
+    spec: RunSpec
+    layout: Layout
+    mesh: Mesh
+    device: torch.device
+    composed: Composed
+    stepper: Stepper
+    checkpointer: Checkpointer
+    stragglers: Stragglers
+    swap_folder: Path
+    stage: Stage | None
+
+    def enter(self, step: int, rate: float) -> bool:
+        """Prepare to train a step (1-based) with this scheduled learning rate; return True if the engine is new."""
+        changed = self._is_elsewhere(step)
+        if changed:
+            held = self.checkpointer.state_in_memory()
+            generators = random_state(self.device)
+            self._build(step)
+            self.checkpointer.restore_from_memory(held)
+            restore_random_state(generators, self.device)
+        set_rates(self.composed.optimizer, step, rate)
+        return changed
+
+    def summary(self) -> dict[str, int]:
+        """Return the last step of the stage and the number of tensors that train in it, for an event."""
+        assert self.stage is not None
+        return {"last_step": self.stage.last_step, "tensors": len(self.stage.since)}
+
+    def prepare_restore(self, step: int) -> None:
+        """Build the engine that trained a step, if it is another one; its state is still to be restored."""
+        if self._is_elsewhere(step):
+            self.checkpointer.finish()
+            self._build(step)
+
+    def _is_elsewhere(self, step: int) -> bool:
+        return self.stage is not None and not self.stage.first_step <= max(1, step) <= self.stage.last_step
+
+    def _build(self, step: int) -> None:
+        """Replace the engine by that of another stage, with the present weights in the dtype of the forward pass."""
+        self.stage = trained_at(self.spec, step)
+        weights, composed = WeightsOfModel(self.composed.model), self.composed
+        composed.engine.destroy()
+        composed.engine = composed.optimizer = composed.stage = composed.model = None  # type: ignore[assignment]
+        _free_memory()
+        folder, stage = self.swap_folder, self.stage
+        built = compose(
+            self.spec, self.layout, self.mesh, self.device, swap_folder=folder, trained=stage, source=weights
+        )
+        composed.replace_by(built)
+        self.stepper.engine_was_built()
+        self.checkpointer.engine_was_built()
+        self.stragglers.watch(composed.engine, self.layout)
+
+
+def _free_memory() -> None:
+    """Collect what no longer is in use; the training loop has excluded older objects from collection."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

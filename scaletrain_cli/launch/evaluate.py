@@ -1,0 +1,160 @@
+"""Submit the jobs that run ``evaluation.tasks``: for each checkpoint a run of its own, beside the training job.
+
+An evaluation is a run whose program is ``scaletrain_cli.engine.evaluation``: it is submitted, listed, cancelled and
+explained like any other. Its id follows from the checkpoint, so that each checkpoint is evaluated once, whoever asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scaletrain_cli.errors import InfeasibleError, ScaletrainError, UsageError
+from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.status import is_over, run_status
+from scaletrain_cli.launch.submit import create_run, submit_run
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.evaluations import Evaluation, read_evaluation, write_evaluation
+from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
+from scaletrain_cli.safe_files import locked
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.evaluation import evaluation_cluster
+
+ENGINE = "scaletrain_cli.engine.evaluation"
+RUN_VARIABLE, STEP_VARIABLE = "SCALETRAIN_EVALUATED_RUN", "SCALETRAIN_EVALUATED_STEP"
+_POLL_SECONDS, _RETRY_SECONDS = 5.0, 60.0
+_ONE = ("data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel")
+
+
+@dataclass(frozen=True)
+class SubmittedEvaluation:
+    """The job of one evaluation, which is the run ``run_id``."""
+
+    step: int
+    run_id: str
+    job_id: str
+
+
+def due_steps(run: RunDir, record: RunRecord) -> list[int]:
+    """Return the steps of committed checkpoints that ``evaluation.job.every`` selects and no job evaluates yet."""
+    every = record.spec.evaluation.job.every
+    committed = (checkpoint.step for checkpoint in list_checkpoints(checkpoint_folder(run, record.spec)))
+    return [step for step in committed if step % every == 0 and read_evaluation(run, step) is None]
+
+
+def evaluation_run_id(run: RunDir, step: int) -> str:
+    """Return the id of the run that evaluates the checkpoint of ``step``."""
+    return f"{run.run_id}-evaluation-{step:08d}"
+
+
+def submit_evaluation(run: RunDir, step: int) -> SubmittedEvaluation:
+    """Submit the job that evaluates the checkpoint of ``step``; a second call returns the same job.
+
+    Raises UsageError without tasks, InfeasibleError if the weights do not fit on the device, and the errors of a
+    submission.
+    """
+    record = read_record(run)
+    require_tasks(run, record)
+    if record.spec.cluster.traits.shared_run_directory:
+        known = [checkpoint.step for checkpoint in list_checkpoints(checkpoint_folder(run, record.spec))]
+        if step not in known:
+            params = {"run": run.run_id, "step": step, "steps": known}
+            raise UsageError(Reason("runs.evaluation-without-checkpoint", params))
+    spec = evaluation_spec(run, record, step)
+    with locked(run.path / "evaluation.lock"):
+        made = create_run(
+            spec,
+            inference_plan(spec),
+            evaluation_run_id(run, step),
+            root=run.path.parent,
+            stored_secrets=read_document(run.secrets),
+        )
+        requested = read_evaluation(run, step)
+        if requested is None:
+            write_evaluation(run, Evaluation(step, made.run.run_id, "requested", 0.0))
+        submission = submit_run(made.run, made.record, backend_for(spec.cluster.scheduler))
+    if requested is None:
+        record_event(run, "evaluation-submitted", step=step, evaluation=made.run.run_id, job_id=submission.job_id)
+    return SubmittedEvaluation(step, made.run.run_id, submission.job_id)
+
+
+def submit_due_evaluations(run: RunDir) -> list[SubmittedEvaluation]:
+    """Submit a job for each checkpoint that has none. Raises as submit_evaluation()."""
+    return [submit_evaluation(run, step) for step in due_steps(run, read_record(run))]
+
+
+def require_tasks(run: RunDir, record: RunRecord) -> None:
+    """Raise UsageError if the run has no ``evaluation.tasks``."""
+    if not record.spec.evaluation.tasks:
+        raise UsageError(Reason("runs.evaluation-without-tasks", {"run": run.run_id}))
+
+
+def evaluation_spec(run: RunDir, record: RunRecord, step: int) -> RunSpec:
+    """Return the spec of the run that evaluates a checkpoint: the run's model and data, on one device."""
+    spec = record.spec
+    raw = spec.model_dump(mode="json", by_alias=True, include={"schema_version", "model", "data", "env", "secret_env"})
+    raw |= {
+        "name": f"{spec.name[:180]} evaluation",
+        "training": {"global_batch_size": 1, "micro_batch_size": 1, "steps": 1, "precision": spec.training.precision},
+        "evaluation": {"every": 0},
+        "layout": dict.fromkeys(_ONE, 1) | {"zero_stage": "auto"},
+        "cluster": evaluation_cluster(spec.cluster, spec.evaluation.job).model_dump(mode="json", by_alias=True),
+        "restarts": {"crash": 1},
+        "code": {"engine": ENGINE},
+        "env": {**spec.env, RUN_VARIABLE: run.run_id, STEP_VARIABLE: str(step)},
+    }
+    return RunSpec.model_validate(raw)
+
+
+def inference_plan(spec: RunSpec) -> RunPlan:
+    """Return a plan for one device. Its memory and time are those of a training step, which an evaluation does not run.
+
+    Raises InfeasibleError if the weights alone do not fit on the device.
+    """
+    from scaletrain_cli.plan import PlanInfeasibleError
+    from scaletrain_cli.plan.planning import plan_or_raise
+
+    try:
+        plan: RunPlan = plan_or_raise(spec, compared=False)
+    except PlanInfeasibleError as error:
+        if error.plan is None:
+            raise
+        plan = error.plan
+    weight_bytes = plan.model.parameters * (4 if spec.training.precision in ("fp32", "tf32") else 2)
+    if weight_bytes > plan.memory.capacity:
+        params = {"weight_bytes": weight_bytes, "capacity_bytes": plan.memory.capacity, "gpu": _name(spec)}
+        raise InfeasibleError(Reason("runs.evaluation-does-not-fit", params))
+    return plan
+
+
+def _name(spec: RunSpec) -> str:
+    gpu = spec.cluster.gpu
+    return gpu if isinstance(gpu, str) else gpu.name
+
+
+def follow_evaluations(run: RunDir) -> Iterator[SubmittedEvaluation]:
+    """Submit and yield an evaluation of each checkpoint until the run is over and all have one.
+
+    A failure is recorded as the event ``evaluation-not-submitted``, once while it lasts, and tried again.
+    """
+    problem, record = None, read_record(run)
+    require_tasks(run, record)
+    while True:
+        over = is_over(run, run_status(run))  # before the checkpoints are listed: the last one must not be missed
+        try:
+            yield from submit_due_evaluations(run)
+            problem = None
+        except (ScaletrainError, OSError) as error:
+            found = Reason("runs.evaluation-not-submitted", {"run": run.run_id, "error": str(error)})
+            if found != problem:
+                record_event(run, "evaluation-not-submitted", message=str(found), **found.to_document())
+            problem = found
+        if over:
+            return
+        time.sleep(_POLL_SECONDS if problem is None else _RETRY_SECONDS)

@@ -1,0 +1,124 @@
+"""The evaluations of a run's checkpoints: ``evaluations/step-N.json``, and which checkpoint has the best value.
+
+An evaluation is requested (its job exists), running (the weights were copied, so that the checkpoint may be deleted),
+and done or failed. Its metrics are also in metrics.jsonl, at the step of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from scaletrain_cli.rundir.checkpoints import entries, list_checkpoints
+from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.journal import append_line, read_metrics
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.safe_files import make_folder
+from scaletrain_cli.spec.run import CheckpointSpec
+
+SCHEMA = "scaletrain.evaluation/v1"
+_FILE = re.compile(r"step-(\d{8,})\.json")
+# Checkpoints that retention keeps because an evaluation job has not copied them yet; the latest ones.
+MOST_WAITING = 2
+State = Literal["requested", "running", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluation of the checkpoint of ``step`` by the run ``run_id``.
+
+    ``metrics``: by name, ``TASK/METRIC``. ``lower_is_better``: the names of metrics of which the least is the best.
+    ``generations``: task, prompt and text. ``versions``: of lm-evaluation-harness and its tasks. ``errors``: by task.
+    """
+
+    step: int
+    run_id: str
+    state: State
+    time: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    lower_is_better: list[str] = field(default_factory=list)
+    generations: list[dict[str, str]] = field(default_factory=list)
+    versions: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def finished_tasks(self) -> set[str]:
+        """Return the names of tasks with a result, which a restarted job does not run again."""
+        return {name.partition("/")[0] for name in self.metrics} | {one["task"] for one in self.generations}
+
+
+def evaluation_path(run: RunDir, step: int) -> Path:
+    """Return the file of the evaluation of a checkpoint."""
+    return run.path / "evaluations" / f"step-{step:08d}.json"
+
+
+def write_evaluation(run: RunDir, evaluation: Evaluation) -> Evaluation:
+    """Replace the file of the evaluation; return what was written, with the present time."""
+    written = replace(evaluation, time=round(time.time(), 3))
+    make_folder(evaluation_path(run, evaluation.step).parent)
+    write_document(evaluation_path(run, evaluation.step), {"schema": SCHEMA, **asdict(written)})
+    return written
+
+
+def read_evaluation(run: RunDir, step: int) -> Evaluation | None:
+    """Return the evaluation of a checkpoint; None if none was requested. Raises UsageError for a damaged file."""
+    path = evaluation_path(run, step)
+    data = read_document(path)
+    if data is None:
+        return None
+    return from_document(Evaluation, {key: value for key, value in data.items() if key != "schema"}, path)
+
+
+def read_evaluations(run: RunDir) -> list[Evaluation]:
+    """Return all evaluations, by step. Raises UsageError for a damaged file."""
+    found = (_FILE.fullmatch(path.name) for path in entries(run.path / "evaluations"))
+    read = (read_evaluation(run, step) for step in sorted(int(match[1]) for match in found if match))
+    return [evaluation for evaluation in read if evaluation is not None]
+
+
+def log_evaluation(run: RunDir, evaluation: Evaluation) -> None:
+    """Append the metrics of an evaluation to metrics.jsonl, at its step."""
+    if evaluation.metrics:
+        append_line(run.metrics, {"step": evaluation.step, **evaluation.metrics, "time": round(time.time(), 3)})
+
+
+def awaited_steps(run: RunDir) -> list[int]:
+    """Return the steps whose checkpoints an evaluation job still has to read: the latest ``MOST_WAITING``."""
+    return [one.step for one in read_evaluations(run) if one.state == "requested"][-MOST_WAITING:]
+
+
+def steps_to_keep(run: RunDir, retention: CheckpointSpec, folder: Path) -> set[int]:
+    """Return the steps of the checkpoints in ``folder`` that an evaluation needs, and of the best one."""
+    kept = set(awaited_steps(run))
+    if retention.keep_best is not None:
+        best = best_step(run, retention.keep_best, {checkpoint.step for checkpoint in list_checkpoints(folder)})
+        kept |= set() if best is None else {best}
+    return kept
+
+
+def best_step(run: RunDir, metric: str, steps: Collection[int]) -> int | None:
+    """Return the step with the best value of a metric among ``steps``; the earlier one of equals, None without values.
+
+    The least value is the best of losses, perplexities, and metrics that an evaluation lists as such.
+    """
+    values: dict[int, float] = {
+        line["step"]: line[metric] for line in read_metrics(run) if _has(line, metric) and line["step"] in steps
+    }
+    if not values:
+        return None
+    sign = 1.0 if is_lower_better(run, metric) else -1.0
+    return min(sorted(values), key=lambda step: sign * values[step])
+
+
+def is_lower_better(run: RunDir, metric: str) -> bool:
+    """Return True if the least value of the metric is the best."""
+    if metric.rpartition("/")[2].endswith(("loss", "perplexity")):
+        return True
+    return any(metric in evaluation.lower_is_better for evaluation in read_evaluations(run))
+
+
+def _has(line: dict[str, Any], metric: str) -> bool:
+    return isinstance(line.get(metric), int | float)

@@ -1,0 +1,87 @@
+"""Losses and greedy continuations of a model on one device are those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss
+from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.hugging_face import from_config
+
+SEQ_LEN = 16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with large random weights, saved by transformers: its choices are clear."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def spec_of(folder: Path) -> ModelSpec:
+    import json
+
+    return ModelSpec.model_validate(
+        {**from_config(json.loads((folder / "config.json").read_text())), "seq_len": SEQ_LEN}
+    )
+
+
+def test_the_loss_of_documents_is_the_mean_over_all_predicted_tokens(weights: Path) -> None:
+    model = load_model(weights, spec_of(weights), CPU, torch.float32)
+    documents = [[1, 5, 9, 30, 2], list(range(40)), [7]]
+    found = mean_loss(model, documents, SEQ_LEN, CPU)
+    reference = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    total, count = 0.0, 0
+    for document in documents:
+        for start in range(0, len(document) - 1, SEQ_LEN):
+            part = torch.tensor([document[start : start + SEQ_LEN + 1]])
+            logits = reference(part[:, :-1]).logits[0].float()
+            total += torch.nn.functional.cross_entropy(logits, part[0, 1:], reduction="sum").item()
+            count += part.shape[1] - 1
+    assert found.tokens == count == 4 + 39
+    assert found.mean == pytest.approx(total / count, rel=1e-6)
+    with pytest.raises(ValueError, match="no document has two tokens"):
+        mean_loss(model, [[3], []], SEQ_LEN, CPU)
+
+
+def test_a_greedy_continuation_is_that_of_transformers_and_stops_at_the_end_token(weights: Path) -> None:
+    model = load_model(weights, spec_of(weights), CPU, torch.float32)
+    prompt = [4, 17, 33]
+    reference = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    expected = reference.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, 3), max_new_tokens=10, do_sample=False, eos_token_id=None
+    )[0, 3:].tolist()
+
+    def continued(end_tokens: list[int], temperature: float = 0.0, seed: int = 1) -> list[int]:
+        return generate(
+            model,
+            prompt,
+            max_new_tokens=10,
+            temperature=temperature,
+            end_tokens=end_tokens,
+            seq_len=SEQ_LEN,
+            seed=seed,
+            device=CPU,
+        )
+
+    assert continued([]) == expected
+    assert continued([expected[4]]) == expected[: expected.index(expected[4])]
+    assert continued([], temperature=1.0) == continued([], temperature=1.0)
+    assert len({tuple(continued([], temperature=5.0, seed=seed)) for seed in range(5)}) > 1

@@ -1,0 +1,128 @@
+"""Training a part of a pretrained model: as transformers and AdamW do, with checkpoints of that part only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scaletrain_cli.engine.checkpoint.export import TextFiles, export
+from scaletrain_cli.engine.checkpoint.shard_file import ShardFile
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.parameters import base_names
+from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.spec import RunSpec, to_hugging_face
+from tests.engine.parity.comparison import FP32, difference
+from tests.engine.parity.dataset import write_dataset
+from tests.engine.parity.layouts import train_in_layout
+from tests.engine.parity.reference import train_alone
+from tests.engine.parity.rows import STEPS, Row
+from tests.engine.ranks import RanksFailedError
+
+# The head first, then the last block as well, with a learning rate of its own; the rest never trains.
+STAGES = "training.trainable=[{match: 'lm_head.*'}, {match: '*.layers.2.*', lr: 5.0e-3, start_step: 8}]"
+NO_TEXT = TextFiles({}, dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture
+def base(tmp_path: Path, dataset: Path) -> Path:
+    """A folder with the weights of a model of transformers, in several files."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**to_hugging_face(Row().spec(dataset).transformer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    return tmp_path / "base"
+
+
+def spec_of(row: Row, dataset: Path, base: Path, *overrides: str, steps: int = STEPS) -> RunSpec:
+    sets = (STAGES, f"model.weights={base}", *overrides)
+    return Row(**{**vars(row), "overrides": sets}).spec(dataset, steps)
+
+
+@pytest.mark.parametrize("row", [Row(2, data=2), Row(3, data=2, tensor=2)], ids=lambda row: row.name)
+def test_a_part_of_a_pretrained_model_trains_as_with_transformers_and_adamw(
+    row: Row, dataset: Path, base: Path
+) -> None:
+    found = difference(train_in_layout(spec_of(row, dataset, base)).trained, train_alone(spec_of(Row(), dataset, base)))
+    assert found.within(FP32), found
+
+
+def newest(runs: Path) -> tuple[Checkpoint, RunSpec]:
+    (run,) = [RunDir(path) for path in runs.iterdir() if (path / "run.json").exists()]
+    checkpoint, _ = latest_valid(run.checkpoints)
+    assert checkpoint is not None
+    return checkpoint, read_record(run).spec
+
+
+def exported(checkpoint: Checkpoint, spec: RunSpec, folder: Path) -> dict[str, Tensor]:
+    export([checkpoint.path], spec, folder, torch.float32, NO_TEXT)
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+def test_checkpoints_hold_what_trains_and_continue_only_on_the_same_base(
+    dataset: Path, base: Path, runs: Path, tmp_path: Path
+) -> None:
+    row, steps = Row(1, data=2), 10
+    whole = train_in_layout(spec_of(row, dataset, base, steps=steps)).trained
+    shutil.rmtree(runs)
+    resumed = train_in_layout(spec_of(row, dataset, base, steps=steps), 9).trained
+    assert resumed.losses == whole.losses
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+
+    checkpoint, spec = newest(runs)
+    stored = {name for file in checkpoint.files if file.startswith("rank") for name in slices(checkpoint.path / file)}
+    assert stored == set(whole.weights) - base_names(spec)
+    assert "lm_head.weight" in stored
+    assert not any(
+        name.startswith(("model.embed", "model.layers.0", "model.layers.1", "model.norm")) for name in stored
+    )
+
+    first = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
+    after = exported(checkpoint, spec, tmp_path / "exported")
+    assert after.keys() == first.keys()
+    for name, weight in after.items():
+        assert torch.equal(weight, first[name]) == (name in base_names(spec)), name
+
+    file = sorted(base.glob("*.safetensors"))[0]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=f"{file.name} is not the file that was in"):
+        exported(checkpoint, spec, tmp_path / "again")
+    shutil.rmtree(base)
+    with pytest.raises(UsageError, match="cannot read the weights that the run starts from"):
+        exported(checkpoint, spec, tmp_path / "again")
+
+
+def slices(path: Path) -> list[str]:
+    return list(ShardFile(path).header.slices)
+
+
+def test_a_run_does_not_resume_on_other_weights(dataset: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change_a_file() -> None:
+        file = sorted(base.glob("*.safetensors"))[0]
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+    spec = spec_of(Row(0), dataset, base, steps=10)
+    with pytest.raises(RanksFailedError, match="was trained on other weights than those in"):
+        train_in_layout(spec, 4, between=change_a_file)
+    assert json.loads((base / "config.json").read_text())["model_type"] == "llama"

@@ -1,0 +1,63 @@
+"""Evaluations of checkpoints on a real Slurm: jobs of their own that the training job submits and never waits for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster.cluster import DevCluster
+from tests.slurm_cluster.test_a_run_on_slurm import ON_SLURM, SAVED_EVERY, TINY, Login
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[DevCluster]:
+    with DevCluster.running(nodes=3, grace_seconds=60, kill_wait_seconds=20, slurmd_timeout_seconds=5) as cluster:
+        yield cluster
+
+
+def test_the_training_job_submits_evaluations_and_trains_on_while_they_wait_and_run(
+    cluster: DevCluster, tmp_path: Path
+) -> None:
+    text = tmp_path / "held-out.txt"
+    text.write_text("def main():\n    return 0\n" * 50)
+    login = Login(cluster, tmp_path / "runs")
+    every = 20 * SAVED_EVERY
+    run_id = login.submit(
+        *ON_SLURM,
+        *TINY,
+        f"evaluation.tasks=[{{kind: loss, name: code, source: {text}}}]",
+        f"evaluation.job={{every: {every}, cluster: {{slurm: {{partition: main, exclude: n1}}}}}}",
+        "checkpoint.keep=2",
+        "checkpoint.keep_best=code/loss",
+    )
+    run = tmp_path / "runs" / run_id
+    first = run / "evaluations" / f"step-{every:08d}.json"
+    wait_until(lambda: first.exists() and json.loads(first.read_text())["state"] == "done", "it is evaluated", 240)
+
+    evaluated = json.loads(first.read_text())
+    assert evaluated["run_id"] == f"{run_id}-evaluation-{every:08d}"
+    status = login.status(run_id)
+    assert status["state"] == "running"
+    assert len(status["attempts"]) == 1
+    assert status["step"] > every
+    login.wait(evaluated["run_id"], lambda now: now["state"] == "finished", "finished")
+    losses = {
+        line["step"]: line["code/loss"]
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "code/loss" in line
+    }
+    assert losses[every] == evaluated["metrics"]["code/loss"]
+
+    second = run / "evaluations" / f"step-{2 * every:08d}.json"
+    wait_until(lambda: second.exists() and json.loads(second.read_text())["state"] == "done", "so is the next", 240)
+    login.scaletrain("cancel", run_id, "--yes")
+    login.wait(run_id, lambda now: now["state"] == "cancelled", "cancelled")
+    kept = {int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")}
+    values = {step: value for step, value in losses.items() if step in kept}
+    assert every in kept or 2 * every in kept, (kept, values)
