@@ -156,29 +156,32 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
 class BackwardProducts(NamedTuple):
     """Weights per token whose products a block's backward pass computes, in three kinds, and what it reaches.
 
-    ``inputs``: products for the gradient of a layer's input; ``weights``: for that of a layer's weight. ``attention``:
-    the core of attention has a backward pass. ``reached``: the block's output has a gradient.
+    ``inputs``: products for the gradient of a layer's input; ``weights``: for that of a layer's weight; ``adapters``:
+    for both of the factors of adapters. ``attention``: the core of attention has a backward pass. ``reached``: the
+    block's output has a gradient.
     """
 
     inputs: int
     weights: int
+    adapters: int
     attention: bool
     reached: bool
 
 
 @lru_cache(maxsize=1024)
 def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) -> BackwardProducts:
-    """Return the products of the backward pass of one block, those of adapters included."""
+    """Return the products of the backward pass of one block."""
     graph = block_graph(model, experts)
-    inputs = weights = 0
+    inputs = weights = adapters = 0
 
     def through(layer: Linear, arriving: bool) -> bool:
         """Count the layer; return whether its output has a gradient, if its input has one (``arriving``)."""
-        nonlocal inputs, weights
+        nonlocal inputs, weights, adapters
         rank = training.rank(layer.name)
         down, up = rank * layer.inputs * layer.copies, rank * layer.outputs * layer.copies
-        inputs += (layer.weights + down if arriving else 0) + up
-        weights += (layer.weights if training.trains(layer.name) else 0) + down + up
+        inputs += layer.weights if arriving else 0
+        weights += layer.weights if training.trains(layer.name) else 0
+        adapters += (2 if arriving else 1) * down + 2 * up
         return arriving or training.learns(layer.name)
 
     before = training.reached
@@ -199,14 +202,19 @@ def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) 
             after = through(last, any(inner)) or after
     if graph.router is not None:
         after = through(graph.router, normed) or after
-    return BackwardProducts(inputs, weights, attention, after)
+    return BackwardProducts(inputs, weights, adapters, attention, after)
 
 
-def forward_weights(model: ModelSpec, training: BlockTraining, experts: bool) -> int:
-    """Return the weights per token of the block's forward products, with those of its adapters."""
-    graph = block_graph(model, experts)
-    added = sum(training.rank(each.name) * (each.inputs + each.outputs) * each.copies for each in graph.linears)
-    return sum(each.weights for each in graph.linears) + added
+def adapter_weights(model: ModelSpec, training: BlockTraining, experts: bool) -> int:
+    """Return the weights per token of the forward products of a block's adapters."""
+    layers = block_graph(model, experts).linears if training.adapters else ()
+    return sum(training.rank(each.name) * (each.inputs + each.outputs) * each.copies for each in layers)
+
+
+@lru_cache(maxsize=256)
+def linear_weights(model: ModelSpec, experts: bool) -> int:
+    """Return the weights per token of the forward products of a block, without adapters."""
+    return sum(each.weights for each in block_graph(model, experts).linears)
 
 
 def block_flops(model: ModelSpec, training: BlockTraining, experts: bool) -> tuple[int, int]:
@@ -215,7 +223,6 @@ def block_flops(model: ModelSpec, training: BlockTraining, experts: bool) -> tup
     The backward pass of attention's core takes twice the FLOPs of its forward pass (arXiv:2204.02311, appendix B).
     """
     back, core = backward_products(model, training, experts), block_attention_flops(model)
-    return (
-        2 * forward_weights(model, training, experts) + core,
-        2 * (back.inputs + back.weights) + (2 * core if back.attention else 0),
-    )
+    forward = linear_weights(model, experts) + adapter_weights(model, training, experts)
+    backward = back.inputs + back.weights + back.adapters
+    return 2 * forward + core, 2 * backward + (2 * core if back.attention else 0)

@@ -333,7 +333,7 @@ def trains_everything(spec: RunSpec) -> bool:
 
 def has_adapter(model: AnyModel) -> bool:
     """Return True if factors of a low-rank adapter train instead of the model's own parameters."""
-    return isinstance(model, ModelSpec) and model.adapter is not None and model.family in BUILT_IN_FAMILIES
+    return getattr(model, "adapter", None) is not None and model.family in BUILT_IN_FAMILIES
 
 
 def _recipe(spec: RunSpec) -> _Recipe:

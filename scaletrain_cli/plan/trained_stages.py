@@ -11,7 +11,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products
+from scaletrain_cli.plan.architecture import head_flops, parameter_count, training_flops_per_token
+from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products, block_flops
 from scaletrain_cli.plan.parameters import Parameter, model_parameters, training_stages, trains_everything
 from scaletrain_cli.plan.parameters import Stage as NamedStage
 from scaletrain_cli.plan.stages import Stage
@@ -108,11 +109,7 @@ class TrainedStage(NamedTuple):
         return self.last_step - self.first_step + 1
 
     def blocks_of(self, model: ModelSpec, stage: Stage) -> tuple[BlockRun, ...]:
-        """Return the runs on one pipeline stage.
-
-        Every stage but the first receives hidden states that have a gradient, whether or not anything before it trains
-        (DeepSpeed, pipe/engine.py ``_exec_recv_activations``).
-        """
+        """Return the runs on one pipeline stage."""
         if not self.runs:
             moe = stage.blocks - stage.dense
             parts = ((stage.start, stage.dense, False), (stage.start + stage.dense, moe, True))
@@ -122,8 +119,7 @@ class TrainedStage(NamedTuple):
         for run in self.runs:
             first, last = max(run.start, stage.start), min(run.start + run.blocks, end)
             if first < last:
-                training = run.training._replace(reached=True) if not stage.first else run.training
-                found.append(run._replace(start=first, blocks=last - first, training=training))
+                found.append(run._replace(start=first, blocks=last - first))
         return tuple(found)
 
 
@@ -132,7 +128,7 @@ def trained_stages(spec: RunSpec) -> tuple[TrainedStage, ...]:
 
     Raises UsageError with all problems of ``training.trainable``.
     """
-    if not isinstance(spec.model, ModelSpec) or trains_everything(spec):
+    if trains_everything(spec):
         return (TrainedStage(1, spec.total_steps),)
     return _converted(spec.transformer, _Stages(training_stages(spec)))
 
@@ -266,3 +262,31 @@ def _block_training(part: PartTensors, reached: bool) -> BlockTraining:
             modules.add(tensor.name.removesuffix(".weight"))
     everything = not adapters and all(group is not None for group in part.groups)
     return BlockTraining(reached, None if everything else frozenset(modules), tuple(adapters))
+
+
+def reached_blocks(model: ModelSpec, trained: TrainedStage) -> int:
+    """Return the number of blocks that have a backward pass."""
+    if not trained.runs:
+        return model.num_hidden_layers
+    return sum(run.blocks for run in trained.runs if backward_products(model, run.training, run.experts).reached)
+
+
+def stage_flops_per_token(model: ModelSpec, trained: TrainedStage) -> int:
+    """Return the FLOPs per token of forward and backward pass, without recomputation.
+
+    The gradient of the hidden states before the head is always needed, that of the head's weight only if it trains.
+    """
+    if not trained.runs:
+        return training_flops_per_token(model)
+    blocks = sum(run.blocks * sum(block_flops(model, run.training, run.experts)) for run in trained.runs)
+    head = head_flops(model)
+    reached = trained.head or trained.final_norm or reached_blocks(model, trained) > 0
+    return blocks + head + (head if reached else 0) + (head if trained.head else 0)
+
+
+def trained_count(spec: RunSpec) -> int:
+    """Return the number of parameters that train in the stage that trains most; adapters included."""
+    if trains_everything(spec):
+        return parameter_count(spec.transformer)
+    sizes = {parameter.name: parameter.numel for parameter in model_parameters(spec.transformer)}
+    return max(sum(sizes[name] for name in stage.since) for stage in training_stages(spec))

@@ -290,12 +290,12 @@ def engine_states(
     """
     tensors = stage_tensors(spec, layout, stage, trained or stage_of_step(spec, 1))
     ranks = _ranks(spec, layout)
-    shared = [(group, ranks(experts)) for group, experts in tensors.trained]
+    # A pipeline stage that trains nothing has an optimizer of one number.
+    shared_groups = tensors.trained or (SharedGroup(_ANCHOR),)
+    shared = [(group, ranks(experts)) for group, experts in shared_groups]
     training, zero = spec.training, layout.zero_stage
     element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
     frozen = _frozen_bytes(spec, layout, tensors, element)
-    if not shared:  # a stage of a pipeline that trains nothing has no optimizer
-        return ModelStates(frozen, 0, 0), 0
     # The tensors that the optimizer updates, as (elements, number of such tensors).
     parts: list[tuple[int, int]]
     if zero == 3:
@@ -312,7 +312,7 @@ def engine_states(
         parts = [(size // ranks, 1) for size, (_, ranks) in zip(padded, shared, strict=True)]
         held = sum(size for size, _ in parts)
         weights = element * sum(padded)
-        gradients = gradient * _gradient_elements(spec, layout, tensors, replica, sum(padded), held)
+        gradients = gradient * _gradient_elements(spec, layout, shared_groups, replica, sum(padded), held)
     weights += frozen
     optimizer = training.optimizer.name
     states = sum(moment_bytes(optimizer, size) * times for size, times in parts)
@@ -342,7 +342,7 @@ def engine_states(
     if zero == 2 and gradient == element:  # gradients accumulate on the host
         gradients = 0
         if layout.gradient_accumulation_steps > 1:
-            host += gradient * _touched(tensors.trained, ranks(False), ranks(True), replica, padded=False)
+            host += gradient * _touched(shared_groups, ranks(False), ranks(True), replica, padded=False)
     return ModelStates(weights, gradients, 0), host
 
 
@@ -350,6 +350,10 @@ def trained_parameters(spec: RunSpec, layout: Layout, stage: Stage, trained: Tra
     """Return (elements of trained parameters on one rank, elements of the largest quantized matrix)."""
     tensors = stage_tensors(spec, layout, stage, trained)
     return sum(group.elements for group, _ in tensors.trained), tensors.largest_quantized
+
+
+# What trains on a pipeline stage whose parameters are all frozen (engine/parallel/pipeline.py).
+_ANCHOR = Group((((1,), 1),))
 
 
 def _ranks(spec: RunSpec, layout: Layout) -> Callable[[bool], int]:
@@ -385,7 +389,12 @@ def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage, trained: Tra
 
 
 def _gradient_elements(
-    spec: RunSpec, layout: Layout, tensors: StageTensors, replica: int | None, padded: int, partition: int
+    spec: RunSpec,
+    layout: Layout,
+    groups: tuple[SharedGroup, ...],
+    replica: int | None,
+    padded: int,
+    partition: int,
 ) -> int:
     """Return the gradient elements that a rank holds in ZeRO stages 1 and 2.
 
@@ -396,9 +405,9 @@ def _gradient_elements(
     if layout.zero_stage == 2:
         if not same_type:
             return partition
-        return _touched(tensors.trained, zero_shards(layout), expert_shards(spec, layout), replica, padded=True)
+        return _touched(groups, zero_shards(layout), expert_shards(spec, layout), replica, padded=True)
     flat = training.precision in ("bf16", "fp8") and not same_type and layout.offload == "none"
-    return padded if flat else sum(group.elements for group, _ in tensors.trained)
+    return padded if flat else sum(group.elements for group, _ in groups)
 
 
 def _padded(elements: int, ranks: int) -> int:

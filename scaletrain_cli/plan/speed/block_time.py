@@ -8,11 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from scaletrain_cli.plan.block_graph import (
+    WHOLE,
+    BlockTraining,
+    backward_products,
+    block_graph,
+    linear_weights,
+)
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.speed.kernels import (
+    LinearSeconds,
     Rates,
     flash_attention_seconds,
-    linear_seconds,
+    linear_products,
     materialized_attention_seconds,
     memory_seconds,
 )
@@ -44,9 +52,23 @@ class PartTime:
     attention_products_forward: float = 0.0  # query, key, value and output projections
 
 
+# Bytes per element that the frozen weights of a quantized layer take, approximately; exact in memory/states.py.
+_QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5625, "nf4_double": 0.5159}
+
+
 @lru_cache(maxsize=8192)
-def block_time(model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates, experts: bool) -> PartTime:
-    """Return the seconds of one block; ``experts``: its MLP is a mixture of experts."""
+def block_time(
+    model: ModelSpec,
+    work: RankWork,
+    profile: FrameworkProfile,
+    rate: Rates,
+    experts: bool,
+    training: BlockTraining = WHOLE,
+) -> PartTime:
+    """Return the seconds of one block; ``experts``: its MLP is a mixture of experts; ``training``: what trains in it.
+
+    Without a gradient of some inputs or weights, the products for the others take their share of the FLOPs.
+    """
     t = work.tensor
     heads = -(-model.num_attention_heads // t)
     projections = _products_seconds(_attention_products(model, work.tokens, heads, t), work, rate)
@@ -55,45 +77,96 @@ def block_time(model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate
         work,
         rate,
     )
-    forward, backward = projections[0] + mlp[0], projections[1] + mlp[1]
+    forward = projections.forward + mlp.forward
     core = _attention_core(model, work, profile, heads, rate)
     moved = _moved(model, work, profile, heads, experts)
     scale = rate.element_bytes / 2
     forward += core[0] + memory_seconds(scale * moved[0], profile.small_kernels[0], rate)
-    backward += core[1] + memory_seconds(scale * moved[1], profile.small_kernels[1], rate)
-    return PartTime(forward, backward, core[0], projections[0])
+    elementwise = memory_seconds(scale * moved[1], profile.small_kernels[1], rate)
+    of_inputs, of_weights = projections.of_input + mlp.of_input, projections.of_weight + mlp.of_weight
+    if training.is_whole:
+        backward = of_inputs + of_weights + core[1] + elementwise
+        return PartTime(forward, backward, core[0], projections.forward)
+    back, every = backward_products(model, training, experts), linear_weights(model, experts)
+    adapted = _adapter_seconds(model, work, rate, experts, training)
+    unpacked = _dequantize_seconds(model, work, rate, every)
+    forward += adapted[0] + unpacked
+    if not back.reached:
+        return PartTime(forward, 0.0, core[0], projections.forward)
+    backward = of_inputs * back.inputs / every + of_weights * back.weights / every
+    backward += (core[1] if back.attention else 0.0) + elementwise + adapted[1] + unpacked
+    return PartTime(forward, backward, core[0], projections.forward)
+
+
+def _adapter_seconds(
+    model: ModelSpec, work: RankWork, rate: Rates, experts: bool, training: BlockTraining
+) -> tuple[float, float]:
+    """Return the (forward, backward) seconds of the low-rank adapters of a block.
+
+    Beside two thin products, the forward pass scales the update and adds it to the layer's output (5 reads and writes
+    of that); the backward pass scales the gradient and adds the input's two gradients.
+    """
+    forward = backward = 0.0
+    for layer in block_graph(model, experts).linears if training.adapters else ():
+        rank = training.rank(layer.name)
+        if not rank:
+            continue
+        by_rows = layer.name.endswith(_SHARDED_INPUTS)
+        inputs = -(-layer.inputs // work.tensor) if by_rows else layer.inputs
+        outputs = layer.outputs if by_rows else -(-layer.outputs // work.tensor)
+        rows = work.tokens * layer.copies
+        for inner, columns in ((inputs, rank), (rank, outputs)):
+            there, of_input, of_weight = linear_products(rows, inner, columns, work.compiled, rate)
+            forward, backward = forward + there, backward + of_input + of_weight
+        size = 1.0 * rate.element_bytes * rows
+        forward += memory_seconds(5 * size * outputs, 2, rate)
+        backward += memory_seconds(2 * size * outputs + 3 * size * inputs, 2, rate)
+    return forward, backward
+
+
+_SHARDED_INPUTS = ("o_proj", "down_proj", "c_proj")
+
+
+def _dequantize_seconds(model: ModelSpec, work: RankWork, rate: Rates, weights: int) -> float:
+    """Return the seconds to convert the linear layers of a block to the compute dtype, once per pass; 0 for 16 bits."""
+    stored = _QUANTIZED_BYTES.get(model.quantization)
+    return 0.0 if stored is None else memory_seconds((stored + 2) * weights / work.tensor, 7, rate)
 
 
 @lru_cache(maxsize=8192)
-def head_time(model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates) -> PartTime:
-    """Return the seconds of the projection to the vocabulary and the loss."""
+def head_time(
+    model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates, trained: bool = True
+) -> PartTime:
+    """Return the seconds of the projection to the vocabulary and the loss; ``trained``: the head's weight trains."""
     columns, hidden = -(-model.vocab_size // work.tensor), model.hidden_size
-    forward, backward = linear_seconds(work.tokens, hidden, columns, work.compiled, rate)
+    forward, of_input, of_weight = linear_products(work.tokens, hidden, columns, work.compiled, rate)
     entries = 1.0 * work.tokens * columns
     return PartTime(
         forward + memory_seconds(profile.loss[0] * entries, 10, rate),
-        backward + memory_seconds(profile.loss[1] * entries, 5, rate),
+        of_input + (of_weight if trained else 0.0) + memory_seconds(profile.loss[1] * entries, 5, rate),
     )
 
 
-def embedding_time(model: ModelSpec, work: RankWork, rate: Rates) -> PartTime:
-    """Return the seconds of the embedding lookup, and of summing its gradients into the full table."""
+def embedding_time(model: ModelSpec, work: RankWork, rate: Rates, trained: bool = True) -> PartTime:
+    """Return the seconds of the embedding lookup, and of summing its gradients into the full table if it trains."""
     rows = 1.0 * work.tokens * model.hidden_size * rate.element_bytes
     table = -(-model.vocab_size // work.tensor) * model.hidden_size * rate.element_bytes
-    return PartTime(memory_seconds(3 * rows, 3, rate), memory_seconds(3 * rows + table, 5, rate))
+    backward = memory_seconds(3 * rows + table, 5, rate) if trained else 0.0
+    return PartTime(memory_seconds(3 * rows, 3, rate), backward)
 
 
 _Product = tuple[int, int, int, int]  # number of such products, and (rows x inner) by (inner x columns)
 
 
-def _products_seconds(products: list[_Product], work: RankWork, rate: Rates) -> tuple[float, float]:
-    """Return the (forward, backward) seconds of these matrix products, with the casts of fp8."""
-    forward = backward = 0.0
+def _products_seconds(products: list[_Product], work: RankWork, rate: Rates) -> LinearSeconds:
+    """Return the seconds of these matrix products, with the casts of fp8."""
+    forward = of_input = of_weight = 0.0
     for count, rows, inner, columns in products:
-        there, back = linear_seconds(rows, inner, columns, work.compiled, rate)
+        there, back, own = linear_products(rows, inner, columns, work.compiled, rate)
         forward += count * there + memory_seconds(1.0 * count * rows * inner * rate.cast_bytes, 0, rate)
-        backward += count * back + memory_seconds(1.0 * count * rows * columns * rate.cast_bytes, 0, rate)
-    return forward, backward
+        of_input += count * back + memory_seconds(1.0 * count * rows * columns * rate.cast_bytes, 0, rate)
+        of_weight += count * own
+    return LinearSeconds(forward, of_input, of_weight)
 
 
 def _attention_products(model: ModelSpec, tokens: int, heads: int, t: int) -> list[_Product]:

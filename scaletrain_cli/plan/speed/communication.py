@@ -76,16 +76,27 @@ def block_traffic(spec: RunSpec, layout: Layout, link: Link, profile: FrameworkP
 
 
 def data_traffic(
-    spec: RunSpec, layout: Layout, link: Link, profile: FrameworkProfile, parameters: int, blocks: int
+    spec: RunSpec,
+    layout: Layout,
+    link: Link,
+    profile: FrameworkProfile,
+    parameters: int,
+    blocks: int,
+    trained: int | None = None,
 ) -> DataTraffic:
-    """Return the data-parallel traffic of a stage; a rank has ``parameters`` parameters, in ``blocks`` blocks."""
+    """Return the data-parallel traffic of a stage; a rank has ``parameters`` parameters, in ``blocks`` blocks.
+
+    ``trained``: those that train (None: all). Only these have gradients, and only these are gathered after the update;
+    ZeRO-3 gathers all in each pass.
+    """
     ranks, stage, m = zero_shards(layout), layout.zero_stage, layout.gradient_accumulation_steps
     if ranks == 1:
         return DataTraffic(0.0, 0.0, 0.0, 0.0, 0)
     training = spec.training
     stride = layout.tensor_parallel
-    weights = parameters * weight_bytes(training.precision)
-    gradients = parameters * _gradient_bytes(spec, profile)
+    learned = parameters if trained is None else trained
+    weights = (parameters if stage == 3 else learned) * weight_bytes(training.precision)
+    gradients = learned * _gradient_bytes(spec, profile)
     part = (ranks - 1) / ranks
     if stage == 0:
         return DataTraffic(0.0, 0.0, link.reduce(gradients, ranks, stride), 0.0, int(2 * gradients * part))

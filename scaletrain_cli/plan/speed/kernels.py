@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 
@@ -104,22 +104,36 @@ def matmul_seconds(rows: int, inner: int, columns: int, rate: Rates) -> float:
     return _tiled_seconds(rows, inner, columns, min(_aligned(inner), _aligned(columns)), rate)
 
 
-@lru_cache(maxsize=16384)
-def linear_seconds(rows: int, inner: int, columns: int, compiled: bool, rate: Rates) -> tuple[float, float]:
-    """Return the (forward, backward) seconds of a linear layer on ``rows`` rows, from ``inner`` to ``columns``
-    features.
+class LinearSeconds(NamedTuple):
+    """Seconds of the three matrix products of a linear layer."""
 
-    Backward computes the gradients of input and weight. In all three products the rows in memory have the length of one
-    of the weight's dimensions; torch.compile pads these, so that they are aligned.
+    forward: float
+    of_input: float  # gradient of the input
+    of_weight: float  # gradient of the weight
+
+
+@lru_cache(maxsize=16384)
+def linear_products(rows: int, inner: int, columns: int, compiled: bool, rate: Rates) -> LinearSeconds:
+    """Return the seconds of a linear layer on ``rows`` rows, from ``inner`` to ``columns`` features.
+
+    In all three products the rows in memory have the length of one of the weight's dimensions; torch.compile pads
+    these, so that they are aligned.
     """
     if rate.is_cpu:
         once = 2.0 * rows * inner * columns / rate.matmul
-        return once, 2 * once
+        return LinearSeconds(once, once, once)
     aligned = 1.0 if compiled else min(_aligned(inner), _aligned(columns))
-    return (
+    return LinearSeconds(
         _tiled_seconds(rows, inner, columns, aligned, rate),
-        _tiled_seconds(rows, columns, inner, aligned, rate) + _tiled_seconds(inner, rows, columns, aligned, rate),
+        _tiled_seconds(rows, columns, inner, aligned, rate),
+        _tiled_seconds(inner, rows, columns, aligned, rate),
     )
+
+
+def linear_seconds(rows: int, inner: int, columns: int, compiled: bool, rate: Rates) -> tuple[float, float]:
+    """Return the (forward, backward) seconds of a linear layer whose weight trains; see ``linear_products``."""
+    forward, of_input, of_weight = linear_products(rows, inner, columns, compiled, rate)
+    return forward, of_input + of_weight
 
 
 def _tiled_seconds(rows: int, inner: int, columns: int, aligned: float, rate: Rates) -> float:

@@ -13,6 +13,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import Recomputation
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.speed.block_time import PartTime
+from scaletrain_cli.plan.trained_stages import TrainedStage, reached_blocks
 from scaletrain_cli.spec import RunSpec
 
 # Share of a block's forward pass that torchtitan's selective checkpointing recomputes: it saves attention and every
@@ -44,17 +45,21 @@ def recompute_seconds(spec: RunSpec, layout: Layout, part: PartTime) -> float:
     return recomputed_forwards(spec, layout) * part.forward
 
 
-def recompute_flops_per_token(spec: RunSpec, layout: Layout) -> float:
-    """Return the FLOPs per token of recomputation, which hardware FLOPs utilization (HFU) counts and MFU does not."""
+def recompute_flops_per_token(spec: RunSpec, layout: Layout, trained: TrainedStage) -> float:
+    """Return the FLOPs per token of recomputation, which hardware FLOPs utilization (HFU) counts and MFU does not.
+
+    Blocks without a backward pass are not recomputed; ``trained``: what trains.
+    """
     model, kind = spec.transformer, _selective(spec, layout)
     if layout.activation_checkpointing == "none":
         return 0.0
+    layers = reached_blocks(model, trained)
     if kind == "attention core":
-        return float(model.num_hidden_layers * block_attention_flops(model))
+        return float(layers * block_attention_flops(model))
     if kind == "attention module":
-        return float(model.num_hidden_layers * (block_attention_flops(model) + attention_matmul_flops(model)))
+        return float(layers * (block_attention_flops(model) + attention_matmul_flops(model)))
     blocks = training_flops_per_token(model) / 3 - head_flops(model)
-    return recomputed_forwards(spec, layout) * blocks
+    return recomputed_forwards(spec, layout) * blocks * layers / model.num_hidden_layers
 
 
 def _selective(spec: RunSpec, layout: Layout) -> Selective | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture
+from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.activations import fuses_attention, loss_chunks
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
+from scaletrain_cli.plan.memory.engine_states import stage_tensors
 from scaletrain_cli.plan.memory.states import (
     expert_tensor_parallel,
     gradient_bytes,
@@ -29,7 +33,8 @@ from scaletrain_cli.plan.speed.communication import (
 )
 from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds
 from scaletrain_cli.plan.speed.recompute import recompute_seconds, recomputed_forwards
-from scaletrain_cli.plan.stages import local_tokens
+from scaletrain_cli.plan.stages import Stage, local_tokens
+from scaletrain_cli.plan.trained_stages import BlockRun, TrainedStage
 from scaletrain_cli.spec import RunSpec
 
 # Share of the host link's bandwidth that copies from pinned memory reach (PCIe 4.0 x16: 25 of 31.5 GB/s).
@@ -78,6 +83,9 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
 
 # GPUs per CPU socket, in a server with two sockets and eight GPUs.
 _SOCKET = 4
+# Kernel launches that the adapter of one layer adds, as a share of the block's: about 4 of 40 forward (two products,
+# scaling, sum) and 8 of 80 backward. An estimate.
+_ADAPTER_HOST = 0.1
 # Host and device work concurrently, so the longer time decides. But kernels differ in length, so each sometimes waits
 # for the other: their times combine as a p-norm, (host^p + device^p)^(1/p), with this p, calibrated on vTrain's runs.
 _HOST_DEVICE_NORM = 9.0
@@ -130,10 +138,9 @@ class MicroBatchTime:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Seconds of the parts of which stages consist; pairs are (dense block, MoE block)."""
+    """Seconds of the parts of which stages consist; ``block``: of a block, by what trains in it and "has experts"."""
 
-    blocks: tuple[PartTime, PartTime]
-    recompute: tuple[float, float]
+    block: Callable[[BlockTraining, bool], PartTime]
     forwards: float  # recomputed forward passes per block
     embedding: PartTime
     head: PartTime
@@ -151,24 +158,58 @@ def stage_times(
     profile: FrameworkProfile,
     per_rank: Architecture,
     blocks: tuple[int, ...],
+    trained: TrainedStage,
 ) -> list[MicroBatchTime]:
     """Return the time of one micro-batch on each stage.
 
     ``per_rank``: the parameters that one rank holds under tensor and expert parallelism, of all stages; ``blocks``: the
-    number of blocks on each stage.
+    number of blocks on each stage; ``trained``: what trains.
     """
-    last, parts = len(blocks) - 1, _parts(spec, layout, device, rate, link, profile)
-    known: dict[tuple[int, int, bool, bool], MicroBatchTime] = {}
+    parts = _parts(spec, layout, device, rate, link, profile, trained)
+    known: dict[tuple[object, ...], MicroBatchTime] = {}
+    found = []
+    for stage in time_stages(per_rank, blocks):
+        runs = trained.blocks_of(spec.transformer, stage)
+        key = (tuple((run.blocks, run.experts, run.training) for run in runs), stage.first, stage.last)
+        if key not in known:
+            sizes = stage_sizes(spec, layout, per_rank, blocks, stage, trained)
+            known[key] = _stage(spec, layout, rate, link, profile, parts, stage, runs, sizes)
+        found.append(known[key])
+    return found
+
+
+def time_stages(per_rank: Architecture, blocks: tuple[int, ...]) -> list[Stage]:
+    """Return the pipeline stages with these numbers of blocks."""
     found, first = [], 0
     for index, count in enumerate(blocks):
         dense = max(0, min(first + count, per_rank.dense_layers) - first)
-        key = (count, dense, index == 0, index == last)
-        if key not in known:
-            parameters = stage_parameters(per_rank, blocks, index, first)
-            known[key] = _stage(spec, layout, rate, link, profile, parts, key, parameters)
-        found.append(known[key])
+        found.append(Stage(index, count, dense, index == 0, index == len(blocks) - 1, first))
         first += count
     return found
+
+
+class StageSizes(NamedTuple):
+    """Parameters on one rank of a pipeline stage: all, and those that train."""
+
+    parameters: int
+    trained: int
+
+
+def stage_sizes(
+    spec: RunSpec,
+    layout: Layout,
+    per_rank: Architecture,
+    blocks: tuple[int, ...],
+    stage: Stage,
+    trained: TrainedStage,
+) -> StageSizes:
+    """Return the parameters on one rank of a pipeline stage."""
+    if not trained.runs:
+        parameters = stage_parameters(per_rank, blocks, stage.position, stage.start)
+        return StageSizes(parameters, parameters)
+    tensors = stage_tensors(spec, layout, stage, trained)
+    learned = sum(group.elements for group, _ in tensors.trained)
+    return StageSizes(learned + sum(group.elements for group, _ in tensors.frozen), learned)
 
 
 def stage_parameters(per_rank: Architecture, blocks: tuple[int, ...], index: int, first: int | None = None) -> int:
@@ -183,18 +224,25 @@ def stage_parameters(per_rank: Architecture, blocks: tuple[int, ...], index: int
 
 
 def _parts(
-    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, link: Link, profile: FrameworkProfile
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    rate: Rates,
+    link: Link,
+    profile: FrameworkProfile,
+    trained: TrainedStage,
 ) -> _Parts:
     model, work = spec.transformer, _rank_work(spec, layout, device)
-    dense = moe = block_time(model, work, profile, rate, experts=bool(model.num_experts))
-    if model.num_experts and model.first_k_dense_replace:
-        dense = block_time(model, work, profile, rate, experts=False)
+
+    def block(training: BlockTraining, experts: bool) -> PartTime:
+        return block_time(model, work, profile, rate, experts, training)
+
+    head = head_time(model, work, profile, rate, trained.head)
     return _Parts(
-        blocks=(dense, moe),
-        recompute=(recompute_seconds(spec, layout, dense), recompute_seconds(spec, layout, moe)),
+        block=block,
         forwards=recomputed_forwards(spec, layout),
-        embedding=embedding_time(model, work, rate),
-        head=_chunked(head_time(model, work, profile, rate), spec, layout, rate, work),
+        embedding=embedding_time(model, work, rate, trained.embedding),
+        head=_chunked(head, spec, layout, rate, work) if trained.head else head,
         traffic=block_traffic(spec, layout, link, profile),
         boundary=boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - profile.pipeline_overlap),
         offload_copy=activation_offload_seconds(spec, layout, device),
@@ -218,37 +266,43 @@ def _stage(
     link: Link,
     profile: FrameworkProfile,
     parts: _Parts,
-    held: tuple[int, int, bool, bool],
-    parameters: int,
+    stage: Stage,
+    runs: tuple[BlockRun, ...],
+    sizes: StageSizes,
 ) -> MicroBatchTime:
-    """Return the time of one micro-batch on one stage.
-
-    ``held``: (blocks, dense blocks among them, is first stage, is last stage); ``parameters``: on one rank.
-    """
-    count, dense, first, last = held
-    moe, forwards, traffic = count - dense, parts.forwards, parts.traffic
-    forward = dense * parts.blocks[0].forward + moe * parts.blocks[1].forward
-    backward = dense * parts.blocks[0].backward + moe * parts.blocks[1].backward
-    recompute = dense * parts.recompute[0] + moe * parts.recompute[1]
+    """Return the time of one micro-batch on one stage; ``runs``: its blocks, ``sizes``: its parameters on one rank."""
+    count, first, last = stage.blocks, stage.first, stage.last
+    forwards, traffic = parts.forwards, parts.traffic
+    forward = backward = recompute = communication = host = 0.0
+    for run in runs:
+        part = parts.block(run.training, run.experts)
+        reached = backward_products(spec.transformer, run.training, run.experts).reached
+        again = forwards if reached else 0.0
+        forward += run.blocks * part.forward
+        backward += run.blocks * part.backward
+        recompute += run.blocks * recompute_seconds(spec, layout, part) if reached else 0.0
+        communication += run.blocks * (traffic.forward * (1 + again) + (traffic.backward if reached else 0.0))
+        communication += run.blocks * traffic.experts * ((2 if reached else 1) + again) if run.experts else 0.0
+        adapters = 1 + _ADAPTER_HOST * len(run.training.adapters)
+        host += run.blocks * adapters * profile.forward_host * (1 + again)
+        host += run.blocks * (adapters * profile.backward_host if reached else 0.0)
+        host += run.blocks * profile.experts_host if run.experts else 0.0
     if first:
         forward, backward = forward + parts.embedding.forward, backward + parts.embedding.backward
     if last:
         forward, backward = forward + parts.head.forward, backward + parts.head.backward
-    backward += parameters * profile.accumulate / rate.memory
+    backward += sizes.trained * profile.accumulate / rate.memory
     if parts.offload_copy:
         forward, backward = forward + count * parts.offload_copy, backward + count * parts.offload_copy
-    communication = count * (traffic.forward * (1 + forwards) + traffic.backward)
-    communication += moe * traffic.experts * (2 + forwards)
     # A stage receives and sends in the forward and in the backward pass; first and last stage do half of it.
     communication += parts.boundary * (0 if first and last else 2 if first or last else 4)
     if layout.zero_stage >= 2:
-        data = data_traffic(spec, layout, link, profile, parameters, count)
+        data = data_traffic(spec, layout, link, profile, sizes.parameters, count, sizes.trained)
         communication += exposed(data.forward, forward, profile.reduce_overlap)
         communication += exposed(data.backward, backward + recompute, profile.reduce_overlap)
     if rate.is_cpu:
         return MicroBatchTime(forward, backward, recompute, communication, 0.0, 0.0)
-    host = count * (profile.forward_host * (1 + forwards) + profile.backward_host) + profile.micro_batch_host
-    host += profile.end_host * (first + last) + profile.experts_host * moe
+    host += profile.micro_batch_host + profile.end_host * (first + last)
     stall = 0.0
     if layout.tensor_parallel > 1:
         host += count * profile.tensor_host

@@ -7,9 +7,9 @@ optimizer, waiting for data). The stage that finishes last decides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from scaletrain_cli.plan.architecture import architecture, training_flops_per_token
+from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link, cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, compiled_profile
@@ -19,8 +19,16 @@ from scaletrain_cli.plan.speed.communication import data_traffic, exposed, sent_
 from scaletrain_cli.plan.speed.kernels import Rates, rates
 from scaletrain_cli.plan.speed.pipeline import one_forward_one_backward
 from scaletrain_cli.plan.speed.recompute import recompute_flops_per_token
-from scaletrain_cli.plan.speed.stage_time import MicroBatchTime, offload_seconds, stage_parameters, stage_times
+from scaletrain_cli.plan.speed.stage_time import (
+    MicroBatchTime,
+    StageSizes,
+    offload_seconds,
+    stage_sizes,
+    stage_times,
+    time_stages,
+)
 from scaletrain_cli.plan.stages import zero_shards
+from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stages
 from scaletrain_cli.spec import RunSpec
 
 # Maximum number of stages whose times a plan lists; no published run has more.
@@ -45,7 +53,48 @@ class _OncePerStep:
 
 
 def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-    """Return the seconds per optimizer step by cause with derived figures, and the bytes that a rank sends."""
+    """Return the seconds per optimizer step by cause with derived figures, and the bytes that a rank sends.
+
+    If stages of the run train different parameters, these are means over its steps.
+    """
+    stages = trained_stages(spec)
+    found = [trained_stage_time(spec, layout, device, stage) for stage in stages]
+    if len(found) == 1:
+        return found[0]
+    return mean_time(spec, stages, [time for time, _ in found]), max(
+        (network for _, network in found), key=lambda network: network.per_step_bytes.data
+    )
+
+
+def mean_time(spec: RunSpec, stages: tuple[TrainedStage, ...], times: list[Time]) -> Time:
+    """Return the mean of the times of a run's stages over its steps; rates follow from the mean step."""
+    shares = [stage.steps / spec.total_steps for stage in stages]
+
+    pairs = list(zip(shares, times, strict=True))
+    step = sum(share * time.step for share, time in pairs)
+    longest = max(pairs, key=lambda pair: pair[0])[1]
+    return replace(
+        longest,
+        step=step,
+        compute=sum(share * time.compute for share, time in pairs),
+        exposed_communication=sum(share * time.exposed_communication for share, time in pairs),
+        bubble=sum(share * time.bubble for share, time in pairs),
+        optimizer=sum(share * time.optimizer for share, time in pairs),
+        data_wait=sum(share * time.data_wait for share, time in pairs),
+        recompute=sum(share * time.recompute for share, time in pairs),
+        to_train=step * spec.total_steps,
+        tokens_per_second=longest.tokens_per_second * longest.step / step,
+        tokens_per_second_per_gpu=longest.tokens_per_second_per_gpu * longest.step / step,
+        samples_per_second=longest.samples_per_second * longest.step / step,
+        mfu=sum(share * time.mfu * time.step for share, time in pairs) / step,
+        hfu=sum(share * time.hfu * time.step for share, time in pairs) / step,
+    )
+
+
+def trained_stage_time(
+    spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage
+) -> tuple[Time, Network]:
+    """Return the same as ``plan_time`` for steps that train what ``trained`` states."""
     model = spec.transformer
     framework = framework_of(spec)
     profile = framework.profile_on(device)
@@ -54,15 +103,13 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     rate, link = rates(device, spec.training.precision), cluster_link(spec.cluster, device)
     per_rank = architecture(model, layout.tensor_parallel, layout.expert_parallel)
     blocks = framework.blocks_by_stage(model, layout.pipeline_parallel)
-    stages = stage_times(spec, layout, device, rate, link, profile, per_rank, blocks)
+    stages = stage_times(spec, layout, device, rate, link, profile, per_rank, blocks, trained)
     m = layout.gradient_accumulation_steps
     once: dict[int, _OncePerStep] = {}  # equal stages are the same object
-    for index, stage in enumerate(stages):
+    for stage, held in zip(stages, time_stages(per_rank, blocks), strict=True):
         if id(stage) not in once:
-            parameters = stage_parameters(per_rank, blocks, index)
-            once[id(stage)] = _once_per_step(
-                spec, layout, device, rate, link, profile, stage, parameters, blocks[index]
-            )
+            sizes = stage_sizes(spec, layout, per_rank, blocks, held, trained)
+            once[id(stage)] = _once_per_step(spec, layout, device, rate, link, profile, stage, sizes, held.blocks)
     schedule = one_forward_one_backward(
         [stage.seconds for stage in stages],
         m,
@@ -73,15 +120,16 @@ def plan_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time,
     slowest = stages[schedule.slowest]
     last = once[id(slowest)]
     communication = min(m * slowest.communication, schedule.busy) + last.exposed
-    communication += tied_seconds(spec, layout, link, profile, per_rank.embedding)
+    if trained.embedding:
+        communication += tied_seconds(spec, layout, link, profile, per_rank.embedding)
     compute = schedule.busy - min(m * slowest.communication, schedule.busy)
     optimizer = last.optimizer
     step = compute + schedule.bubble + communication + optimizer
     waited = _data_wait(spec, layout, step)
     step += waited
-    tokens = layout.global_batch_size * model.seq_len
-    needed = tokens * training_flops_per_token(model)
-    executed = needed + tokens * recompute_flops_per_token(spec, layout)
+    tokens = layout.global_batch_size * spec.units_per_sample
+    needed = tokens * stage_flops_per_token(model, trained)
+    executed = needed + tokens * recompute_flops_per_token(spec, layout, trained)
     peak = layout.world_size * device.peak_flops(spec.training.precision)
     time = Time(
         step=step,
@@ -110,18 +158,18 @@ def _once_per_step(
     link: Link,
     profile: FrameworkProfile,
     stage: MicroBatchTime,
-    parameters: int,
+    sizes: StageSizes,
     blocks: int,
 ) -> _OncePerStep:
-    """Return what a stage does once per step; a rank has ``parameters`` parameters, in ``blocks`` blocks."""
-    data = data_traffic(spec, layout, link, profile, parameters, blocks)
+    """Return what a stage of ``blocks`` blocks does once per step; ``sizes``: the parameters of one rank."""
+    data = data_traffic(spec, layout, link, profile, sizes.parameters, blocks, sizes.trained)
     # With v chunks per stage, the traffic of a chunk may also overlap passes of the stage's other chunks.
     others = min(layout.gradient_accumulation_steps, layout.pipeline_parallel - 1)
     windows = 1 + others * (1 - 1 / layout.virtual_pipeline)
     forward, backward = stage.overlappable
     reduce = exposed(data.reduce, windows * backward, profile.reduce_overlap)
     gather = exposed(data.gather, windows * forward, profile.gather_overlap)
-    optimizer = _optimizer_seconds(spec, layout, device, rate, profile, parameters)
+    optimizer = _optimizer_seconds(spec, layout, device, rate, profile, sizes.trained)
     return _OncePerStep(reduce + gather, optimizer, data.sent)
 
 
@@ -139,5 +187,5 @@ def _data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
     """Return the seconds that a step waits for tokens: reading them, minus the step, because loaders read ahead."""
     given = spec.cluster.storage_bandwidth
     size = 2 if spec.transformer.vocab_size <= _SMALL_VOCABULARY else 4
-    read = size * layout.global_batch_size * (spec.transformer.seq_len + 1) / spec.cluster.nodes
+    read = size * layout.global_batch_size * (spec.units_per_sample + 1) / spec.cluster.nodes
     return max(0.0, read / (_STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)) - step)
