@@ -59,7 +59,7 @@ def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
 
 
 def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Found, compared: bool) -> RunPlan:
-    size = workload_of(spec.model).size(spec.model)
+    size = workload_of(spec.model).training_size(spec)
     durability = plan_durability(spec, chosen.layout, chosen.time, device)
     return RunPlan(
         model=size,
@@ -75,4 +75,5 @@ def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Foun
         warnings=warnings(spec, chosen.layout, chosen.memory, chosen.time, durability, device),
         assumptions=assumptions(spec, chosen.layout, device, size.parameters),
         sanity=check_recipe(spec, chosen.layout, size, device),
+        training_stages=workload_of(spec.model).training_stages(spec, chosen.layout, device),
     )

@@ -16,11 +16,27 @@ SCHEMA = "scaletrain.plan/v1"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters (all, and those that one token uses), and training FLOPs per token, without recomputation."""
+    """Parameters (all, and those that one token uses), and training FLOPs per token, without recomputation.
+
+    ``parameters`` and ``active_parameters`` are without adapters. ``trainable_parameters``: those that train, adapters
+    included, in the stage of the run that trains most; 0 in plans of earlier versions.
+    """
 
     parameters: int
     active_parameters: int
     flops_per_token: float
+    trainable_parameters: int = 0
+
+
+@dataclass(frozen=True)
+class TrainingStage:
+    """Steps that train the same parameters: how many, peak bytes on the fullest rank, and seconds per step."""
+
+    first_step: int
+    last_step: int
+    trainable_parameters: int
+    peak: int
+    step_seconds: float
 
 
 @dataclass(frozen=True)
@@ -257,7 +273,8 @@ class RunPlan:
     """The plan of a run: printed, submitted, checked on the nodes and compared with measurements.
 
     ``considered``: the number of layouts that the spec allows. ``alternatives``: the best of those that were sized.
-    ``rejected``: counts by reason of the layouts that were not chosen, and of excluded degrees.
+    ``rejected``: counts by reason of the layouts that were not chosen, and of excluded degrees. ``training_stages``:
+    empty if all steps train the same parameters; otherwise memory is that of the fullest, time the mean over the steps.
     """
 
     model: ModelSize
@@ -273,6 +290,7 @@ class RunPlan:
     warnings: tuple[Reason, ...] = ()
     assumptions: tuple[Reason, ...] = ()
     sanity: tuple[Sanity, ...] = ()
+    training_stages: tuple[TrainingStage, ...] = ()
     schema: str = SCHEMA
 
     def to_json(self) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import head_flops, parameter_count, training_flops_per_token
 from scaletrain_cli.plan.block_graph import WHOLE, Adapter, BlockTraining, backward_products, block_flops
-from scaletrain_cli.plan.parameters import Parameter, model_parameters, training_stages, trains_everything
+from scaletrain_cli.plan.parameters import (
+    Parameter,
+    model_parameters,
+    trained_ever,
+    training_stages,
+    trains_everything,
+)
 from scaletrain_cli.plan.parameters import Stage as NamedStage
 from scaletrain_cli.plan.stages import Stage
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -73,6 +79,11 @@ class PartTensors(NamedTuple):
     tensors: tuple[EngineTensor, ...]
     groups: tuple[GroupNumber, ...]
 
+    def elements(self, *, trained: bool) -> int:
+        """Return the elements of the tensors that train, or of those that are frozen, in the whole model."""
+        pairs = zip(self.tensors, self.groups, strict=True)
+        return sum(tensor.elements for tensor, group in pairs if (group is not None) == trained)
+
     def only_first(self) -> PartTensors:
         """Return the first tensor alone: the token embedding."""
         return PartTensors(self.tensors[:1], self.groups[:1])
@@ -107,6 +118,11 @@ class TrainedStage(NamedTuple):
     def steps(self) -> int:
         """Return the number of steps."""
         return self.last_step - self.first_step + 1
+
+    @property
+    def is_uniform(self) -> bool:
+        """Return whether all blocks of a kind train alike."""
+        return len({(run.experts, run.training) for run in self.runs}) == len({run.experts for run in self.runs})
 
     def blocks_of(self, model: ModelSpec, stage: Stage) -> tuple[BlockRun, ...]:
         """Return the runs on one pipeline stage."""
@@ -284,9 +300,23 @@ def stage_flops_per_token(model: ModelSpec, trained: TrainedStage) -> int:
     return blocks + head + (head if reached else 0) + (head if trained.head else 0)
 
 
-def trained_count(spec: RunSpec) -> int:
-    """Return the number of parameters that train in the stage that trains most; adapters included."""
-    if trains_everything(spec):
+def trained_count(spec: RunSpec, stage: TrainedStage) -> int:
+    """Return the number of parameters of the whole model, or of its adapters, that train in a stage."""
+    if not stage.runs:
         return parameter_count(spec.transformer)
-    sizes = {parameter.name: parameter.numel for parameter in model_parameters(spec.transformer)}
-    return max(sum(sizes[name] for name in stage.since) for stage in training_stages(spec))
+    parts = [(run.part, run.blocks) for run in stage.runs] + [(stage.opening, 1), (stage.closing, 1)]
+    return sum(times * part.elements(trained=True) for part, times in parts)
+
+
+def stored_parameters(spec: RunSpec) -> list[tuple[int, int]]:
+    """Return, for each stage, the parameters in a checkpoint: (those that train, frozen ones).
+
+    Weights that never train are not stored if they come from the files of ``model.weights``.
+    """
+    if trains_everything(spec):
+        return [(parameter_count(spec.transformer), 0)]
+    names = {parameter.name: parameter.numel for parameter in model_parameters(spec.transformer)}
+    ever = trained_ever(spec) if spec.transformer.weights is not None else names.keys()
+    stored = sum(names[name] for name in ever)
+    trained = [sum(names[name] for name in stage.since) for stage in training_stages(spec)]
+    return [(count, stored - count) for count in trained]

@@ -242,20 +242,27 @@ def chosen_cross_entropy(spec: RunSpec, micro_batch_tokens: int, tensor_parallel
 
 
 def loss_bytes(
-    model: ModelSpec, element_bytes: int, tokens: int, tensor_parallel: int = 1, cross_entropy: str = "whole"
+    model: ModelSpec,
+    element_bytes: int,
+    tokens: int,
+    tensor_parallel: int = 1,
+    cross_entropy: str = "whole",
+    *,
+    trains_head: bool = True,
 ) -> int:
     """Return the bytes of one rank at the peak of the loss, with the final norm's activations.
 
     ``chunked`` computes the gradients together with the loss, chunk by chunk (engine/model/loss.py): the gradient of
-    the hidden states, the head's gradient summed in fp32, and beside it the head's gradient of one chunk. ``liger``
-    does the same with chunks of such a size that the logits of one take as many bytes as the hidden states
-    (liger_kernel, fused_linear_cross_entropy_forward).
+    the hidden states, the head's gradient summed in fp32, and beside it the head's gradient of one chunk; the last two
+    only if the head trains (``trains_head``). ``liger`` does the same with chunks of such a size that the logits of one
+    take as many bytes as the hidden states (liger_kernel, fused_linear_cross_entropy_forward).
     """
     norm = rms_norm_bytes if model.norm_kind == "rmsnorm" else _layer_norm_bytes
     entries = -(-model.vocab_size // tensor_parallel)
     hidden, head = tokens * model.hidden_size, entries * model.hidden_size
     kept = tokens * norm(model.hidden_size, element_bytes)
     if cross_entropy == "chunked":
+        head = head if trains_head else 0
         logits = (_ENTRY + element_bytes) * min(tokens, LOSS_CHUNK_TOKENS) * entries
         return kept + element_bytes * hidden + (_FP32 + element_bytes) * head + logits
     if cross_entropy == "liger":

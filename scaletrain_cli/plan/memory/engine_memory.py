@@ -157,7 +157,7 @@ def _size_of_stage(
     element, shards = weight_bytes(training.precision), zero_shards(layout)
     tokens = local_tokens(spec, layout)
     activations = _Activations(spec, layout, device)
-    loss = loss_bytes(model, element, tokens, layout.tensor_parallel, layout.cross_entropy)
+    loss = loss_bytes(model, element, tokens, layout.tensor_parallel, layout.cross_entropy, trains_head=trained.head)
     offloaded = spec.layout.activation_offload
     grads = gradient_bytes(training.precision, training.grad_dtype)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)

@@ -38,12 +38,16 @@ _MOST_INTERRUPTIONS = 700.0
 
 
 def checkpoint_bytes(spec: RunSpec, layout: Layout) -> int:
-    """Return the bytes of a checkpoint: the state of the whole job, in which replicated state is written once."""
+    """Return the bytes of a checkpoint: the state of the whole job, in which replicated state is written once.
+
+    Frozen weights are stored without optimizer states, and not at all if they stay those of ``model.weights``. If what
+    trains changes, the bytes are those of the largest checkpoint.
+    """
     stage = framework_of(spec).checkpoint_zero_stage(layout)
     training = spec.training
-    return workload_of(spec.model).parameter_count(spec.model) * checkpoint_bytes_per_parameter(
-        training.precision, stage, training.optimizer.name
-    )
+    each = checkpoint_bytes_per_parameter(training.precision, stage, training.optimizer.name)
+    stored = workload_of(spec.model).stored_parameters(spec)
+    return max(trained * each + frozen * weight_bytes(training.precision) for trained, frozen in stored)
 
 
 def save_seconds(spec: RunSpec, layout: Layout) -> float:

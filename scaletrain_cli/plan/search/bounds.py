@@ -5,7 +5,8 @@ A search over a large cluster cannot size every layout. The bounds follow from p
 * a larger micro-batch takes no more time per sequence;
 * spreading experts over more ranks takes no more compute time;
 * what happens once per step does not depend on the micro-batch;
-* the first stage of a pipeline holds at least its share of states and activations.
+* the first stage of a pipeline holds at least its share of states and activations; if blocks train different parts,
+  some stage holds at least the mean of both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Time
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
+from scaletrain_cli.plan.trained_stages import trained_stages
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
@@ -47,6 +49,8 @@ class Bounds:
         self.spec, self.device, self.checkpointing = spec, device, checkpointing
         self._workload = workload_of(spec.model)
         self._layers = self._workload.layers(spec)
+        trained = trained_stages(spec)
+        self._stages, self._uniform = len(trained), all(stage.is_uniform for stage in trained)
         self._sizes = micro_batch_sizes(spec, Axes(1, 1, 1, 1, 1, 1, 1))
         self._micro_batches: dict[tuple[int | str, ...], tuple[float, float]] = {}
         self._alone_seconds: dict[tuple[int | str, ...], tuple[float, float]] = {}
@@ -98,9 +102,14 @@ class Bounds:
         share = blocks / self._layers
         micro_batches = self.spec.training.global_batch_size // (axes.data * micro_batch)
         in_flight = min(1.0, min(micro_batches, axes.pipeline) * share)
+        if not self._uniform:  # some stage has at least the mean of states and activations together
+            share = in_flight = min(share, 1 / axes.pipeline)
         if checkpointing == "selective" and axes.pipeline > 1:
             in_flight *= self._selective_share(blocks)
-        return int(_SLACK * (held * share + in_flight * self._activation_bytes(axes, micro_batch, checkpointing)))
+        activations = in_flight * self._activation_bytes(axes, micro_batch, checkpointing)
+        if self._stages > 1:  # the largest states and the largest activations may be at different steps
+            return int(_SLACK * max(held * share, activations))
+        return int(_SLACK * (held * share + activations))
 
     def _selective_share(self, blocks: int) -> float:
         """Return a lower bound on the activations of ``blocks`` consecutive blocks, as a share of the average."""

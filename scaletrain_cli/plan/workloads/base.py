@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from scaletrain_cli.plan.axes import Axes, Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.run import AnyModel
@@ -42,6 +43,19 @@ class Workload(ABC):
     def parameter_count(self, model: AnyModel) -> int:
         """Return the number of trainable parameters; a tied head is not counted again."""
         return self.size(model).parameters
+
+    def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
+        """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run."""
+        return [(self.parameter_count(spec.model), 0)]
+
+    def training_size(self, spec: RunSpec) -> ModelSize:
+        """Return the size with the parameters that train, and the FLOPs that training them takes."""
+        size = self.size(spec.model)
+        return replace(size, trainable_parameters=size.parameters)
+
+    def training_stages(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TrainingStage, ...]:
+        """Return memory and time of each stage of the run; empty if all steps train the same parameters."""
+        return ()
 
     @abstractmethod
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -10,10 +11,18 @@ from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import CHECKPOINTING, Axes, Rule, divisors, nearest_divisors
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import plan_memory
+from scaletrain_cli.plan.memory.engine_memory import trained_stage_memory
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time
-from scaletrain_cli.plan.speed.step_time import plan_time
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
+from scaletrain_cli.plan.speed.step_time import plan_time, trained_stage_time
+from scaletrain_cli.plan.trained_stages import (
+    stage_flops_per_token,
+    stored_parameters,
+    trained_count,
+    trained_stages,
+)
 from scaletrain_cli.plan.workloads.base import Degrees, Workload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -71,6 +80,30 @@ class TextWorkload(Workload):
     def parameter_count(self, model: AnyModel) -> int:
         """Return the number of trainable parameters, without the FLOPs."""
         return architecture.parameter_count(_text(model))
+
+    def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
+        """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run."""
+        return stored_parameters(spec)
+
+    def training_size(self, spec: RunSpec) -> ModelSize:
+        """Return the size, with the parameters of the stage that trains most, and the mean FLOPs over the steps."""
+        model, stages = spec.transformer, trained_stages(spec)
+        flops = sum(stage.steps * stage_flops_per_token(model, stage) for stage in stages) / spec.total_steps
+        trained = max(trained_count(spec, stage) for stage in stages)
+        return replace(self.size(model), trainable_parameters=trained, flops_per_token=float(flops))
+
+    def training_stages(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TrainingStage, ...]:
+        """Return memory and time of each stage of the run; empty if all steps train the same parameters."""
+        stages = trained_stages(spec)
+        if len(stages) == 1 or not framework_of(spec).is_engine:
+            return ()
+        found = []
+        for stage in stages:
+            fullest = max(trained_stage_memory(spec, layout, device, stage), key=lambda memory: memory.peak)
+            seconds = trained_stage_time(spec, layout, device, stage)[0].step
+            trained = trained_count(spec, stage)
+            found.append(TrainingStage(stage.first_step, stage.last_step, trained, fullest.peak, seconds))
+        return tuple(found)
 
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
         """Return the memory by the model in ``plan.memory``."""
