@@ -65,8 +65,11 @@ class Stepper(ABC):
         loss, norm = self._train(batches, self._largest_norm(), nan_gradient, factor)
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
-        measures = self._composed.objective.take_measures()
-        return StepResult(loss, norm, self._fp16 and step_was_skipped(self._engine), measures)
+        return StepResult(loss, norm, self._fp16 and step_was_skipped(self._engine), self.take_measures())
+
+    def take_measures(self) -> dict[str, Tensor]:
+        """Return the measures of the objective since the last call, the same on every rank."""
+        return self._composed.objective.take_measures()
 
     @property
     def loss_scale(self) -> float:

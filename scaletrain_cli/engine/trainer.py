@@ -313,13 +313,15 @@ class Trainer:
         sequences = self.record.spec.evaluation.batches * layout.global_batch_size
         rounds = min(sequences, len(self.validation.sequences)) // width
         losses = {"validation_loss": self._mean_loss(step, rounds)}
+        measures = {f"validation_{name}": value.item() for name, value in self.stepper.take_measures().items()}
         if self.average is not None and self.average.taken:  # not before the first weights were averaged
             with self.average.in_use():
                 losses["averaged_validation_loss"] = self._mean_loss(step, rounds)
+            self.stepper.take_measures()  # those of the trained weights are enough
         measured = {name: loss for name, loss in losses.items() if loss is not None}
         if len(measured) < len(losses):
             return None
-        metrics.log_validation(step, rounds * width, **measured)
+        metrics.log_validation(step, rounds * width, **measured, **measures)
         return measured["validation_loss"]
 
     def _mean_loss(self, step: int, rounds: int) -> float | None:

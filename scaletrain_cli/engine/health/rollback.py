@@ -164,6 +164,9 @@ class GuardActions:
 
     def _report_first_loss(self, loss: float) -> None:
         """Report whether the first loss of a new model is near that of a uniform guess, ln(vocab_size)."""
+        spec = self.record.spec
+        if spec.transformer.weights is not None or spec.training.objective == "dpo":
+            return  # not a new model, or not a loss of tokens
         expected = math.log(self.record.spec.transformer.vocab_size)
         self._record("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
 

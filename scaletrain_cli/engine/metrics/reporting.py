@@ -94,12 +94,14 @@ class MetricsLog:
         self._writer.flush()
 
     def log_validation(self, step: int, sequences: int, **losses: float) -> None:
-        """Record losses after ``step`` steps, over ``sequences`` sequences, as a line of its own."""
+        """Record losses and other measures after ``step`` steps, over ``sequences`` sequences, as a line of its own."""
         if not self._active:
             return
         measured = {**losses, "validation_sequences": sequences}
         self._append({"step": step, **measured, "attempt": self._attempt, "time": round(time.time(), 3)})
-        shown = "  ".join(f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items())
+        shown = "  ".join(
+            f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if name.endswith("loss")
+        )
         logger.info("step %d/%d  %s", step, self._record.spec.total_steps, shown)
 
     def _evaluated_steps(self) -> set[int]:

@@ -33,7 +33,7 @@ class Objective(ABC):
         """
 
     def take_measures(self) -> dict[str, Tensor]:
-        """Return scalars of the losses since the last call with gradients, the same on every rank, by name. Collective.
+        """Return scalars of the losses since the last call, the same on every rank, by name. Collective.
 
         Their names must not depend on the rank.
         """

@@ -65,8 +65,7 @@ class DPO(Objective):
         settings = self.training.dpo
         policy = self.log_probabilities(model, hidden, batch)
         ratios = policy - batch.reference
-        if torch.is_grad_enabled():
-            self._measure(policy.detach(), settings.beta * ratios.detach())
+        self._measure(policy.detach(), settings.beta * ratios.detach())
         if settings.loss == "ipo" or settings.length_normalized:
             ratios = ratios / self._lengths(batch.labels)
         return preference_loss(settings, *ratios.chunk(2)).mean()

@@ -173,8 +173,11 @@ class ReferencePass:
         layout, pairs = reader.layout, file.pairs
         values = np.concatenate([known, np.zeros((pairs - len(known), 2), np.float32)])
         width = layout.micro_batch_size * layout.data_parallel
-        logger.info("reference log-probabilities: %d of %d pairs of %s known", len(known), pairs, path.name)
-        written = time.monotonic()
+        if self._leads:
+            logger.info(
+                "computing reference log-probabilities of %s: %d of %d pairs", path.name, pairs - len(known), pairs
+            )
+        began = written = time.monotonic()
         rounds = iter(range(len(known), pairs, width))
         done = len(known)
         # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
@@ -190,6 +193,8 @@ class ReferencePass:
             if self._leads and (done == pairs or time.monotonic() - written > _WRITE_SECONDS):
                 replace(file, values=values[:done]).write(path)
                 written = time.monotonic()
+        if self._leads:
+            logger.info("reference log-probabilities of %s: %.1f s", path.name, time.monotonic() - began)
         return self._shared(values if self._leads else None)
 
     def _part(self, reader: BatchReader, starts: list[int], pairs: int) -> tuple[list[int], list[float], list[float]]:
