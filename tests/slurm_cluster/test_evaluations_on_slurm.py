@@ -27,7 +27,7 @@ def test_the_training_job_submits_evaluations_and_trains_on_while_they_wait_and_
     text = tmp_path / "held-out.txt"
     text.write_text("def main():\n    return 0\n" * 50)
     login = Login(cluster, tmp_path / "runs")
-    every = 20 * SAVED_EVERY
+    every = 2 * SAVED_EVERY
     run_id = login.submit(
         *ON_SLURM,
         *TINY,
