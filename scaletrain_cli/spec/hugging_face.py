@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.safe_files import open_to_read
+from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES
 from scaletrain_cli.spec.presets import TOWERS, SourceError, merged, vision_presets
 from scaletrain_cli.spec.vision_model import VISION
+from scaletrain_cli.text import either
 
 # Keys of every config: names, versions, token ids, outputs, and settings of generation and of other tasks.
 _ABOUT_THE_FILE = frozenset(
@@ -42,22 +44,9 @@ _NOT_BOTH_WAYS: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "partial_rotary_factor": (1, 1.0),
 }
-_LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_mrope": (False,),
-}
-_WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
-_ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
-# Keys of DeepSeek's router and latent attention. They do not change the model's size, which is what the planner needs;
-# the engine rejects the whole architecture.
-_DEEPSEEK_PLANNED = frozenset(
-    (
-        "aux_loss_alpha ep_size n_group num_mtp_layers num_nextn_predict_layers qk_head_dim rope_interleave "
-        "routed_scaling_factor scoring_func seq_aux topk_group topk_method"
-    ).split()
-)
+# Read where the architecture has sliding windows; see _windows for all others.
+_WINDOW = frozenset({"max_window_layers", "layer_types"})
+_ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
 
 
 @dataclass(frozen=True)
@@ -71,28 +60,14 @@ class KnownKeys:
     only: Mapping[str, tuple[Any, ...]] | None = None
 
 
-def known_keys(kind: str, taken: frozenset[str]) -> KnownKeys:
-    """Return the known keys of a ``model_type``; ``taken`` are the keys that its dimensions are read from."""
-    if kind == "gpt2":
-        heads = frozenset(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels"))
-        only: dict[str, tuple[Any, ...]] = {
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-        }
-        dropouts = frozenset({"resid_pdrop", "embd_pdrop", "attn_pdrop"})
-        return KnownKeys(taken | dropouts, heads | {"summary_first_dropout"}, only)
-    llama_only = dict(_LLAMA_ONLY)
-    used, irrelevant = taken | _WINDOW | _ROPE | {"attention_dropout"}, frozenset[str]()
-    if kind == "mixtral":
-        llama_only["router_jitter_noise"] = (0, 0.0)
-    if kind == "qwen3_moe":
-        used |= {"decoder_sparse_step", "mlp_only_layers"}
-    if kind.startswith("deepseek"):
-        used |= {"n_shared_experts"}
-        irrelevant = _DEEPSEEK_PLANNED
-        llama_only |= {"moe_layer_freq": (1,)}
-    return KnownKeys(used, irrelevant, llama_only)
+def known_keys(kind: str) -> KnownKeys:
+    """Return the known keys of a transformer's ``model_type``."""
+    known = ARCHITECTURES[kind]
+    used = known.used | set(_SAME_NAME) | set(known.renamed.values())
+    if known.family == "gpt":
+        return KnownKeys(used, known.irrelevant, known.only)
+    only = {"use_mrope": (False,), **known.only}
+    return KnownKeys(used | _ROPE | {"attention_dropout", "hidden_act"}, known.irrelevant | _WINDOW, only)
 
 
 # Vision networks are planned, not trained by this project's engine, so only keys that change a size matter.
@@ -148,17 +123,18 @@ def _shown(value: Any) -> str:
 
 _LARGEST_CONFIG_BYTES = 1_000_000
 
-# The family of the spec, and the spec keys with another name in config.json.
-_LLAMA_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "num_local_experts"}
-_GPT2_KEYS = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-}
-_DEEPSEEK_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "n_routed_experts", "head_dim": "qk_nope_head_dim"}
+# Keys of config.json from which settings of another name or form are derived.
+_DERIVED = frozenset(
+    (
+        "attention_bias mlp_bias sliding_window layer_types use_sliding_window max_window_layers "
+        "sliding_window_pattern hidden_activation partial_rotary_factor original_max_position_embeddings "
+        "n_shared_experts decoder_sparse_step mlp_only_layers resid_pdrop embd_pdrop attn_pdrop"
+    ).split()
+)
+# Keys whose null differs from a missing key, which has a default.
+_NULL_IS_A_VALUE = frozenset(
+    "sliding_window layer_types rope_local_base_freq attn_logit_softcapping final_logit_softcapping".split()
+)
 _SAME_NAME = (
     "hidden_size",
     "num_hidden_layers",
@@ -182,31 +158,6 @@ _SAME_NAME = (
     "qk_rope_head_dim",
     "v_head_dim",
 )
-_FAMILIES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
-    "llama": ("llama", _LLAMA_KEYS, {}),
-    "mistral": ("llama", _LLAMA_KEYS, {}),
-    "mixtral": ("llama", _LLAMA_KEYS, {"norm_topk_prob": True}),
-    "qwen2": ("llama", _LLAMA_KEYS, {"qkv_bias": True}),
-    "qwen3": ("llama", _LLAMA_KEYS, {"qk_norm": True}),
-    "qwen3_moe": ("llama", _LLAMA_KEYS, {"qk_norm": True}),  # num_experts, or from transformers 5 num_local_experts
-    "deepseek_v2": ("llama", _DEEPSEEK_KEYS, {}),
-    "deepseek_v3": ("llama", _DEEPSEEK_KEYS, {}),
-    "gpt2": ("gpt", _GPT2_KEYS, {"tie_word_embeddings": True}),
-}
-
-
-# Defaults of transformers for keys missing in config.json, where they differ from those of this package.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"norm_eps": 1e-6},
-    "mistral": {"norm_eps": 1e-6, "num_key_value_heads": 8},
-    "mixtral": {"rope_theta": 1e6, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
-    "qwen2": {"norm_eps": 1e-6},
-    "qwen3": {"norm_eps": 1e-6, "head_dim": 128},
-    "qwen3_moe": {"norm_eps": 1e-6},
-    "deepseek_v2": {"norm_eps": 1e-6},
-    "deepseek_v3": {"norm_eps": 1e-6},
-    "gpt2": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
-}
 
 
 def from_hugging_face(path: Path) -> dict[str, Any]:
@@ -228,29 +179,24 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
                 sizes: Any = VISION[kind].model_fields[tower].annotation
                 _require_known(config[tower], KnownKeys(frozenset(sizes.model_fields), CLIP_TOWER.irrelevant), tower)
         return vision_from_config(config)
-    if not isinstance(kind, str) or kind not in _FAMILIES:
-        known = ", ".join(sorted([*_FAMILIES, *VISION]))
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        known = ", ".join(sorted([*ARCHITECTURES, *VISION]))
         raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {known}")
-    family, renamed, fixed = _FAMILIES[kind]
-    # transformers 5 keeps all rotary settings here; before, rope_scaling was next to rope_theta.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise SourceError("hf_config", "has rope_scaling or rope_parameters that is not a mapping")
-    if "rope_theta" in rope:
-        config = {**config, "rope_theta": rope["rope_theta"]}
-    _require_known(config, known_keys(kind, frozenset((*_SAME_NAME, *renamed.values()))))
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
-        raise SourceError("hf_config", f"has layer_types = {str(kinds)[:80]}, but only full attention is supported")
-    found = {key: config[key] for key in _SAME_NAME if key in config}
-    found |= {key: config[theirs] for key, theirs in renamed.items() if theirs in config}
+    _require_known(config, known_keys(kind))
+    known = ARCHITECTURES[kind]
+    found = {key: config[key] for key in (*_SAME_NAME, *known.used) if key in config and key not in _DERIVED}
+    found |= {key: config[theirs] for key, theirs in known.renamed.items() if theirs in config}
     shared, width = config.get("n_shared_experts"), config.get("moe_intermediate_size")
     if isinstance(shared, int) and isinstance(width, int):
         found["shared_expert_intermediate_size"] = shared * width
-    found |= {"rope_scaling": _rope_scaling(config, rope), **_dropouts(config, family)}
+    found |= _dropouts(config, known.family)
+    if known.family == "llama":
+        found |= {**_rope(config, kind), **_windows(config, kind), **_biases(config), **_activation(config, kind)}
     if kind == "qwen3_moe":
         found |= _sparse_layers(config)
-    return {"family": family, **_DEFAULTS[kind], **fixed, **{k: v for k, v in found.items() if v is not None}}
+    given = {key: value for key, value in found.items() if value is not None or key in _NULL_IS_A_VALUE}
+    whole = {"family": known.family, **known.defaults, **given, **known.fixed}
+    return {key: value for key, value in whole.items() if value is not None}
 
 
 def _vision_keys(kind: str) -> KnownKeys:
@@ -263,23 +209,112 @@ def _require_known(config: dict[str, Any], known: KnownKeys, where: str = "") ->
         raise SourceError("hf_config", "; ".join(f"{where} {problem}".strip() for problem in problems[:5]))
 
 
-def _rope_scaling(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any] | None:
+def _rope(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the settings of rotary positions. Raises SourceError for unsupported ones."""
+    # transformers 5 keeps all rotary settings here; before, rope_scaling was next to rope_theta.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise SourceError("hf_config", "has rope_scaling or rope_parameters that is not a mapping")
+    found: dict[str, Any] = {}
+    if kind == "gemma3_text" and isinstance(rope.get("full_attention"), dict):
+        local = rope.get("sliding_attention") or {}
+        if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
+            raise SourceError("hf_config", f"has rope_parameters.sliding_attention = {str(local)[:80]}, which scales")
+        found["rope_local_base_freq"] = local.get("rope_theta", config.get("rope_local_base_freq"))
+        rope = rope["full_attention"]
+    if "rope_theta" in rope:
+        found["rope_theta"] = rope["rope_theta"]
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotated not in (None, 1, 1.0) and "partial_rotary_factor" not in ARCHITECTURES[kind].varies:
+        raise SourceError("hf_config", f"has partial_rotary_factor = {str(rotated)[:80]}, but only 1 is supported")
+    return {**found, "partial_rotary_factor": rotated, "rope_scaling": _rope_scaling(config, rope, kind)}
+
+
+def _rope_scaling(config: dict[str, Any], rope: dict[str, Any], architecture: str) -> dict[str, Any] | None:
     """Return the rope_scaling section of the spec. Raises SourceError for an unsupported kind."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("default", None):
         return None
-    if kind not in ("linear", "llama3", "yarn"):
+    if kind == "su" or (architecture == "phi3" and kind == "yarn"):  # earlier names, as in transformers
+        kind = "longrope"
+    known = ARCHITECTURES[architecture].ropes
+    if kind not in known:
         raise SourceError(
-            "hf_config", f"has rope_scaling of type {str(kind)[:80]}, but only linear, llama3 and yarn are supported"
+            "hf_config", f"has rope_scaling of type {str(kind)[:80]}, but {architecture} has {either(known)} only"
         )
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise SourceError("hf_config", "has partial_rotary_factor, which is not supported")
     apart = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
     scaling = {key: value for key, value in rope.items() if key not in apart and value is not None}
-    original = config.get("original_max_position_embeddings")
-    if kind == "yarn":
-        scaling.setdefault("original_max_position_embeddings", original or config.get("max_position_embeddings"))
+    if kind in ("yarn", "llama3", "longrope"):
+        original = config.get("original_max_position_embeddings") or (4096 if architecture == "phi3" else None)
+        if original is not None:  # which transformers prefers
+            scaling["original_max_position_embeddings"] = original
+        elif kind != "llama3":
+            scaling.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     return {"rope_type": kind, **scaling}
+
+
+def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the settings of sliding windows. Raises SourceError for unsupported kinds of layers."""
+    known = ARCHITECTURES[kind]
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
+        shown = str(kinds)[:80]
+        raise SourceError("hf_config", f"has layer_types = {shown}, but only full and sliding attention are supported")
+    window = config.get("sliding_window", known.defaults.get("sliding_window"))
+    off = "use_sliding_window" in known.used and not config.get("use_sliding_window")
+    if off or "sliding_window" not in known.varies:
+        window = None
+    if "layer_types" not in known.varies:
+        if kinds and set(kinds) != {"full_attention" if window is None else "sliding_attention"}:
+            raise SourceError("hf_config", f"has layer_types, which models of type {kind} do not have")
+        return {"sliding_window": window, "layer_types": None}
+    layers = config.get("num_hidden_layers")
+    if not kinds and "max_window_layers" in known.used and isinstance(layers, int):  # Qwen
+        first = config.get("max_window_layers", 28)
+        if not isinstance(first, int) or first < 0:
+            raise SourceError("hf_config", f"has max_window_layers = {str(first)[:80]}, which is not a whole number")
+        full = min(first, layers)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    elif not kinds:
+        kinds = list(known.layer_types)
+        every = config.get("sliding_window_pattern")
+        if isinstance(every, int) and not isinstance(every, bool) and every > 0:  # Gemma 3
+            kinds = ["sliding_attention"] * (every - 1) + ["full_attention"]
+    if window is None or set(kinds) == {"full_attention"}:
+        return {"sliding_window": None, "layer_types": None, "rope_local_base_freq": None}
+    return {"sliding_window": window, "layer_types": shortest_pattern(kinds)}
+
+
+def shortest_pattern(kinds: list[str]) -> list[str] | None:
+    """Return the shortest list that gives ``kinds`` if it is repeated; None if every layer slides."""
+    if set(kinds) == {"sliding_attention"}:
+        return None
+    for length in range(1, len(kinds)):
+        if all(kind == kinds[index % length] for index, kind in enumerate(kinds)):
+            return kinds[:length]
+    return kinds
+
+
+def _biases(config: dict[str, Any]) -> dict[str, Any]:
+    """Return which projections have biases. Raises SourceError if only those of the MLP have."""
+    attention, mlp = config.get("attention_bias"), config.get("mlp_bias")
+    if mlp and not attention:
+        raise SourceError("hf_config", "has mlp_bias = true, but only false is supported without attention_bias")
+    return {"bias": True, "attention_bias": None} if mlp else {"attention_bias": attention or None}
+
+
+def _activation(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the activation of the MLP. Raises SourceError for an unsupported one."""
+    known = ARCHITECTURES[kind]
+    key = "hidden_activation" if "hidden_activation" in known.used else "hidden_act"
+    given = config.get(key)
+    if given is None:
+        return {"hidden_activation": None}
+    if given not in known.activations:
+        allowed = " or ".join(known.activations)
+        raise SourceError("hf_config", f"has {key} = {str(given)[:80]}, but only {allowed} is supported")
+    named = known.activations[given]
+    return {"hidden_activation": None if named == "silu" else named}
 
 
 def _dropouts(config: dict[str, Any], family: str) -> dict[str, Any]:
@@ -301,15 +336,6 @@ def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
             "hf_config", f"has mlp_only_layers = {str(dense)[:80]}, but only leading dense layers are supported"
         )
     return {"first_k_dense_replace": len(dense)} if dense else {}
-
-
-def sliding_window(config: dict[str, Any]) -> int | None:
-    """Return the sliding window in tokens, or None if every layer uses full attention."""
-    window = config.get("sliding_window")
-    used = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))  # as in transformers
-    if config.get("layer_types"):
-        used = "sliding_attention" in config["layer_types"]
-    return window if used and isinstance(window, int) and not isinstance(window, bool) else None
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.spec.hugging_face import from_config, read_config, sliding_window
+from scaletrain_cli.spec.hugging_face import from_config, read_config
+from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, TRAITS
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.presets import SourceError
 
-# With another value the weights would load without an error and compute something else.
+# With another value the weights would load without an error and compute something else. A key that is missing in
+# config.json is compared only if its absence has a meaning.
 _HIDDEN_FROM_SHAPES = (
     "family",
     "num_attention_heads",
@@ -22,6 +24,16 @@ _HIDDEN_FROM_SHAPES = (
     "first_k_dense_replace",
     "norm_topk_prob",
 )
+_ABSENCE_IS_A_VALUE = (
+    "qk_norm_scope",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "partial_rotary_factor",
+    "scale_embedding",
+    "norm_position",
+    "zero_centered_norm",
+)
+_MOST_LAYERS = 10_000  # compared for their windows
 
 
 def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
@@ -33,23 +45,50 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
     if not path.exists():
         return
     try:
-        config = read_config(path)
-        trained = from_config(config)
+        trained = from_config(read_config(path))
     except SourceError as error:
         raise UsageError(f"{path} {error}.") from error
+
+    def differs(key: str, ours: object, theirs: object) -> Problem:
+        hint = f"Set model.{key}: {_flow(theirs)}."
+        return Problem(str(path), key, f"the spec has {_flow(ours)}.", _flow(theirs), hint)
+
     for key in _HIDDEN_FROM_SHAPES:
         ours = getattr(spec, key)
         if trained.get(key, ours) != ours:
-            hint = f"Set model.{key}: {trained[key]}."
-            yield Problem(str(path), key, f"the spec has {ours}.", str(trained[key]), hint)
-    ours, theirs = _scaling(spec), trained.get("rope_scaling")
-    if ours != theirs:
-        hint = f"Set model.rope_scaling: {_flow(theirs)}."
-        yield Problem(str(path), "rope_scaling", f"the spec has {_flow(ours)}.", _flow(theirs), hint)
-    window = sliding_window(config)
-    if window and window < spec.seq_len:
-        hint = f"Set model.seq_len to at most {window}."
-        yield Problem(str(path), "sliding_window", "the engine uses full attention over seq_len.", str(window), hint)
+            yield differs(key, ours, trained[key])
+    for key in _ABSENCE_IS_A_VALUE:
+        ours, theirs = getattr(spec, key), trained.get(key, ModelSpec.model_fields[key].default)
+        if ours != theirs:
+            yield differs(key, ours, theirs)
+    activation = trained.get("hidden_activation", "silu")
+    if trained["family"] == "llama" and spec.activation != activation:
+        yield differs("hidden_activation", spec.activation, activation)
+    scalar = trained.get("query_pre_attn_scalar", spec.head_dim)
+    if (spec.query_pre_attn_scalar or spec.head_dim) != scalar:
+        yield differs("query_pre_attn_scalar", spec.query_pre_attn_scalar, scalar)
+    scaling, their_scaling = _scaling(spec), trained.get("rope_scaling")
+    if scaling != their_scaling:
+        yield differs("rope_scaling", scaling, their_scaling)
+    yield from (differs(key, ours, theirs) for key, ours, theirs in _window_differences(spec, trained))
+
+
+def _window_differences(spec: ModelSpec, trained: dict[str, Any]) -> Iterator[tuple[str, object, object]]:
+    """Yield the window settings that differ, if any layer then attends to other tokens of a sequence of seq_len."""
+    keys = ("sliding_window", "layer_types", "rope_local_base_freq")
+    theirs = {key: trained.get(key) for key in keys}
+    theirs["layer_types"] = tuple(theirs["layer_types"] or ())
+    other = spec.model_copy(update=theirs)
+    layers = range(min(spec.num_hidden_layers, _MOST_LAYERS))
+    local = [model.rope_local_base_freq or model.rope_theta for model in (spec, other)]
+    kinds = [[model.slides(layer) for layer in layers] for model in (spec, other)]
+    windows = [model.sliding_window if model.windowed_layers else None for model in (spec, other)]
+    if windows[0] != windows[1]:
+        yield "sliding_window", spec.sliding_window, other.sliding_window
+    elif kinds[0] != kinds[1] and (any(windows) or local[0] != spec.rope_theta or local[1] != spec.rope_theta):
+        yield "layer_types", list(spec.layer_types), list(other.layer_types)
+    if local[0] != local[1]:
+        yield "rope_local_base_freq", spec.rope_local_base_freq, other.rope_local_base_freq
 
 
 def _scaling(spec: ModelSpec) -> dict[str, object] | None:
@@ -62,11 +101,15 @@ def _scaling(spec: ModelSpec) -> dict[str, object] | None:
     return found
 
 
-def _flow(section: dict[str, object] | None) -> str:
+def _flow(value: object) -> str:
     """Return the value as one line of YAML."""
-    if section is None:
+    if value is None:
         return "null"
-    return f"{{{', '.join(f'{key}: {str(value).lower()}' for key, value in section.items())}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_flow, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def to_hugging_face(model: ModelSpec) -> dict[str, Any]:
@@ -74,13 +117,73 @@ def to_hugging_face(model: ModelSpec) -> dict[str, Any]:
     problems = _unknown_to_all(model)
     if problems:
         raise UsageError("no Hugging Face architecture matches this model", tuple(problems))
-    return {**(_gpt2(model) if model.base_family == "gpt" else _llama(model)), "use_cache": True}
+    kind = _closest(model)
+    config = {"model_type": kind, "architectures": [ARCHITECTURES[kind].model_class], "use_cache": True}
+    return config | (_gpt2(model) if kind == "gpt2" else _llama(model, kind))
 
 
-def _llama(model: ModelSpec) -> dict[str, Any]:
+def _candidates(model: ModelSpec) -> list[str]:
+    """Return the architectures of the same family, with experts or without."""
+    if model.base_family == "gpt":
+        return ["gpt2"]
+    if model.num_experts:
+        return ["qwen3_moe" if model.qk_norm else "mixtral"]
+    sparse = ("mixtral", "qwen3_moe")
+    found = [kind for kind, known in ARCHITECTURES.items() if known.model_class and known.family == "llama"]
+    return [kind for kind in found if kind not in sparse]
+
+
+def _closest(model: ModelSpec) -> str:
+    """Return the architecture from which the fewest settings differ; the first of several."""
+    return min(_candidates(model), key=lambda kind: len(_differences(model, kind)))
+
+
+def _differences(model: ModelSpec, kind: str) -> list[tuple[str, str]]:
+    """Return the traits of the model that an architecture does not have, as (key, what it must be)."""
+    known = ARCHITECTURES[kind]
+    if known.family == "gpt":
+        return []
+    found = []
+    for key in TRAITS:
+        if key in known.varies:
+            continue
+        usual = known.fixed.get(key, ModelSpec.model_fields[key].default)
+        if _effective(model, key) != _effective(model.model_copy(update={key: usual}), key):
+            shown = "removed" if usual is None or usual == () else _flow(usual)
+            found.append((key, f"must be {shown}, as in {kind}."))
+    if "layer_types" not in known.varies and "sliding_window" in known.varies and model.layer_types:
+        found = [(key, why) for key, why in found if key != "layer_types"]
+        if {"full_attention"} & set(model.layer_types):
+            found.append(("layer_types", f"must be removed: every layer of {kind} has a sliding window."))
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.rope_type not in known.ropes:
+        found.append(("rope_scaling.rope_type", f"must be {' or '.join(known.ropes)}, as in {kind}."))
+    if kind == "gemma3_text" and model.sliding_window and scaling is not None and not model.rope_local_base_freq:
+        found.append(("rope_local_base_freq", "must be set: layers with a window are not scaled in gemma3_text."))
+    return found
+
+
+def _effective(model: ModelSpec, key: str) -> object:
+    """Return the value of a setting with which models that compute the same are equal."""
+    if key == "hidden_activation":
+        return model.activation
+    if key == "query_pre_attn_scalar":
+        return model.query_pre_attn_scalar or model.head_dim
+    if key == "bias":
+        return model.has_bias
+    if key == "qkv_bias":
+        return model.qkv_bias and not model.attention_bias
+    if key == "qk_norm_scope":
+        return model.qk_norm_scope if model.qk_norm else "head"
+    return getattr(model, key)
+
+
+def _llama(model: ModelSpec, kind: str) -> dict[str, Any]:
+    """Return the keys of config.json of a model with the modules of Llama."""
+    known = ARCHITECTURES[kind]
     config: dict[str, Any] = {
-        "hidden_act": "silu",
-        "attention_bias": False,
+        "hidden_act": model.activation,
+        "attention_bias": model.has_output_bias,
         "attention_dropout": model.attention_dropout,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_hidden_layers,
@@ -96,13 +199,38 @@ def _llama(model: ModelSpec) -> dict[str, Any]:
         "initializer_range": model.initializer_range,
         "tie_word_embeddings": model.tie_word_embeddings,
     }
-    if model.num_experts:
-        return config | (_qwen3_moe(model) if model.qk_norm else _mixtral(model))
-    if model.qk_norm:
-        return config | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False}
-    if model.qkv_bias:
-        return config | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
-    return config | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False}
+    if kind == "llama":
+        config["mlp_bias"] = model.has_bias
+    if "hidden_activation" in known.used:
+        config["hidden_activation"] = model.activation
+    if "sliding_window" in known.varies:
+        config |= _windows(model, kind)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"):
+        if key in known.varies:
+            config[key] = getattr(model, key)
+    if "query_pre_attn_scalar" in known.varies:
+        scalar = model.query_pre_attn_scalar or model.head_dim
+        config["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+    if "rope_local_base_freq" in known.varies:
+        config["rope_local_base_freq"] = model.rope_local_base_freq or model.rope_theta
+    scaling = model.rope_scaling
+    if kind == "phi3" and scaling is not None:
+        config["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    return config | (_mixtral(model) if kind == "mixtral" else _qwen3_moe(model) if kind == "qwen3_moe" else {})
+
+
+def _windows(model: ModelSpec, kind: str) -> dict[str, Any]:
+    """Return the window of a model, and the kind of each layer where the architecture has several."""
+    known = ARCHITECTURES[kind]
+    found: dict[str, Any] = {"sliding_window": model.sliding_window}
+    if "use_sliding_window" in known.used:
+        found["use_sliding_window"] = model.sliding_window is not None
+    if "layer_types" in known.varies:
+        layers = range(model.num_hidden_layers)
+        found["layer_types"] = ["sliding_attention" if model.slides(layer) else "full_attention" for layer in layers]
+        if kind.startswith("gemma") and model.sliding_window is None:
+            found["sliding_window"] = known.defaults["sliding_window"]  # transformers wants one; no layer uses it
+    return found
 
 
 def _rope_scaling(model: ModelSpec) -> dict[str, object] | None:
@@ -110,16 +238,13 @@ def _rope_scaling(model: ModelSpec) -> dict[str, object] | None:
         return None
     # transformers 4 reads the type and the original context here; transformers 5 reads both only from here.
     found = {"original_max_position_embeddings": model.max_position_embeddings} | model.rope_scaling.to_hugging_face()
-    if model.rope_scaling.rope_type == "linear":
+    if model.rope_scaling.rope_type in ("linear", "dynamic"):
         del found["original_max_position_embeddings"]
     return {**found, "rope_theta": model.rope_theta}
 
 
 def _qwen3_moe(model: ModelSpec) -> dict[str, Any]:
     return {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "use_sliding_window": False,
         "num_experts": model.num_experts,
         "num_experts_per_tok": model.num_experts_per_tok,
         "moe_intermediate_size": model.expert_size,
@@ -132,9 +257,6 @@ def _qwen3_moe(model: ModelSpec) -> dict[str, Any]:
 
 def _mixtral(model: ModelSpec) -> dict[str, Any]:
     return {
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
-        "sliding_window": None,
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.num_experts_per_tok,
         "intermediate_size": model.expert_size,
@@ -144,8 +266,6 @@ def _mixtral(model: ModelSpec) -> dict[str, Any]:
 
 def _gpt2(model: ModelSpec) -> dict[str, Any]:
     return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
         "activation_function": "gelu_new",
         "n_embd": model.hidden_size,
         "n_layer": model.num_hidden_layers,
@@ -164,19 +284,18 @@ def _gpt2(model: ModelSpec) -> dict[str, Any]:
 
 def _unknown_to_all(model: ModelSpec) -> list[Problem]:
     """Return a problem for each setting that no supported architecture has, alone or in this combination."""
-    usual = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
+    usual = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "position_embedding")))
     mixtral = model.num_experts > 0 and not model.qk_norm
     gpt = model.base_family == "gpt"
     wrong = (
         ("family", model.family != model.base_family, "is defined by a plug-in and cannot be exported."),
-        ("gated_mlp", model.has_gated_mlp != usual.has_gated_mlp, f"must be {str(usual.has_gated_mlp).lower()}."),
+        ("gated_mlp", model.has_gated_mlp != usual.has_gated_mlp, f"must be {_flow(usual.has_gated_mlp)}."),
         ("norm", model.norm_kind != usual.norm_kind, f"must be {usual.norm_kind}."),
-        ("norm_bias", model.has_norm_bias != usual.has_norm_bias, f"must be {str(usual.has_norm_bias).lower()}."),
-        ("bias", model.has_bias != usual.has_bias, f"must be {str(usual.has_bias).lower()}."),
+        ("norm_bias", model.has_norm_bias != usual.has_norm_bias, f"must be {_flow(usual.has_norm_bias)}."),
+        ("bias", gpt and not model.has_bias, "must be true."),
         ("position_embedding", model.positions != usual.positions, f"must be {usual.positions}."),
         ("embedding_norm", model.embedding_norm, "must be false."),
         ("kv_lora_rank", model.kv_lora_rank > 0, "must be 0: latent attention cannot be exported."),
-        ("qkv_bias", model.qkv_bias and (model.qk_norm or mixtral), "must be false with qk_norm or experts."),
         (
             "shared_expert_intermediate_size",
             model.shared_expert_intermediate_size > 0,
@@ -204,4 +323,13 @@ def _unknown_to_all(model: ModelSpec) -> list[Problem]:
             "must be hidden_size / num_attention_heads, as in GPT-2.",
         ),
     )
-    return [Problem("model", f"model.{key}", why, str(getattr(model, key))) for key, applies, why in wrong if applies]
+    found = [(key, why) for key, applies, why in wrong if applies]
+    found += _differences(model, _closest(model))
+    return [Problem("model", f"model.{key}", why, str(_shown(model, key))) for key, why in found]
+
+
+def _shown(model: ModelSpec, key: str) -> object:
+    value: object = model
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

@@ -21,10 +21,9 @@ from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster
 from scaletrain_cli.spec.hub_files import read_hub_config
-from scaletrain_cli.spec.hugging_face import from_config, read_config, sliding_window
+from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.presets import (
     DERIVED_FROM,
-    LONGEST_DEFAULT_SEQ_LEN,
     SourceError,
     derived_dimensions,
     merged,
@@ -236,7 +235,7 @@ def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
         if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
             raise SourceError("hf_config", "must be the path of a Hugging Face config.json, or hf://org/name@revision")
         config = read_config(_config_path(model["hf_config"], base_dir))
-        given = merged(_within_window(config, from_config(config), given), given)
+        given = merged(from_config(config), given)
     preset = model.get("preset")
     if preset is not None:
         known = presets() | vision_presets()
@@ -260,20 +259,3 @@ def _config_path(given: str, base_dir: Path) -> Path:
             [said.rstrip("."), *(f"({remedy.rstrip('.')})" for remedy in (reason.remedies if reason else ()))]
         )
         raise SourceError("hf_config", message) from error
-
-
-def _within_window(config: dict[str, Any], found: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return ``found`` with a ``seq_len`` within the sliding window. Raises SourceError if the given one exceeds it."""
-    window, length = sliding_window(config), given.get("seq_len")
-    if window is None or found.get("family") in VISION:
-        return found
-    if isinstance(length, int) and length > window:
-        raise SourceError(
-            "hf_config",
-            f"has sliding_window = {window}, and model.seq_len is {length}: only full attention is supported. "
-            f"Set model.seq_len to at most {window}",
-        )
-    longest = found.get("max_position_embeddings")
-    if length is None and isinstance(longest, int):
-        return {**found, "seq_len": min(longest, window, LONGEST_DEFAULT_SEQ_LEN)}
-    return found

@@ -13,11 +13,16 @@ from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whol
 from scaletrain_cli.spec.rope import RopeScalingSpec
 from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
+# A share of a whole, without zero.
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+AttentionKind = Literal["full_attention", "sliding_attention"]
+_ROTARY = where("model.positions", "rotary", setting="model.position_embedding")
+
 
 class ModelSpec(Section):
     """Dimensions of a decoder-only transformer.
 
-    ``llama``: RMSNorm, rotary positions, SwiGLU, no biases unless ``qkv_bias``. ``gpt``: LayerNorm, learned
+    ``llama``: RMSNorm, rotary positions, SwiGLU, no biases unless a key sets them. ``gpt``: LayerNorm, learned
     positions, GELU, biases everywhere. A key that is null follows the family; the properties below give the answer.
     ``preset`` only records where the dimensions came from.
     """
@@ -39,12 +44,49 @@ class ModelSpec(Section):
     max_position_embeddings: Whole
     tie_word_embeddings: bool = False
     qkv_bias: Annotated[bool, used_when(where("model.has_bias", False, setting="model.bias"))] = False
-    qk_norm: bool = False
-    rope_theta: Annotated[
-        Positive, used_when(where("model.positions", "rotary", setting="model.position_embedding"))
-    ] = 10000.0
+    attention_bias: Annotated[bool, used_when(where("model.has_bias", False, setting="model.bias"))] = Field(
+        default=False, description="biases of the query, key, value and output projections"
+    )
+    fused_projections: bool = Field(
+        default=False, description="one matrix qkv_proj for queries, keys and values, and one gate_up_proj, as in Phi-3"
+    )
+    qk_norm: bool = Field(default=False, description="RMSNorm of queries and keys")
+    qk_norm_scope: Annotated[Literal["head", "projection"], used_when(where("model.qk_norm", True))] = Field(
+        default="head", description="head: each head is normalized; projection: all heads together, as in OLMo 2"
+    )
+    query_pre_attn_scalar: Positive | None = Field(
+        default=None, description="attention scores are divided by its square root; null: head_dim"
+    )
+    attn_logit_softcapping: Positive | None = Field(
+        default=None, description="attention scores x become cap * tanh(x / cap); null: no cap"
+    )
+    final_logit_softcapping: Positive | None = Field(
+        default=None, description="logits x become cap * tanh(x / cap); null: no cap"
+    )
+    sliding_window: Whole | None = Field(
+        default=None, description="tokens that a token attends to, itself included; null: full attention"
+    )
+    layer_types: tuple[AttentionKind, ...] = Field(
+        default=(), description="kinds of attention, repeated over the layers; []: sliding_window in every layer"
+    )
+    rope_theta: Annotated[Positive, used_when(_ROTARY)] = 10000.0
+    rope_local_base_freq: Annotated[Positive | None, used_when(_ROTARY)] = Field(
+        default=None,
+        description="rope_theta of layers with sliding_attention, which then have no rope_scaling; null: no difference",
+    )
+    partial_rotary_factor: Annotated[Share, used_when(_ROTARY)] = Field(
+        default=1.0, description="share of the channels of each head that are rotated, the first ones"
+    )
     rope_scaling: RopeScalingSpec | None = Field(default=None, description="null: no scaling of rotary positions")
+    scale_embedding: bool = Field(default=False, description="multiply token embeddings by the root of hidden_size")
     norm_eps: Positive = 1.0e-5
+    norm_position: Literal["pre", "post", "pre_and_post"] = Field(
+        default="pre",
+        description="norms before attention and MLP, after them before the residual sum (OLMo 2), or both (Gemma)",
+    )
+    zero_centered_norm: bool = Field(
+        default=False, description="RMSNorm multiplies by 1 + weight, as in Gemma, and weights start at 0"
+    )
     initializer_range: Positive = 0.02
     num_experts: WholeOrZero = 0
     num_experts_per_tok: WholeOrZero = 0
@@ -66,6 +108,9 @@ class ModelSpec(Section):
     )
     v_head_dim: WholeOrZero = Field(default=0, description="latent attention; 0: head_dim")
     gated_mlp: bool | None = None
+    hidden_activation: Literal["silu", "gelu_pytorch_tanh"] | None = Field(
+        default=None, description="activation of the MLP; null: silu (llama), gelu_pytorch_tanh (gpt)"
+    )
     norm: Literal["rmsnorm", "layernorm"] | None = None
     norm_bias: bool | None = None
     bias: bool | None = Field(default=None, description="bias in all linear layers except the head")
@@ -108,9 +153,54 @@ class ModelSpec(Section):
         return self.base_family == "gpt" if self.bias is None else self.bias
 
     @property
+    def has_qkv_bias(self) -> bool:
+        """Return True if the query, key and value projections have biases."""
+        return self.has_bias or self.qkv_bias or self.attention_bias
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Return True if the output projection of attention has a bias."""
+        return self.has_bias or self.attention_bias
+
+    @property
     def has_fused_qkv(self) -> bool:
-        """Return True if queries, keys and values are one matrix, with biases and norms in that order (GPT-2)."""
-        return self.base_family == "gpt"
+        """Return True if queries, keys and values are one matrix."""
+        return self.base_family == "gpt" or self.fused_projections
+
+    @property
+    def activation(self) -> str:
+        """Return the activation of the MLP: ``silu`` or ``gelu_pytorch_tanh``."""
+        return self.hidden_activation or ("silu" if self.base_family == "llama" else "gelu_pytorch_tanh")
+
+    @property
+    def norms_per_block(self) -> int:
+        """Return the number of norms of hidden states in a block."""
+        return 4 if self.norm_position == "pre_and_post" else 2
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of rotated channels of a head."""
+        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def attention_scale(self) -> float:
+        """Return the factor of attention scores: 1 / sqrt(query_pre_attn_scalar or head_dim)."""
+        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
+
+    def slides(self, layer: int) -> bool:
+        """Return True if layer number ``layer`` has sliding attention."""
+        if self.sliding_window is None:
+            return False
+        return not self.layer_types or self.layer_types[layer % len(self.layer_types)] == "sliding_attention"
+
+    @property
+    def windowed_layers(self) -> int:
+        """Return the number of layers whose window is shorter than seq_len, so that it changes attention."""
+        if self.sliding_window is None or self.sliding_window >= self.seq_len:
+            return 0
+        pattern = self.layer_types or ("sliding_attention",)
+        repeats, rest = divmod(self.num_hidden_layers, len(pattern))
+        return repeats * pattern.count("sliding_attention") + pattern[:rest].count("sliding_attention")
 
     @property
     def positions(self) -> str:
@@ -132,20 +222,16 @@ class ModelSpec(Section):
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             yield "num_key_value_heads", f"must divide num_attention_heads = {heads}; use {divisors(heads)}."
-        rotated = self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
-        if self.positions == "rotary" and rotated % 2:
-            key = "qk_rope_head_dim" if self.kv_lora_rank else "head_dim"
-            yield key, "must be even, because rotary positions rotate pairs of channels."
+        yield from self._rotary_inconsistencies()
+        yield from self._attention_inconsistencies()
         if self.positions == "learned" and self.seq_len > self.max_position_embeddings:
             yield "seq_len", f"must not exceed max_position_embeddings = {self.max_position_embeddings}."
-        if self.rope_scaling is not None:
-            if self.positions != "rotary":
-                yield "rope_scaling", f"has no effect on {self.positions} positions. Remove it."
-            yield from ((f"rope_scaling.{key}", message) for key, message in self.rope_scaling.inconsistencies())
         if not self.kv_lora_rank and (self.q_lora_rank or self.qk_rope_head_dim or self.v_head_dim):
             yield "kv_lora_rank", "must be at least 1 when q_lora_rank, qk_rope_head_dim or v_head_dim is set."
         if self.norm_bias and self.norm_kind == "rmsnorm":
             yield "norm_bias", "must be false with rmsnorm, which has no bias."
+        if self.zero_centered_norm and self.norm_kind != "rmsnorm":
+            yield "zero_centered_norm", "must be false with layernorm."
         if self.first_k_dense_replace > self.num_hidden_layers:
             yield "first_k_dense_replace", f"must not exceed num_hidden_layers = {self.num_hidden_layers}."
         if not self.num_experts and (self.shared_expert_intermediate_size or self.first_k_dense_replace):
@@ -159,6 +245,30 @@ class ModelSpec(Section):
             yield "num_experts", "must be at least 1 when capacity_factor, router_z_loss_coef or norm_topk_prob is set."
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             yield "num_experts_per_tok", f"must be between 1 and num_experts = {self.num_experts}."
+
+    def _rotary_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        scaling = self.rope_scaling
+        if scaling is not None:
+            if self.positions != "rotary":
+                yield "rope_scaling", f"has no effect on {self.positions} positions. Remove it."
+            channels = self.rotary_dim // 2
+            yield from ((f"rope_scaling.{key}", message) for key, message in scaling.inconsistencies(channels))
+        if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
+            key = "qk_rope_head_dim" if self.kv_lora_rank else "head_dim"
+            if self.partial_rotary_factor < 1 and not self.kv_lora_rank:
+                yield "partial_rotary_factor", f"must leave an even number of the {self.head_dim} channels of a head."
+            else:
+                yield key, "must be even, because rotary positions rotate pairs of channels."
+
+    def _attention_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        kinds = set(self.layer_types)
+        if self.sliding_window is None:
+            if self.layer_types:
+                yield "layer_types", "has no effect without sliding_window. Remove it, or set sliding_window."
+            if self.rope_local_base_freq is not None:
+                yield "rope_local_base_freq", "has no effect without sliding_window. Remove it, or set sliding_window."
+        elif kinds == {"full_attention"}:
+            yield "sliding_window", "has no effect if every layer has full_attention. Remove it, or change layer_types."
 
 
 def divisors(number: int) -> str:

@@ -1,0 +1,233 @@
+"""The transformer architectures of Hugging Face that are read and written: their keys, defaults and fixed settings.
+
+One entry of ``ARCHITECTURES`` is everything this package knows of a ``model_type``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Settings that an architecture either fixes, or lets its models choose (``varies``), or does not have.
+TRAITS = (
+    "qkv_bias",
+    "attention_bias",
+    "bias",
+    "qk_norm",
+    "qk_norm_scope",
+    "fused_projections",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "sliding_window",
+    "layer_types",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "scale_embedding",
+    "norm_position",
+    "zero_centered_norm",
+    "hidden_activation",
+)
+_SILU = {"silu": "silu", "swish": "silu"}
+_GELU_TANH = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
+_LLAMA_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "num_local_experts"}
+_GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+}
+_DEEPSEEK_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "n_routed_experts", "head_dim": "qk_nope_head_dim"}
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "norm_position": "pre_and_post",
+    "zero_centered_norm": True,
+    "scale_embedding": True,
+}
+_GEMMA_DEFAULTS = {
+    "norm_eps": 1e-6,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA_KEYS = frozenset({"query_pre_attn_scalar", "final_logit_softcapping", "hidden_activation"})
+_QWEN_WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+# Values of keys that only say that a model has no sliding window.
+_NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (), "use_sliding_window": (False,)}
+# Keys of DeepSeek's router and latent attention. They do not change the model's size, which is what the planner needs;
+# the engine rejects the whole architecture.
+_DEEPSEEK_PLANNED = frozenset(
+    (
+        "aux_loss_alpha ep_size n_group num_mtp_layers num_nextn_predict_layers qk_head_dim rope_interleave "
+        "routed_scaling_factor scoring_func seq_aux topk_group topk_method"
+    ).split()
+)
+_GPT2_HEADS = frozenset(
+    {"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"}
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One ``model_type`` of Hugging Face.
+
+    ``fixed``: settings of each of its models, by spec key. ``varies``: the TRAITS that its models may choose, all
+    others have the default of the spec. ``renamed``: names in config.json, by spec key. ``defaults``: values of
+    transformers for missing keys, where they differ from those of this package. ``used``: further keys of config.json
+    that become settings; ``irrelevant``: keys without effect; ``only``: keys that may have these values, or be null.
+    ``layer_types``: the pattern of layers if config.json has none. ``model_class`` is empty if models are planned but
+    not exported.
+    """
+
+    model_class: str
+    family: str = "llama"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    varies: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=lambda: _LLAMA_KEYS)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    used: frozenset[str] = frozenset()
+    irrelevant: frozenset[str] = frozenset()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    activations: Mapping[str, str] = field(default_factory=lambda: _SILU | _GELU_TANH)
+    layer_types: tuple[str, ...] = ()
+    ropes: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+_DENSE = frozenset({"hidden_activation"})
+_EXPERTS = {**_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        varies=_DENSE | {"bias", "attention_bias"},
+        defaults={"norm_eps": 1e-6},
+        used=frozenset({"attention_bias", "mlp_bias"}),
+        only=_NO_WINDOW,
+    ),
+    "mistral": Architecture(
+        "MistralForCausalLM",
+        varies=_DENSE | {"sliding_window"},
+        defaults={"norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
+        used=frozenset({"sliding_window"}),
+        only={"attention_bias": (False,), "mlp_bias": (False,)},
+    ),
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM",
+        fixed={"qkv_bias": True},
+        varies=_DENSE | {"sliding_window", "layer_types"},
+        defaults={"norm_eps": 1e-6, "sliding_window": 4096},
+        used=_QWEN_WINDOW,
+        only={"attention_bias": (False,), "mlp_bias": (False,)},
+    ),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM",
+        fixed={"qk_norm": True},
+        varies=_DENSE | {"sliding_window", "layer_types", "attention_bias"},
+        defaults={"norm_eps": 1e-6, "head_dim": 128, "sliding_window": 4096},
+        used=_QWEN_WINDOW | {"attention_bias"},
+        only={"mlp_bias": (False,)},
+    ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        fixed=_GEMMA,
+        varies=frozenset(
+            "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window layer_types "
+            "attention_bias".split()
+        ),
+        defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        used=_GEMMA_KEYS | {"attn_logit_softcapping", "sliding_window", "layer_types", "attention_bias"},
+        irrelevant=frozenset({"hidden_act", "cache_implementation"}),
+        only={"use_bidirectional_attention": (False,)},
+        activations=_GELU_TANH,
+        layer_types=("sliding_attention", "full_attention"),
+    ),
+    "gemma3_text": Architecture(
+        "Gemma3ForCausalLM",
+        fixed={**_GEMMA, "qk_norm": True},
+        varies=frozenset(
+            "query_pre_attn_scalar final_logit_softcapping sliding_window layer_types attention_bias "
+            "rope_local_base_freq".split()
+        ),
+        defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        used=_GEMMA_KEYS
+        | {"rope_local_base_freq", "sliding_window", "sliding_window_pattern", "layer_types", "attention_bias"},
+        irrelevant=frozenset({"hidden_act", "cache_implementation"}),
+        # transformers' Gemma 3 reads attn_logit_softcapping and does not use it
+        only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
+        activations=_GELU_TANH,
+        layer_types=(*["sliding_attention"] * 5, "full_attention"),
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        fixed={"fused_projections": True},
+        varies=_DENSE | {"sliding_window", "partial_rotary_factor"},
+        used=frozenset({"sliding_window", "partial_rotary_factor", "original_max_position_embeddings"}),
+        only={
+            **{"attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,), "full_attn_mod": (1,)},
+            **{"interpolate_factor": (1,), "resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0)},
+        },
+        ropes=("longrope",),
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        fixed={"norm_position": "post", "qk_norm": True, "qk_norm_scope": "projection"},
+        varies=_DENSE | {"attention_bias"},
+        used=frozenset({"attention_bias"}),
+        only=_NO_WINDOW,
+    ),
+    "mixtral": Architecture(
+        "MixtralForCausalLM",
+        fixed={"norm_topk_prob": True},
+        varies=frozenset({"sliding_window"}),
+        defaults={"rope_theta": 1e6, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
+        used=frozenset({"sliding_window"}),
+        only={"attention_bias": (False,), "mlp_bias": (False,), "router_jitter_noise": (0, 0.0)},
+        activations=_SILU,
+    ),
+    "qwen3_moe": Architecture(  # num_experts, or from transformers 5 num_local_experts
+        "Qwen3MoeForCausalLM",
+        fixed={"qk_norm": True},
+        varies=frozenset({"sliding_window"}),
+        defaults={"norm_eps": 1e-6, "sliding_window": 4096},
+        used=frozenset({"decoder_sparse_step", "mlp_only_layers", "sliding_window", "use_sliding_window"}),
+        irrelevant=frozenset({"max_window_layers"}),
+        only={"attention_bias": (False,), "mlp_bias": (False,)},
+        activations=_SILU,
+    ),
+    "deepseek_v2": Architecture(
+        "",
+        renamed=_DEEPSEEK_KEYS,
+        defaults={"norm_eps": 1e-6},
+        used=frozenset({"n_shared_experts"}),
+        irrelevant=_DEEPSEEK_PLANNED,
+        only={**_EXPERTS, "moe_layer_freq": (1,)},
+        activations=_SILU,
+    ),
+    "deepseek_v3": Architecture(
+        "",
+        renamed=_DEEPSEEK_KEYS,
+        defaults={"norm_eps": 1e-6},
+        used=frozenset({"n_shared_experts"}),
+        irrelevant=_DEEPSEEK_PLANNED,
+        only={**_EXPERTS, "moe_layer_freq": (1,)},
+        activations=_SILU,
+    ),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        family="gpt",
+        renamed=_GPT2_KEYS,
+        defaults={"tie_word_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        used=frozenset({"resid_pdrop", "embd_pdrop", "attn_pdrop"}),
+        irrelevant=_GPT2_HEADS,
+        only={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+    ),
+}
