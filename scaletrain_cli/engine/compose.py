@@ -206,7 +206,12 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
 def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: bool) -> WeightSource:
     own = spec.transformer
     drawn = ScaledInitialization(
-        spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, device
+        spec.training.seed,
+        own.initializer_range,
+        own.num_hidden_layers,
+        model.residual_projections,
+        device,
+        norm_weight=0.0 if own.zero_centered_norm else 1.0,
     )
     if own.weights is None or (resuming and not (base := base_names(spec))):
         return drawn

@@ -164,8 +164,8 @@ class ModelSpec(Section):
 
     @property
     def has_fused_qkv(self) -> bool:
-        """Return True if queries, keys and values are one matrix."""
-        return self.base_family == "gpt" or self.fused_projections
+        """Return True if queries, keys and values are one matrix, with biases and norms in that order (GPT-2)."""
+        return self.base_family == "gpt"
 
     @property
     def activation(self) -> str:

@@ -13,7 +13,12 @@ def build_model(spec: ModelSpec, seed: int) -> CausalLM:
     model = outline(spec)
     assign_dropout_keys(model, seed)
     source = ScaledInitialization(
-        seed, spec.initializer_range, spec.num_hidden_layers, model.residual_projections, torch.device("cpu")
+        seed,
+        spec.initializer_range,
+        spec.num_hidden_layers,
+        model.residual_projections,
+        torch.device("cpu"),
+        norm_weight=0.0 if spec.zero_centered_norm else 1.0,
     )
     materialize(model, source, torch.device("cpu"))
     return model

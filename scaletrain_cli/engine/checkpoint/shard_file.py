@@ -60,7 +60,10 @@ class Slice:
     @classmethod
     def from_json(cls, name: str, data: dict[str, Any]) -> Slice:
         """Return the slice that ``to_json`` was called on."""
-        spec = None if data["cut"] is None else ShardSpec(*data["cut"])
+        spec = None
+        if data["cut"] is not None:
+            dim, ranks, rank, parts = data["cut"]
+            spec = ShardSpec(dim, ranks, rank, tuple(parts) if isinstance(parts, list) else parts)
         return cls(name, tuple(data["shape"]), spec, data["start"], data["stop"])
 
 
@@ -96,10 +99,12 @@ def _runs(part: Slice) -> npt.NDArray[np.int64]:
         return np.array([[part.start, 0, part.numel]], dtype=np.int64)
     spec, shape = part.shard_spec, part.whole_shape
     inner, outer = math.prod(shape[spec.dim + 1 :]), math.prod(shape[: spec.dim])
-    elements = shape[spec.dim] // spec.parts * inner
-    length = elements // spec.ranks
-    number = np.arange(outer * spec.parts, dtype=np.int64)
-    whole, local = number * elements + spec.rank * length, number * length
+    spans = np.array(spec.spans(shape[spec.dim]), dtype=np.int64) * inner
+    row = np.arange(outer, dtype=np.int64)[:, None]
+    held = int(spans[:, 1].sum())
+    whole = (row * shape[spec.dim] * inner + spans[:, 0]).ravel()
+    local = (row * held + np.cumsum(spans[:, 1]) - spans[:, 1]).ravel()
+    length = np.tile(spans[:, 1], outer)
     start, stop = np.maximum(local, part.start), np.minimum(local + length, part.stop)
     runs = np.stack([whole + start - local, start - part.start, stop - start], axis=1)
     kept: npt.NDArray[np.int64] = runs[runs[:, 2] > 0]

@@ -30,38 +30,119 @@ class TokenContext(NamedTuple):
     documents: [batch, whole length] int64, the number of the document of each position, padding with its own; None if
     each sequence is one document. A token attends to earlier tokens of its document. On sequence-parallel ranks,
     positions are those of the rank's part, documents those of the whole length.
-    mask: see ``with_mask``.
+    mask, window_mask: see ``with_masks``.
     """
 
     positions: Tensor
     samples: Tensor
     documents: Tensor | None = None
     mask: Tensor | None = None
+    window_mask: Tensor | None = None
 
-    def with_mask(self, dtype: torch.dtype) -> TokenContext:
-        """Return the context with the mask of its documents, so that all blocks share one; ``dtype`` of the queries."""
-        if self.documents is None or self.mask is not None:
-            return self
-        return self._replace(mask=document_mask(self.documents, dtype))
+    def with_masks(self, dtype: torch.dtype, length: int, window: int | None) -> TokenContext:
+        """Return the context with the masks of its documents and of a window, so that all blocks share them.
+
+        ``dtype`` of the queries; ``length``: the whole length; ``window``: of layers with sliding attention, in tokens.
+        """
+        return self._replace(
+            mask=self.mask_for(dtype, length, None),
+            window_mask=None if window is None or window >= length else self.mask_for(dtype, length, window),
+        )
+
+    def mask_for(self, dtype: torch.dtype, length: int, window: int | None) -> Tensor | None:
+        """Return what is added to the scores within a window, or of full attention; None if every earlier token counts.
+
+        [batch or 1, 1, length, length]: 0, or -inf if masked.
+        """
+        if window is None or window >= length:
+            if self.documents is None or self.mask is not None:
+                return self.mask
+            return attention_mask(self.documents, dtype)
+        if self.window_mask is not None:
+            return self.window_mask
+        documents = self.documents
+        if documents is None:
+            documents = torch.zeros(1, length, dtype=torch.int64, device=self.positions.device)
+        return attention_mask(documents, dtype, window)
 
 
-def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the scores of a query and a key, [batch, 1, length, length]: 0, or -inf if masked."""
+def attention_mask(documents: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """Return what is added to the scores of a query and a key, [batch, 1, length, length]: 0, or -inf if masked.
+
+    A token sees the last ``window`` tokens of its document, itself included; None: all earlier ones.
+    """
     length = documents.shape[1]
     visible = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril_()
+    if window is not None:
+        visible.triu_(1 - window)
     mask = torch.full((len(documents), 1, length, length), -torch.inf, dtype=dtype, device=documents.device)
     return mask.masked_fill_(visible.unsqueeze(1), 0.0)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, context: TokenContext) -> Tensor:
+class AttentionSettings(NamedTuple):
+    """How a layer's attention differs from plain causal attention.
+
+    ``scale``: factor of scores; None: 1 / sqrt(head_dim). ``window``: tokens that a token attends to, itself included.
+    ``softcap``: scores x become softcap * tanh(x / softcap).
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+
+PLAIN = AttentionSettings()
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, context: TokenContext, settings: AttentionSettings = PLAIN
+) -> Tensor:
     """Return scaled dot-product attention, [batch, heads, length, head_dim]; key and value may have fewer heads.
 
-    Within the documents of the context, if it has documents.
+    Within the documents of the context, if it has documents. Unfused with a cap, which no kernel of torch has.
     """
-    mask, gqa = context.with_mask(query.dtype).mask, query.shape[1] != key.shape[1]
+    if settings.softcap is not None:
+        return _mixed(attention_weights(query, key, context, settings), value)
+    mask, grouped = context.mask_for(query.dtype, query.shape[2], settings.window), query.shape[1] != key.shape[1]
+    scale = settings.scale
     if mask is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, scale=scale)
+    if grouped and query.is_cuda:  # of the kernels there that take a mask, only the unfused one has grouped queries
+        key, value = (torch.repeat_interleave(x, query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        grouped = False
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped, scale=scale)
+
+
+def attention_weights(query: Tensor, key: Tensor, context: TokenContext, settings: AttentionSettings) -> Tensor:
+    """Return the weights after softmax, [batch, key-value heads, queries per key, length, length], in query's dtype."""
+    batch, _, length, head_dim = query.shape
+    grouped = query.view(batch, key.shape[1], -1, length, head_dim)
+    scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * (settings.scale or head_dim**-0.5)
+    if settings.softcap is not None:
+        scores = torch.tanh(scores / settings.softcap) * settings.softcap
+    mask = context.mask_for(query.dtype, length, settings.window)
+    if mask is None:
+        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    else:
+        scores = scores + mask.unsqueeze(1)
+    return scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+
+
+def _mixed(weights: Tensor, value: Tensor) -> Tensor:
+    """Return the sums of values by the weights of ``attention_weights``: [batch, heads, length, head_dim]."""
+    return (weights @ value.unsqueeze(2)).flatten(1, 2)
+
+
+class CausalAttention(nn.Module):
+    """``causal_attention`` with the settings of a layer."""
+
+    def __init__(self, settings: AttentionSettings) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext) -> Tensor:
+        return causal_attention(query, key, value, context, self.settings)
 
 
 _NAMES = {
@@ -165,34 +246,28 @@ class AttentionWithDropout(_Keyed):
     ``first_head``: number of this rank's first query head in the whole model. Fused in evaluation.
     """
 
-    def __init__(self, p: float, first_head: int = 0) -> None:
+    def __init__(self, p: float, first_head: int = 0, settings: AttentionSettings = PLAIN) -> None:
         super().__init__(p)
-        self.first_head = first_head
+        self.first_head, self.settings = first_head, settings
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext) -> Tensor:
         """Return attention over whole sequences, within their documents; key and value may have fewer heads."""
         if not self.training or self.p == 0:
-            return causal_attention(query, key, value, context)
-        batch, heads, length, head_dim = query.shape
-        grouped = query.view(batch, key.shape[1], -1, length, head_dim)
-        scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * head_dim**-0.5
-        mask = context.with_mask(query.dtype).mask
-        if mask is None:
-            later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-            scores = scores.masked_fill(later, -torch.inf)
-        else:
-            scores = scores + mask.unsqueeze(1)
-        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+            return causal_attention(query, key, value, context, self.settings)
+        heads, length = query.shape[1:3]
+        weights = attention_weights(query, key, context, self.settings)
         numbers = torch.arange(self.first_head, self.first_head + heads, device=query.device)
         rows = _split(_split(self.key, context.samples).unsqueeze(1), numbers)
         rows = _split(rows.unsqueeze(2), torch.arange(length, device=query.device))
         dropped = _drop(weights, rows.view(weights.shape[:-1]), self.p)
-        return (dropped @ value.unsqueeze(2)).view(query.shape)
+        return _mixed(dropped, value)
 
 
-def attention_core(p: float) -> Callable[..., Tensor]:
+def attention_core(p: float, settings: AttentionSettings = PLAIN) -> Callable[..., Tensor]:
     """Return what an attention module calls with query, key, value and a ``TokenContext``."""
-    return AttentionWithDropout(p) if p else causal_attention
+    if p:
+        return AttentionWithDropout(p, settings=settings)
+    return causal_attention if settings == PLAIN else CausalAttention(settings)
 
 
 def dropout_key(seed: int, name: str) -> Tensor:

@@ -13,10 +13,17 @@ from scaletrain_cli.engine.model.loss import LanguageModelHead
 from scaletrain_cli.spec import ModelSpec
 
 
+def longest(positions: Tensor) -> Tensor:
+    """Return the highest position plus 1, a scalar."""
+    return positions.max() + 1
+
+
 class CausalLM(nn.Module, ABC):
     """A decoder-only transformer with Hugging Face parameter names.
 
     tokens, labels: [batch, length] int64; label -100 is ignored. context: the places of these tokens.
+    ``sequence_ranks``: over how many ranks each sequence is sharded. ``longest``: returns the highest position plus 1
+    in all parts of the sequences, given the positions of a rank.
     """
 
     residual_projections: tuple[str, ...]  # suffixes of the names of matrices that write into the residual stream
@@ -26,10 +33,12 @@ class CausalLM(nn.Module, ABC):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.sequence_ranks = 1
+        self.longest: Callable[[Tensor], Tensor] = longest
 
     def add_head(self) -> None:
         """Add the head last, so that a tied weight has the embedding's name, as in Hugging Face files."""
-        self.lm_head = LanguageModelHead(self.spec.hidden_size, self.spec.vocab_size)
+        self.lm_head = LanguageModelHead(self.spec.hidden_size, self.spec.vocab_size, self.spec.final_logit_softcapping)
         if self.spec.tie_word_embeddings:
             self.tie()
 
@@ -84,8 +93,12 @@ class CausalLM(nn.Module, ABC):
             batch, length = tokens.shape
             context = TokenContext(*(torch.arange(size, device=tokens.device) for size in (length, batch)))
         hidden = self.embed(tokens, context)
-        hidden = self.transform(hidden, context.with_mask(hidden.dtype))
+        hidden = self.transform(hidden, self.with_masks(context, hidden))
         return self.loss(hidden, labels, divisor) if output is None else output(self, hidden)
+
+    def with_masks(self, context: TokenContext, hidden: Tensor) -> TokenContext:
+        """Return the context with the attention masks that the blocks share; ``hidden`` enters the first of them."""
+        return context.with_masks(hidden.dtype, hidden.shape[1] * self.sequence_ranks, self.spec.sliding_window)
 
     def tie(self) -> None:
         """Share the embedding's weight with the head, as one parameter."""

@@ -1,185 +1,141 @@
-"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Also Mistral and Qwen2/3."""
+"""Llama and its relatives: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
+
+One implementation for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3 and OLMo 2, whose differences are settings of
+the ``ModelSpec``. Modules have the names of the architecture whose settings they have, in Hugging Face's files.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.attention import KeyedDropout, TokenContext, attention_core
+from scaletrain_cli.engine.model.attention import AttentionSettings, KeyedDropout, TokenContext, attention_core
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import MoELayer
+from scaletrain_cli.engine.model.norm import RMSNorm
+from scaletrain_cli.engine.model.rope import Tables, depends_on_longest, rotate, tables_of_layers
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.rope import RopeScalingSpec
-
-# Rotary frequencies for contexts longer than the model was first trained on.
 
 
-def scaled(
-    frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScalingSpec, longest: int
-) -> tuple[Tensor, float]:
-    """Return the scaled frequencies [head_dim / 2] and a factor of cosines and sines.
-
-    ``longest`` is the original context if ``scaling`` does not state it.
-    """
-    original = scaling.original_max_position_embeddings or longest
-    if scaling.rope_type == "linear":
-        return frequencies / scaling.factor, 1.0
-    if scaling.rope_type == "llama3":
-        return _llama3(frequencies, scaling, original), 1.0
-    return _yarn(frequencies, head_dim, theta, scaling, original), _yarn_attention_factor(scaling)
+def norm_of(spec: ModelSpec, size: int | None = None) -> RMSNorm:
+    """Return a norm of ``size`` channels, or of the hidden states."""
+    return RMSNorm(size or spec.hidden_size, spec.norm_eps, zero_centered=spec.zero_centered_norm)
 
 
-def _llama3(frequencies: Tensor, scaling: RopeScalingSpec, original: int) -> Tensor:
-    """Return frequencies with slow channels divided by the factor and those between interpolated (arXiv:2407.21783)."""
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    assert low is not None, "the spec requires it"
-    assert high is not None, "the spec requires it"
-    turns = original * frequencies / (2 * math.pi)  # within the original context
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
-
-
-def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScalingSpec, original: int) -> Tensor:
-    """Return NTK-by-parts frequencies: a ramp over channels between two rotation counts (arXiv:2309.00071, 3.2)."""
-
-    def channel(turns: float) -> float:
-        """Return the channel that rotates this many times within the original context."""
-        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = channel(scaling.beta_fast or 32.0), channel(scaling.beta_slow or 1.0)
-    if scaling.truncate is not False:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    if first == last:
-        last += 0.001
-    ramp = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
-    stretched = ((ramp - first) / (last - first)).clamp(0, 1)
-    return frequencies * ((1 - stretched) + stretched / scaling.factor)
-
-
-def _yarn_attention_factor(scaling: RopeScalingSpec) -> float:
-    """Return the attention temperature, as a factor of queries and keys (section 3.4)."""
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-
-    def growth(scale: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * scale * math.log(scaling.factor) + 1.0
-
-    if scaling.mscale and scaling.mscale_all_dim:
-        return growth(scaling.mscale) / growth(scaling.mscale_all_dim)
-    return growth(1.0)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a weight per channel."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the normalized last dimension, computed in fp32 (arXiv:1910.07467)."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
-
-
-def rotary_tables(
-    positions: Tensor, head_dim: int, theta: float, scaling: RopeScalingSpec | None = None, longest: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines for positions [length], each [length, head_dim] (arXiv:2104.09864), in fp32.
-
-    For positions [batch, length], each [batch, 1, length, head_dim]. Not buffers, which would be cast to bf16.
-    ``longest`` is the context that ``scaling`` extends, if it does not state one.
-    """
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    factor = 1.0
-    if scaling is not None:
-        frequencies, factor = scaled(frequencies, head_dim, theta, scaling, longest)
-    angles = positions.float().unsqueeze(-1) * frequencies
-    angles = torch.cat((angles, angles), dim=-1)
-    if positions.ndim == 2:
-        angles = angles.unsqueeze(1)  # the same for all heads
-    return angles.cos() * factor, angles.sin() * factor
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return each head, [batch, heads, length, head_dim], rotated, with Hugging Face's pairing of channels."""
-    cos, sin = tables
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
+def split_fused(fused: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return the parts of a fused projection, whose widths in the whole model are given, on this tensor rank."""
+    local, whole = fused.shape[-1], sum(widths)
+    return fused.split([width * local // whole for width in widths], dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention, [batch, length, hidden] in and out."""
+    """Causal grouped-query attention of layer number ``index``, [batch, length, hidden] in and out."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        heads, kv_heads, bias = spec.num_attention_heads, spec.num_key_value_heads, spec.qkv_bias
-        self.q_proj = nn.Linear(spec.hidden_size, heads * spec.head_dim, bias=bias)
-        self.k_proj = nn.Linear(spec.hidden_size, kv_heads * spec.head_dim, bias=bias)
-        self.v_proj = nn.Linear(spec.hidden_size, kv_heads * spec.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * spec.head_dim, spec.hidden_size, bias=False)
-        self.core = attention_core(spec.attention_dropout)
-        if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps)
-            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps)
-        self.qk_norm = spec.qk_norm
-
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], context: TokenContext) -> Tensor:
-        batch, length, _ = x.shape
-        query, key, value = (
-            projection(x).view(batch, length, -1, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.widths = (queries, keys, keys)
+        self.fused = spec.fused_projections
+        if self.fused:
+            self.qkv_proj = nn.Linear(spec.hidden_size, sum(self.widths), bias=spec.has_qkv_bias)
+        else:
+            self.q_proj = nn.Linear(spec.hidden_size, queries, bias=spec.has_qkv_bias)
+            self.k_proj = nn.Linear(spec.hidden_size, keys, bias=spec.has_qkv_bias)
+            self.v_proj = nn.Linear(spec.hidden_size, keys, bias=spec.has_qkv_bias)
+        self.o_proj = nn.Linear(queries, spec.hidden_size, bias=spec.has_output_bias)
+        self.slides = spec.slides(index)
+        settings = AttentionSettings(
+            scale=None if spec.query_pre_attn_scalar is None else spec.attention_scale,
+            window=spec.sliding_window if self.slides else None,
+            softcap=spec.attn_logit_softcapping,
         )
-        if self.qk_norm:
+        self.core = attention_core(spec.attention_dropout, settings)
+        if spec.qk_norm:
+            over_heads = spec.qk_norm_scope == "head"
+            self.q_norm = norm_of(spec, spec.head_dim if over_heads else queries)
+            self.k_norm = norm_of(spec, spec.head_dim if over_heads else keys)
+        self.qk_norm = spec.qk_norm_scope if spec.qk_norm else None
+
+    def forward(self, x: Tensor, tables: tuple[Tables, Tables], context: TokenContext) -> Tensor:
+        """``tables``: of layers with full attention, and of layers with a window."""
+        batch, length, _ = x.shape
+        if self.fused:
+            query, key, value = split_fused(self.qkv_proj(x), self.widths)
+        else:
+            query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.qk_norm == "projection":
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query.transpose(1, 2), tables), rotate(key.transpose(1, 2), tables)
+        query, key, value = (part.view(batch, length, -1, self.head_dim) for part in (query, key, value))
+        if self.qk_norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        own = tables[1] if self.slides else tables[0]
+        query, key = rotate(query.transpose(1, 2), own), rotate(key.transpose(1, 2), own)
         mixed = self.core(query, key, value.transpose(1, 2), context)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+def activation_of(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
+    """Return the activation of the MLP."""
+    return F.silu if spec.activation == "silu" else _gelu_tanh
 
-    def __init__(self, hidden: int, intermediate: int) -> None:
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+class MLP(nn.Module):
+    """A gated MLP (arXiv:2002.05202)."""
+
+    def __init__(self, spec: ModelSpec, intermediate: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        hidden, bias = spec.hidden_size, spec.has_bias
+        self.fused, self.activation = spec.fused_projections, activation_of(spec)
+        if self.fused:
+            self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=bias)
+        else:
+            self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
+            self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)  # both first: ZeRO-3 breaks a compiled block at each projection
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        if self.fused:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)  # both first: ZeRO-3 breaks a compiled block at each
+        return self.down_proj(self.activation(gate) * up)  # type: ignore[no-any-return]
 
 
 def feed_forward(spec: ModelSpec, index: int) -> nn.Module:
     """Return the MLP of block ``index``, or its MoE layer; leading blocks may be dense."""
     if index < spec.num_hidden_layers - spec.moe_layers:
-        return MLP(spec.hidden_size, spec.intermediate_size)
+        return MLP(spec, spec.intermediate_size)
     shared = spec.shared_expert_intermediate_size
-    return MoELayer(spec, MLP(spec.hidden_size, shared) if shared else None)
+    return MoELayer(spec, MLP(spec, shared) if shared else None)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals."""
+    """Attention and MLP with residuals, and norms before them, after them, or both.
+
+    Hugging Face's names: ``post_attention_layernorm`` is the norm before the MLP if there are norms only before, and
+    that after attention otherwise.
+    """
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
-        self.self_attn = Attention(spec)
+        self.self_attn = Attention(spec, index)
         self.mlp = feed_forward(spec, index)
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.norm_position = spec.norm_position
+        if spec.norm_position != "post":
+            self.input_layernorm = norm_of(spec)
+        self.post_attention_layernorm = norm_of(spec)
+        if spec.norm_position == "pre_and_post":
+            self.pre_feedforward_layernorm = norm_of(spec)
+        if spec.norm_position != "pre":
+            self.post_feedforward_layernorm = norm_of(spec)
         self.attention_dropout = KeyedDropout(spec.hidden_dropout)
         self.mlp_dropout = KeyedDropout(spec.hidden_dropout)
 
@@ -187,10 +143,15 @@ class DecoderLayer(nn.Module):
     def attention(self) -> nn.Module:
         return self.self_attn
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], context: TokenContext) -> Tensor:
-        mixed = self.self_attn(self.input_layernorm(x), tables, context)
-        x = x + self.attention_dropout(mixed, context)
-        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), context)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, tables: tuple[Tables, Tables], context: TokenContext) -> Tensor:
+        if self.norm_position == "pre":
+            x = x + self.attention_dropout(self.self_attn(self.input_layernorm(x), tables, context), context)
+            return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), context)  # type: ignore[no-any-return]
+        both = self.norm_position == "pre_and_post"
+        mixed = self.self_attn(self.input_layernorm(x) if both else x, tables, context)
+        x = x + self.attention_dropout(self.post_attention_layernorm(mixed), context)
+        mixed = self.mlp(self.pre_feedforward_layernorm(x) if both else x)
+        return x + self.mlp_dropout(self.post_feedforward_layernorm(mixed), context)  # type: ignore[no-any-return]
 
 
 class LlamaModel(nn.Module):
@@ -201,7 +162,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.dropout = KeyedDropout(spec.hidden_dropout)
         self.layers = nn.ModuleDict({str(index): DecoderLayer(spec, index) for index in range(spec.num_hidden_layers)})
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.norm = norm_of(spec)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -221,12 +182,14 @@ class LlamaForCausalLM(CausalLM):
         return self.model.layers
 
     def embed(self, tokens: Tensor, context: TokenContext) -> Tensor:
-        return self.model.dropout(self.model.embed_tokens(tokens), context)  # type: ignore[no-any-return]
+        hidden = self.model.embed_tokens(tokens)
+        if self.spec.scale_embedding:  # the root is rounded to the dtype, as in transformers
+            hidden = hidden * torch.tensor(self.spec.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
+        return self.model.dropout(hidden, context)  # type: ignore[no-any-return]
 
     def transform(self, hidden: Tensor, context: TokenContext) -> Tensor:
-        spec = self.spec
-        longest = spec.max_position_embeddings
-        tables = rotary_tables(context.positions, spec.head_dim, spec.rope_theta, spec.rope_scaling, longest)
+        longest = self.longest(context.positions) if depends_on_longest(self.spec) else None
+        tables = tables_of_layers(self.spec, context.positions, longest)
         for layer in self.blocks.values():
             hidden = layer(hidden, tables, context)
         return hidden

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,13 @@ TokenLosses = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 class LanguageModelHead(nn.Module):
     """Logits and their loss in one module, so that ZeRO-3 gathers the weight here and logits are freed early."""
 
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int, softcap: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.token_loss: TokenLoss = token_loss
-        self.token_losses: TokenLosses | None = token_losses  # None: the kernel has sums only
+        self.softcap = softcap  # logits x become softcap * tanh(x / softcap)
+        self.token_loss: TokenLoss = partial(token_loss, softcap=softcap)
+        self.token_losses: TokenLosses | None = partial(token_losses, softcap=softcap)  # None: the kernel has sums only
+        self.is_whole = True  # this rank has the whole vocabulary
         self.label_smoothing = 0.0
         self.tokens_at_once: int | None = None  # None: all of them
         self.extended: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # of an adapter
@@ -95,24 +98,34 @@ def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: fl
     if kind == "chunked":
         head.tokens_at_once = LOSS_CHUNK_TOKENS
     if kind == "liger":
-        if head.token_loss is not token_loss:
+        if not head.is_whole:
             raise InfeasibleError(Reason("engine.liger-needs-whole-vocabulary"))
-        head.token_loss, head.token_losses = liger_token_loss(device), None
+        head.token_loss, head.token_losses = liger_token_loss(device, head.softcap), None
 
 
-def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the summed cross-entropy of tokens: hidden [tokens, size], weight [vocab, size], labels [tokens]."""
+def logits_of(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
+    """Return the logits [..., vocab] in fp32 of hidden states [..., size], within a cap if there is one."""
     logits = F.linear(hidden, weight).float()
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def token_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0, softcap: float | None = None
+) -> Tensor:
+    """Return the summed cross-entropy of tokens: hidden [tokens, size], weight [vocab, size], labels [tokens]."""
+    logits = logits_of(hidden, weight, softcap)
     return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="sum", label_smoothing=label_smoothing)
 
 
-def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0, softcap: float | None = None
+) -> Tensor:
     """Return the cross-entropy of each token, [tokens]; arguments as for ``token_loss``."""
-    logits = F.linear(hidden, weight).float()
+    logits = logits_of(hidden, weight, softcap)
     return F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="none", label_smoothing=label_smoothing)
 
 
-def liger_token_loss(device: torch.device) -> TokenLoss:
+def liger_token_loss(device: torch.device, softcap: float | None = None) -> TokenLoss:
     """Return Liger Kernel's fused head and loss (arXiv:2410.10989), which also works in chunks, in Triton.
 
     It synchronizes with the device once per call. Raises InfeasibleError without CUDA or without the library.
@@ -127,7 +140,11 @@ def liger_token_loss(device: torch.device) -> TokenLoss:
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
         fused = LigerFusedLinearCrossEntropyLoss(
-            ignore_index=NOT_COUNTED, label_smoothing=label_smoothing, reduction="sum", accum_dtype=torch.float32
+            ignore_index=NOT_COUNTED,
+            label_smoothing=label_smoothing,
+            reduction="sum",
+            accum_dtype=torch.float32,
+            softcap=softcap,
         )
         return fused(weight, hidden, labels)  # type: ignore[no-any-return]
 

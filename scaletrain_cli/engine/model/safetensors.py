@@ -68,12 +68,8 @@ class HuggingFaceFolder:
         values = self._slice(stored)
         if spec is None:
             return values[:]  # type: ignore[no-any-return]
-        size = whole_shape[spec.dim] // spec.parts
-        length = size // spec.ranks
-        parts = []
-        for part in range(spec.parts):
-            first = part * size + spec.rank * length
-            parts.append(values[(slice(None),) * spec.dim + (slice(first, first + length),)])
+        before = (slice(None),) * spec.dim
+        parts = [values[(*before, slice(first, first + length))] for first, length in spec.spans(whole_shape[spec.dim])]
         return torch.cat(parts, spec.dim)
 
     def _stored(self, name: str) -> str | None:

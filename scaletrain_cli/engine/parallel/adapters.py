@@ -77,7 +77,7 @@ def _placement(layer: nn.Module, module: Adapted, axis: Axis) -> Placement:
     def sum_products(x: Tensor) -> Tensor:
         return sum_over_ranks(x, axis)
 
-    def along(dim: int, parts: int = 1) -> Any:
+    def along(dim: int, parts: int | tuple[int, ...] = 1) -> Any:
         return lambda whole: sharded(whole, ShardSpec(dim, axis.size, axis.rank, parts))
 
     if isinstance(layer, Experts):

@@ -6,7 +6,7 @@ of DeepSpeed's PipeModelDataParallelTopology with sequence ranks among its data-
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +22,36 @@ from scaletrain_cli.plan.result import Layout
 class ShardSpec:
     """One of ``ranks`` equal shards along ``dim``.
 
-    ``parts``: a fused projection is this many matrices side by side, each of which is sharded (GPT-2's ``c_attn``: 3).
+    ``parts``: a fused projection is this many matrices side by side, each of which is sharded (GPT-2's ``c_attn``: 3),
+    or the ratio of their widths (Phi-3's ``qkv_proj`` with four queries per key: (4, 1, 1)).
     """
 
     dim: int
     ranks: int
     rank: int
-    parts: int = 1
+    parts: int | tuple[int, ...] = 1
+
+    def spans(self, size: int) -> list[tuple[int, int]]:
+        """Return (first index, length) of this rank's share of each part, in a whole dimension of ``size``."""
+        return [(first + self.rank * (width // self.ranks), width // self.ranks) for first, width in self._parts(size)]
 
     def take(self, whole: Tensor) -> Tensor:
         """Return this rank's shard, a copy."""
-        shards = [part.chunk(self.ranks, self.dim)[self.rank] for part in whole.chunk(self.parts, self.dim)]
+        shards = [whole.narrow(self.dim, *span) for span in self.spans(whole.shape[self.dim])]
         return torch.cat(shards, self.dim) if len(shards) > 1 else shards[0].clone()
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the whole, given the shards of all ranks in order."""
+        size = sum(shard.shape[self.dim] for shard in shards)
+        widths = [width // self.ranks for _, width in self._parts(size)]
+        split = [shard.split(widths, self.dim) for shard in shards]
+        return torch.cat([torch.cat(part, self.dim) for part in zip(*split, strict=True)], self.dim)
+
+    def _parts(self, size: int) -> list[tuple[int, int]]:
+        """Return (first index, width) of each part of a whole dimension of ``size``."""
+        ratio = (1,) * self.parts if isinstance(self.parts, int) else self.parts
+        widths = [size * share // sum(ratio) for share in ratio]
+        return [(sum(widths[:number]), width) for number, width in enumerate(widths)]
 
     def whole_shape(self, local: torch.Size) -> tuple[int, ...]:
         """Return the shape before sharding."""

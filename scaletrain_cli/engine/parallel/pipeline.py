@@ -86,7 +86,7 @@ class PipelineStage(nn.Module):
             hidden = self.model.embed(inputs, batch.context)
         else:
             hidden = inputs if self._trains_before else inputs.detach()
-        hidden = self.model.transform(hidden, batch.context.with_mask(hidden.dtype))
+        hidden = self.model.transform(hidden, self.model.with_masks(batch.context, hidden))
         if not self._first and not self._trains_before:
             hidden = _Bridge.apply(hidden, inputs)  # type: ignore[no-untyped-call]
         if self.anchor is not None:

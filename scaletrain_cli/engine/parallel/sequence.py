@@ -6,13 +6,15 @@ DeepSpeed takes these ranks for data-parallel ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import AttentionWithDropout, KeyedDropout, TokenContext
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.causal_lm import CausalLM, longest
 from scaletrain_cli.engine.parallel.mesh import Axis, exchange
 
 _HEADS, _LENGTH = 1, 2
@@ -25,6 +27,15 @@ def shard_attention_over_sequence(model: CausalLM, axis: Axis) -> None:
     for block in model.blocks.values():
         attention: Any = block.attention
         attention.core = UlyssesAttention(attention.core, axis)
+    model.sequence_ranks = axis.size
+    model.longest = partial(_longest, axis)
+
+
+def _longest(axis: Axis, positions: Tensor) -> Tensor:
+    """Return the highest position plus 1 in the parts of all ranks. Collective."""
+    found = longest(positions)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
+    return found
 
 
 def place_dropout(model: CausalLM, tensor: Axis, sequence: Axis) -> None:

@@ -16,9 +16,10 @@ from torch.autograd import Function
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.gpt import Conv1D
 from scaletrain_cli.engine.model.linear import Product, linear_product
-from scaletrain_cli.engine.model.llama import rms_norm
-from scaletrain_cli.engine.model.loss import NOT_COUNTED
+from scaletrain_cli.engine.model.loss import NOT_COUNTED, logits_of
+from scaletrain_cli.engine.model.norm import rms_norm, scaled
 from scaletrain_cli.engine.parallel.mesh import Axis, ShardSpec, copy_to_ranks, mark_sharded, sum_over_ranks
+from scaletrain_cli.spec import ModelSpec
 
 # Cross-entropy over a vocabulary that is sharded over tensor ranks: no rank holds all logits of a token.
 
@@ -26,8 +27,8 @@ from scaletrain_cli.engine.parallel.mesh import Axis, ShardSpec, copy_to_ranks, 
 class VocabularyLoss:
     """Replaces the head's ``token_loss`` and ``token_losses`` if its weight is sharded over the vocabulary."""
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+    def __init__(self, axis: Axis, softcap: float | None = None) -> None:
+        self._axis, self._softcap = axis, softcap
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return summed cross-entropy: hidden [tokens, size], weight [vocab / ranks, size], labels [tokens]."""
@@ -35,7 +36,7 @@ class VocabularyLoss:
 
     def each(self, hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return the cross-entropy of each token, [tokens]."""
-        logits = F.linear(copy_to_ranks(hidden, self._axis), weight).float()
+        logits = logits_of(copy_to_ranks(hidden, self._axis), weight, self._softcap)
         return _CrossEntropy.apply(logits, labels, self._axis, label_smoothing)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -72,10 +73,11 @@ class _CrossEntropy(Function):
 
 # By the last part of a layer's name: sharded output features (with the number of fused matrices), or input features.
 _COLUMNS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1, "c_attn": 3, "c_fc": 1}
+_COLUMNS |= {"qkv_proj": 3, "gate_up_proj": 2}
 _ROWS = {"o_proj", "down_proj", "c_proj"}
 _VOCABULARY = {"embed_tokens", "wte"}
-# Whole on every rank, applied to the heads of the rank.
-_OVER_HEADS = {"q_norm", "k_norm"}
+# Of queries and keys: whole on every rank and applied to its heads, or sharded and applied to all heads together.
+_HEAD_NORMS = {"q_norm", "k_norm"}
 
 
 def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
@@ -86,14 +88,16 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
         if name in _COLUMNS:
-            shard: nn.Module = ColumnParallelLinear(module, axis, _COLUMNS[name])
+            parts = fused_parts(model.spec) if name == "qkv_proj" else _COLUMNS[name]
+            shard: nn.Module = ColumnParallelLinear(module, axis, parts)
             readers[parent] = model.get_submodule(parent)
         elif name in _ROWS:
             shard = RowParallelLinear(module, axis)
         elif name in _VOCABULARY:
             shard = VocabularyParallelEmbedding(module, axis)
-        elif name in _OVER_HEADS:
-            shard = NormOverHeads(module, axis)
+        elif name in _HEAD_NORMS:
+            over_heads = model.spec.qk_norm_scope == "head"
+            shard = NormOverHeads(module, axis) if over_heads else NormOverRanks(module, axis)
         else:
             continue
         setattr(model.get_submodule(parent), name, shard)
@@ -101,6 +105,12 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
         _copy_input(reader, axis)
     if model.lm_head is not None:
         _shard_head(model, axis)
+
+
+def fused_parts(spec: ModelSpec) -> int | tuple[int, ...]:
+    """Return how qkv_proj is divided into queries, keys and values, for ``ShardSpec.parts``."""
+    groups = spec.num_attention_heads // spec.num_key_value_heads
+    return 3 if groups == 1 else (groups, 1, 1)
 
 
 def _copy_input(module: nn.Module, axis: Axis) -> None:
@@ -111,7 +121,7 @@ def _copy_input(module: nn.Module, axis: Axis) -> None:
 class ColumnParallelLinear(nn.Module):
     """Output features sharded over the ranks: the whole input in, this rank's features out."""
 
-    def __init__(self, whole: Any, axis: Axis, parts: int = 1) -> None:
+    def __init__(self, whole: Any, axis: Axis, parts: int | tuple[int, ...] = 1) -> None:
         super().__init__()
         self.transposed, self.parts = isinstance(whole, Conv1D), parts
         self.weight = sharded(whole.weight, ShardSpec(1 if self.transposed else 0, axis.size, axis.rank, parts))
@@ -159,10 +169,26 @@ class NormOverHeads(nn.Module):
 
     def __init__(self, whole: Any, axis: Axis) -> None:
         super().__init__()
-        self.axis, self.weight, self.eps = axis, whole.weight, whole.eps
+        self.axis, self.weight, self.eps, self.zero_centered = axis, whole.weight, whole.eps, whole.zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, copy_to_ranks(self.weight, self.axis), self.eps)
+        return rms_norm(x, copy_to_ranks(self.weight, self.axis), self.eps, self.zero_centered)
+
+
+class NormOverRanks(nn.Module):
+    """A norm over the channels of all ranks, whose squares are summed; the weight is sharded."""
+
+    def __init__(self, whole: Any, axis: Axis) -> None:
+        super().__init__()
+        self.axis, self.eps, self.zero_centered = axis, whole.eps, whole.zero_centered
+        self.weight = sharded(whole.weight, ShardSpec(0, axis.size, axis.rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = sum_over_ranks(wide.pow(2).sum(-1, keepdim=True), self.axis)
+        # Each rank's output depends on the sum, so that its gradient is summed, too.
+        mean = copy_to_ranks(squares, self.axis) / (x.shape[-1] * self.axis.size)
+        return scaled(wide * torch.rsqrt(mean + self.eps), self.weight, x.dtype, self.zero_centered)
 
 
 def _shard_head(model: CausalLM, axis: Axis) -> None:
@@ -170,8 +196,8 @@ def _shard_head(model: CausalLM, axis: Axis) -> None:
         model.tie()
     else:
         model.lm_head.weight = sharded(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
-    model.lm_head.token_loss = VocabularyLoss(axis)
-    model.lm_head.token_losses = model.lm_head.token_loss.each
+    loss = VocabularyLoss(axis, model.lm_head.softcap)
+    model.lm_head.token_loss, model.lm_head.token_losses, model.lm_head.is_whole = loss, loss.each, False
 
 
 def sharded(whole: Tensor, spec: ShardSpec) -> nn.Parameter:

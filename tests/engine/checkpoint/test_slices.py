@@ -15,7 +15,7 @@ SHAPES = [(12,), (12, 5), (4, 12), (2, 12, 3)]
 @st.composite
 def slices(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
     dim = shape.index(12)
-    ranks, parts = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 3), (2, 2)]))
+    ranks, parts = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 3), (2, 2), (2, (4, 1, 1))]))
     spec = None if ranks == 1 else ShardSpec(dim, ranks, draw(st.integers(0, ranks - 1)), parts)
     numel = torch.Size(shape).numel() // ranks
     start = draw(st.integers(0, numel))

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scaletrain_cli.engine.compose import wrap_blocks
 from scaletrain_cli.engine.model.attention import AttentionWithDropout, TokenContext, causal_attention
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.llama import rotary_tables
+from scaletrain_cli.engine.model.rope import rotary_tables
 from scaletrain_cli.spec import ModelSpec, to_hugging_face
 from scaletrain_cli.spec.training import LayoutSpec
 from tests.engine.fresh_model import build_model

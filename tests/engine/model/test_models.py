@@ -10,7 +10,7 @@ from torch.autograd.graph import save_on_cpu
 
 from scaletrain_cli.engine.compose import wrap_blocks
 from scaletrain_cli.engine.model.attention import TokenContext
-from scaletrain_cli.engine.model.llama import rotary_tables, rotate
+from scaletrain_cli.engine.model.rope import rotary_tables, rotate
 from scaletrain_cli.engine.optim.optimizers import parameter_groups
 from scaletrain_cli.plan.architecture import architecture
 from scaletrain_cli.spec import ModelSpec
@@ -134,7 +134,9 @@ def test_attention_equals_the_formula_written_out() -> None:
     scores = rotate(query, tables) @ key.transpose(-1, -2) / 4
     scores = scores.masked_fill(torch.ones(32, 32, dtype=torch.bool).triu(1), -math.inf)
     expected = attention.o_proj((scores.softmax(-1) @ value).transpose(1, 2).reshape(2, 32, 64))
-    assert torch.allclose(attention(x, tables, TokenContext(torch.arange(32), torch.arange(2))), expected, atol=1e-6)
+    assert torch.allclose(
+        attention(x, (tables, tables), TokenContext(torch.arange(32), torch.arange(2))), expected, atol=1e-6
+    )
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:

@@ -194,5 +194,4 @@ def _joined(pieces: list[Piece]) -> Tensor:
     spec = pieces[0].shard_spec
     if spec is None:
         return by_rank[0]
-    slices = [by_rank[rank].chunk(spec.parts, spec.dim) for rank in range(spec.ranks)]
-    return torch.cat([torch.cat(part, spec.dim) for part in zip(*slices, strict=True)], spec.dim)
+    return spec.join([by_rank[rank] for rank in range(spec.ranks)])

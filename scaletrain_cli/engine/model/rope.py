@@ -1,0 +1,169 @@
+"""Rotary positions (arXiv:2104.09864), and their frequencies for contexts longer than a model was first trained on."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.rope import RopeScalingSpec
+
+Tables = tuple[Tensor, Tensor]  # cosines and sines
+
+
+def tables_of_layers(spec: ModelSpec, positions: Tensor, longest: Tensor | None) -> tuple[Tables, Tables]:
+    """Return the tables of layers with full attention and of layers with a window; the same unless the spec says so.
+
+    ``longest``: see ``rotary_tables``.
+    """
+    context = spec.max_position_embeddings
+    tables = rotary_tables(positions, spec.rotary_dim, spec.rope_theta, spec.rope_scaling, context, longest)
+    if spec.rope_local_base_freq is None:
+        return tables, tables
+    return tables, rotary_tables(positions, spec.rotary_dim, spec.rope_local_base_freq)
+
+
+def depends_on_longest(spec: ModelSpec) -> bool:
+    """Return True if the frequencies depend on the longest sequence of the micro-batch."""
+    return spec.rope_scaling is not None and spec.rope_scaling.rope_type in ("dynamic", "longrope")
+
+
+def rotary_tables(
+    positions: Tensor,
+    channels: int,
+    theta: float,
+    scaling: RopeScalingSpec | None = None,
+    context: int = 0,
+    longest: Tensor | None = None,
+) -> Tables:
+    """Return cosines and sines for positions [length], each [length, channels], in fp32.
+
+    For positions [batch, length], each [batch, 1, length, channels]. Not buffers, which would be cast to bf16.
+    ``context``: max_position_embeddings. ``longest``: scalar, the highest position of the whole micro-batch plus 1, for
+    scalings that depend on it.
+    """
+    frequencies = theta ** -(torch.arange(0, channels, 2, device=positions.device, dtype=torch.float32) / channels)
+    factor = 1.0
+    if scaling is not None:
+        frequencies, factor = scaled(frequencies, channels, theta, scaling, context, longest)
+    angles = positions.float().unsqueeze(-1) * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    if positions.ndim == 2:
+        angles = angles.unsqueeze(1)  # the same for all heads
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(x: Tensor, tables: Tables) -> Tensor:
+    """Return each head, [batch, heads, length, head_dim], rotated, with Hugging Face's pairing of channels.
+
+    Tables for fewer channels rotate the first ones.
+    """
+    cos, sin = tables
+    turning = cos.shape[-1]
+    wide = x[..., :turning].float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return turned if turning == x.shape[-1] else torch.cat((turned, x[..., turning:]), dim=-1)
+
+
+def scaled(
+    frequencies: Tensor,
+    channels: int,
+    theta: float,
+    scaling: RopeScalingSpec,
+    context: int,
+    longest: Tensor | None = None,
+) -> tuple[Tensor, float]:
+    """Return the scaled frequencies [channels / 2] and a factor of cosines and sines.
+
+    ``context``: the original context if ``scaling`` does not state it; ``longest``: as for ``rotary_tables``.
+    """
+    original = scaling.original_max_position_embeddings or context
+    if scaling.rope_type == "longrope":
+        return _longrope(frequencies, scaling, original, longest), _longrope_attention_factor(scaling, context)
+    factor = scaling.factor
+    assert factor is not None, "the spec requires it"
+    if scaling.rope_type == "linear":
+        return frequencies / factor, 1.0
+    if scaling.rope_type == "dynamic":
+        return _dynamic(channels, theta, factor, context, longest, frequencies), 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(frequencies, scaling, factor, original), 1.0
+    return _yarn(frequencies, channels, theta, scaling, original), _yarn_attention_factor(scaling)
+
+
+def _longrope(frequencies: Tensor, scaling: RopeScalingSpec, original: int, longest: Tensor | None) -> Tensor:
+    """Return frequencies over the short factors, or the long ones if a position exceeds the original context.
+
+    They apply to all positions of the micro-batch, as in transformers (arXiv:2402.13753).
+    """
+    device = frequencies.device
+    short = torch.tensor(scaling.short_factor, device=device)
+    if longest is None:
+        return frequencies / short
+    return frequencies / torch.where(longest > original, torch.tensor(scaling.long_factor, device=device), short)
+
+
+def _longrope_attention_factor(scaling: RopeScalingSpec, context: int) -> float:
+    """Return the attention temperature, as a factor of queries and keys."""
+    original = scaling.original_max_position_embeddings or context
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    growth = scaling.factor or context / original
+    return 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original))
+
+
+def _dynamic(
+    channels: int, theta: float, factor: float, context: int, longest: Tensor | None, frequencies: Tensor
+) -> Tensor:
+    """Return frequencies with a base that grows with the longest sequence beyond the context (NTK-aware scaling)."""
+    if longest is None:
+        return frequencies
+    length = longest.clamp(min=context).float()
+    base = theta * (factor * length / context - (factor - 1)) ** (channels / (channels - 2))
+    exponents = torch.arange(0, channels, 2, device=frequencies.device, dtype=torch.float32) / channels
+    return base**-exponents
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScalingSpec, factor: float, original: int) -> Tensor:
+    """Return frequencies with slow channels divided by the factor and those between interpolated (arXiv:2407.21783)."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    assert low is not None, "the spec requires it"
+    assert high is not None, "the spec requires it"
+    turns = original * frequencies / (2 * math.pi)  # within the original context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def _yarn(frequencies: Tensor, channels: int, theta: float, scaling: RopeScalingSpec, original: int) -> Tensor:
+    """Return NTK-by-parts frequencies: a ramp over channels between two rotation counts (arXiv:2309.00071, 3.2)."""
+
+    def channel(turns: float) -> float:
+        """Return the channel that rotates this many times within the original context."""
+        return channels * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = channel(scaling.beta_fast or 32.0), channel(scaling.beta_slow or 1.0)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, channels - 1)
+    if first == last:
+        last += 0.001
+    ramp = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+    stretched = ((ramp - first) / (last - first)).clamp(0, 1)
+    return frequencies * ((1 - stretched) + stretched / (scaling.factor or 1.0))
+
+
+def _yarn_attention_factor(scaling: RopeScalingSpec) -> float:
+    """Return the attention temperature, as a factor of queries and keys (section 3.4)."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def growth(scale: float) -> float:
+        factor = scaling.factor or 1.0
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return growth(scaling.mscale) / growth(scaling.mscale_all_dim)
+    return growth(1.0)

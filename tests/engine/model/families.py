@@ -1,0 +1,125 @@
+"""Tiny models of each family of transformers with random weights, and ours with the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.attention import TokenContext
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.loss import logits_of
+from scaletrain_cli.engine.model.materialization import materialize
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec.hugging_face import from_hugging_face
+from scaletrain_cli.spec.presets import derived_dimensions
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.5, 3.0, 6.0],
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# Longer than every window and than the original context of each scaling.
+LENGTH = 24
+# By name: model_type and settings of the transformers config; windows of 8 tokens.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": _LLAMA3}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama dynamic": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 16},
+    ),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **{"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 3, "query_pre_attn_scalar": 24},
+            **{"sliding_window_pattern": 3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": 8}),
+    "phi4-mini": (
+        "phi3",
+        {
+            **{"rope_scaling": _LONGROPE, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75},
+            **{"tie_word_embeddings": True},
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "gpt2": ("gpt2", {}),
+}
+
+
+def reference(name: str, folder: Path) -> nn.Module:
+    """Save and return a random model of a family, in fp32 and for evaluation."""
+    kind, settings = FAMILIES[name]
+    sizes = {**SIZES, **settings}
+    if kind == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}
+        sizes |= {"bos_token_id": 1, "eos_token_id": 2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    config = CONFIG_MAPPING[kind](**sizes)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than at the start, so that every setting shows
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
+    model.save_pretrained(folder)
+    return model
+
+
+def spec_of(folder: Path, **changes: Any) -> ModelSpec:
+    """Return the spec that is read from the folder's config.json."""
+    found = derived_dimensions({**from_hugging_face(folder), "seq_len": LENGTH, **changes})
+    spec = ModelSpec.model_validate(found)
+    assert list(spec.inconsistencies()) == []
+    return spec
+
+
+def loaded(spec: ModelSpec, folder: Path) -> CausalLM:
+    """Return our model with the weights of a folder."""
+    model = outline(spec)
+    materialize(model, HuggingFaceFolder(folder, outline(spec)), torch.device("cpu"))
+    return model
+
+
+def tokens_of(length: int = LENGTH, rows: int = 2) -> Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: CausalLM, tokens: Tensor, context: TokenContext | None = None) -> Tensor:
+    """Return our logits in fp32."""
+    if context is None:
+        context = TokenContext(torch.arange(tokens.shape[1]), torch.arange(tokens.shape[0]))
+    hidden = model.embed(tokens, context)
+    hidden = model.final_norm(model.transform(hidden, model.with_masks(context, hidden)))
+    return logits_of(hidden, model.lm_head.weight, model.lm_head.softcap)

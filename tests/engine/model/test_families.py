@@ -1,0 +1,63 @@
+"""Each family computes what transformers computes: logits, gradients, and again after training and export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from scaletrain_cli.engine.checkpoint.export import export
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from tests.engine.checkpoint.test_export import NO_TEXT, checkpoint_of
+from tests.engine.checkpoint.test_export import spec_of as run_spec_of
+from tests.engine.model.families import FAMILIES, LENGTH, loaded, logits, reference, spec_of, tokens_of
+
+families = pytest.mark.parametrize("name", FAMILIES)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trained(model: CausalLM, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Return the weights after a few steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        tokens = (tokens_of() + step) % 64
+        optimizer.zero_grad()
+        model(tokens, tokens.roll(-1, 1)).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@families
+def test_a_family_equals_transformers_before_and_after_training(name: str, tmp_path: Path) -> None:
+    theirs = reference(name, tmp_path / "base")
+    spec = spec_of(tmp_path / "base")
+    ours, tokens = loaded(spec, tmp_path / "base"), tokens_of()
+    with torch.no_grad():
+        for length in (7, LENGTH):  # within the windows and the original contexts, and beyond
+            close(logits(ours, tokens[:, :length]), theirs(tokens[:, :length]).logits)
+    labels = tokens.roll(-1, 1)
+    ours(tokens, labels).backward()
+    found = theirs(tokens).logits.flatten(0, 1)
+    nn.functional.cross_entropy(found, labels.flatten()).backward()
+    expected = gradients(theirs)
+    for parameter, gradient in gradients(ours).items():
+        close(gradient, expected[parameter])
+    weights = trained(ours)
+    run = run_spec_of(spec.model_dump())
+    export([checkpoint_of(tmp_path / "step-00000001", weights)], run, tmp_path / "out", torch.float32, NO_TEXT)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert again.config.model_type == theirs.config.model_type
+    assert spec_of(tmp_path / "out") == spec
+    with torch.no_grad():
+        close(logits(ours, tokens), again(tokens).logits)
+        assert not torch.allclose(theirs(tokens).logits, again(tokens).logits, atol=1e-2)
