@@ -73,7 +73,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     t, hidden = tensor_parallel, model.hidden_size
     norm = hidden * (2 if model.has_norm_bias else 1)
     attention, vectors = _attention(model, t)
-    vectors += 2 * norm
+    vectors += model.norms_per_block * norm
     dense_matrix, dense_bias = _mlp(model, _share(model.intermediate_size, t))
     dense = Block(attention, dense_matrix, 0, 0, 0, vectors + dense_bias)
     block = dense
@@ -106,9 +106,10 @@ def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
         return _latent_attention(model, heads)
     queries = heads * model.head_dim
     keys = max(_share(model.num_key_value_heads, t), 1) * model.head_dim
-    vectors = queries + 2 * keys if model.has_bias or model.qkv_bias else 0
-    vectors += hidden if model.has_bias else 0
-    vectors += 2 * model.head_dim if model.qk_norm else 0
+    vectors = queries + 2 * keys if model.has_qkv_bias else 0
+    vectors += hidden if model.has_output_bias else 0
+    if model.qk_norm:  # over each head, with the same weight for all, or over all heads together
+        vectors += 2 * model.head_dim if model.qk_norm_scope == "head" else queries + keys
     return hidden * (2 * queries + 2 * keys), vectors
 
 
@@ -158,15 +159,30 @@ def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
     return 2 * (shared + routed + model.hidden_size * model.num_experts)
 
 
-def block_attention_flops(model: ModelSpec) -> int:
-    """Return the forward FLOPs per token of one block's attention scores and weighted sum, without causal masking.
+def attention_flops(model: ModelSpec) -> int:
+    """Return the forward FLOPs per token of all blocks' attention scores and weighted sums, without causal masking.
 
-    4 s a d per token, for sequence length s and a heads of size d: the convention of PaLM (arXiv:2204.02311,
-    appendix B) and Megatron-LM (arXiv:2104.04473).
+    4 s a d per token and block, for sequence length s and a heads of size d: the convention of PaLM (arXiv:2204.02311,
+    appendix B) and Megatron-LM (arXiv:2104.04473). It counts twice the scores within the causal mask; so does this for
+    a window of w < s tokens, whose layers have s w - w^2 / 2 of them per sequence: 4 (2 w - w^2 / s) a d per token.
     """
     scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
     values = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
-    return 2 * model.seq_len * model.num_attention_heads * (scores + values)
+    narrow, keys = model.windowed_layers, model.num_hidden_layers * model.seq_len
+    if narrow:
+        keys -= narrow * (model.seq_len - window_keys(model))
+    return 2 * keys * model.num_attention_heads * (scores + values)
+
+
+def window_keys(model: ModelSpec) -> int:
+    """Return twice the mean number of tokens that a token sees within the sliding window: 2 w - w^2 / s."""
+    window, length = min(model.sliding_window or model.seq_len, model.seq_len), model.seq_len
+    return (2 * window * length - window * window) // length
+
+
+def block_attention_flops(model: ModelSpec) -> int:
+    """Return ``attention_flops`` of one block; with sliding windows in some layers, the mean over the layers."""
+    return attention_flops(model) // model.num_hidden_layers
 
 
 def head_flops(model: ModelSpec) -> int:
@@ -182,7 +198,7 @@ def training_flops_per_token(model: ModelSpec) -> int:
     B).
     """
     layers, sparse = model.num_hidden_layers, model.moe_layers
-    blocks = layers * (attention_matmul_flops(model) + block_attention_flops(model))
+    blocks = layers * attention_matmul_flops(model) + attention_flops(model)
     blocks += (layers - sparse) * mlp_matmul_flops(model, experts=False)
     blocks += sparse * mlp_matmul_flops(model, experts=True) if sparse else 0
     return 3 * (blocks + head_flops(model))

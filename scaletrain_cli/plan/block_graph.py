@@ -77,7 +77,8 @@ class BlockGraph(NamedTuple):
 
     ``branches``: chains of layers from the first norm to attention: queries, keys, values. ``mlp``: chains from the
     second norm to the last MLP product; ``routed``: those of the routed experts. ``head_norms``: norms after the first
-    branches, of queries and keys.
+    branches, of queries and keys. ``after_attention`` and ``after_mlp``: norms before the residual sums. "" stands for
+    a norm that the block does not have.
     """
 
     attention_norm: str
@@ -90,6 +91,8 @@ class BlockGraph(NamedTuple):
     routed: tuple[Linear, ...] = ()
     routed_down: Linear | None = None
     head_norms: tuple[str, ...] = ()
+    after_attention: str = ""
+    after_mlp: str = ""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -127,18 +130,28 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         branches = (query, (latent, Linear("self_attn.kv_b_proj", model.kv_lora_rank, both)))
         queries = model.num_attention_heads * value
     else:
-        sizes = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+        sizes: tuple[tuple[str, int], ...] = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+        if model.fused_projections:
+            sizes = (("qkv_proj", queries + 2 * keys),)
         branches = tuple((Linear(f"self_attn.{name}", hidden, size),) for name, size in sizes)
     joined = ("gate_proj", "up_proj") if model.has_gated_mlp else ("up_proj",)
 
     def mlp(prefix: str, inner: int) -> tuple[tuple[Linear, ...], Linear]:
         first = tuple(Linear(f"{prefix}.{name}", hidden, inner) for name in joined)
+        if model.fused_projections:
+            first = (Linear(f"{prefix}.gate_up_proj", hidden, len(joined) * inner),)
         return first, Linear(f"{prefix}.down_proj", inner, hidden)
 
-    start = ("input_layernorm", branches, Linear("self_attn.o_proj", queries, hidden), "post_attention_layernorm")
+    first_norm, after_attention, second_norm, after_mlp = {
+        "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+        "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        "pre_and_post": model.block_norms,
+    }[model.norm_position]
+    start = (first_norm, branches, Linear("self_attn.o_proj", queries, hidden), second_norm)
+    ends = {"after_attention": after_attention, "after_mlp": after_mlp}
     norms = ("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else ()
     if not experts or not model.num_experts:
-        return BlockGraph(*start, *mlp("mlp", model.intermediate_size), head_norms=norms)
+        return BlockGraph(*start, *mlp("mlp", model.intermediate_size), head_norms=norms, **ends)
     shared = model.shared_expert_intermediate_size
     first, down = mlp("mlp.shared_experts", shared) if shared else ((), None)
     inner, copies = model.expert_size, min(model.num_experts_per_tok, model.num_experts)
@@ -150,6 +163,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         routed=(Linear("mlp.experts.gate_up_proj", hidden, len(joined) * inner, copies),),
         routed_down=Linear("mlp.experts.down_proj", inner, hidden, copies),
         head_norms=norms,
+        **ends,
     )
 
 
@@ -193,7 +207,7 @@ def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) 
             arriving = through(layer, arriving)
         attention = attention or arriving
     attention = attention or any(map(training.trains, graph.head_norms))
-    between = through(graph.output, attention) or before
+    between = through(graph.output, attention) or training.trains(graph.after_attention) or before
     normed = between or training.trains(graph.mlp_norm)
     after = between
     for first, last in ((graph.mlp, graph.down), (graph.routed, graph.routed_down)):
@@ -202,6 +216,7 @@ def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) 
             after = through(last, any(inner)) or after
     if graph.router is not None:
         after = through(graph.router, normed) or after
+    after = after or training.trains(graph.after_mlp)
     return BackwardProducts(inputs, weights, adapters, attention, after)
 
 

@@ -195,24 +195,29 @@ def _llama_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]
         yield from _latent_attention(model, f"{path}.self_attn", block)
     else:
         queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-        bias = model.qkv_bias or model.has_bias
-        for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            yield from _linear(path, block, _Linear(f"self_attn.{name}", outputs, hidden, "outputs", bias))
-        yield from _linear(path, block, _Linear("self_attn.o_proj", hidden, queries, "inputs", model.has_bias))
-        for name in ("q_norm", "k_norm") if model.qk_norm else ():
-            yield _vector(f"{path}.self_attn.{name}.weight", model.head_dim, block, None)
+        separate = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+        for name, outputs in (("qkv_proj", queries + 2 * keys),) if model.fused_projections else separate:
+            layer = _Linear(f"self_attn.{name}", outputs, hidden, "outputs", model.has_qkv_bias)
+            yield from _linear(path, block, layer)
+        yield from _linear(path, block, _Linear("self_attn.o_proj", hidden, queries, "inputs", model.has_output_bias))
+        over_heads = model.qk_norm_scope == "head"
+        for name, size in (("q_norm", queries), ("k_norm", keys)) if model.qk_norm else ():
+            path_of_norm = f"{path}.self_attn.{name}.weight"
+            yield _vector(path_of_norm, model.head_dim if over_heads else size, block, None if over_heads else 0)
     if model.num_experts and block >= model.num_hidden_layers - model.moe_layers:
         yield from _experts(model, f"{path}.mlp", block)
     else:
         yield from _mlp(model, path, "mlp", block, model.intermediate_size)
-    for name in ("input_layernorm", "post_attention_layernorm"):
+    for name in model.block_norms:
         yield from _norm(model, f"{path}.{name}", hidden, "block", block)
 
 
 def _mlp(model: ModelSpec, path: str, name: str, block: int, inner: int) -> Iterator[Parameter]:
     hidden, bias = model.hidden_size, model.has_bias
-    for inputs in ("gate_proj", "up_proj") if model.has_gated_mlp else ("up_proj",):
-        yield from _linear(path, block, _Linear(f"{name}.{inputs}", inner, hidden, "outputs", bias))
+    separate = ("gate_proj", "up_proj") if model.has_gated_mlp else ("up_proj",)
+    for inputs in ("gate_up_proj",) if model.fused_projections else separate:
+        outputs = inner * len(separate) if model.fused_projections else inner
+        yield from _linear(path, block, _Linear(f"{name}.{inputs}", outputs, hidden, "outputs", bias))
     yield from _linear(path, block, _Linear(f"{name}.down_proj", hidden, inner, "inputs", bias))
 
 

@@ -106,6 +106,9 @@ _ENGINE = {
     "engine-no-grouped-queries": Text(
         "this engine's {family} models have one key-value head per attention head", ("Use {heads}, or family: llama.",)
     ),
+    "engine-llama-only": Text("this engine's {family} models do not have this setting", ("Remove the key.",)),
+    "engine-activation": Text("this engine computes {activation} in these models", ("Use {activation}.",)),
+    "engine-fused-experts": Text("this engine's experts have separate matrices", ("Use false.",)),
     "engine-all-biases": Text("this engine's {family} models always have all biases", ("Use false.",)),
     "engine-no-qk-norm": Text("this engine's {family} models do not normalize queries and keys", ("Use false.",)),
     "engine-no-latent-attention": Text("this engine has no latent attention", ("Use 0.",)),

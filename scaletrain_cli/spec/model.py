@@ -173,9 +173,19 @@ class ModelSpec(Section):
         return self.hidden_activation or ("silu" if self.base_family == "llama" else "gelu_pytorch_tanh")
 
     @property
+    def block_norms(self) -> tuple[str, ...]:
+        """Return the names of the norms of hidden states in a block of ``llama``, as in Hugging Face's files."""
+        after = ("post_attention_layernorm", "post_feedforward_layernorm")
+        return {
+            "pre": ("input_layernorm", "post_attention_layernorm"),
+            "post": after,
+            "pre_and_post": ("input_layernorm", after[0], "pre_feedforward_layernorm", after[1]),
+        }[self.norm_position]
+
+    @property
     def norms_per_block(self) -> int:
         """Return the number of norms of hidden states in a block."""
-        return 4 if self.norm_position == "pre_and_post" else 2
+        return len(self.block_norms)
 
     @property
     def rotary_dim(self) -> int:

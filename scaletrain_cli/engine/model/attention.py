@@ -115,23 +115,24 @@ def causal_attention(
 
 def attention_weights(query: Tensor, key: Tensor, context: TokenContext, settings: AttentionSettings) -> Tensor:
     """Return the weights after softmax, [batch, key-value heads, queries per key, length, length], in query's dtype."""
-    batch, _, length, head_dim = query.shape
-    grouped = query.view(batch, key.shape[1], -1, length, head_dim)
-    scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * (settings.scale or head_dim**-0.5)
+    batch, heads, length, head_dim = query.shape
+    kv_heads = key.shape[1]
+    rows = query.reshape(batch, kv_heads, -1, head_dim)  # the queries of one key side by side: no key is repeated
+    scores = rows @ key.transpose(-1, -2) * (settings.scale or head_dim**-0.5)
     if settings.softcap is not None:
         scores = torch.tanh(scores / settings.softcap) * settings.softcap
     mask = context.mask_for(query.dtype, length, settings.window)
     if mask is None:
-        later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    else:
-        scores = scores + mask.unsqueeze(1)
+        mask = attention_mask(torch.zeros(1, length, dtype=torch.int64, device=query.device), query.dtype)
+    scores = scores.view(batch, kv_heads, heads // kv_heads, length, length) + mask.unsqueeze(1)
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype)
 
 
 def _mixed(weights: Tensor, value: Tensor) -> Tensor:
     """Return the sums of values by the weights of ``attention_weights``: [batch, heads, length, head_dim]."""
-    return (weights @ value.unsqueeze(2)).flatten(1, 2)
+    batch, kv_heads, groups, length, _ = weights.shape
+    mixed = weights.view(batch, kv_heads, groups * length, length) @ value
+    return mixed.view(batch, kv_heads * groups, length, -1)
 
 
 class CausalAttention(nn.Module):

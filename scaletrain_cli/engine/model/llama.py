@@ -65,6 +65,7 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         if self.fused:
             query, key, value = split_fused(self.qkv_proj(x), self.widths)
+            value = value.contiguous()  # saved for the backward pass, without queries and keys before their rotation
         else:
             query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.qk_norm == "projection":

@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 from scaletrain_cli.plan.block_graph import WHOLE, BlockTraining, backward_products
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
-from scaletrain_cli.plan.memory.frozen_activations import BlockKernels, frozen_activation_bytes
+from scaletrain_cli.plan.memory.frozen_activations import (
+    BlockKernels,
+    frozen_activation_bytes,
+    materializes_scores,
+    normalized_bytes,
+    score_bytes,
+)
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
 # Saved in fp32 at every precision: log-sum-exps, means and inverse roots of normalized rows, unfused attention weights.
@@ -72,9 +78,12 @@ def token_activations(
     frozen_activations.py.
     """
     t, hidden = tensor_parallel, model.hidden_size
-    fused = fused_attention and not model.attention_dropout
+    fused = fused_attention and not materializes_scores(model)
     attention = _attention(model, element_bytes, t, fused, sequence_parallel, compiled)
+    # Beside their norms, attention and MLP save their inputs: the outputs of norms before them, or the hidden states.
     norms = 2 * _norm(model, element_bytes, compiled) + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
+    if model.norm_position == "pre_and_post":
+        norms += 2 * (_norm(model, element_bytes, compiled) - element_bytes * hidden)
     routing = 0
     mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), compiled)
     if model.num_experts and experts is not False:
@@ -126,12 +135,10 @@ def _attention(
         if model.qk_norm:
             # RMSNorm over each head: fp32 input and normalized value. Its output goes into the rotary embedding, which
             # saves nothing.
-            normalized = element_bytes if compiled else _FP32 + element_bytes
-            attention += (queries + keys) * normalized + _FP32 * (queries + keys) // model.head_dim
-    if not fused:
-        attention += _FP32 * heads * model.seq_len  # the weights after softmax
-        attention += heads * model.seq_len * (element_bytes + 1) if model.attention_dropout else 0  # dropped; the mask
-    return attention
+            normalized = element_bytes if compiled else _FP32 + normalized_bytes(model, element_bytes)
+            rows = (queries + keys) // model.head_dim if model.qk_norm_scope == "head" else 2
+            attention += (queries + keys) * normalized + _FP32 * rows
+    return attention if fused else attention + score_bytes(model, element_bytes, heads)
 
 
 def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:
@@ -145,16 +152,17 @@ def _norm(model: ModelSpec, element_bytes: int, compiled: bool) -> int:
     if model.norm_kind == "rmsnorm" and compiled:
         return element_bytes * 2 * model.hidden_size + _FP32  # input, output and inverse root
     if model.norm_kind == "rmsnorm":
-        return rms_norm_bytes(model.hidden_size, element_bytes)
+        return rms_norm_bytes(model.hidden_size, element_bytes, normalized_bytes(model, element_bytes))
     return element_bytes * 2 * model.hidden_size + 2 * _FP32  # LayerNorm: input, output, mean and inverse root
 
 
-def rms_norm_bytes(size: int, element_bytes: int) -> int:
+def rms_norm_bytes(size: int, element_bytes: int, normalized: int) -> int:
     """Return the bytes per token that an eager RMSNorm over ``size`` channels saves.
 
-    It computes in fp32 and saves its fp32 input, the normalized value, its output, and the inverse root.
+    It computes in fp32 and saves its fp32 input, the normalized value (``normalized`` bytes each), its output, and the
+    inverse root.
     """
-    return size * (_FP32 + 2 * element_bytes) + _FP32
+    return size * (_FP32 + normalized + element_bytes) + _FP32
 
 
 def latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, int]:
@@ -257,17 +265,19 @@ def loss_bytes(
     only if the head trains (``trains_head``). ``liger`` does the same with chunks of such a size that the logits of one
     take as many bytes as the hidden states (liger_kernel, fused_linear_cross_entropy_forward).
     """
-    norm = rms_norm_bytes if model.norm_kind == "rmsnorm" else _layer_norm_bytes
     entries = -(-model.vocab_size // tensor_parallel)
     hidden, head = tokens * model.hidden_size, entries * model.hidden_size
-    kept = tokens * norm(model.hidden_size, element_bytes)
+    kept = tokens * _layer_norm_bytes(model.hidden_size, element_bytes)
+    if model.norm_kind == "rmsnorm":
+        kept = tokens * rms_norm_bytes(model.hidden_size, element_bytes, normalized_bytes(model, element_bytes))
+    entry = _ENTRY + (_FP32 if model.final_logit_softcapping else 0)  # tanh keeps its output
     if cross_entropy == "chunked":
         head = head if trains_head else 0
-        logits = (_ENTRY + element_bytes) * min(tokens, LOSS_CHUNK_TOKENS) * entries
+        logits = (entry + element_bytes) * min(tokens, LOSS_CHUNK_TOKENS) * entries
         return kept + element_bytes * hidden + (_FP32 + element_bytes) * head + logits
     if cross_entropy == "liger":
         return kept + (2 * element_bytes + _FP32) * hidden + (_FP32 + element_bytes) * head
-    return kept + _ENTRY * tokens * entries
+    return kept + entry * tokens * entries
 
 
 def loss_chunks(model: ModelSpec, tokens: int, cross_entropy: str) -> int:

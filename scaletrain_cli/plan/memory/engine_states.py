@@ -216,18 +216,19 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     hidden, norm = model.hidden_size, _norm(model)
     heads = -(-model.num_attention_heads // tensor) * model.head_dim
     keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
-    bias = (hidden,) if model.has_bias else ()
+    bias = (hidden,) if model.has_output_bias else ()
+    qkv_bias = [heads, keys, keys] if model.has_qkv_bias else []
     if model.kv_lora_rank:  # not in this engine; the order is undefined
         matrices = [architecture(model, tensor, expert).block.attention]
         attention = [model.q_lora_rank, model.kv_lora_rank] if model.q_lora_rank else [model.kv_lora_rank]
-    elif model.has_fused_qkv:  # one fused matrix
+    elif model.has_fused_qkv or model.fused_projections:  # one fused matrix
         matrices = [hidden * (heads + 2 * keys), heads * hidden]
-        attention = [*([heads + 2 * keys] if model.has_bias or model.qkv_bias else []), *bias]
+        attention = [*([sum(qkv_bias)] if qkv_bias else []), *bias]
     else:
         matrices = [hidden * heads, hidden * keys, hidden * keys, heads * hidden]
-        attention = [*([heads, keys, keys] if model.has_bias or model.qkv_bias else []), *bias]
+        attention = [*qkv_bias, *bias]
     if model.qk_norm:
-        attention += [model.head_dim, model.head_dim]
+        attention += [model.head_dim] * 2 if model.qk_norm_scope == "head" else [heads, keys]
     offloaded: tuple[int, ...] = ()
     if experts and model.num_experts:
         inner, held = -(-model.expert_size // tensor), -(-model.num_experts // expert)
@@ -244,7 +245,9 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         first, second = _mlp(model, inner)
         matrices += [*first, second]
         mlp = _mlp_bias(model, inner)
-    vectors = [*norm, *attention, *norm, *mlp] if model.has_fused_qkv else [*attention, *mlp, *norm, *norm]
+    vectors = [*norm, *attention, *norm, *mlp]
+    if not model.has_fused_qkv:
+        vectors = [*attention, *mlp, *norm * model.norms_per_block]
     return Tensors(tuple(matrices), tuple(vectors), offloaded)
 
 
@@ -254,11 +257,17 @@ def _norm(model: ModelSpec) -> tuple[int, ...]:
 
 def _mlp(model: ModelSpec, inner: int) -> tuple[tuple[int, ...], int]:
     """Return the elements of the input matrices and of the output matrix of an MLP of width ``inner``."""
-    return (model.hidden_size * inner,) * (2 if model.has_gated_mlp else 1), model.hidden_size * inner
+    joined = model.hidden_size * inner * (2 if model.has_gated_mlp else 1)
+    if model.fused_projections or not model.has_gated_mlp:
+        return (joined,), model.hidden_size * inner
+    return (joined // 2,) * 2, model.hidden_size * inner
 
 
 def _mlp_bias(model: ModelSpec, inner: int) -> list[int]:
-    return [*[inner] * (2 if model.has_gated_mlp else 1), model.hidden_size] if model.has_bias else []
+    if not model.has_bias:
+        return []
+    inputs = [inner] * (2 if model.has_gated_mlp else 1)
+    return [*([sum(inputs)] if model.fused_projections else inputs), model.hidden_size]
 
 
 # With more replicas than this, only a sample is compared to find the fullest: replicas differ by less than a parameter.

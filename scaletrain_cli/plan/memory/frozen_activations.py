@@ -32,6 +32,31 @@ class BlockKernels:
     adapter_dropout: bool = False
 
 
+def normalized_bytes(model: ModelSpec, element: int) -> int:
+    """Return the bytes of one normalized value of RMSNorm: a zero-centered norm multiplies by its weight in fp32."""
+    return _FP32 if model.zero_centered_norm else element
+
+
+def score_bytes(model: ModelSpec, element: int, heads: int) -> int:
+    """Return the bytes per token that unfused attention saves of its scores, with ``heads`` heads on the rank.
+
+    The weights after softmax, in fp32; with a cap the output of tanh; with dropout the dropped weights and the mask.
+    Under a cap without dropout, 16-bit weights are a copy. There is no log-sum-exp.
+    """
+    each, capped = _FP32, model.attn_logit_softcapping is not None
+    each += element if capped else 0
+    if model.attention_dropout:
+        each += element + 1
+    elif capped and element < _FP32:
+        each += element
+    return heads * model.seq_len * each - (_FP32 * heads if materializes_scores(model) else 0)
+
+
+def materializes_scores(model: ModelSpec) -> bool:
+    """Return whether this engine's attention is unfused on every device: with dropout, or with a cap of scores."""
+    return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
+
+
 def frozen_activation_bytes(
     model: ModelSpec, training: BlockTraining, experts: bool, kernels: BlockKernels
 ) -> tuple[int, int]:
@@ -58,6 +83,9 @@ class _Count:
         saved = self._norm(graph.attention_norm, entering, kept=reads_norm)
         attention, mixed = self._attention(normed)
         saved += attention
+        if graph.after_attention:
+            saved += self._rms(graph.after_attention, mixed, hidden, 1)
+            mixed = mixed or training.trains(graph.after_attention)
         if model.hidden_dropout and mixed:
             saved += hidden  # a mask is a byte
         between = entering or mixed
@@ -68,6 +96,9 @@ class _Count:
             kept = True
         saved += self._norm(graph.mlp_norm, between, kept=kept)
         mlp, after = self._mlp(normed)
+        if graph.after_mlp:
+            mlp += self._rms(graph.after_mlp, after, hidden, 1)
+            after = after or training.trains(graph.after_mlp)
         saved += mlp + (hidden if model.hidden_dropout and after else 0)
         if not reads_norm and saved:
             attention -= element * hidden  # a recomputed attention module keeps its input
@@ -90,6 +121,8 @@ class _Count:
         """Return what a norm saves; ``kept``: a layer that reads its output saves that."""
         size, element = self.model.hidden_size, self.kernels.element
         output = element * size if kept else 0
+        if not name:  # the layers read the hidden states
+            return output
         if self.model.norm_kind == "layernorm":
             return output + (element * size + 2 * _FP32 if arriving or self.training.trains(name) else 0)
         return output + self._rms(name, arriving, size, 1)
@@ -97,7 +130,8 @@ class _Count:
     def _rms(self, name: str, arriving: bool, size: int, rows: int) -> int:
         """Return what RMSNorm saves of ``rows`` rows in all ``size`` channels, without its output."""
         before = _FP32 * size + _FP32 * rows if arriving else 0
-        return before + (self.kernels.element * size if self.training.trains(name) else 0)
+        each = normalized_bytes(self.model, self.kernels.element)
+        return before + (each * size if self.training.trains(name) else 0)
 
     def _attention(self, normed: bool) -> tuple[int, bool]:
         """Return (bytes that the attention module saves, whether its output has a gradient)."""
@@ -113,8 +147,10 @@ class _Count:
                 saved += self._adapter(layer, inputs)
                 arriving, inputs = arriving or training.learns(layer.name), layer.outputs
             arrived.append(arriving)
+        arrived = arrived * 3 if model.fused_projections else arrived
+        over_heads = model.qk_norm_scope == "head"
         for index, (name, size) in enumerate(zip(graph.head_norms, (queries, keys), strict=False)):
-            saved += self._rms(name, arrived[index], size, size // model.head_dim)
+            saved += self._rms(name, arrived[index], size, size // model.head_dim if over_heads else 1)
             arrived[index] = arrived[index] or training.trains(name)
         mixing, output = any(arrived), graph.output
         reads = self._keeps_input(output, mixing)
@@ -127,9 +163,10 @@ class _Count:
             repeated = self.kernels.sequence > 1 and keys // model.head_dim % self.kernels.sequence
             saved += element * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
             saved += element * queries if self.kernels.sequence > 1 and reads else 0
+            if materializes_scores(model) and not reads:
+                saved -= element * queries  # its output is saved only as the input of the next layer
             if not self.kernels.fused:
-                saved += _FP32 * heads * model.seq_len
-                saved += heads * model.seq_len * (element + 1) if model.attention_dropout else 0
+                saved += score_bytes(model, element, heads)
         elif reads:
             saved += element * queries
         return saved + self._adapter(output, queries), mixing or training.learns(output.name)
@@ -148,6 +185,7 @@ class _Count:
         if graph.down is not None:
             width = -(-graph.down.inputs // t)
             arrived = [normed or training.learns(layer.name) for layer in graph.mlp]
+            arrived = arrived * 2 if model.fused_projections and model.has_gated_mlp else arrived
             saved += element * width * self._gates(arrived, self._keeps_input(graph.down, any(arrived)))
             saved += sum(self._adapter(layer, model.hidden_size) for layer in graph.mlp)
             saved += self._adapter(graph.down, width)

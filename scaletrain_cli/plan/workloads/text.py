@@ -54,6 +54,11 @@ class _Family(NamedTuple):
     qk_norm: bool
 
 
+# Settings that only the engine's llama modules have.
+_LLAMA_ONLY = (
+    *("attention_bias", "fused_projections", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    *("final_logit_softcapping", "sliding_window", "scale_embedding", "norm_position", "zero_centered_norm"),
+)
 _ENGINE_FAMILIES = {
     "llama": _Family(experts=True, grouped_queries=True, qkv_bias=True, qk_norm=True),
     "gpt": _Family(experts=False, grouped_queries=False, qkv_bias=False, qk_norm=False),
@@ -241,17 +246,27 @@ class TextWorkload(Workload):
         if model.num_experts and not built.experts:
             yield Rule("model.num_experts", model.num_experts, "engine-family-no-experts", family)
         own = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
+        has_biases = own.has_bias or (model.base_family == "llama" and model.has_bias and not model.num_experts)
         for key, wanted, default in (
             ("gated_mlp", model.has_gated_mlp, own.has_gated_mlp),
             ("norm", model.norm_kind, own.norm_kind),
             ("norm_bias", model.has_norm_bias, own.has_norm_bias),
-            ("bias", model.has_bias, own.has_bias),
+            ("bias", model.has_bias, has_biases),
             ("position_embedding", model.positions, own.positions),
             ("embedding_norm", model.embedding_norm, False),
         ):
             if wanted != default:
                 params = {**family, "built": str(default).lower()}
                 yield Rule(f"model.{key}", str(wanted).lower(), "engine-family-differs", params)
+        for key in () if model.base_family == "llama" else _LLAMA_ONLY:
+            if getattr(model, key) != ModelSpec.model_fields[key].default:
+                yield Rule(f"model.{key}", _shown(getattr(model, key)), "engine-llama-only", family)
+        activation = "silu" if model.num_experts or model.base_family == "llama" else "gelu_pytorch_tanh"
+        if model.activation != activation and (model.num_experts or model.base_family == "gpt"):
+            params = {**family, "activation": activation}
+            yield Rule("model.hidden_activation", model.activation, "engine-activation", params)
+        if model.num_experts and model.fused_projections:
+            yield Rule("model.fused_projections", "true", "engine-fused-experts")
         if not built.grouped_queries and model.num_key_value_heads != model.num_attention_heads:
             fix = {"heads": model.num_attention_heads}
             yield Rule("model.num_key_value_heads", model.num_key_value_heads, "engine-no-grouped-queries", family, fix)
@@ -296,6 +311,10 @@ class TextWorkload(Workload):
 def _text(model: AnyModel) -> ModelSpec:
     assert isinstance(model, ModelSpec)
     return model
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _near(number: int, wanted: int) -> dict[str, Any]:
