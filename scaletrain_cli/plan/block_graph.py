@@ -148,10 +148,15 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         "pre_and_post": model.block_norms,
     }[model.norm_position]
     start = (first_norm, branches, Linear("self_attn.o_proj", queries, hidden), second_norm)
-    ends = {"after_attention": after_attention, "after_mlp": after_mlp}
     norms = ("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else ()
     if not experts or not model.num_experts:
-        return BlockGraph(*start, *mlp("mlp", model.intermediate_size), head_norms=norms, **ends)
+        return BlockGraph(
+            *start,
+            *mlp("mlp", model.intermediate_size),
+            head_norms=norms,
+            after_attention=after_attention,
+            after_mlp=after_mlp,
+        )
     shared = model.shared_expert_intermediate_size
     first, down = mlp("mlp.shared_experts", shared) if shared else ((), None)
     inner, copies = model.expert_size, min(model.num_experts_per_tok, model.num_experts)
@@ -163,7 +168,8 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         routed=(Linear("mlp.experts.gate_up_proj", hidden, len(joined) * inner, copies),),
         routed_down=Linear("mlp.experts.down_proj", inner, hidden, copies),
         head_norms=norms,
-        **ends,
+        after_attention=after_attention,
+        after_mlp=after_mlp,
     )
 
 

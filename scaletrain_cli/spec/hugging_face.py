@@ -180,8 +180,8 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
                 _require_known(config[tower], KnownKeys(frozenset(sizes.model_fields), CLIP_TOWER.irrelevant), tower)
         return vision_from_config(config)
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        known = ", ".join(sorted([*ARCHITECTURES, *VISION]))
-        raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {known}")
+        names = ", ".join(sorted([*ARCHITECTURES, *VISION]))
+        raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {names}")
     _require_known(config, known_keys(kind))
     known = ARCHITECTURES[kind]
     found = {key: config[key] for key in (*_SAME_NAME, *known.used) if key in config and key not in _DERIVED}

@@ -10,7 +10,6 @@ import pytest
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.plan import parameter_count
 from scaletrain_cli.spec import presets
-from scaletrain_cli.spec.hugging_face import sliding_window
 from tests.spec.samples import FIXTURES, load, problem, problems
 
 START = "schema: scaletrain/v1\nname: a\ndata: {source: x, tokenizer: {vocab_size: 512}}\n"
@@ -27,6 +26,10 @@ PUBLISHED = {
     "qwen3_moe": 30_532_122_624,
     "deepseek_v3": 671_026_419_200 - 58 * 256,  # without the routers' score corrections, which no gradient trains
     "gpt2": 124_439_808,
+    "gemma2": 2_614_341_888,
+    "gemma3_text": 999_885_952,
+    "phi3": 3_836_021_760,
+    "olmo2": 7_298_617_344,
 }
 PRESETS = {
     "gpt2": 124_439_808,
@@ -46,6 +49,30 @@ PRESETS = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
     "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,
 }
@@ -84,11 +111,17 @@ def test_settings_of_each_architecture_are_read() -> None:
     assert (gpt2.family, gpt2.intermediate_size, gpt2.tie_word_embeddings) == ("gpt", 3072, True)
 
 
-FAMILIES = "llama mistral mixtral qwen2 qwen3 qwen3_moe deepseek_v2 deepseek_v3 gpt2 resnet convnext vit clip".split()
+FAMILIES = (
+    "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 deepseek_v2 deepseek_v3 gpt2 "
+    "resnet convnext vit clip"
+).split()
 # Settings of transformers' classes under which a model computes something else, each refused by name.
 OTHERWISE = {
     "qwen3": {"layer_types": ["chunked_attention"]},
-    "llama": {"hidden_act": "gelu", "attention_bias": True, "mlp_bias": True},
+    "llama": {"hidden_act": "gelu", "mlp_bias": True, "sliding_window": 4096},
+    "gemma2": {"hidden_activation": "gelu", "use_bidirectional_attention": True},
+    "gemma3_text": {"attn_logit_softcapping": 50.0},
+    "phi3": {"resid_pdrop": 0.1, "lm_head_bias": True},
     "mixtral": {"router_jitter_noise": 0.1},
     "qwen3_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
     "deepseek_v2": {"moe_layer_freq": 2},
@@ -125,7 +158,7 @@ def test_every_key_of_a_transformers_config_is_used_or_known_to_have_no_effect(f
         ), key
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("family", [*FAMILIES[:10], "gpt2"])
 def test_keys_missing_in_a_config_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -135,6 +168,8 @@ def test_keys_missing_in_a_config_have_the_defaults_of_transformers(family: str,
         sizes = {"n_embd": 64, "n_head": 8, "n_layer": 2, "vocab_size": 1000, "n_positions": 64}
     if family in ("qwen2", "qwen3", "qwen3_moe", "llama"):
         sizes |= {"num_key_value_heads": 8}
+    if family == "phi3":
+        sizes |= {"pad_token_id": 0}
     if family == "qwen3_moe":
         sizes |= {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 8}
     theirs = CONFIG_MAPPING[family](**{key: size for key, size in sizes.items() if key != "moe_intermediate_size"})
@@ -150,8 +185,17 @@ def test_keys_missing_in_a_config_have_the_defaults_of_transformers(family: str,
     else:
         assert ours.num_key_value_heads == theirs.num_key_value_heads
         assert (ours.attention_dropout, ours.rope_scaling) == (theirs.attention_dropout, None)
+        rope = theirs.rope_parameters
         if family != "mixtral":  # whose default has changed between versions of transformers
-            assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+            assert ours.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+        slides = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", None) or []]
+        assert ours.sliding_window == (getattr(theirs, "sliding_window", None) if slides != [False] * 2 else None)
+        if any(slides):
+            assert [ours.slides(layer) for layer in range(2)] == slides
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+            assert getattr(ours, name) == getattr(theirs, name, None)
+        if family == "gemma3_text":
+            assert ours.rope_local_base_freq == rope["sliding_attention"]["rope_theta"]
 
 
 def test_rope_scaling_is_imported_or_rejected_by_name(tmp_path: Path) -> None:
@@ -159,10 +203,14 @@ def test_rope_scaling_is_imported_or_rejected_by_name(tmp_path: Path) -> None:
     assert scaling is not None
     assert (scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings) == ("llama3", 8.0, 8192)
     config = json.loads((FIXTURES / "llama/config.json").read_text())
-    for kind in ("dynamic", "longrope", "su"):
-        write_config(tmp_path, config | {"rope_scaling": {"type": kind, "factor": 2.0}})
-        reported = problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
-        assert f"has rope_scaling of type {kind}, but only linear, llama3 and yarn are supported" in reported
+    write_config(tmp_path, config | {"rope_scaling": {"type": "ntk", "factor": 2.0}})
+    reported = problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
+    assert "has rope_scaling of type ntk, but llama has linear, dynamic, llama3, yarn or longrope only" in reported
+    factors = {"long_factor": [2.0] * 64, "short_factor": [1.0] * 64}
+    write_config(tmp_path, config | {"rope_scaling": {"type": "su", **factors}, "original_max_position_embeddings": 64})
+    scaling = load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model.rope_scaling
+    assert scaling is not None
+    assert (scaling.rope_type, scaling.original_max_position_embeddings) == ("longrope", 64), "its earlier name"
     write_config(tmp_path, config | {"rope_scaling": {"type": "yarn", "factor": 2.0, "surprise": 1}})
     assert "rope_scaling.surprise" in problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
     whole = f"{START}model: {{hf_config: llama, rope_scaling: {{rope_type: llama3, factor: 8, low_freq_factor: 4, "
@@ -177,13 +225,60 @@ def test_rope_scaling_is_imported_or_rejected_by_name(tmp_path: Path) -> None:
     )
 
 
-def test_a_sliding_window_limits_seq_len() -> None:
-    assert load(f"{START}model: {{hf_config: mistral}}\n").model.seq_len == 4096
-    reported = problem(f"{START}model: {{hf_config: mistral, seq_len: 8192}}\n")
-    assert "has sliding_window = 4096, and model.seq_len is 8192" in reported
-    assert load(f"{START}model: {{hf_config: qwen2}}\n").model.seq_len == 8192, "its window is not used"
-    assert sliding_window({"model_type": "qwen3", "sliding_window": 4096}) is None
-    assert sliding_window({"model_type": "mistral", "sliding_window": 4096}) == 4096
+def windows(config: str) -> tuple[object, ...]:
+    model = load(f"{START}model: {{hf_config: {config}}}\n").model
+    return model.sliding_window, model.layer_types, model.windowed_layers
+
+
+def test_sliding_windows_are_read_as_each_architecture_has_them(tmp_path: Path) -> None:
+    assert windows("mistral") == (4096, (), 32), "every layer"
+    assert windows("qwen2") == (None, (), 0), "use_sliding_window is false"
+    assert windows("gemma2") == (4096, ("sliding_attention", "full_attention"), 13)
+    assert windows("gemma3_text") == (512, (*["sliding_attention"] * 5, "full_attention"), 22)
+    assert windows("phi3") == (262144, (), 0), "longer than any sequence"
+    qwen = json.loads((FIXTURES / "qwen2/config.json").read_text())
+    write_config(tmp_path, qwen | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 20})
+    model = load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model
+    assert [model.slides(layer) for layer in range(24)] == [False] * 20 + [True] * 4
+    types = ["full_attention", "sliding_attention"] * 12
+    write_config(tmp_path, qwen | {"use_sliding_window": True, "sliding_window": 64, "layer_types": types})
+    model = load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model
+    assert model.layer_types == ("full_attention", "sliding_attention")
+    mistral = json.loads((FIXTURES / "mistral/config.json").read_text())
+    write_config(tmp_path, mistral | {"layer_types": ["full_attention", "sliding_attention"] * 16})
+    reported = problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
+    assert "has layer_types, which models of type mistral do not have" in reported
+
+
+def test_settings_of_gemma_phi_and_olmo_are_read() -> None:
+    gemma = load(f"{START}model: {{hf_config: gemma2}}\n").model
+    assert (gemma.attn_logit_softcapping, gemma.final_logit_softcapping, gemma.query_pre_attn_scalar) == (50, 30, 256)
+    assert (gemma.norm_position, gemma.zero_centered_norm, gemma.scale_embedding) == ("pre_and_post", True, True)
+    assert (gemma.activation, gemma.tie_word_embeddings) == ("gelu_pytorch_tanh", True)
+    third = load(f"{START}model: {{hf_config: gemma3_text}}\n").model
+    assert (third.rope_theta, third.rope_local_base_freq, third.attn_logit_softcapping) == (1e6, 1e4, None)
+    phi = load(f"{START}model: {{hf_config: phi3}}\n").model
+    assert (phi.fused_projections, phi.partial_rotary_factor, phi.rotary_dim) == (True, 0.75, 96)
+    assert phi.rope_scaling is not None
+    assert (phi.rope_scaling.rope_type, phi.rope_scaling.original_max_position_embeddings) == ("longrope", 4096)
+    olmo = load(f"{START}model: {{hf_config: olmo2}}\n").model
+    assert (olmo.norm_position, olmo.qk_norm, olmo.qk_norm_scope) == ("post", True, "projection")
+
+
+@pytest.mark.parametrize(
+    ("keys", "reported"),
+    [
+        ("layer_types: [sliding_attention]", "has no effect without sliding_window."),
+        ("rope_local_base_freq: 5", "has no effect without sliding_window."),
+        ("sliding_window: 4, layer_types: [full_attention]", "has no effect if every layer has full_attention."),
+        ("partial_rotary_factor: 0.01", "must leave an even number of the 128 channels of a head."),
+        ("qk_norm_scope: projection", "has no effect"),
+        ("zero_centered_norm: true, norm: layernorm", "must be false with layernorm."),
+        ("rope_scaling: {rope_type: longrope, short_factor: [1], long_factor: [1, 2]}", "is required with"),
+    ],
+)
+def test_settings_without_effect_or_with_others_missing_are_reported(keys: str, reported: str) -> None:
+    assert any(reported in one.message for one in problems(f"{START}model: {{preset: llama-7b, {keys}}}\n"))
 
 
 def test_keys_of_the_section_override_the_preset_or_config() -> None:
@@ -232,10 +327,10 @@ def test_other_problems_are_reported_beside_an_invalid_source() -> None:
         ('{"model_type": "bert"}', "has model_type 'bert'; known: "),
         ('{"model_type": ["llama"]}', "; known: clip, convnext, deepseek_v2,"),
         (
-            '{"model_type": "llama", "attention_bias": true}',
-            "has attention_bias = true, but only false is supported",
+            '{"model_type": "llama", "mlp_bias": true}',
+            "has mlp_bias = true, but only false is supported without attention_bias",
         ),
-        ('{"model_type": "llama", "hidden_act": "gelu"}', "has hidden_act = gelu, but only silu or swish is supported"),
+        ('{"model_type": "llama", "hidden_act": "gelu"}', "has hidden_act = gelu, but only silu or swish or"),
         (" " * 1_000_001, "is not a Hugging Face config.json"),
     ],
     ids=range(10),

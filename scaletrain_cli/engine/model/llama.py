@@ -28,7 +28,7 @@ def norm_of(spec: ModelSpec, size: int | None = None) -> RMSNorm:
 def split_fused(fused: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return the parts of a fused projection, whose widths in the whole model are given, on this tensor rank."""
     local, whole = fused.shape[-1], sum(widths)
-    return fused.split([width * local // whole for width in widths], dim=-1)
+    return torch.split(fused, [width * local // whole for width in widths], dim=-1)
 
 
 class Attention(nn.Module):

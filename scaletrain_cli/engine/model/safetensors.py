@@ -69,7 +69,8 @@ class HuggingFaceFolder:
         if spec is None:
             return values[:]  # type: ignore[no-any-return]
         before = (slice(None),) * spec.dim
-        parts = [values[(*before, slice(first, first + length))] for first, length in spec.spans(whole_shape[spec.dim])]
+        spans = [slice(first, first + length) for first, length in spec.spans(whole_shape[spec.dim])]
+        parts = [values[before + (span,)] for span in spans]  # noqa: RUF005  Python 3.10 cannot unpack in an index
         return torch.cat(parts, spec.dim)
 
     def _stored(self, name: str) -> str | None:

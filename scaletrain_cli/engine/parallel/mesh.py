@@ -44,7 +44,7 @@ class ShardSpec:
         """Return the whole, given the shards of all ranks in order."""
         size = sum(shard.shape[self.dim] for shard in shards)
         widths = [width // self.ranks for _, width in self._parts(size)]
-        split = [shard.split(widths, self.dim) for shard in shards]
+        split = [torch.split(shard, widths, self.dim) for shard in shards]
         return torch.cat([torch.cat(part, self.dim) for part in zip(*split, strict=True)], self.dim)
 
     def _parts(self, size: int) -> list[tuple[int, int]]:

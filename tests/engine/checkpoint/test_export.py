@@ -152,7 +152,7 @@ def test_a_failed_export_leaves_no_files_and_an_existing_folder_is_not_changed(t
 @pytest.mark.parametrize(
     ("dims", "key"),
     [
-        ({**MODELS["qwen3"], "qkv_bias": True}, "model.qkv_bias"),
+        ({**MODELS["qwen3"], "qkv_bias": True}, "model.qk_norm"),
         ({**MIXTURE}, "model.norm_topk_prob"),
         ({**QWEN3_MOE, "shared_expert_intermediate_size": 8}, "model.shared_expert_intermediate_size"),
         ({**LLAMA, "position_embedding": "alibi"}, "model.position_embedding"),

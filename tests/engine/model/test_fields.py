@@ -32,7 +32,21 @@ CHANGED: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
     "qkv_bias": True,
+    "attention_bias": True,
+    "fused_projections": True,
     "qk_norm": True,
+    "qk_norm_scope": "projection",
+    "query_pre_attn_scalar": 3.0,
+    "attn_logit_softcapping": 0.1,
+    "final_logit_softcapping": 0.01,
+    "sliding_window": 4,
+    "layer_types": ("sliding_attention", "full_attention"),
+    "rope_local_base_freq": 3.0,
+    "partial_rotary_factor": 0.5,
+    "scale_embedding": True,
+    "norm_position": "pre_and_post",
+    "zero_centered_norm": True,
+    "hidden_activation": "other",
     "rope_theta": 50.0,
     "rope_scaling": RopeScalingSpec(rope_type="linear", factor=4.0),
     "norm_eps": 0.1,
@@ -67,12 +81,17 @@ ELSEWHERE = {
 }
 OF_EXPERTS = {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"}
 OF_EXPERTS |= {"first_k_dense_replace", "capacity_factor", "num_experts", "intermediate_size"}
+# Fields that have an effect only beside another one: tests/engine/model/test_families.py
+BESIDE_ANOTHER = {"qk_norm_scope", "layer_types", "rope_local_base_freq"}
 OF_LATENT_ATTENTION = {"q_lora_rank", "qk_rope_head_dim", "v_head_dim"}
 # Fields that have no part in a family: where the planner leaves them out too.
 NO_PART = {
-    "llama": OF_EXPERTS | OF_LATENT_ATTENTION | {"max_position_embeddings"},
-    "gpt": OF_EXPERTS | OF_LATENT_ATTENTION | {"rope_theta", "rope_scaling", "tie_word_embeddings"},
-    "mixture": OF_LATENT_ATTENTION | {"max_position_embeddings", "intermediate_size"},
+    "llama": OF_EXPERTS | OF_LATENT_ATTENTION | BESIDE_ANOTHER | {"max_position_embeddings"},
+    "gpt": OF_EXPERTS
+    | OF_LATENT_ATTENTION
+    | BESIDE_ANOTHER
+    | {"rope_theta", "rope_scaling", "tie_word_embeddings", "partial_rotary_factor"},
+    "mixture": OF_LATENT_ATTENTION | BESIDE_ANOTHER | {"max_position_embeddings", "intermediate_size"},
 }
 NO_PART["llama"] -= {"intermediate_size"}  # experts are those of the mixture
 NO_PART["gpt"] -= {"intermediate_size", "num_experts"}
@@ -81,6 +100,7 @@ NO_PART["gpt"] -= {"intermediate_size", "num_experts"}
 def other(name: str, base: ModelSpec) -> Any:
     changes = {"gated_mlp": not base.has_gated_mlp, "norm_bias": not base.has_norm_bias, "bias": not base.has_bias}
     changes["norm"] = "layernorm" if base.norm_kind == "rmsnorm" else "rmsnorm"
+    changes["hidden_activation"] = "gelu_pytorch_tanh" if base.activation == "silu" else "silu"
     return changes.get(name) if CHANGED[name] == "other" else CHANGED[name]
 
 
