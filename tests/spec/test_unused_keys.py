@@ -23,6 +23,14 @@ DPO = ("training.objective=dpo", "data.source=python-docstrings")
 CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.rope_theta": ("5e5", ("model.family=gpt",), ("model.family=llama",)),
     "model.qkv_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
+    "model.attention_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
+    "model.qk_norm_scope": ("projection", (), ("model.qk_norm=true",)),
+    "model.partial_rotary_factor": ("0.5", ("model.family=gpt",), ("model.family=llama",)),
+    "model.rope_local_base_freq": (
+        "5",
+        ("model.family=gpt", "model.sliding_window=8"),
+        ("model.family=llama", "model.sliding_window=8"),
+    ),
     "model.router_aux_loss_coef": ("0.5", (), ("model.num_experts=2", "model.num_experts_per_tok=1")),
     "data.tokenizer.vocab_size": ("99", ("data.tokenizer={kind: file, path: t.json}",), ()),
     "data.loss_mask": ("document_starts", SFT, ()),

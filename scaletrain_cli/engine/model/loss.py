@@ -37,7 +37,6 @@ class LanguageModelHead(nn.Module):
         self.softcap = softcap  # logits x become softcap * tanh(x / softcap)
         self.token_loss: TokenLoss = partial(token_loss, softcap=softcap)
         self.token_losses: TokenLosses | None = partial(token_losses, softcap=softcap)  # None: the kernel has sums only
-        self.is_whole = True  # this rank has the whole vocabulary
         self.label_smoothing = 0.0
         self.tokens_at_once: int | None = None  # None: all of them
         self.extended: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # of an adapter
@@ -98,7 +97,7 @@ def choose_cross_entropy(head: LanguageModelHead, kind: str, label_smoothing: fl
     if kind == "chunked":
         head.tokens_at_once = LOSS_CHUNK_TOKENS
     if kind == "liger":
-        if not head.is_whole:
+        if getattr(head.token_loss, "func", None) is not token_loss:
             raise InfeasibleError(Reason("engine.liger-needs-whole-vocabulary"))
         head.token_loss, head.token_losses = liger_token_loss(device, head.softcap), None
 

@@ -197,7 +197,7 @@ def _shard_head(model: CausalLM, axis: Axis) -> None:
     else:
         model.lm_head.weight = sharded(model.lm_head.weight, ShardSpec(0, axis.size, axis.rank))
     loss = VocabularyLoss(axis, model.lm_head.softcap)
-    model.lm_head.token_loss, model.lm_head.token_losses, model.lm_head.is_whole = loss, loss.each, False
+    model.lm_head.token_loss, model.lm_head.token_losses = loss, loss.each
 
 
 def sharded(whole: Tensor, spec: ShardSpec) -> nn.Parameter:

@@ -76,13 +76,15 @@ ELSEWHERE = {
     "preset": "only a record",
     "seq_len": "the length of the batch",
     "weights": "the first weights",
+    "adapter": "tests/engine/model/test_adapters.py",
+    "quantization": "of frozen weights, on GPUs",
     "router_aux_loss_coef": "tests/engine/model/test_moe.py",
     "router_z_loss_coef": "tests/engine/model/test_moe.py",
 }
 OF_EXPERTS = {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"}
 OF_EXPERTS |= {"first_k_dense_replace", "capacity_factor", "num_experts", "intermediate_size"}
-# Fields that have an effect only beside another one: tests/engine/model/test_families.py
-BESIDE_ANOTHER = {"qk_norm_scope", "layer_types", "rope_local_base_freq"}
+# Fields that have an effect only beside another one, or after the first step: tests/engine/model/test_families.py
+BESIDE_ANOTHER = {"qk_norm_scope", "layer_types", "rope_local_base_freq", "zero_centered_norm"}
 OF_LATENT_ATTENTION = {"q_lora_rank", "qk_rope_head_dim", "v_head_dim"}
 # Fields that have no part in a family: where the planner leaves them out too.
 NO_PART = {
