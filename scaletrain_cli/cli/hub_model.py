@@ -28,7 +28,7 @@ def find_model(text: str) -> HubModel:
     from scaletrain_cli.hub.client import resolve
     from scaletrain_cli.hub.reference import HubError, parse_reference
     from scaletrain_cli.spec.hub_files import TOKENIZER, read_hub_config
-    from scaletrain_cli.spec.hugging_face import from_config, read_config, sliding_window
+    from scaletrain_cli.spec.hugging_face import from_config, read_config
     from scaletrain_cli.spec.presets import LONGEST_DEFAULT_SEQ_LEN, SourceError
     from scaletrain_cli.spec.starting_spec import HubModel
 
@@ -54,7 +54,7 @@ def find_model(text: str) -> HubModel:
         reference=text,
         name=re.sub(r"[^a-z0-9.]+", "-", reference.repo.rpartition("/")[2].lower()).strip("-."),
         dimensions=dimensions,
-        seq_len=min(longest, sliding_window(config) or longest),
+        seq_len=longest,
         has_tokenizer=listing.find(folder + TOKENIZER) is not None,
         restricted=listing.restricted,
     )
