@@ -1,18 +1,20 @@
-"""`scaletrain data prepare`: tokenize the data of a spec ahead of its runs."""
+"""`scaletrain data`: tokenize the data of a spec ahead of its runs, and show rows as a model is trained on them."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe, verb_group
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import visible
 
-app = verb_group("Prepare training data.")
+app = verb_group("Prepare and show training data.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _NEEDS = ("numpy", "tokenizers")
 
@@ -49,3 +51,37 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
         f"vocabulary of {whole_text(prepared['vocab_size'])}"
     )
     typer.echo(visible(prepared["path"]))
+
+
+@app.command(epilog=describe(EXIT_CODES))
+def show(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    row: Annotated[int, typer.Option("--row", metavar="N", min=1, help="First row to show, counted from 1.")] = 1,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of rows to show.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Show rows for fine-tuning as they are trained on: rendered, truncated, and with the part in the loss marked.
+
+    Reads only the first rows, and prepares nothing. Requires training.objective: sft or dpo.
+    """
+    from scaletrain_cli.cli.engine_process import run_engine_command
+    from scaletrain_cli.errors import UsageError
+    from scaletrain_cli.rundir.paths import runs_root
+    from scaletrain_cli.safe_files import create_file
+    from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.ui.data_rows import show_rows
+    from scaletrain_cli.ui.json import print_json
+
+    run = load_spec(spec, overrides or ())
+    if run.training.objective == "causal_lm":
+        raise UsageError(Reason("data.nothing-to-show"))
+    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
+        resolved = Path(folder) / "spec.json"
+        create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
+        words = ("show", str(resolved), str(runs_root()), str(row), str(count))
+        answer = run_engine_command(*words, needs=(*_NEEDS, "jinja2"))
+    if as_json:
+        print_json(answer)
+    else:
+        show_rows(answer)

@@ -98,5 +98,8 @@ TEXTS: dict[str, Text] = {
     "prepared-for-other-objective": Text(
         "{folder} holds {found} and training.objective is {objective}", ("Prepare the data again",)
     ),
+    "nothing-to-show": Text(
+        "training.objective is causal_lm, which reads text as it is and not rows", ("Set it to sft or dpo",)
+    ),
     "row-out-of-range": Text("data.source has {rows} rows; there is no row {row}"),
 }

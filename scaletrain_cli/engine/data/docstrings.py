@@ -13,6 +13,7 @@ from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, find_files
 
 _FEWEST_CHARACTERS = 20
 _MOST_CHARACTERS = 600
+_NAMES_PER_PAIR = 5
 
 
 class _Documented(NamedTuple):
@@ -26,10 +27,11 @@ def docstring_rows(*, pairs: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) for each documented function, method and class, in a fixed order.
 
     A row is a conversation: what something does and, for functions, how it is called. With ``pairs`` it has a
-    ``chosen`` answer, and as the ``rejected`` one the answer about something else.
+    ``chosen`` answer, and as the ``rejected`` one the answer about something else; pairs are made of fewer names,
+    because a reference model reads all of them before training.
     """
     before: _Documented | None = None
-    for where, found in _documented():
+    for where, found in _documented()[:: _NAMES_PER_PAIR if pairs else 1]:
         asked = {"role": "user", "content": f"What does the {found.kind} `{found.name}` do?"}
         answer = {"role": "assistant", "content": found.summary}
         if not pairs:

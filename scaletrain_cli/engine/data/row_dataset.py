@@ -205,11 +205,17 @@ class _Spool:
         self._files[1].write(document.weights.tobytes())
         self.lengths.append(len(document.ids))
 
-    def close(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
-        """Return tokens and weights of all documents, memory-mapped."""
-        found = []
-        for file, path, dtype in zip(self._files, self._paths, (self._dtype, "float32"), strict=True):
+    def __enter__(self) -> _Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
             file.close()
+
+    def read(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+        """Return tokens and weights of all documents, memory-mapped, after the files were closed."""
+        found = []
+        for path, dtype in zip(self._paths, (self._dtype, "float32"), strict=True):
             found.append(np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype))
         return found[0], found[1]
 
@@ -231,14 +237,15 @@ def build_rows(spec: RunSpec, folder: Path) -> None:
     dtype = DTYPES[vocab_size > 1 << 16]
     row_format, rows = rows_of(data, objective, tally)
     encoder = RowEncoder(ChatTokenizer(raw, files, data), data, seq_len)
-    spools = {split: _Spool(folder, split, dtype) for split in SPLITS}
     weighted = False
-    while batch := list(islice(rows, _ROWS_PER_ENCODE)):
-        for row, documents in encoder.encode(batch):
-            split = SPLITS[draw(row.key) < data.validation_split]
-            for document in documents:
-                spools[split].add(document)
-                weighted = weighted or bool(((document.weights != 0) & (document.weights != 1)).any())
+    with ExitStack() as opened:
+        spools = {split: opened.enter_context(_Spool(folder, split, dtype)) for split in SPLITS}
+        while batch := list(islice(rows, _ROWS_PER_ENCODE)):
+            for row, documents in encoder.encode(batch):
+                split = SPLITS[draw(row.key) < data.validation_split]
+                for document in documents:
+                    spools[split].add(document)
+                    weighted = weighted or bool(((document.weights != 0) & (document.weights != 1)).any())
     counts = encoder.counts
     if not counts.targets:
         params = {"rows": counts.read, "dropped": counts.without_target, "too_long": counts.too_long}
@@ -298,7 +305,7 @@ class _Written:
 
 def _write_split(folder: Path, split: str, spool: _Spool, packing: str, seq_len: int, dtype: str) -> _Written:
     lengths = spool.lengths
-    tokens, weights = spool.close()
+    tokens, weights = spool.read()
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) if lengths else np.zeros(1, np.int64)
     if packing == "none":
         packed = [[Piece(document, 0, length)] for document, length in enumerate(lengths)]

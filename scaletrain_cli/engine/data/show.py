@@ -1,0 +1,120 @@
+"""The command ``show``: the first rows of a spec as a model is trained on them, with the weight of each part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, template_files
+from scaletrain_cli.engine.data.packing import pack
+from scaletrain_cli.engine.data.row_dataset import RowEncoder, rows_folder, tokenizer_of
+from scaletrain_cli.engine.data.row_source import Row, rows_of
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
+
+_ROWS_COUNTED = 1000  # also the rows from which a tokenizer is trained, if the data are not prepared
+
+
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return rows and counts, given SPEC_JSON RUNS_ROOT FIRST COUNT; rows count from 1. Raises UsageError."""
+    spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    first, count = int(arguments[2]), int(arguments[3])
+    data, objective, seq_len = spec.data, spec.training.objective, spec.transformer.seq_len
+    tokenizer, is_own = _tokenizer(spec, Path(arguments[1]))
+    chat = ChatTokenizer(tokenizer, template_files(data), data)
+    row_format, rows = rows_of(data, objective)
+    encoder, shown = RowEncoder(chat, data, seq_len), []
+    lengths: list[int] = []
+    number = 0
+    for number, row in enumerate(islice(rows, max(_ROWS_COUNTED, first + count - 1)), start=1):
+        before = encoder.counts
+        kept = [documents for _, documents in encoder.encode([row])]
+        lengths += [len(document.ids) for documents in kept for document in documents]
+        if first <= number < first + count:
+            counts = encoder.counts
+            state = next(
+                (
+                    name
+                    for name in ("without_target", "too_long", "truncated")
+                    if getattr(counts, name) > getattr(before, name)
+                ),
+                "whole",
+            )
+            shown.append(_shown(number, row, state, kept[0] if kept else _uncut(chat, row), tokenizer))
+    if not shown:
+        raise UsageError(Reason("data.row-out-of-range", {"rows": number, "row": first}))
+    counts = encoder.counts
+    sequences = (
+        len(lengths) if data.packing == "none" else len(pack(lengths, seq_len, split=data.packing != "best_fit"))
+    )
+    return {
+        "format": row_format,
+        "packing": data.packing,
+        "seq_len": seq_len,
+        "tokenizer_trained_on_rows": None if is_own else _ROWS_COUNTED,
+        "rows": shown,
+        "counted": {
+            "rows": counts.read,
+            "truncated": counts.truncated,
+            "without_target": counts.without_target,
+            "too_long": counts.too_long,
+            "tokens": counts.tokens,
+            "target_tokens": counts.targets,
+            "sequences": sequences,
+            "filled": counts.tokens / (sequences * seq_len) if sequences else 0.0,
+        },
+    }
+
+
+def _tokenizer(spec: RunSpec, runs_root: Path) -> tuple[Any, bool]:
+    """Return the tokenizer, and True if the run has the same one: not if it was trained on the first rows only."""
+    if spec.data.tokenizer.path is None:
+        prepared = rows_folder(spec, runs_root) / "tokenizer.json"
+        if not prepared.is_file():
+            return tokenizer_of(spec.data, spec.training.objective, _ROWS_COUNTED), False
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": _file(prepared)})})
+    return tokenizer_of(spec.data, spec.training.objective), True
+
+
+def _file(path: Path) -> Any:
+    from scaletrain_cli.spec.data import TokenizerSpec
+
+    return TokenizerSpec(kind="file", path=str(path))
+
+
+def _uncut(chat: ChatTokenizer, row: Row) -> list[Encoded]:
+    """Return the whole documents of a row that is left out."""
+    (found,) = chat.encode([(row.example, row.weight)])
+    return found if isinstance(found, list) else []
+
+
+def _shown(number: int, row: Row, state: str, documents: list[Encoded], tokenizer: Any) -> dict[str, Any]:
+    names = ("chosen", "rejected") if len(documents) == 2 else ("text",)
+    return {
+        "row": number,
+        "where": row.where,
+        "state": state,
+        "documents": [
+            {
+                "name": name,
+                "tokens": len(document.ids),
+                "target_tokens": int((document.weights > 0).sum()),
+                "parts": [
+                    {
+                        "text": tokenizer.decode([token for token, _ in part], skip_special_tokens=False),
+                        "weight": weight,
+                    }
+                    for weight, part in (
+                        (weight, list(part))
+                        for weight, part in groupby(
+                            zip(document.ids.tolist(), document.weights.tolist(), strict=True), key=lambda each: each[1]
+                        )
+                    )
+                ],
+            }
+            for name, document in zip(names, documents, strict=True)
+        ],
+    }
