@@ -25,6 +25,7 @@ from scaletrain_cli.engine.deepspeed_engine import (
     start_deepspeed,
 )
 from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.linear import use_fp8_linears
@@ -36,17 +37,21 @@ from scaletrain_cli.engine.model.materialization import (
     materialize,
     zero3_partition,
 )
+from scaletrain_cli.engine.model.peft_files import PeftFolder
+from scaletrain_cli.engine.model.quantization import quantize_when_loaded
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.objectives import build_objective
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, parameter_groups
+from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.expert import mark_experts_for_deepspeed, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module, trains_before
 from scaletrain_cli.engine.parallel.sequence import place_dropout, shard_attention_over_sequence
 from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
-from scaletrain_cli.plan.parameters import Stage, base_names
+from scaletrain_cli.plan.adapters import quantized_weights, trains_in_fp32
+from scaletrain_cli.plan.parameters import Stage, base_names, modules_with_adapter
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
@@ -155,12 +160,17 @@ def compose(
     if layout.offload != "none" and spec.layout.offload_device == "nvme":
         load_async_io()
     model = _sharded_model(spec, layout, mesh, device)
-    if trained is not None:
-        freeze(model, trained)
     unit = ModelParallelUnit.of(mesh)
     config = deepspeed_config(spec, layout, sum(parameter.numel() for parameter in model.parameters()), swap_folder)
     dtype = forward_dtype(spec.training.precision)
     partition = zero3_partition(config, unit) if layout.zero_stage == 3 else None
+    if spec.transformer.quantization != "none":
+        partition = quantize_when_loaded(
+            model, quantized_weights(spec.transformer).keys(), spec.transformer.quantization
+        )
+    _attach_adapters(model, spec, mesh)
+    if trained is not None:
+        freeze(model, trained)
     materialize(model, source or _weights(spec, model, device, resuming), device, dtype, partition)
     if layout.compile and spec.training.compile == "auto":  # what cannot be compiled runs eagerly, with a warning
         torch._dynamo.config.suppress_errors = True
@@ -203,6 +213,14 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
     return model
 
 
+def _attach_adapters(model: CausalLM, spec: RunSpec, mesh: Mesh) -> None:
+    """Add the adapters of the spec, after everything that replaces layers or their forward passes."""
+    own = spec.transformer
+    if own.adapter is not None:
+        dtype = torch.float32 if trains_in_fp32(spec) else None
+        attach_adapters(model, own.adapter, modules_with_adapter(own), mesh, spec.training.seed, dtype)
+
+
 def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: bool) -> WeightSource:
     own = spec.transformer
     drawn = ScaledInitialization(
@@ -213,7 +231,20 @@ def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: boo
         device,
         norm_weight=0.0 if own.zero_centered_norm else 1.0,
     )
-    if own.weights is None or (resuming and not (base := base_names(spec))):
-        return drawn
-    files = HuggingFaceFolder(expand_home(own.weights), outline(own))
-    return BaseWeights(base, files, drawn) if resuming else files
+    weights: WeightSource = drawn
+    if own.weights is not None and not resuming:
+        weights = HuggingFaceFolder(expand_home(own.weights), outline(own))
+    elif own.weights is not None and (base := base_names(spec)):
+        weights = BaseWeights(base, HuggingFaceFolder(expand_home(own.weights), outline(own)), drawn)
+    if own.adapter is None:
+        return weights
+    modules = modules_with_adapter(own)
+    before = None if resuming or own.adapter.weights is None else expand_home(own.adapter.weights)
+    return AdapterInitialization(
+        weights,
+        spec.training.seed,
+        device,
+        {module.name: module for module in modules},
+        forward_dtype(spec.training.precision),
+        None if before is None else PeftFolder(before, own.adapter, modules),
+    )

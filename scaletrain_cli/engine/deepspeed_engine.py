@@ -18,6 +18,7 @@ from scaletrain_cli.engine.parallel.mesh import Mesh, group_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.log_setup import take_over_library_logger
 from scaletrain_cli.plan import zero_buffers
+from scaletrain_cli.plan.adapters import trains_in_fp32
 from scaletrain_cli.plan.memory.states import NVME_OPTIMIZER_BUFFERS
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
@@ -102,11 +103,13 @@ def _largest_shard(spec: RunSpec, layout: Layout) -> int:
 def precision_config(spec: RunSpec) -> dict[str, Any]:
     """Return the sections ``bf16`` or ``fp16`` and ``data_types``; empty for fp32 and tf32. fp8 has bf16 weights.
 
+    Empty also for fp32 adapters: what trains has 32 bits then, whatever the frozen weights have.
+
     16 bits need ZeRO-1 at least, which the planner ensures: without ZeRO, DeepSpeed accumulates and clips in 16 bits
     (fp16/unfused_optimizer.py) or raises an error.
     """
     training = spec.training
-    if training.precision in ("fp32", "tf32"):
+    if training.precision in ("fp32", "tf32") or trains_in_fp32(spec):
         return {}
     config: dict[str, Any] = {"data_types": {"grad_accum_dtype": training.grad_dtype}}
     if training.precision == "fp16":

@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter
+from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter, trained_ever
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.adapter import AdapterSpec, adaptable_modules, unmatched_targets
+from scaletrain_cli.spec.adapter import AdapterSpec, adaptable_modules, is_adapter_parameter, unmatched_targets
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 
 _GROUPED_MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, which grouped products require of each row
@@ -46,6 +46,17 @@ def adapter_rules(model: ModelSpec) -> Iterator[Rule]:
         yield Rule("model.adapter.dropout", adapter.dropout, "adapter-on-experts", {"allowed": "0"})
     if adapter.rank % _GROUPED_MULTIPLE:
         yield Rule("model.adapter.rank", adapter.rank, "adapter-rank-on-experts", {"multiple": _GROUPED_MULTIPLE})
+
+
+def trains_in_fp32(spec: RunSpec) -> bool:
+    """Return True if only factors train, in fp32 over frozen weights in 16 bits, as in PEFT.
+
+    Where base parameters train, too, and with fp16, factors have 16 bits and fp32 master weights as all others.
+    """
+    model = spec.transformer
+    if model.adapter is None or model.family not in BUILT_IN_FAMILIES or spec.training.precision == "fp16":
+        return False
+    return all(is_adapter_parameter(name) for name in trained_ever(spec))
 
 
 def quantized_weights(model: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -593,7 +593,6 @@ _EXPLANATION = {
 # The adapter and the quantization of a model.
 _ADAPTER = {
     "adapter-invalid": Text("the adapter does not fit the model, in {problems:of place}"),
-    "adapter-unavailable": Text("is not supported by this version of the engine", ("Remove it.",)),
     "adapter-built-in-families": Text(
         "needs the layers of a built-in family, and {family} is that of a plug-in", ("Remove it.",)
     ),

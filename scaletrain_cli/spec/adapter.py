@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from scaletrain_cli.spec.quantities import Fraction, Positive, Text, Whole
 from scaletrain_cli.spec.section import Section
@@ -19,25 +18,16 @@ ALL_LINEAR = "all-linear"
 Shape = tuple[int, ...]
 
 
-def _targets(value: Any) -> tuple[str, ...]:
-    given = (value,) if isinstance(value, str) else value
-    if isinstance(given, list | tuple) and given and all(isinstance(one, str) and one for one in given):
-        return tuple(given)
-    raise PydanticCustomError(
-        "targets", "must be all-linear, or a list of names of modules, such as [q_proj, v_proj]; * matches any text"
-    )
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 Targets = Annotated[
-    tuple[str, ...],
-    PlainValidator(_targets),
+    tuple[Text, ...],
+    BeforeValidator(_as_list),
+    Field(min_length=1, max_length=1000),
     WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-            ]
-        }
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},
     ),
 ]
 

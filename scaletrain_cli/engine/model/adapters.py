@@ -258,7 +258,7 @@ class AdapterInitialization:
 
     Of an embedding A is zero and B normal. Each matrix is a function of the seed and its name, so that every layout has
     the same. ``base``: source of all other parameters. ``layers``: the linear layers by name; ``dtype``: that in which
-    the model has their weights.
+    the model has their weights. ``trained``: factors that were trained before, instead of random ones.
     """
 
     base: WeightSource
@@ -266,11 +266,14 @@ class AdapterInitialization:
     device: torch.device
     layers: dict[str, Adapted]
     dtype: torch.dtype = torch.float32
+    trained: WeightSource | None = None
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of a parameter."""
         if not is_adapter_parameter(name):
             return self.base.read(name, whole_shape, spec)
+        if self.trained is not None:
+            return self.trained.read(name, whole_shape, spec)
         if name.endswith(".lora_A.weight"):
             bound = 1 / math.sqrt(whole_shape[1])
             return uniform(self.seed, name, whole_shape, bound, spec, self.device)
