@@ -25,7 +25,8 @@ READING = (ExitCode.DONE, ExitCode.USAGE)
 VERIFYING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _NEEDS = ("torch", "safetensors", "numpy")
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to create; must not exist.")]
-Dtype = Annotated[Literal["bf16", "fp16", "fp32"], typer.Option("--dtype", help="Data type of the exported weights.")]
+_Dtype = Literal["bf16", "fp16", "fp32"]
+Dtype = Annotated[_Dtype, typer.Option("--dtype", help="Data type of the exported weights.")]
 PRUNING = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE, ExitCode.SCHEDULER)
 
 
@@ -90,10 +91,16 @@ def export(
         int | None,
         typer.Option("--step", metavar="N", min=0, help="Step to export (default: the latest valid checkpoint)."),
     ] = None,
-    dtype: Dtype = "bf16",
+    dtype: Annotated[
+        _Dtype | None, typer.Option("--dtype", help="Data type of the exported weights (default: bf16; peft: fp32).")
+    ] = None,
     averaged: Annotated[
         bool, typer.Option("--averaged", help="Export the averaged weights (training.averaging).")
     ] = False,
+    adapter_format: Annotated[
+        Literal["merged", "peft"],
+        typer.Option("--format", help="merged: a whole model, with its adapter; peft: the adapter alone, for PEFT."),
+    ] = "merged",
     trust_owner: TrustOwner = False,
     as_json: AsJson = False,
 ) -> None:
@@ -101,12 +108,16 @@ def export(
 
     The checkpoint is verified first and may have any parallel layout. Prints the folder to stdout.
     """
+    if adapter_format == "peft" and dtype not in (None, "fp32"):
+        raise UsageError(f"--dtype {dtype}: an adapter is exported in fp32, as it was trained. Remove --dtype.")
+    exported_dtype = dtype or ("fp32" if adapter_format == "peft" else "bf16")
     from scaletrain_cli.rundir.record import checkpoint_folder
 
     found, record = _own_run(run, trust_owner)
     checkpoint = _valid_checkpoint(found.run_id, checkpoint_folder(found, record.spec), step)
-    exported = _export(found, record, [checkpoint], output, dtype, averaged=averaged)
-    exported |= {"step": checkpoint.step, "dtype": dtype}
+    options = ["--format", adapter_format, *(["--averaged"] if averaged else [])]
+    exported = _export(found, record, [checkpoint], output, exported_dtype, *options)
+    exported |= {"step": checkpoint.step, "dtype": exported_dtype}
     _report_export(exported, f"step {checkpoint.step}", output, as_json)
 
 
@@ -156,7 +167,7 @@ def _own_run(run: str, trust_owner: bool) -> tuple[RunDir, RunRecord]:
 
 
 def _export(
-    run: RunDir, record: RunRecord, chosen: list[Checkpoint], output: Path, dtype: str, *, averaged: bool = False
+    run: RunDir, record: RunRecord, chosen: list[Checkpoint], output: Path, dtype: str, *options: str
 ) -> dict[str, Any]:
     """Export in a separate process, which keeps torch out of the command line; its stderr is passed on."""
     from scaletrain_cli.cli.engine_process import run_engine_command
@@ -171,10 +182,9 @@ def _export(
         spec = with_local_files(record.spec, record.hub, settings)
         create_file(resolved, json.dumps(spec.model_dump(mode="json", by_alias=True)))
         places = [resolved, output.absolute(), run.path.parent, *(checkpoint.path for checkpoint in chosen)]
-        options = ["--dtype", dtype, *(["--averaged"] if averaged else [])]
         # Relative paths in the spec refer to the folder that the run was submitted from.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
-        return run_engine_command("export", *map(str, places), *options, needs=_NEEDS, cwd=start)
+        return run_engine_command("export", *map(str, places), "--dtype", dtype, *options, needs=_NEEDS, cwd=start)
 
 
 def _report_export(exported: dict[str, Any], source: str, output: Path, as_json: bool) -> None:

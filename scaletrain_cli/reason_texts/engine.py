@@ -109,6 +109,15 @@ TEXTS: dict[str, Text] = {
     # The weights in model.weights.
     "weights-invalid": Text("model.weights: {problem}"),
     "weights-unreadable": Text("model.weights: {path} cannot be read: {error}"),
+    "peft-without-adapter": Text("--format peft: the run has no model.adapter", ("Use --format merged.",)),
+    "peft-without-base": Text(
+        "--format peft: the run has no model.weights, and an adapter is of no use without the model that it is for",
+        ("Use --format merged.",),
+    ),
+    "peft-module-trained": Text(
+        "--format peft: {module} was trained itself, and PEFT cannot keep it whole beside an adapter",
+        ("Use --format merged.",),
+    ),
     "quantization-missing": Text("model.quantization needs bitsandbytes: {error}", ("Run {command}.",)),
     "adapter-unreadable": Text("model.adapter.weights: {path} cannot be read: {error}"),
     "adapter-differs": Text(

@@ -10,7 +10,8 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scaletrain_cli.engine.checkpoint.adapter_export import (
+    MergedWeights,
+    Weights,
+    exported_model,
+    peft_files,
+    tensors_bytes,
+    write_peft,
+)
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
 from scaletrain_cli.engine.data.prepared import data_folder
@@ -170,10 +179,14 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("checkpoints", type=Path, nargs="+", help="several: the mean of their weights is exported")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
     parser.add_argument("--averaged", action="store_true")
+    parser.add_argument("--format", choices=("merged", "peft"), default="merged")
     options = parser.parse_args(arguments)
     spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
     text, dtype = text_files(spec, options.runs_root), _DTYPES[options.dtype]
-    written = export(options.checkpoints, spec, options.output, dtype, text, averaged=options.averaged)
+    if options.format == "peft":
+        written = export_adapter(options.checkpoints[0], spec, options.output, text, averaged=options.averaged)
+    else:
+        written = export(options.checkpoints, spec, options.output, dtype, text, averaged=options.averaged)
     return {**written, "tokenizer": str(options.output / "tokenizer.json") if text.has_tokenizer else None}
 
 
@@ -190,16 +203,15 @@ def export(
     """Write the folder ``output`` atomically, and return its path and size. Raises ScaletrainError and OSError.
 
     Of several checkpoints the mean of their weights is written (arXiv:1803.05407), computed in fp32 and rounded once.
+    Adapters are merged into the weights.
     """
-    model = spec.transformer
+    model = exported_model(spec.transformer)
     config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch."), **text.ids}
     kind = AVERAGE if averaged else WEIGHT
-    sources = [_open(checkpoint, kind, model) for checkpoint in checkpoints]
-    if output.exists():
-        raise UsageError(Reason("engine.output-exists", {"path": str(output)}))
-    draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
-    make_folder(draft, mode=0o777, exist_ok=False)
-    try:
+    sources: list[Weights] = [_open(checkpoint, kind, spec.transformer) for checkpoint in checkpoints]
+    if spec.transformer.adapter is not None:
+        sources = [MergedWeights.of(source, spec.transformer) for source in sources]
+    with _draft_of(output) as draft:
         written = draft / "config.json"
         create_file(written, json.dumps(config, indent=2) + "\n", public=True)
         for name, content in text.files.items():
@@ -219,11 +231,39 @@ def export(
         if len(files) > 1:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": place}
             create_file(draft / "model.safetensors.index.json", json.dumps(index, indent=2), public=True)
+    return {"path": str(output), "parameters": parameters, "bytes": total_bytes, "model_type": config["model_type"]}
+
+
+def export_adapter(
+    checkpoint: Path, spec: RunSpec, output: Path, text: TextFiles, *, averaged: bool = False
+) -> dict[str, Any]:
+    """Write the adapter of a run as a PEFT folder, in fp32, and return its path and size. As ``export`` otherwise."""
+    model_type = to_hugging_face(exported_model(spec.transformer))["model_type"]
+    saved = _open(checkpoint, AVERAGE if averaged else WEIGHT, spec.transformer)
+    config, tensors = peft_files(spec, saved)
+    with _draft_of(output) as draft:
+        write_peft(draft, json.dumps(config, indent=2) + "\n", tensors)
+        for name, content in text.files.items():
+            if name != "generation_config.json":  # of a whole model
+                create_file(draft / name, content, public=True)
+    parameters = sum(values.numel() for values in tensors.values())
+    sizes = {"parameters": parameters, "bytes": tensors_bytes(tensors)}
+    return {"path": str(output), **sizes, "model_type": f"PEFT adapter of {model_type}"}
+
+
+@contextmanager
+def _draft_of(output: Path) -> Generator[Path]:
+    """Yield a new folder that becomes ``output`` at the end, and is deleted on an error. Raises UsageError."""
+    if output.exists():
+        raise UsageError(Reason("engine.output-exists", {"path": str(output)}))
+    draft = output.with_name(f".{output.name}.{os.urandom(8).hex()}.tmp")
+    make_folder(draft, mode=0o777, exist_ok=False)
+    try:
+        yield draft
         draft.rename(output)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return {"path": str(output), "parameters": parameters, "bytes": total_bytes, "model_type": config["model_type"]}
 
 
 def _files(shapes: dict[str, tuple[int, ...]], element_bytes: int, most_bytes: int) -> Iterator[list[str]]:
@@ -274,7 +314,7 @@ def _open(checkpoint: Path, kind: str, model: ModelSpec) -> SavedWeights:
     return SavedWeights(reader, kind, base)
 
 
-def _mean(sources: Sequence[SavedWeights], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _mean(sources: Sequence[Weights], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     total = sources[0].read(name, shape)
     for source in sources[1:]:
         total += source.read(name, shape)

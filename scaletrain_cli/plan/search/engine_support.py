@@ -123,8 +123,6 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule(key, name, "engine-offload-optimizer")
     elif away != "none" and device == "nvme" and name not in ("adamw", "adam"):
         yield Rule(key, name, "engine-nvme-optimizer")
-    if getattr(spec.model, "adapter", None) is not None or getattr(spec.model, "quantization", "none") != "none":
-        yield Rule("model.adapter", None, "adapter-unavailable")
     yield from quantized_layout_rules(spec, layout)
     averaging = spec.training.averaging.name
     if averaging != "none" and away != "none" and device == "nvme":
