@@ -57,6 +57,12 @@ TEXTS: dict[str, Text] = {
     "weights-file-size": Text("{file} holds {bytes} bytes, and its header says {expected}", _WEIGHTS),
     "weights-config-unusable": Text("{why}", ("Use other weights",)),
     "weights-config-differs": Text("its config.json has {setting}, and {difference}", ("{remedy}",)),
+    # ---- model.adapter.weights -------------------------------------------------------------------------------------
+    "adapter-unreadable": Text("cannot be read: {said}", ("Set it to a folder that PEFT wrote",)),
+    "adapter-differs": Text(
+        "its adapter_config.json has {theirs} = {value}, which differs from model.adapter.{key}",
+        ("Set model.adapter.{key}: {value}",),
+    ),
     # ---- code ------------------------------------------------------------------------------------------------------
     "no-import-root": Text("the snapshot of {path} has no such folder", ("Name one that git does not ignore",)),
     "command-not-found": Text("there is no such program on PATH", ("Install it, or give its path",)),

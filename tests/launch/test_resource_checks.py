@@ -30,6 +30,8 @@ PAGE = PROJECT / "docs" / "checks.md"
 KUBERNETES = "tests/launch/backends/kubernetes"
 # Text of a spec that names nothing outside it.
 NAMES_NOTHING = {
+    **dict.fromkeys(("model.adapter.targets", "model.adapter.targets.*"), "names of modules of the model"),
+    **dict.fromkeys(("training.trainable.*.match", "training.trainable.*.match.*"), "names of parameters"),
     "name": "the run's own",
     **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
     "data.chat_template_date": "a date",
@@ -128,6 +130,12 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         ("data.tokenizer={kind: file, path: other.jsonl}",),
         "data.tokenizer.path",
         "is not a tokenizer.json",
+    ),
+    (
+        "model.adapter.weights",
+        ("model.adapter={name: lora, weights: nowhere}",),
+        "model.adapter.weights = nowhere",
+        "adapter_config.json: No such file or directory",
     ),
     ("model.weights", ("model.weights=nowhere",), "model.weights", "does not exist"),
     ("model.weights", ("model.weights=.",), "model.weights", "holds neither model.safetensors nor"),

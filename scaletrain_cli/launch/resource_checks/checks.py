@@ -23,6 +23,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resource_checks.files import (
     CheckResults,
     View,
+    adapter_problems,
     evaluation_problems,
     not_checked,
     not_read,
@@ -147,7 +148,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     """
     spec, begun = record.spec, has_committed(run)
     view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True)
-    checks = [weights_problems, checkpoint_problems]
+    checks = [weights_problems, adapter_problems, checkpoint_problems]
     if node_rank == 0 or (expand_home(spec.data.source) / "dataset.json").is_file():  # rank 0 prepares the data
         checks += [source_problems, tokenizer_problems, template_problems]
     problems = [found for check in checks for found in check(view)]
@@ -327,6 +328,7 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     template_problems,
     weights_problems,
     hub_problems,
+    adapter_problems,
     engine_problems,
     command_problems,
     checkpoint_problems,

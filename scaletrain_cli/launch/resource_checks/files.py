@@ -237,6 +237,36 @@ def config_problems(folder: Path, model: ModelSpec) -> Iterator[Reason]:
         yield Reason("checks.weights-config-differs", params)
 
 
+def adapter_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of ``model.adapter.weights``; after the first checkpoint they are not read."""
+    adapter = getattr(view.spec.model, "adapter", None)
+    given = _adapter_weights(view.spec)
+    if view.spec.code.engine is not None or given is None or view.begun or view.unseen(given):
+        return
+    folder = view.folder / expand_home(given)
+    try:
+        with open_to_read(folder / "adapter_config.json") as file:
+            config = json.loads(file.read())
+        problem = _safetensors_problem(folder / "adapter_model.safetensors")
+    except OSError as error:
+        problem = Reason("checks.adapter-unreadable", {"said": f"{error.filename}: {error.strerror or error}"})
+    except ValueError:
+        problem = Reason("checks.weights-file", {"file": "adapter_config.json"})
+    if problem is not None:
+        yield view.problem("model.adapter.weights", problem, given)
+        return
+    for key, theirs in (("rank", "r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"), ("dora", "use_dora")):
+        trained = config.get(theirs) if isinstance(config, dict) else None
+        if trained is not None and trained != getattr(adapter, key):
+            params = {"key": key, "theirs": theirs, "value": str(trained).lower()}
+            yield view.problem("model.adapter.weights", Reason("checks.adapter-differs", params), given)
+
+
+def _adapter_weights(spec: RunSpec) -> str | None:
+    adapter = getattr(spec.model, "adapter", None)
+    return None if adapter is None else adapter.weights
+
+
 def weights_problem(folder: Path) -> Reason | None:
     """Return the problem of a folder of weights; None if its files are complete."""
     if not folder.is_dir():
@@ -311,6 +341,7 @@ def not_checked(view: View) -> Iterator[Reason]:
         "data.tokenizer.path": None if own else spec.data.tokenizer.path,
         "data.chat_template": None if own else spec.data.chat_template,
         "model.weights": None if own or view.begun else getattr(spec.model, "weights", None),
+        "model.adapter.weights": None if own or view.begun else _adapter_weights(spec),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }
     places: dict[str, list[str]] = {}

@@ -65,6 +65,14 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         f"{_UNSEEN}; names and shapes of the tensors: each rank before it loads them",
     ),
     _row(
+        "model.adapter.weights",
+        "a folder of a PEFT adapter",
+        "both files are readable and complete; rank, alpha, rsLoRA and DoRA agree with the spec",
+        _SUBMIT,
+        f"{_FILES}adapter_problems",
+        f"{_UNSEEN}; names and shapes of the factors: each rank before it loads them",
+    ),
+    _row(
         "data.source",
         "files, also on the hub, or a prepared dataset",
         "exist, are readable, of a known format; the beginning of some is decoded and has the columns of data.format",

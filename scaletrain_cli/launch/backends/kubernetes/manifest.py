@@ -134,6 +134,7 @@ def _about_files(spec: RunSpec) -> Iterator[Reason]:
         "data.tokenizer.path": spec.data.tokenizer.path,
         "data.chat_template": spec.data.chat_template,
         "model.weights": getattr(spec.model, "weights", None),
+        "model.adapter.weights": getattr(getattr(spec.model, "adapter", None), "weights", None),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }
     for key, path in paths.items():
