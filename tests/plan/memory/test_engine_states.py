@@ -10,9 +10,11 @@ import pytest
 from scaletrain_cli.plan import ModelStates, rank_model_states
 from scaletrain_cli.plan.axes import resolve_axes
 from scaletrain_cli.plan.memory.engine_states import engine_states
+from scaletrain_cli.plan.parameters import stage_at, trains_everything
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.stages import engine_stages
+from scaletrain_cli.plan.trained_stages import stage_of_step
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
 
@@ -49,6 +51,10 @@ class Row(NamedTuple):
     optimizer: str = "adamw"
     averaging: str = "none"
     offload: str = "none"
+    trainable: tuple[str, ...] = ()  # patterns, each a group with a learning rate of its own
+    layer_decay: float = 1.0
+    adapter: str = ""  # its targets
+    step: int = 1
 
     @property
     def spec(self) -> RunSpec:
@@ -63,7 +69,12 @@ class Row(NamedTuple):
             training__grad_dtype=grad_dtype,
             training__global_batch_size=2 * data,
             training__micro_batch_size=1,
-            training__optimizer={"name": self.optimizer},
+            training__optimizer={"name": self.optimizer, "layer_decay": self.layer_decay},
+            training__trainable=[
+                {"match": pattern.split("@")[0], "lr": 1e-4 * number, "start_step": int((pattern + "@1").split("@")[1])}
+                for number, pattern in enumerate(self.trainable, start=1)
+            ],
+            model__adapter={"name": "lora", "rank": 8, "targets": self.adapter.split()} if self.adapter else None,
             training__averaging={"name": self.averaging},
             training__loss_scale={"initial": 16},
             layout__tensor_parallel=self.tensor,
@@ -110,7 +121,9 @@ def held(row: tuple[Any, ...]) -> tuple[Held, Held]:
     warnings.simplefilter("ignore")
     spec, layout, cpu = Row(*row).spec, Row(*row).layout, torch.device("cpu")
     mesh = build_mesh(layout)
-    composed = compose(spec, layout, mesh, cpu)
+    composed = compose(
+        spec, layout, mesh, cpu, trained=None if trains_everything(spec) else stage_at(spec, Row(*row).step)
+    )
     steps = build_stepper(composed, mesh, cpu, spec.training)
     length = spec.transformer.seq_len // layout.sequence_parallel
     tokens = torch.zeros(1, length, dtype=torch.int64)
@@ -121,7 +134,47 @@ def held(row: tuple[Any, ...]) -> tuple[Held, Held]:
     assert watched.bytes is not None
     counted = ModelStates(watched.bytes.parameters, watched.bytes.gradients, watched.bytes.optimizer_states)
     stage = engine_stages(spec.transformer, layout.pipeline_parallel)[mesh.pipeline.rank]
-    return (counted, watched.bytes.host), engine_states(spec, layout, stage, mesh.replicas.rank)
+    planned = engine_states(spec, layout, stage, mesh.replicas.rank, stage_of_step(spec, Row(*row).step))
+    composed.engine.destroy()
+    return (counted, watched.bytes.host), planned
+
+
+def held_of_each(rows: list[tuple[Any, ...]]) -> list[tuple[Held, Held]]:
+    """The same for several rows, one after the other in the same processes."""
+    return [held(row) for row in rows]
+
+
+BLOCK, ATTENTION = "model.layers.1.*", "*.self_attn.*"
+# Frozen weights, several learning rates, adapters.
+# By the axis that they have in common, because DeepSpeed keeps its process groups as long as a process lives.
+PARTLY = {
+    "tensor": [
+        Row(0, tensor=2, trainable=(BLOCK,)),
+        Row(2, tensor=2, trainable=(BLOCK, ATTENTION), types="bf16 bf16"),
+    ],
+    "data": [
+        Row(1, trainable=("model.embed_tokens*", "*norm*", "lm_head*"), types="bf16 fp32"),
+        Row(2, layer_decay=0.8),
+        Row(3, trainable=(BLOCK, "*norm*", "lm_head*@7"), step=7, types="bf16 fp32"),
+    ],
+    "pipeline": [Row(1, pipeline=2, sequence=2, trainable=("lm_head*",), types="bf16 fp32")],
+    "experts": [
+        Row(2, expert=2, trainable=("*experts*", "*gate.weight@5"), step=5),
+        Row(3, expert=2, trainable=(ATTENTION,)),
+    ],
+}
+
+
+@pytest.mark.parametrize("axis", PARTLY)
+def test_every_rank_holds_what_is_planned_if_a_part_is_frozen(axis: str) -> None:
+    for library in ("torch", "deepspeed"):
+        pytest.importorskip(library)
+    from tests.engine.ranks import on_ranks
+
+    rows = PARTLY[axis]
+    for ranks in on_ranks(RANKS, held_of_each, [tuple(row) for row in rows], seconds=240):
+        for row, (counted, planned) in zip(rows, ranks, strict=True):
+            assert counted == planned, row
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"zero{row.zero} {row.types} {row.offload}")
