@@ -30,6 +30,7 @@ from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics
 from scaletrain_cli.engine.numa import pin_to_numa_node
 from scaletrain_cli.engine.objectives.base import Objective
+from scaletrain_cli.engine.objectives.dpo import first_loss
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.mesh import build_mesh
@@ -216,11 +217,14 @@ def _checkpoint_schedule(record: RunRecord) -> CheckpointSchedule:
 
 
 def _guard(spec: RunSpec) -> Guard:
-    fresh = spec.transformer.weights is None
+    pairs = spec.training.objective == "dpo"
+    fresh = spec.transformer.weights is None and not pairs
     return Guard(
         factor=spec.guard.spike.factor,
         patience=spec.guard.spike.patience,
         fresh_warmup_steps=spec.training.schedule.warmup_steps if fresh else None,
+        # The loss of pairs falls from here towards 0; a batch of three times a loss near 0 is no spike.
+        least_loss=first_loss(spec.training.dpo) if pairs else 0.0,
     )
 
 

@@ -49,11 +49,12 @@ class Outlier(NamedTuple):
 class SpikeGuard:
     """Compares losses and norms with medians of recent steps; outliers do not enter the medians.
 
-    ``patience`` outliers in a row are a spike, reported once. After 32 in a row their level is the new normal.
+    ``patience`` outliers in a row are a spike, reported once. After 32 in a row their level is the new normal. Losses
+    are compared with ``least_loss`` where their median is below it, because ratios of small losses mean nothing.
     """
 
-    def __init__(self, factor: float, patience: int) -> None:
-        self._factor, self._patience = factor, patience
+    def __init__(self, factor: float, patience: int, least_loss: float = 0.0) -> None:
+        self._factor, self._patience, self._least_loss = factor, patience, least_loss
         self._losses: deque[float] = deque(maxlen=_WINDOW_STEPS)
         self._norms: deque[float] = deque(maxlen=_WINDOW_STEPS)
         self._outliers: list[Outlier] = []
@@ -108,6 +109,7 @@ class SpikeGuard:
         median = self.median_loss
         if median is None:
             return False
+        median = max(median, self._least_loss)
         if len(self._losses) < _FEWEST_LOSSES_FOR_SPREAD:
             return loss > self._factor * median
         lenient = max(1.0, self._factor / _USUAL_FACTOR)  # a larger factor widens the spread, too
@@ -267,10 +269,15 @@ class GuardFinding:
 
 
 class Guard:
-    """``fresh_warmup_steps``: warm-up of a model with random weights; None for loaded weights."""
+    """``fresh_warmup_steps``: warm-up of a model with random weights; None for loaded weights, or preference pairs.
 
-    def __init__(self, *, factor: float, patience: int, fresh_warmup_steps: int | None) -> None:
-        self._spikes = SpikeGuard(factor, patience)
+    ``least_loss``: see ``SpikeGuard``.
+    """
+
+    def __init__(
+        self, *, factor: float, patience: int, fresh_warmup_steps: int | None, least_loss: float = 0.0
+    ) -> None:
+        self._spikes = SpikeGuard(factor, patience, least_loss)
         self._scale, self._dead = LossScaleCollapse(), DeadGradients(patience)
         self._flat = FlatLoss(fresh_warmup_steps) if fresh_warmup_steps is not None else None
 

@@ -122,6 +122,15 @@ def test_a_large_factor_makes_the_spread_lenient_too() -> None:
     assert statuses(lenient, [(4.6, 0.5)]) == ["spike"]
 
 
+def test_small_losses_of_preference_pairs_are_compared_with_the_loss_at_the_start() -> None:
+    losses = [0.02, 0.01, 0.05] * 20
+    for least, expected in ((0.0, "spike"), (0.69, "fine")):
+        watch = SpikeGuard(3.0, 1, least)
+        statuses(watch, [(loss, 1.0) for loss in losses])
+        assert watch.observe(61, 0.6, 1.0) == expected
+    assert watch.observe(62, 2.5, 1.0) == "spike"
+
+
 def test_a_small_factor_limits_the_loss_below_the_spread() -> None:
     strict = SpikeGuard(1.1, 1)
     statuses(strict, [(2.2 + 0.01 * (step % 3), 0.5) for step in range(64)])
