@@ -271,7 +271,7 @@ class Trainer:
     def prepare_batches(self, step: int) -> bool:
         """Make the batches ready to train after ``step`` steps, with reference log-probabilities if needed.
 
-        Returns False after a preemption signal. Raises DoNotRequeueError, see ``ReferencePass``.
+        Returns False after a preemption signal. Raises ReferenceDataError, see ``ReferencePass``.
         """
         ready = True
         if self.reference is not None:

@@ -44,6 +44,12 @@ _TOLERANCE_16_BITS = 5e-2
 Values = npt.NDArray[np.float32]
 
 
+class ReferenceDataError(DoNotRequeueError):
+    """The reference log-probabilities are missing, or are not those of the first weights (exit 93)."""
+
+    failure_reason = "data"
+
+
 def reference_key(spec: RunSpec, dataset: Sequence[str]) -> dict[str, Any]:
     """Return what the log-probabilities depend on; ``dataset``: the hashes of tokens, weights and templates."""
     model = spec.transformer.model_dump(mode="json")
@@ -118,7 +124,7 @@ class ReferencePass:
     def with_reference(self, reader: BatchReader, split: str, step: int) -> BatchReader | None:
         """Return the reader with the log-probabilities of its pairs; None after a preemption signal.
 
-        Raises DoNotRequeueError if the run has trained ``step`` > 0 steps and its file is missing: the weights are no
+        Raises ReferenceDataError if the run has trained ``step`` > 0 steps and its file is missing: the weights are no
         longer the reference.
         """
         pairs, path = len(reader.sequences), self.run.reference / split
@@ -127,7 +133,7 @@ class ReferencePass:
         known = self._known(path, pairs, key, step) if self._leads else None
         found = self._shared(known)
         if step > 0 and len(found) < pairs:
-            raise DoNotRequeueError(Reason("engine.reference-missing", {"path": str(path), "step": step}))
+            raise ReferenceDataError(Reason("engine.reference-missing", {"path": str(path), "step": step}))
         if len(found) < pairs:
             computed = self._compute(reader, found, ReferenceFile(key, pairs, found), path)
             if computed is None:
@@ -139,7 +145,7 @@ class ReferencePass:
         return replace(reader, reference=values)
 
     def check(self, batches: Sequence[MicroBatch]) -> None:
-        """Compare the reference of a batch with the model at step 0. Raises DoNotRequeueError if they differ."""
+        """Compare the reference of a batch with the model at step 0. Raises ReferenceDataError if they differ."""
         worst = 0.0
         for batch, found in zip(batches, self.stepper.log_probabilities(batches), strict=False):
             assert batch.reference is not None
@@ -149,7 +155,7 @@ class ReferencePass:
         allowed = _TOLERANCE.get(self.spec.training.precision, _TOLERANCE_16_BITS)
         if worst > allowed:
             params = {"folder": str(self.run.reference), "difference": worst, "allowed": allowed}
-            raise DoNotRequeueError(Reason("engine.reference-differs", params))
+            raise ReferenceDataError(Reason("engine.reference-differs", params))
 
     @property
     def _leads(self) -> bool:
