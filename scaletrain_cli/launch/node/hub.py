@@ -6,12 +6,13 @@ otherwise those of a fast node would wait in the rendezvous of the ranks until i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.journal import has_committed, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.safe_files import make_folder
+from scaletrain_cli.safe_files import make_folder, touch
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.hub_files import HubUse, hub_uses, with_local_files
 from scaletrain_cli.text import bytes_text
 
 _NOTE_SECONDS = 10.0
 _POLL_SECONDS = 0.5
+_LOOK_SECONDS = 1.0  # between two looks for other nodes on the shared file system
 # Until a node whose progress no longer changes counts as lost; a fetching agent writes every _NOTE_SECONDS.
 LOST_SECONDS = 600.0
 _READY, _STOPPED = "ready", "stopped"
@@ -58,13 +60,13 @@ def fetch_hub_files(run: RunDir, record: RunRecord, options: AgentOptions, secre
         return LocalFiles(spec)
     environment = {**os.environ, **spec.env, **secrets}
     settings = HubSettings.from_environment(environment)
-    notes = _Notes(run, options)
+    notes, stop = _Notes(run, options), _Stop(run, options.attempt)
     try:
         uses = _uses_of_node(run, spec, options.node_rank)
-        fetched = fetch(uses, record.hub, environment, on_progress=notes.progress, is_stopped=lambda: _is_stopped(run))
+        fetched = fetch(uses, record.hub, environment, on_progress=notes.progress, is_stopped=stop)
         notes.end(_READY, fetched)
-        _wait_for_nodes(run, spec.cluster.nodes, options)
-    except (FetchStopped, PreemptedError):
+        _wait_for_nodes(run, spec.cluster.nodes, options, stop)
+    except FetchStopped:
         notes.end(_STOPPED)
         raise PreemptedError(Reason("node.stopped-in-fetch")) from None
     variables = {"HF_HUB_CACHE": str(settings.cache), "HF_HUB_OFFLINE": "1"}
@@ -85,12 +87,26 @@ def _uses_of_node(run: RunDir, spec: RunSpec, node_rank: int) -> list[HubUse]:
     return [use for use in hub_uses(spec) if use.purpose not in skipped]
 
 
-def _is_stopped(run: RunDir) -> bool:
-    """Return whether a signal or a cancellation ends the attempt before its ranks have started."""
-    signum = next_signal(AGENT_SIGNALS, 0.0)
-    if signum is None or signum in (signal.SIGCHLD, signal.SIGHUP):
-        return run.is_cancelled
-    return True
+class _Stop:
+    """Returns, when called, whether the attempt ends before its ranks have started.
+
+    Reasons are a signal, a cancellation, and another node that was stopped or has failed.
+    """
+
+    def __init__(self, run: RunDir, attempt: int) -> None:
+        self._run, self._attempt, self._looked = run, attempt, 0.0
+        self._marker = _folder(run, attempt) / "stopped"
+
+    def __call__(self) -> bool:
+        signum = next_signal(AGENT_SIGNALS, 0.0)
+        if signum is not None and signum not in (signal.SIGCHLD, signal.SIGHUP):
+            with contextlib.suppress(OSError):
+                touch(self._marker)  # the other nodes end, too
+            return True
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return self._run.is_cancelled or self._marker.exists() or has_failed(self._run, self._attempt)
 
 
 class _Notes:
@@ -138,11 +154,8 @@ def _note(folder: Path, node_rank: int) -> Path:
     return folder / f"{node_rank:04d}.json"
 
 
-def _wait_for_nodes(run: RunDir, nodes: int, options: AgentOptions) -> None:
-    """Wait until every node has its files, or one has failed.
-
-    Raises PreemptedError, and ScaletrainError for a lost node.
-    """
+def _wait_for_nodes(run: RunDir, nodes: int, options: AgentOptions, is_stopped: Callable[[], bool]) -> None:
+    """Wait until every node has its files. Raises FetchStopped, and ScaletrainError for a lost node."""
     folder = _folder(run, options.attempt)
     seen: dict[int, object] = {}
     changed = dict.fromkeys(range(nodes), time.monotonic())
@@ -150,8 +163,6 @@ def _wait_for_nodes(run: RunDir, nodes: int, options: AgentOptions) -> None:
         waiting = []
         for rank in range(nodes):
             note = read_document(_note(folder, rank)) or {}
-            if note.get("state") == _STOPPED:
-                raise PreemptedError(Reason("node.stopped-in-fetch"))
             if note.get("state") == _READY:
                 continue
             waiting.append(rank)
@@ -160,8 +171,8 @@ def _wait_for_nodes(run: RunDir, nodes: int, options: AgentOptions) -> None:
             if time.monotonic() - changed[rank] > LOST_SECONDS:
                 params = {"node_rank": rank, "seconds": LOST_SECONDS}
                 raise ScaletrainError(Reason("node.lost-in-fetch", params))
-        if not waiting or has_failed(run, options.attempt):  # the watch of the ranks ends them after a failure
+        if not waiting:
             return
-        if _is_stopped(run):
-            raise PreemptedError(Reason("node.stopped-in-fetch"))
+        if is_stopped():
+            raise FetchStopped
         time.sleep(_POLL_SECONDS)
