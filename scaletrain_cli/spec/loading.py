@@ -181,7 +181,7 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
         except SourceError as error:
             value = shown(given.get(error.key))
             known = [*presets(), *vision_presets()]
-            hint = f"{did_you_mean(value, known)}Known: {', '.join(known)}." if error.key == "preset" else ""
+            hint = f"{did_you_mean(value, known)}Known: {', '.join(known)}." if error.key == "preset" else error.hint
             place = source.place(("model", error.key))
             problems.append(Problem(place, f"model.{error.key}", f"{error}.", value, hint or None))
             given = {key: value for key, value in given.items() if key != error.key}
@@ -253,9 +253,6 @@ def _config_path(given: str, base_dir: Path) -> Path:
     try:
         return read_hub_config(given, HubSettings.from_environment(os.environ))
     except (ScaletrainError, ValueError, OSError) as error:
-        reason = error.reason if isinstance(error, ScaletrainError) else None
-        said = error.message if isinstance(error, ScaletrainError) else str(error)
-        message = " ".join(
-            [said.rstrip("."), *(f"({remedy.rstrip('.')})" for remedy in (reason.remedies if reason else ()))]
-        )
-        raise SourceError("hf_config", message) from error
+        stated = error if isinstance(error, ScaletrainError) else None
+        said = str(error) if stated is None else stated.message
+        raise SourceError("hf_config", said.rstrip("."), None if stated is None else stated.remedy) from error

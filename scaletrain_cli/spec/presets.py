@@ -42,11 +42,11 @@ DERIVED_FROM = {
 
 
 class SourceError(ValueError):
-    """A preset or config.json that cannot be used; ``key`` is the spec key at fault."""
+    """A preset or config.json that cannot be used; ``key`` is the spec key at fault, ``hint`` what to do."""
 
-    def __init__(self, key: str, message: str) -> None:
+    def __init__(self, key: str, message: str, hint: str | None = None) -> None:
         super().__init__(message)
-        self.key = key
+        self.key, self.hint = key, hint
 
 
 @cache

@@ -1,0 +1,234 @@
+"""What is checked at submission, without fetching weights or data; and where the files are fetched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.hub.cache import HubSettings
+from scaletrain_cli.launch import hub_files
+from scaletrain_cli.launch.backends.kubernetes.manifest import manifest
+from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits, shared_cache
+from scaletrain_cli.launch.submit import create_run, make_record
+from scaletrain_cli.rundir.record import documents_of, read_record
+from scaletrain_cli.spec import RunSpec, load_spec, parse_spec
+from scaletrain_cli.spec.hub_files import hub_uses, with_local_files
+from tests.cli.command_line import Ended, scaletrain
+from tests.hub import tiny
+from tests.hub.conftest import forget
+from tests.hub.server import Hub
+from tests.launch.conftest import make_plan
+
+LARGE = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "a.txt", "b.txt")
+
+
+def submit(tmp_path: Path, *sets: str, verb: str = "submit", **options: object) -> Ended:
+    spec = tiny.write_spec(tmp_path, **options)
+    words = ("--dry-run",) if verb == "submit" else ()
+    return scaletrain(verb, spec, *words, *(word for one in sets for word in ("--set", one)))
+
+
+def made_spec(*sets: str) -> RunSpec:
+    return parse_spec(tiny.spec_text(), file="run.yaml", base_dir=Path(), overrides=sets)
+
+
+def test_a_submission_is_checked_from_lists_and_headers_alone(hub: Hub, tmp_path: Path) -> None:
+    tiny.publish(hub)
+    ended = submit(tmp_path)
+    assert ended.code == 0, ended.err
+    assert not hub.downloads("a.txt")
+    assert all(one.range for name in LARGE for one in hub.downloads(name))
+
+
+@pytest.mark.parametrize(
+    ("files", "key", "line", "expected"),
+    [
+        ({"model-00002-of-00002.safetensors": None}, "model.weights", 5, "lacks model-00002-of-00002.safetensors"),
+        ({"model.safetensors.index.json": b"{"}, "model.weights", 5, "is not an index of safetensors"),
+        ({"model-00001-of-00002.safetensors": b"x" * 99}, "model.weights", 5, "is not a safetensors file"),
+        (dict(tiny.shards(hidden=64)), "model.weights", 5, "model.embed_tokens.weight is 300x64, the spec has 300x32"),
+        ({"tokenizer.json": b"[]"}, "data.tokenizer.path", 9, "is not a tokenizer.json"),
+        ({"tokenizer.json": None}, "data.tokenizer.path", 9, "has no file tokenizer.json"),
+        ({"config.json": None}, "model.hf_config", 4, "has no file config.json"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_repository_is_an_error_with_its_key_and_line(
+    hub: Hub, tmp_path: Path, files: dict[str, bytes | None], key: str, line: int, expected: str
+) -> None:
+    tiny.publish(hub)
+    changed = {**tiny.model_files(), **files}
+    hub.add(tiny.MODEL, {path: data for path, data in changed.items() if data is not None})
+    ended = submit(tmp_path)
+    shown = " ".join(ended.err.split())
+    assert ended.code == 2
+    assert expected in shown
+    assert f"run.yaml:{line} {key} = hf://{tiny.MODEL}@main" in shown
+
+
+def test_weights_of_another_configuration_are_refused(hub: Hub, tmp_path: Path) -> None:
+    tiny.publish(hub)
+    ended = submit(tmp_path, "model.rope_theta=500000")
+    assert ended.code == 2
+    assert "Set model.rope_theta: 10000.0" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("token", "options", "expected"),
+    [
+        (
+            None,
+            {"gated": True},
+            "is gated, and a reader without a token may not read it (HTTP 401). Accept its conditions",
+        ),
+        ("hf_revoked", {}, "refuses the token in use (HTTP 401): it is wrong, expired or revoked. Create a new token"),
+        (None, {"private": True}, "Check the name; for a private repository, export HF_TOKEN"),
+    ],
+)
+def test_a_repository_that_cannot_be_read_is_refused_before_anything_is_created(
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    token: str | None,
+    options: dict[str, bool],
+    expected: str,
+) -> None:
+    tiny.publish(hub, **options)
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    ended = submit(tmp_path, verb="train")
+    shown = " ".join(ended.err.split())
+    assert ended.code == 2
+    assert expected in shown
+    assert "run.yaml:4 model.hf_config" in shown
+    assert not (tmp_path / "runs").exists()
+    assert not token or token not in ended.out + ended.err
+
+
+def test_a_gated_model_needs_a_token_on_the_nodes_that_fetch_it(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.tokens |= {"hf_accepted"}
+    monkeypatch.setenv("HF_TOKEN", "hf_accepted")
+    tiny.publish(hub, gated=True)
+    slurm = ("cluster.scheduler=slurm", "env={HF_HOME: /local/hf}")
+    ended = submit(tmp_path, *slurm)
+    assert ended.code == 2
+    assert "the nodes that fetch it get no token. Export HF_TOKEN and name it in secret_env" in " ".join(
+        ended.err.split()
+    )
+    forget()
+    ended = submit(tmp_path, *slurm, "secret_env=[HF_TOKEN]")
+    assert ended.code == 0, ended.err
+    assert "hf_accepted" not in ended.out + ended.err
+    assert "HF_ENDPOINT, HF_HOME" not in ended.err
+    assert "HF_ENDPOINT of this environment decide on the hub here" in " ".join(ended.err.split())
+
+
+def test_a_wrong_reference_is_an_error_of_the_spec(hub: Hub, tmp_path: Path) -> None:
+    tiny.publish(hub)
+    for setting, expected in (
+        ("model.weights=hf://a/b/../c", "has a path that is not one within the repository"),
+        ("model.weights=hf://datasets/a/b", "must name a model of the hub, not a data set"),
+        ("data.source=hf://a b", "is not the name of a repository"),
+    ):
+        ended = submit(tmp_path, setting, verb="validate")
+        assert ended.code == 2
+        assert expected in ended.err
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    tiny.publish(hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    ended = submit(tmp_path)
+    assert ended.code == 2
+    assert "require huggingface_hub" in ended.err
+    assert "pip install -c constraints.txt '.[hub]'" in " ".join(ended.err.split())
+
+
+def test_the_record_keeps_the_commits_and_the_spec_what_the_user_wrote(hub: Hub) -> None:
+    model, data = tiny.publish(hub)
+    spec = made_spec()
+    made = create_run(spec, make_plan(spec), "kept")
+    commits = {f"hf://{tiny.MODEL}@main": model, f"hf://datasets/{tiny.DATA}/train/*.txt": data}
+    assert dict(read_record(made.run).hub) == commits
+    assert read_record(made.run).spec.transformer.weights == f"hf://{tiny.MODEL}@main"
+    assert json.loads(documents_of(made.run, made.record)["run.json"])["hub"] == commits  # as pods get it
+    hub.add(tiny.MODEL, tiny.model_files(seed=1))
+    forget()
+    assert dict(create_run(spec, make_plan(spec), "kept").record.hub) == commits
+    assert resolve_commits(spec, os.environ, read_record(made.run).hub) == commits
+
+
+def test_a_run_without_references_has_no_commits_and_sends_no_request(hub: Hub) -> None:
+    text = tiny.spec_text().replace(f"hf_config: hf://{tiny.MODEL}@main", "preset: gpt2")
+    local = text.replace(f"hf://{tiny.MODEL}@main", "/w").replace(f"hf://datasets/{tiny.DATA}/train/*.txt", "/d/*")
+    spec = parse_spec(local, file="run.yaml", base_dir=Path())
+    assert not make_record(spec, make_plan(spec)).hub
+    assert not hub.log
+    assert with_local_files(spec, {}, HubSettings(Path("/c"))) is spec
+
+
+def test_nothing_is_read_from_the_hub_for_another_training_program(hub: Hub) -> None:
+    tiny.publish(hub)
+    assert len(hub_uses(made_spec())) == 3
+    assert not hub_uses(made_spec("code.engine=train"))
+
+
+def test_the_shared_cache_is_filled_before_the_job_is_submitted(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.publish(hub)
+    spec = made_spec("cluster.scheduler=slurm", f"env={{HF_HOME: {tmp_path}/shared}}")
+    commits = resolve_commits(spec, os.environ)
+    assert shared_cache(spec, os.environ) is None  # below /tmp, which each host has for itself
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "hub").mkdir()
+    monkeypatch.setattr(hub_files, "is_shared", lambda path: True)
+    fetch_to_shared_cache(spec, commits, os.environ)
+    assert len(list((tmp_path / "shared").rglob("snapshots/*/*.safetensors"))) == 2
+    assert shared_cache(made_spec(), os.environ) is None  # on this machine the agent fetches
+
+
+def test_pods_fetch_to_a_volume_of_their_own_unless_env_names_another_place(hub: Hub, tmp_path: Path) -> None:
+    tiny.publish(hub)
+    kubernetes = ("cluster.scheduler=kubernetes", "cluster.kubernetes={image: r.io/i@sha256:" + "0" * 64
+                  + ", runs: {claim: runs}, volumes: [{claim: models, path: /models}]}")  # fmt: skip
+
+    def pod(*sets: str) -> str:
+        spec = made_spec(*kubernetes, *sets)
+        record = dataclasses.replace(make_record(spec, make_plan(spec), "r"), created=0.0)
+        return json.dumps([dict(each) for each in manifest(record, {"run.json": "{}"}).objects], default=str)
+
+    own = pod()
+    assert '"emptyDir": {}' in own
+    assert '"name": "HF_HOME", "value": "/var/cache/huggingface"' in own
+    mounted = pod("env={HF_HOME: /models/hf}")
+    assert '"emptyDir": {}' not in mounted
+    assert '"value": "/models/hf"' in mounted
+
+
+def test_every_verb_works_offline_with_a_complete_cache(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.publish(hub)
+    spec = load_spec(tiny.write_spec(tmp_path))
+    hub_files.fetched_spec(spec, tuple(use.key for use in hub_uses(spec)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for verb in ("validate", "plan", "submit"):
+        forget()
+        hub.log.clear()
+        assert submit(tmp_path, verb=verb).code == 0
+        assert not hub.log
+    forget()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    ended = submit(tmp_path, verb="plan")
+    assert ended.code == 2
+    assert f"does not know {tiny.MODEL}@main" in " ".join(ended.err.split())
