@@ -69,10 +69,22 @@ def text_files(spec: RunSpec, runs_root: Path) -> TextFiles:
     """Return the tokenizer files of an export of this run.
 
     They come from the folder of the weights or of the tokenizer if that has the tokenizer of the dataset; otherwise
-    they are derived from the tokenizer. Without a tokenizer only the ids of the loaded weights are kept.
+    they are derived from the tokenizer. Without a tokenizer only the ids of the loaded weights are kept. The chat
+    template is that of ``data.chat_template``, if the spec has one.
     """
-    folders = _origins(spec)
-    tokenizer = _read_json(_dataset_tokenizer(spec, runs_root))
+    found = _text_files(spec, runs_root)
+    given = spec.data.chat_template
+    template = None if given is None else _read_json(expand_home(given))
+    if template is None or not found.has_tokenizer:
+        return found
+    return TextFiles(found.files | {"chat_template.jinja": template}, found.ids)
+
+
+def _text_files(spec: RunSpec, runs_root: Path) -> TextFiles:
+    folders, path = _origins(spec), _dataset_tokenizer(spec, runs_root)
+    if path is not None and spec.training.objective != "causal_lm":  # a trained tokenizer has a chat template
+        folders.append(path.parent)
+    tokenizer = _read_json(path)
     if tokenizer is None:
         known = next((config for folder in folders if (config := _object(folder / "config.json"))), {})
         return TextFiles({}, {name: known.get(name) for name in _IDS})

@@ -232,7 +232,8 @@ def build_rows(spec: RunSpec, folder: Path) -> None:
     raw = tokenizer_of(data, objective)
     create_file(folder / "tokenizer.json", raw.to_str(pretty=True))
     if data.tokenizer.path is None:
-        create_file(folder / "tokenizer_config.json", json.dumps(tokenizer_config(files), indent=2) + "\n")
+        for name, content in _beside_a_tokenizer(files, raw).items():
+            create_file(folder / name, json.dumps(content, indent=2) + "\n")
     vocab_size = max(raw.get_vocab().values()) + 1
     dtype = DTYPES[vocab_size > 1 << 16]
     row_format, rows = rows_of(data, objective, tally)
@@ -285,13 +286,13 @@ def build_rows(spec: RunSpec, folder: Path) -> None:
     write_document(folder / "dataset.json", asdict(replace(info, seal=seal_of(info, hashes))))
 
 
-def tokenizer_config(files: TemplateFiles) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a trained tokenizer."""
+def _beside_a_tokenizer(files: TemplateFiles, tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """Return the Hugging Face files that belong to a trained tokenizer, by name."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **files.tokens}
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **files.tokens,
-        "chat_template": files.templates["default"],
+        "tokenizer_config.json": config | {"chat_template": files.templates["default"]},
+        "special_tokens_map.json": dict(files.tokens),
+        "generation_config.json": {f"{name}_id": tokenizer.token_to_id(text) for name, text in files.tokens.items()},
     }
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_files
 from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, shard_name, write_shard
 from scaletrain_cli.engine.data.dataset import dataset_folder, prepare_dataset
+from scaletrain_cli.engine.data.prepared import prepare_data
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.materialization import materialize
@@ -267,3 +268,26 @@ def test_without_a_tokenizer_no_token_id_is_exported(tmp_path: Path) -> None:
     export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, text)
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
+
+
+def test_a_fine_tuned_model_is_exported_with_its_chat_template_and_end_of_turn(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}] * 20
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = text_spec(tmp_path, seq_len=64)
+    data = {"source": str(tmp_path / "rows.jsonl"), "tokenizer": {"kind": "bpe", "vocab_size": 280}}
+    training = spec.training.model_copy(update={"objective": "sft"})
+    spec = spec.model_copy(update={"data": DataSpec.model_validate(data), "training": training})
+    prepare_data(spec, tmp_path / "runs")
+    text = text_files(spec, tmp_path / "runs")
+    weights = ends_at_once(spec.transformer.model_dump(), text.ids["eos_token_id"])
+    export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, text)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", config.eos_token_id)
+    rendered = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    own = spec.model_copy(update={"data": spec.data.model_copy(update={"chat_template": str(template)})})
+    prepare_data(own, tmp_path / "runs")
+    assert text_files(own, tmp_path / "runs").files["chat_template.jinja"] == template.read_bytes()
