@@ -47,7 +47,13 @@ from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, para
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.expert import mark_experts_for_deepspeed, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.engine.parallel.pipeline import PipelineStage, keep_stage, pipeline_module, trains_before
+from scaletrain_cli.engine.parallel.pipeline import (
+    PipelineStage,
+    keep_stage,
+    missing_groups,
+    pipeline_module,
+    trains_before,
+)
 from scaletrain_cli.engine.parallel.sequence import place_dropout, shard_attention_over_sequence
 from scaletrain_cli.engine.parallel.tensor import shard_over_tensor_ranks
 from scaletrain_cli.plan.adapters import quantized_weights, trains_in_fp32
@@ -182,15 +188,17 @@ def compose(
         pin_memory=device.type == "cuda",
     )
     objective = build_objective(spec.training, mesh)
+    groups = with_expert_groups(parameter_groups(model, spec.training.optimizer, trained))
     stage = None
     if layout.pipeline_parallel > 1:
-        needed = trained is None or trains_before(spec.transformer, mesh.pipeline, trained.since)
-        stage = PipelineStage(model, mesh.pipeline, objective, trains_before=needed)
+        needed, anchors = True, 0
+        if trained is not None:
+            needed = trains_before(spec.transformer, mesh.pipeline, trained.since)
+            anchors = missing_groups(len(groups), mesh.pipeline, device)
+        stage = PipelineStage(model, mesh.pipeline, objective, trains_before=needed, anchors=anchors)
+        groups += [{"params": [anchor], "weight_decay": 0.0} for anchor in stage.anchors]
     module = model if stage is None else pipeline_module(stage, mesh)
     mark_experts_for_deepspeed(model, mesh)
-    groups = with_expert_groups(parameter_groups(model, spec.training.optimizer, trained))
-    if stage is not None and stage.anchor is not None:
-        groups = [{"params": [stage.anchor], "weight_decay": 0.0}]
     optimizer = build_optimizer(spec, groups, layout, device)
     engine = start_deepspeed(config, module, optimizer, unit)
     fix_loss_scale(engine)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ class StageSwitch:
         """Replace the engine by that of another stage, with the present weights in the dtype of the forward pass."""
         self.stage = trained_at(self.spec, step)
         weights, composed = WeightsOfModel(self.composed.model), self.composed
-        composed.engine.destroy()
+        _destroy(composed.engine)
         composed.engine = composed.optimizer = composed.stage = composed.model = None  # type: ignore[assignment]
         _free_memory()
         folder, stage = self.swap_folder, self.stage
@@ -87,6 +88,15 @@ class StageSwitch:
         self.stepper.engine_was_built()
         self.checkpointer.engine_was_built()
         self.stragglers.watch(composed.engine, self.layout)
+
+
+def _destroy(engine: Any) -> None:
+    """Release what DeepSpeed holds: stage 3 is referred to by parameters and hooks that are never collected."""
+    wrapper = engine.optimizer
+    engine.destroy()
+    for each in (getattr(wrapper, "optimizer", None), wrapper, engine):
+        if each is not None:
+            vars(each).clear()
 
 
 def _free_memory() -> None:

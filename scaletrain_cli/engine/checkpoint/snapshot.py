@@ -395,14 +395,14 @@ def restore_state(reader: CountedState, states: ShardedState, average: WeightAve
             own = states.optimizer_states(weight)
             kinds = sorted(reader.kinds - {WEIGHT, AVERAGE})
             kinds = [kind for kind in kinds if first is None or reader.has(kind, first)]
-            if first is not None and not kinds and not opaque:
-                own.clear()  # not updated yet
-                continue
+            if not kinds and not opaque:
+                own.clear()  # not updated yet, or an optimizer without states
             for kind in kinds if not opaque else ():
                 _fill(own, kind, weight, _whole(shard, kind, reader))
             for name, values in opaque.items():
                 own[name] = values.to(weight.device)
-            for name, count in reader.counts_of(first or "").items():
+            counts = reader.counts_of(first or "") if kinds or opaque else {}
+            for name, count in counts.items():
                 _set_count(own, name, count, states.place_of_counts(weight))
             if AVERAGE in reader.kinds:
                 averages.append(_whole(shard, AVERAGE, reader).to(weight.device))

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -55,21 +56,22 @@ class PipelineStage(nn.Module):
 
     ``output``: computes the loss on the last stage, from the model, the hidden states and the micro-batch.
 
-    DeepSpeed needs an optimizer and a gradient of the inputs on every stage. ``anchor``, one number without an effect,
-    is what trains on a stage whose parameters are all frozen; no backward pass runs below the first trained parameter.
+    DeepSpeed needs a gradient of the inputs on every stage, and as many parameter groups as on the others, because it
+    sums the gradient norm of each group over the stages. ``anchors`` are numbers without an effect, for groups that
+    this stage lacks. No backward pass runs below the first trained parameter.
     """
 
-    def __init__(self, model: CausalLM, axis: Axis, objective: Objective, *, trains_before: bool = True) -> None:
+    def __init__(
+        self, model: CausalLM, axis: Axis, objective: Objective, *, trains_before: bool = True, anchors: int = 0
+    ) -> None:
         """``trains_before``: a parameter of an earlier stage trains, so that it needs the gradient of the inputs."""
         super().__init__()
         self.model = model
         self.output = objective.loss
         self._first = axis.rank == 0
         self._trains_before = trains_before and axis.rank > 0
-        parameters = list(model.parameters())
-        self.anchor: nn.Parameter | None = None
-        if not any(parameter.requires_grad for parameter in parameters):
-            self.anchor = nn.Parameter(parameters[0].detach().new_zeros(1))
+        like = next(model.parameters()).detach()
+        self.anchors = nn.ParameterList([nn.Parameter(like.new_zeros(1)) for _ in range(anchors)])
         self._expected: deque[MicroBatch] = deque()
         self._current: MicroBatch | None = None
         # fault injection: NaN output of this stage, and a factor of the last stage's loss
@@ -87,10 +89,9 @@ class PipelineStage(nn.Module):
         else:
             hidden = inputs if self._trains_before else inputs.detach()
         hidden = self.model.transform(hidden, self.model.with_masks(batch.context, hidden))
-        if not self._first and not self._trains_before:
-            hidden = _Bridge.apply(hidden, inputs)  # type: ignore[no-untyped-call]
-        if self.anchor is not None:
-            hidden = _Bridge.apply(hidden, self.anchor)  # type: ignore[no-untyped-call]
+        beside = [*self.anchors] if self._first or self._trains_before else [inputs, *self.anchors]
+        if beside:
+            hidden = _Bridge.apply(hidden, *beside)  # type: ignore[no-untyped-call]
         return hidden * torch.nan if self.nan_gradient else hidden
 
     def loss(self, hidden: Tensor, _: Tensor) -> Tensor:
@@ -101,16 +102,23 @@ class PipelineStage(nn.Module):
 
 
 class _Bridge(Function):
-    """Returns ``hidden``, and gives a tensor that has no effect on it a gradient of zeros."""
+    """Returns ``hidden``, and gives tensors that have no effect on it a gradient of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, other: Tensor) -> Tensor:
-        ctx.shape, ctx.options = other.shape, {"dtype": other.dtype, "device": other.device}
+    def forward(ctx: Any, hidden: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = [(other.shape, {"dtype": other.dtype, "device": other.device}) for other in others]
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.zeros(ctx.shape, **ctx.options)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *(torch.zeros(shape, **options) for shape, options in ctx.others)
+
+
+def missing_groups(own: int, axis: Axis, device: torch.device) -> int:
+    """Return by how many parameter groups this stage has fewer than the stage with most. Collective."""
+    most = torch.tensor(own, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=axis.group)
+    return int(most) - own
 
 
 def trains_before(model: ModelSpec, axis: Axis, trained: Collection[str]) -> bool:

@@ -41,12 +41,23 @@ TIED = [
     with_features(Row(1, pipeline=2, accumulation=4), "tied", "model.tie_word_embeddings=true", *AVERAGE),
     with_features(Row(2, data=2), "tied", "model.tie_word_embeddings=true", *AVERAGE),
 ]
+# One set of parameters ends where a layout does, the next one within a layout.
+STAGES = (
+    "training.trainable=[{match: '*mlp.down_proj.weight', end_step: 5},"
+    " {match: ['model.layers.*', 'lm_head.*'], lr: 2.0e-3, start_step: 4}]"
+)
+STAGED = [
+    Row(3, data=2, overrides=(STAGES,), title="stages"),
+    Row(1, tensor=2, pipeline=2, accumulation=4, overrides=(STAGES,), title="stages"),
+    Row(2, data=1, sequence=2, overrides=(STAGES,), title="stages"),
+]
 
 
 @pytest.mark.parametrize(
     "rows",
     [
         pytest.param(ROUNDABOUT, id="every axis"),
+        pytest.param(STAGED, id="stages"),
         pytest.param(EXPERTS, id="experts", marks=pytest.mark.long),
         pytest.param(TIED, id="tied and averaged", marks=pytest.mark.long),
     ],

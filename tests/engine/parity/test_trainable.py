@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from scaletrain_cli.engine.assembly import assemble
+from scaletrain_cli.engine.optim.deepspeed_optimizer import master_weights
+from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
+from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.signals import PreemptionFlag
 from tests.engine.parity.comparison import FP32, difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
 from tests.engine.parity.rows import Row
+from tests.engine.ranks import on_ranks
 
 # A projector first, then all but the embeddings, then without the projector; a setting changes within a stage.
 STAGES = (
@@ -29,6 +44,32 @@ ROWS = [
     Row(3, data=2, checkpointing="full", overrides=(STAGES,), title="stages"),
     Row(1, data=2, pipeline=2, accumulation=2, overrides=(STAGES,), title="stages"),
     Row(0, tensor=2, sequence=2, overrides=(STAGES, DECAYED), title="stages and layer decay"),
+]
+# Pipeline stages on which nothing trains: the first, both in turn, all but the middle; and a frozen tied embedding.
+HEAD = "training.trainable=[{match: 'lm_head.*'}]"
+FROM_THE_HEAD = (
+    "training.trainable=[{match: ['lm_head.*', '*.2.*'], end_step: 4},"
+    " {match: '*.0.mlp.*', start_step: 5, end_step: 7}, {match: '*.1.*', start_step: 8}]"
+)
+TIED = "model.tie_word_embeddings=true"
+NOT_TIED = "training.trainable=[{match: 'model.layers.[02].*'}]"
+EXPERTS = (
+    *("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32"),
+    *("model.norm_topk_prob=true", "model.first_k_dense_replace=1", "layout.expert_parallel=2"),
+)
+ROUTER_FIRST = (
+    "training.trainable=[{match: '*.mlp.gate.weight', end_step: 3}, {match: '*.experts.*', lr: 3.0e-3, start_step: 4}]"
+)
+MORE = [
+    Row(1, pipeline=2, accumulation=2, overrides=(HEAD,), title="head"),
+    Row(1, data=2, pipeline=3, accumulation=2, checkpointing="full", overrides=(FROM_THE_HEAD,), title="in turn"),
+    Row(1, tensor=2, pipeline=2, accumulation=2, overrides=(NOT_TIED, TIED), title="frozen tied embedding"),
+    Row(1, data=2, overrides=(ROUTER_FIRST, *EXPERTS), title="experts later"),
+    Row(2, data=2, sequence=2, overrides=(ROUTER_FIRST, *EXPERTS), title="experts later"),
+    Row(3, data=4, overrides=(ROUTER_FIRST, *EXPERTS), title="experts later"),
+    Row(3, data=2, tensor=2, overrides=(STAGES, DECAYED), title="stages and layer decay"),
+    Row(2, data=2, overrides=(STAGES, "layout.offload=optimizer"), title="stages, offload optimizer"),
+    Row(3, data=2, overrides=(STAGES, "layout.offload=optimizer+params"), title="stages, offload both"),
 ]
 
 
@@ -64,3 +105,43 @@ def test_a_staged_run_interrupted_within_and_between_stages_continues_bit_exactl
     assert resumed.losses == whole.losses
     assert resumed.norms == whole.norms
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", MORE, ids=lambda row: row.name)
+def test_more_layouts_train_what_one_process_trains(row: Row, dataset: Path) -> None:
+    found = difference(trained(row, dataset), train_alone(row.reference.spec(dataset, STEPS)))
+    assert found.within(FP32), found
+
+
+def roll_back(path: Path) -> tuple[list[float], list[float], bool]:
+    """Train to a third stage, go back to the first one, and train again; also whether a replaced engine is freed."""
+    run = RunDir(path)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = assemble(run, read_record(run), Ranks.from_environment(), 1, PreemptionFlag(), Heartbeat(None))
+        assert trainer.prepare_batches(trainer.resume().step)
+
+        def losses(first: int, last: int) -> list[float]:
+            for step in range(first, last + 1):
+                trainer.optimizer_step(step)
+            return [measured.values["loss"] for measured in trainer.deferred_metrics.remaining()]
+
+        losses(1, 3)
+        trainer.save(3, wait=True)
+        before = [weakref.ref(weight) for weight in master_weights(trainer.composed.engine)]
+        once = losses(4, STEPS)
+        is_freed = not any(weight() is not None for weight in before)
+        [saved] = list_checkpoints(run.checkpoints)
+        trainer.stages.prepare_restore(saved.step)
+        trainer.checkpointer.restore(saved)
+        return once, losses(4, STEPS), is_freed
+
+
+@pytest.mark.parametrize("row", [ROWS[1], ROWS[3]], ids=lambda row: row.name)
+def test_a_run_rolled_back_to_an_earlier_stage_trains_the_same_again(row: Row, dataset: Path) -> None:
+    spec = row.spec(dataset, STEPS)
+    created = create_run(spec, make_plan(spec))
+    open_attempt(created.run.checkpoints, 1)
+    for once, again, is_freed in on_ranks(row.ranks, roll_back, created.run.path, connected=False):
+        assert once == again
+        assert is_freed, "the weights in fp32 of the first stage are still there"
