@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from scaletrain_cli.spec.hub_files import ModelPath
 from scaletrain_cli.spec.quantities import Fraction, Positive, Text, Whole
 from scaletrain_cli.spec.section import Section
 
@@ -48,8 +49,9 @@ class AdapterSpec(Section):
     )
     rslora: bool = Field(default=False, description="scale by alpha / sqrt(rank) (arXiv:2312.03732)")
     dora: bool = Field(default=False, description="train magnitudes of the rows apart (DoRA, arXiv:2402.09353)")
-    weights: Text | None = Field(
-        default=None, description="folder of a PEFT adapter with initial weights; null: A random, B zero"
+    weights: ModelPath | None = Field(
+        default=None,
+        description="initial weights: folder of a PEFT adapter, or hf://org/name@revision; null: A random, B zero",
     )
 
     @property

@@ -23,9 +23,10 @@ from scaletrain_cli.spec.quantities import Text
 if TYPE_CHECKING:
     from scaletrain_cli.spec.run import RunSpec
 
-Purpose = Literal["weights", "tokenizer", "template", "source"]
+Purpose = Literal["weights", "adapter", "tokenizer", "template", "source"]
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT writes them
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 # Small files beside the weights or the tokenizer, copied by exports and read for chat templates.
 _BESIDE = (
@@ -85,6 +86,7 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
         return ()
     values: tuple[tuple[str, Any, Purpose], ...] = (
         ("model.weights", getattr(spec.model, "weights", None), "weights"),
+        ("model.adapter.weights", getattr(getattr(spec.model, "adapter", None), "weights", None), "adapter"),
         ("data.tokenizer.path", spec.data.tokenizer.path, "tokenizer"),
         ("data.chat_template", spec.data.chat_template, "template"),
         ("data.source", spec.data.source, "source"),
@@ -103,6 +105,8 @@ def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path
     path = use.reference.path
     if use.purpose == "weights":
         return _weights_files(use.reference, listing, read)
+    if use.purpose == "adapter":
+        return tuple(_required(listing, f"{path}/{name}" if path else name) for name in ADAPTER)
     name = TOKENIZER if use.purpose == "tokenizer" else TEMPLATE
     is_folder = listing.find(f"{path}/{name}") is not None
     if use.purpose == "template" and path and not is_folder and not path.endswith(_TEMPLATES):

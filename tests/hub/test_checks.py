@@ -128,6 +128,19 @@ def test_a_gated_model_needs_a_token_on_the_nodes_that_fetch_it(
     assert "HF_ENDPOINT of this environment decide on the hub here" in " ".join(ended.err.split())
 
 
+def test_an_adapter_of_the_hub_is_compared_with_the_spec(hub: Hub, tmp_path: Path) -> None:
+    tiny.publish(hub)
+    config = json.dumps({"r": 8, "lora_alpha": 32}).encode()
+    hub.add("acme/adapter", {"adapter_config.json": config, "adapter_model.safetensors": b"", "adapter_model.bin": b""})
+    adapter = "model.adapter={name: lora, rank: 16, weights: 'hf://acme/adapter'}"
+    ended = submit(tmp_path, adapter)
+    assert ended.code == 2
+    assert "model.adapter.weights = hf://acme/adapter" in " ".join(ended.err.split())
+    assert "rank" in ended.err
+    assert hub.downloads("adapter_config.json")
+    assert submit(tmp_path, adapter.replace("16", "8")).code == 0
+
+
 def test_a_wrong_reference_is_an_error_of_the_spec(hub: Hub, tmp_path: Path) -> None:
     tiny.publish(hub)
     for setting, expected in (

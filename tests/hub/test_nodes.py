@@ -84,7 +84,7 @@ def test_nodes_that_share_a_cache_fetch_once(hub: Hub, make: MakeHubRun, start: 
 
 
 def test_a_signal_ends_the_fetch_and_the_next_attempt_starts_the_ranks(
-    hub: Hub, make: MakeHubRun, start: StartAgent
+    hub: Hub, make: MakeHubRun, start: StartAgent, tmp_path: Path
 ) -> None:
     made = make(nodes=2)
     hub.pause.clear()  # large files do not arrive
@@ -97,9 +97,14 @@ def test_a_signal_ends_the_fetch_and_the_next_attempt_starts_the_ranks(
     assert not any(agent.ranks for agent in agents)
     assert attempt_outcome(made.run, made.record.spec, 1, cancelled=False).reason == "preempted"
     assert {(read_document(path) or {})["state"] for path in notes.glob("*.json")} == {"stopped"}
+    hub.add(tiny.MODEL, tiny.model_files(seed=1))  # the branch moves: the run keeps its commit
     hub.pause.set()
     agents = [start(made, "shared", rank) for rank in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0]
+    folder = tmp_path / "shared" / "hub" / "models--acme--tiny-llama" / "snapshots"
+    (snapshot,) = folder.iterdir()
+    assert snapshot.name == made.record.hub[f"hf://{tiny.MODEL}@main"]
+    assert (snapshot / SHARDS[0]).read_bytes() == dict(tiny.shards())[SHARDS[0]]
 
 
 def test_the_token_of_the_run_reads_a_gated_model_and_is_written_nowhere_else(

@@ -84,6 +84,7 @@ def _uses_of_node(run: RunDir, spec: RunSpec, node_rank: int) -> list[HubUse]:
     without_weights = has_committed(run) and not frozen
     skipped = {"source"} if node_rank else set()
     skipped |= {"weights"} if without_weights else set()
+    skipped |= {"adapter"} if has_committed(run) else set()
     return [use for use in hub_uses(spec) if use.purpose not in skipped]
 
 

@@ -239,27 +239,38 @@ def config_problems(folder: Path, model: ModelSpec) -> Iterator[Reason]:
 
 def adapter_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``model.adapter.weights``; after the first checkpoint they are not read."""
-    adapter = getattr(view.spec.model, "adapter", None)
     given = _adapter_weights(view.spec)
-    if view.spec.code.engine is not None or given is None or view.begun or view.unseen(given):
+    if view.spec.code.own_program or given is None or is_reference(given) or view.begun or view.unseen(given):
         return
     folder = view.folder / expand_home(given)
+    differing = list(adapter_config_problems(folder, getattr(view.spec.model, "adapter", None)))
+    for reason in differing:
+        yield view.problem("model.adapter.weights", reason, given)
+    if differing:
+        return
+    try:
+        incomplete = _safetensors_problem(folder / "adapter_model.safetensors")
+    except OSError as error:
+        incomplete = Reason("checks.adapter-unreadable", {"said": f"{error.filename}: {error.strerror or error}"})
+    if incomplete is not None:
+        yield view.problem("model.adapter.weights", incomplete, given)
+
+
+def adapter_config_problems(folder: Path, adapter: object) -> Iterator[Reason]:
+    """Yield why the adapter_config.json of a PEFT adapter cannot be read, or where it differs from the spec's."""
     try:
         with open_to_read(folder / "adapter_config.json") as file:
             config = json.loads(file.read())
-        problem = _safetensors_problem(folder / "adapter_model.safetensors")
     except OSError as error:
-        problem = Reason("checks.adapter-unreadable", {"said": f"{error.filename}: {error.strerror or error}"})
+        yield Reason("checks.adapter-unreadable", {"said": f"{error.filename}: {error.strerror or error}"})
+        return
     except ValueError:
-        problem = Reason("checks.weights-file", {"file": "adapter_config.json"})
-    if problem is not None:
-        yield view.problem("model.adapter.weights", problem, given)
+        yield Reason("checks.weights-file", {"file": "adapter_config.json"})
         return
     for key, theirs in (("rank", "r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"), ("dora", "use_dora")):
         trained = config.get(theirs) if isinstance(config, dict) else None
         if trained is not None and trained != getattr(adapter, key):
-            params = {"key": key, "theirs": theirs, "value": str(trained).lower()}
-            yield view.problem("model.adapter.weights", Reason("checks.adapter-differs", params), given)
+            yield Reason("checks.adapter-differs", {"key": key, "theirs": theirs, "value": str(trained).lower()})
 
 
 def _adapter_weights(spec: RunSpec) -> str | None:

@@ -16,7 +16,13 @@ from scaletrain_cli.hub.cache import VARIABLES, HubFile, HubSettings, Listing, m
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.hub_files import environment_here, shared_cache
-from scaletrain_cli.launch.resource_checks.files import View, config_problems, tokenizer_problem, weights_problem
+from scaletrain_cli.launch.resource_checks.files import (
+    View,
+    adapter_config_problems,
+    config_problems,
+    tokenizer_problem,
+    weights_problem,
+)
 from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
@@ -35,7 +41,7 @@ def hub_problems(view: View) -> Iterator[Problem]:
         return
     settings = HubSettings.from_environment(environment_here(view.spec, view.environment))
     for use in hub_uses(view.spec):
-        if use.purpose == "weights" and view.begun:
+        if use.purpose in ("weights", "adapter") and view.begun:
             continue
         try:
             for reason in _problems(view, use, settings):
@@ -70,6 +76,10 @@ def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason
         read_small_file(listing, files[0], settings)
         if reason := tokenizer_problem(Path(local_path(use, settings, listing.commit)), view.spec):
             yield reason
+    elif use.purpose == "adapter":
+        read_small_file(listing, files[0], settings)
+        folder = Path(local_path(use, settings, listing.commit))
+        yield from adapter_config_problems(folder, getattr(view.spec.model, "adapter", None))
     elif use.purpose == "weights":
         yield from _weights(view, use, listing, files, missing, settings)
     if listing.restricted and missing and not _nodes_may_read(view):

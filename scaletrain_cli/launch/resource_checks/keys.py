@@ -66,7 +66,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     ),
     _row(
         "model.adapter.weights",
-        "a folder of a PEFT adapter",
+        "a folder of a PEFT adapter, or an adapter of the hub",
         "both files are readable and complete; rank, alpha, rsLoRA and DoRA agree with the spec",
         _SUBMIT,
         f"{_FILES}adapter_problems",
