@@ -35,6 +35,8 @@ TEXTS: dict[str, Text] = {
     "dataset-unreadable": Text("its dataset.json cannot be read", _PREPARE),
     "dataset-size": Text("{file} holds {tokens} tokens, and dataset.json says {expected}", _PREPARE),
     "dataset-vocabulary": Text("has {tokens} token ids, and model.vocab_size is {vocab_size}", _PREPARE),
+    "dataset-objective": Text("was prepared for objective {found}, and training.objective is {objective}", _PREPARE),
+    "dataset-length": Text("holds rows of {found} tokens, and model.seq_len is {seq_len}", _PREPARE),
     "dataset-too-short": Text(
         "holds {tokens} tokens to train on, fewer than one sequence of {seq_len}",
         _PREPARE,

@@ -20,7 +20,6 @@ def view(folder: Path, *settings: str, objective: str = "sft") -> View:
 
 def problems(folder: Path, rows: list[Any], *settings: str, objective: str = "sft") -> str:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = ("model.seq_len=8", *settings)
     return " ".join(
         f"{each.message} {each.hint}" for each in source_problems(view(folder, *settings, objective=objective))
     )
@@ -89,3 +88,24 @@ def test_a_chat_template_that_cannot_be_read_is_a_problem(tmp_path: Path) -> Non
     assert "No such file" in found.message
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     assert not [*template_problems(view(tmp_path, "data.chat_template=chat.jinja"))]
+
+
+def prepared(folder: Path, **info: Any) -> None:
+    """Write what the checks read of prepared rows of 8 tokens."""
+    (folder / "train.bin").write_bytes(b"\0" * 8)
+    (folder / "validation.bin").write_bytes(b"")
+    known = {"dtype": "uint16", "train_tokens": 4, "validation_tokens": 0, "vocab_size": 9}
+    (folder / "dataset.json").write_text(json.dumps(known | info))
+
+
+def test_prepared_rows_are_checked_for_their_length_and_their_objective(tmp_path: Path) -> None:
+    source = f"data.source={tmp_path}"
+    prepared(tmp_path, objective="sft", seq_len=8)
+    assert not [*source_problems(view(tmp_path, source, "model.seq_len=8"))]
+    (longer,) = source_problems(view(tmp_path, source, "model.seq_len=16"))
+    assert "holds rows of 8 tokens, and model.seq_len is 16" in longer.message
+    (pairs,) = source_problems(view(tmp_path, source, "model.seq_len=8", objective="dpo"))
+    assert "was prepared for objective sft, and training.objective is dpo" in pairs.message
+    prepared(tmp_path)
+    (text,) = source_problems(view(tmp_path, source, "model.seq_len=2"))
+    assert "was prepared for objective causal_lm" in text.message

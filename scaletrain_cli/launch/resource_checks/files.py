@@ -160,6 +160,8 @@ def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> Reason | None:
     if size == 0:
         return Reason("checks.no-text")
     length = spec.transformer.seq_len
+    if spec.training.objective != "causal_lm":  # rows are padded
+        return None
     if spec.data.tokenizer.kind == "file" or size + len(files) > length:
         return None
     return Reason("checks.too-little-text", {"bytes": size, "seq_len": length})
@@ -329,6 +331,7 @@ def _prepared_problem(folder: Path, spec: RunSpec) -> Reason | None:
                 params = {"file": f"{split}.bin", "tokens": found, "expected": expected}
                 return Reason("checks.dataset-size", params)
         vocab_size, tokens = int(info["vocab_size"]), int(info["train_tokens"])
+        objective, length = info.get("objective", "causal_lm"), info.get("seq_len")
     except OSError as error:
         return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
     except (ValueError, KeyError, TypeError):
@@ -338,6 +341,11 @@ def _prepared_problem(folder: Path, spec: RunSpec) -> Reason | None:
     model = spec.transformer
     if vocab_size > model.vocab_size:
         return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": model.vocab_size})
+    if objective != spec.training.objective:
+        return Reason("checks.dataset-objective", {"found": objective, "objective": spec.training.objective})
+    if length is not None:  # rows for fine-tuning, which have any number of tokens
+        lengths = {"found": length, "seq_len": model.seq_len}
+        return None if length == model.seq_len else Reason("checks.dataset-length", lengths)
     if tokens <= model.seq_len:
         return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": model.seq_len})
     return None

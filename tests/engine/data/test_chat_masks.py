@@ -16,6 +16,8 @@ import pytest
 
 from scaletrain_cli.engine.data.chat_template import CHATML, compile_template
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, TemplateFiles
+from scaletrain_cli.engine.data.row_dataset import RowEncoder
+from scaletrain_cli.engine.data.row_source import Row
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.row_formats import Example, Message, RowError, parse_row
@@ -276,6 +278,26 @@ def test_marked_templates_of_trl_give_the_masks_of_transformers(name: str, file:
     assert document.ids.tolist() == expected["input_ids"]
     assert (document.weights > 0).astype(int).tolist() == expected["assistant_masks"]
     assert document.weights.any()
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_truncation_keeps_the_mask_of_the_tokens_that_remain(name: str, kind: str) -> None:
+    last = "last_assistant" if kind in FAMILIES[name].rewritten else "assistant"
+    _, chosen = chat(name, loss_on=last)
+    given = example(kind)
+    (whole,) = encoded(chosen, given)
+    for length in (len(whole.ids) - 1, len(whole.ids) // 2, 12):
+        for rule, part in (("keep_start", slice(length)), ("keep_end", slice(-length, None))):
+            data = DataSpec(source="x", loss_on=last, truncation=rule)
+            encoder = RowEncoder(chosen, data, length)
+            kept = [documents for _, documents in encoder.encode([Row("x:1", given, 1.0, "")])]
+            expected = whole.weights[part].copy()
+            expected[0] = 0  # the first token is no label
+            assert bool(kept) == expected.any()
+            assert encoder.counts.without_target == (not kept)
+            for (document,) in kept:
+                assert document.ids.tolist() == whole.ids[part].tolist()
+                assert document.weights.tolist() == expected.tolist()
 
 
 def changed(*changes: tuple[int, float]) -> Example:
