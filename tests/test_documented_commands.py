@@ -104,6 +104,9 @@ RUN: dict[str, Runs] = {
     "scaletrain explain RUN": Runs("explain small", ""),
     "scaletrain events RUN": Runs("events small", "submitted"),
     "scaletrain rm RUN...": Runs("rm small --dry-run", "small"),
+    "scaletrain evaluation list RUN": Runs("evaluation list small", "no evaluations"),
+    "scaletrain evaluation submit RUN": Runs("evaluation submit small", "has no evaluation.tasks", code=2),
+    "scaletrain evaluation submit RUN --step N": Runs("evaluation submit small --step 1", "evaluation.tasks", code=2),
     "scaletrain checkpoint list": Runs("checkpoint list small", ""),
     "scaletrain nodes list": Runs("nodes list", ""),
     "scaletrain resume RUN --nodes 2": Runs("resume queued --nodes 2 --dry-run", "#SBATCH --nodes=2"),
@@ -115,6 +118,9 @@ RUN: dict[str, Runs] = {
 CLUSTER, HURT = "needs a cluster that answers", "hurts real runs for minutes; tests/drills/test_drill_verb.py runs it"
 SWEPT = "needs runs of a sweep; tests/launch/test_sweep_status.py makes them"
 PARSED: dict[str, str] = {
+    "scaletrain checkpoint average RUN --last 5 -o DIR": "needs checkpoints; tests/cli/test_checkpoint.py makes them",
+    "scaletrain train sft-tiny-cpu.yaml": "trains for minutes; tests/drills/test_tiny_recipes.py runs it",
+    "scaletrain data show sft-tiny-cpu.yaml --row 0": "tests/cli runs it",
     "scaletrain drill": HURT,
     "scaletrain drill sigkill truncate --spec run.yaml": HURT,
     "scaletrain drill --scheduler slurm --nodes 2 --gpus-per-node 8 --gpu h100-sxm-80gb --set "
