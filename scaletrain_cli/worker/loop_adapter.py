@@ -6,15 +6,18 @@ torch is imported by the functions that use it.
 from __future__ import annotations
 
 import enum
+import json
 import math
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from scaletrain_cli.errors import DoNotRequeueError, ExitCode
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.checkpoints import FileDigest
 from scaletrain_cli.worker.checkpoints import StagedCheckpoint
 from scaletrain_cli.worker.heartbeat import LONG_SECONDS
 from scaletrain_cli.worker.progress import progress_line
@@ -151,9 +154,9 @@ class LoopAdapter:
         assert names is not None
         for name in names[place.rank :: place.world_size]:
             staged.add(name)
-        parts = from_all_ranks(staged.digests)
+        parts = from_all_ranks({name: asdict(digest) for name, digest in staged.digests.items()})
         if place.rank == 0:
-            checkpoints.commit(step, {name: digest for part in parts for name, digest in part.items()})
+            checkpoints.commit(step, {name: FileDigest(**digest) for part in parts for name, digest in part.items()})
         self.rank.record_event("checkpoint", step=step)
         wait_for_all()
 
@@ -229,21 +232,22 @@ def largest(value: int) -> int:
 
 
 def from_first_rank(value: Value) -> Value:
-    """Return the value of rank 0 on all ranks."""
-    if (dist := _group()) is None:
-        return value
-    holder = [value]
-    dist.broadcast_object_list(holder, src=0)
-    return holder[0]
+    """Return the JSON value of rank 0 on all ranks; the values of others are ignored."""
+    return from_all_ranks(value)[0]
 
 
 def from_all_ranks(value: Value) -> list[Value]:
-    """Return the values of all ranks, by rank."""
+    """Return the JSON values of all ranks, by rank. As text, since torch's collectives for objects unpickle them."""
     if (dist := _group()) is None:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    import torch
+
+    text, device = json.dumps(value).encode(), _device(dist)
+    longest = largest(len(text))
+    own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [json.loads(bytes(one.tolist())) for one in found]
 
 
 def wait_for_all() -> None:
