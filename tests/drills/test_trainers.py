@@ -90,3 +90,78 @@ def test_trl_is_preempted_and_killed_and_has_the_losses_of_an_undisturbed_run(
     assert [step for step, _ in tensorboard_scalars(drill)["loss"]] == list(range(1, 41))
     listed = scaletrain("checkpoint", "verify", "hurt", "--step", "40")
     assert listed.code == 0, listed.err
+
+
+LIGHTNING = """
+import os, time
+from scaletrain_cli.worker.lightning import ScaletrainLightning
+
+scaletrain = ScaletrainLightning.start()
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+class Rows:
+    # This rank's batches; the position is a part of the checkpoint. Without a length, Lightning reads one batch ahead.
+    def __init__(self, rank):
+        self.rank, self.next = rank, 0
+
+    def __len__(self):
+        return 100
+
+    def __iter__(self):
+        while self.next < 100:
+            self.next += 1
+            yield torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * self.next + self.rank))
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+class Line(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, index):
+        time.sleep(float(os.environ.get("SLOW", "0")))
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+if __name__ == "__main__":
+    trainer = Trainer(
+        max_steps=scaletrain.rank.resolved.total_steps, accelerator="cpu", strategy="ddp", logger=False,
+        enable_progress_bar=False, **scaletrain.trainer_arguments()
+    )
+    scaletrain.run(trainer, Line(), Rows(scaletrain.rank.environment.rank))
+"""
+
+
+def test_lightning_is_preempted_and_killed_and_has_the_losses_of_an_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(PROJECT / "recipes/trl-sft", tmp_path / "mine")
+    (tmp_path / "mine/train.py").write_text(LIGHTNING)
+    WorkingTree(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    undisturbed = submitted("undisturbed", "env.OMP_NUM_THREADS='1'")
+    undisturbed.wait_for_end()
+    assert undisturbed.events("finished"), undisturbed.log()
+
+    drill = submitted("hurt", "env={SLOW: '0.2', OMP_NUM_THREADS: '1'}")
+    drill.wait_for_step(13)
+    drill.preempt()
+    drill.wait_for(lambda: len(drill.beginnings()) == 2)
+    assert drill.events("attempt-ended")[0]["exit_code"] == 75
+    left = drill.events("preempted")[0]["step"]
+    drill.wait_for_step(23)
+    os.kill(drill.rank_pids()[1], signal.SIGKILL)
+    drill.wait_for_end()
+    assert drill.events("finished"), drill.log()
+    assert [event["step"] for event in drill.beginnings()] == [0, left, 20]
+    assert losses(drill) == losses(undisturbed)
+    assert [step for step, _ in losses(drill)] == list(range(1, 41))
