@@ -48,7 +48,7 @@ class ScaletrainLightning:
 
         The last prevents that Lightning takes its ranks from Slurm, and requeues the job itself.
         """
-        from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+        from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
         place = self.rank.environment
         os.environ.setdefault("GROUP_RANK", str(place.node_rank))
@@ -110,7 +110,7 @@ class ScaletrainLightning:
             """Calls the adapter at the events of Trainer."""
 
             def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-                environment = getattr(trainer.strategy, "cluster_environment", None)
+                environment: Any = getattr(trainer.strategy, "cluster_environment", None)
                 if hasattr(environment, "auto_requeue"):
                     environment.auto_requeue = False  # it calls scontrol, and bypasses SIGTERM
 

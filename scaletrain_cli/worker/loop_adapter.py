@@ -19,7 +19,7 @@ from scaletrain_cli.errors import DoNotRequeueError, ExitCode
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import FileDigest
 from scaletrain_cli.worker.checkpoints import StagedCheckpoint
-from scaletrain_cli.worker.heartbeat import LONG_SECONDS
+from scaletrain_cli.worker.heartbeat import DATA_SECONDS, LONG_SECONDS
 from scaletrain_cli.worker.progress import progress_line
 from scaletrain_cli.worker.rank import Rank
 
@@ -59,13 +59,16 @@ class LoopAdapter:
     def resume_folder(self) -> Path | None:
         """Return the folder of the latest valid checkpoint; None if there is none. Collective.
 
-        From here on no earlier attempt can commit a checkpoint. All bytes are verified, on rank 0.
+        From here on no earlier attempt can commit a checkpoint. All bytes are verified: by rank 0, or by every rank
+        where the library has not created a process group yet.
         """
         found: str | None = None
-        if self.rank.environment.rank == 0:
-            self.rank.heartbeat.beat(0, "restore", 24 * 3600.0)
+        place = self.rank.environment
+        self.rank.heartbeat.beat(0, "restore", DATA_SECONDS)
+        if place.rank == 0 or _group() is None:
             latest = self.rank.checkpoints.latest()
             found = str(latest.path) if latest is not None else None
+        if place.rank == 0:
             self.rank.checkpoints.open()
         self._opened = True
         found = from_first_rank(found)
