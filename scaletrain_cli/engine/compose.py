@@ -167,9 +167,7 @@ def compose(
         load_async_io()
     model = _sharded_model(spec, layout, mesh, device)
     unit = ModelParallelUnit.of(mesh)
-    config = deepspeed_config(spec, layout, sum(parameter.numel() for parameter in model.parameters()), swap_folder)
-    dtype = forward_dtype(spec.training.precision)
-    partition = zero3_partition(config, unit) if layout.zero_stage == 3 else None
+    dtype, partition = forward_dtype(spec.training.precision), None
     if spec.transformer.quantization != "none":
         partition = quantize_when_loaded(
             model, quantized_weights(spec.transformer).keys(), spec.transformer.quantization
@@ -177,6 +175,9 @@ def compose(
     _attach_adapters(model, spec, mesh)
     if trained is not None:
         freeze(model, trained)
+    config = deepspeed_config(spec, layout, model, swap_folder)
+    if layout.zero_stage == 3:
+        partition = zero3_partition(config, unit)
     materialize(model, source or _weights(spec, model, device, resuming), device, dtype, partition)
     if layout.compile and spec.training.compile == "auto":  # what cannot be compiled runs eagerly, with a warning
         torch._dynamo.config.suppress_errors = True

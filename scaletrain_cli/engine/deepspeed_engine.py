@@ -165,14 +165,20 @@ def _load_muon_uncompiled() -> None:
     compiler.compile = compile_now
 
 
-def deepspeed_config(spec: RunSpec, layout: Layout, parameters: int, swap_folder: Path) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for a rank that computes with ``parameters`` parameters.
+def deepspeed_config(spec: RunSpec, layout: Layout, module: nn.Module, swap_folder: Path) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for a rank's part of a model, whose frozen parameters are marked.
 
     The engine sets learning rates and saves checkpoints itself. ``swap_folder``: on a local disk of the node, for NVMe
     offload.
     """
     # the sizes that the plan counts
-    buffers = zero_buffers(parameters, layout.zero_stage, pipeline=layout.pipeline_parallel > 1)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+    buffers = zero_buffers(
+        sum(size for size, _ in sizes),
+        layout.zero_stage,
+        pipeline=layout.pipeline_parallel > 1,
+        trained=sum(size for size, trains in sizes if trains),
+    )
     config: dict[str, Any] = {
         # DeepSpeed takes sequence ranks for data-parallel ones, so it counts each sequence that many times.
         "train_batch_size": layout.global_batch_size * layout.sequence_parallel,

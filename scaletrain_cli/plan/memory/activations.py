@@ -69,13 +69,15 @@ def token_activations(
     training: BlockTraining = WHOLE,
     keeps_inputs: bool = False,
     adapter_dropout: bool = False,
+    adapter_element: int = 0,
+    dora: bool = False,
 ) -> TokenActivations:
     """Return the activation bytes per token of one transformer block on one rank.
 
     Tensor parallelism divides everything except the inputs and outputs of the two norms. ``element_bytes``: bytes per
     activation element. ``experts``: whether the block's MLP is a mixture of experts (None: if the model has experts).
-    ``training``: what trains in the block. ``keeps_inputs`` and ``adapter_dropout``: see
-    frozen_activations.py.
+    ``training``: what trains in the block. ``keeps_inputs``, ``adapter_dropout``,
+    ``adapter_element`` and ``dora``: see frozen_activations.py.
     """
     t, hidden = tensor_parallel, model.hidden_size
     fused = fused_attention and not materializes_scores(model)
@@ -107,11 +109,11 @@ def token_activations(
     is_moe = bool(model.num_experts) and experts is not False
     if not backward_products(model, training, is_moe).reached:
         return TokenActivations(0, 0, 0, 0)  # no backward pass comes here
-    kernels = BlockKernels(element_bytes, t, sequence_parallel, fused, keeps_inputs, adapter_dropout)
+    adapters = (adapter_dropout, adapter_element, dora)
+    kernels = BlockKernels(element_bytes, t, sequence_parallel, fused, keeps_inputs, *adapters)
     saved, attention = frozen_activation_bytes(model, training, is_moe, kernels)
-    adapters = element_bytes * sum(adapter.rank for adapter in training.adapters)
     return TokenActivations(
-        saved=min(saved, whole.saved + adapters) if compiled else saved,
+        saved=min(saved, whole.saved) if compiled and not training.adapters else saved,
         attention=attention,
         block_input=whole.block_input,
         working=whole.working,

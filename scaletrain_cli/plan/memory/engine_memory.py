@@ -19,12 +19,16 @@ from scaletrain_cli.plan.memory.activations import (
     stage_activation_bytes,
     token_activations,
 )
-from scaletrain_cli.plan.memory.engine_states import engine_states, offload_step_bytes, trained_parameters
+from scaletrain_cli.plan.memory.engine_states import (
+    engine_states,
+    offload_step_bytes,
+    trained_bytes,
+    trained_parameters,
+)
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
     communication_buffer_bytes,
-    gradient_bytes,
     second_gradient_bytes,
     step_temporary_bytes,
     weight_bytes,
@@ -77,7 +81,7 @@ class _Activations:
     """The activations of the blocks of one layout."""
 
     def __init__(self, spec: RunSpec, layout: Layout, device: Accelerator) -> None:
-        self._model, self._adapter = spec.transformer, spec.transformer.adapter
+        self._model, adapter = spec.transformer, spec.transformer.adapter
         self._recompute, self._tokens = recomputation(spec, layout), local_tokens(spec, layout)
         self._of_block = functools.partial(
             token_activations,
@@ -88,7 +92,9 @@ class _Activations:
             sequence_parallel=layout.sequence_parallel,
             compiled=spec.training.compile is True,  # auto falls back to eager blocks, which must fit too
             keeps_inputs=layout.zero_stage == 3,
-            adapter_dropout=self._adapter is not None and self._adapter.dropout > 0,
+            adapter_dropout=adapter is not None and adapter.dropout > 0,
+            adapter_element=trained_bytes(spec)[0] if adapter is not None else 0,
+            dora=adapter is not None and adapter.dora,
         )
         self._known: dict[tuple[BlockTraining, bool], TokenActivations] = {}
 
@@ -159,7 +165,7 @@ def _size_of_stage(
     activations = _Activations(spec, layout, device)
     loss = loss_bytes(model, element, tokens, layout.tensor_parallel, layout.cross_entropy, trains_head=trained.head)
     offloaded = spec.layout.activation_offload
-    grads = gradient_bytes(training.precision, training.grad_dtype)
+    own, grads = trained_bytes(spec)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
     mask = document_mask_bytes(spec, layout)
@@ -168,7 +174,10 @@ def _size_of_stage(
         """Return the bytes that do not depend on the micro-batches in flight."""
         shard = stage_shard(per_rank, stage)
         accumulation = layout.gradient_accumulation_steps
-        precision, grad_dtype, zero = training.precision, training.grad_dtype, layout.zero_stage
+        zero = layout.zero_stage
+        precision, grad_dtype = training.precision, training.grad_dtype
+        if own != element:  # adapters in fp32
+            precision = grad_dtype = "fp32"
         count, dequantized = trained_parameters(spec, layout, stage, trained)
         buffers = between + element * dequantized
         if count:  # a stage of a pipeline that trains nothing has no optimizer
@@ -176,7 +185,7 @@ def _size_of_stage(
                 count,
                 shard.largest_block,
                 zero,
-                element,
+                element if zero == 3 else own,
                 grads,
                 shards,
                 pipeline=layout.pipeline_parallel > 1,

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from scaletrain_cli.plan.adapters import trains_in_fp32
 from scaletrain_cli.plan.architecture import Architecture, architecture
 from scaletrain_cli.plan.memory.states import (
     MASTER_BYTES,
@@ -303,8 +304,8 @@ def engine_states(
     shared_groups = tensors.trained or (SharedGroup(_ANCHOR),)
     shared = [(group, ranks(experts)) for group, experts in shared_groups]
     training, zero = spec.training, layout.zero_stage
-    element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
-    frozen = _frozen_bytes(spec, layout, tensors, element)
+    frozen = _frozen_bytes(spec, layout, tensors, weight_bytes(training.precision))
+    element, gradient = trained_bytes(spec)
     # The tensors that the optimizer updates, as (elements, number of such tensors).
     parts: list[tuple[int, int]]
     if zero == 3:
@@ -334,9 +335,11 @@ def engine_states(
     if zero == 3:
         kept, offloaded = weights, 0
         if layout.offload == "optimizer+params":  # gathered parameters that stay on the device
-            every = [*shared, *((group, ranks(experts)) for group, experts in tensors.frozen)]
-            kept = element * sum(_persistent(group, ranks) for group, ranks in every)
-            offloaded = element * sum(group.pieces(ranks) for group, ranks in every)
+            frozen_groups = [(group, ranks(experts)) for group, experts in tensors.frozen]
+            own = weight_bytes(training.precision)
+            kept = element * sum(_persistent(group, ranks) for group, ranks in shared)
+            kept += own * sum(_persistent(group, ranks) for group, ranks in frozen_groups)
+            offloaded = element * held + own * sum(group.pieces(ranks) for group, ranks in frozen_groups)
         if spec.layout.offload_device == "nvme":
             largest = max(-(-group.largest // ranks) for group, ranks in shared)
             states = NVME_OPTIMIZER_BUFFERS * MASTER_BYTES * min(max(size for size, _ in parts), SUB_GROUP_ELEMENTS)
@@ -353,6 +356,17 @@ def engine_states(
         if layout.gradient_accumulation_steps > 1:
             host += gradient * _touched(shared_groups, ranks(False), ranks(True), replica, padded=False)
     return ModelStates(weights, gradients, 0), host
+
+
+def trained_bytes(spec: RunSpec) -> tuple[int, int]:
+    """Return the bytes of one trained weight, and of one accumulated gradient element.
+
+    Adapters of frozen 16-bit weights train in fp32, if nothing else trains.
+    """
+    if trains_in_fp32(spec):
+        return MASTER_BYTES, MASTER_BYTES
+    training = spec.training
+    return weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
 
 
 def trained_parameters(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedStage) -> tuple[int, int]:
@@ -389,8 +403,8 @@ def offload_step_bytes(spec: RunSpec, layout: Layout, stage: Stage, trained: Tra
     """
     if layout.zero_stage == 3:
         return 0
-    training, ranks = spec.training, _ranks(spec, layout)
-    element, gradient = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
+    ranks = _ranks(spec, layout)
+    element, gradient = trained_bytes(spec)
     groups = stage_tensors(spec, layout, stage, trained or stage_of_step(spec, 1)).trained
     partition = sum(_padded(group.elements, ranks(experts)) // ranks(experts) for group, experts in groups)
     added = gradient * partition if layout.zero_stage == 1 and gradient != element else 0
@@ -409,13 +423,13 @@ def _gradient_elements(
 
     ``padded`` and ``partition``: elements of all trained parameters and of the rank's partition, with padding.
     """
-    training = spec.training
-    same_type = gradient_bytes(training.precision, training.grad_dtype) == weight_bytes(training.precision)
+    element, gradient = trained_bytes(spec)
+    same_type = element == gradient
     if layout.zero_stage == 2:
         if not same_type:
             return partition
         return _touched(groups, zero_shards(layout), expert_shards(spec, layout), replica, padded=True)
-    flat = training.precision in ("bf16", "fp8") and not same_type and layout.offload == "none"
+    flat = spec.training.precision in ("bf16", "fp8") and not same_type and layout.offload == "none"
     return padded if flat else sum(group.elements for group, _ in groups)
 
 

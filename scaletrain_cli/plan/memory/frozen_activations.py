@@ -4,8 +4,9 @@
   the input has a gradient, because DeepSpeed replaces the product (``zero/linear.py`` LinearFunctionForZeroStage3).
 * RMSNorm saves its input if that has a gradient, and the normalized value if its own weight trains.
 * Attention, activation functions and LayerNorm save nothing if nothing before them trains.
-* An adapter (arXiv:2106.09685) saves the input of its layer, and its own low-rank intermediate value. With dropout that
-  input is a copy of its own, with a mask.
+* An adapter (arXiv:2106.09685) saves the input of its layer, and its own low-rank intermediate value. That input is a
+  copy of its own if the adapter computes in another dtype, or has dropout, which also saves a mask.
+* DoRA (arXiv:2402.09353) saves both the layer's output and the update, for the gradient of the magnitudes.
 
 Without compilation. Compiled blocks save at most as much.
 """
@@ -30,6 +31,18 @@ class BlockKernels:
     fused: bool = True  # attention has a fused kernel and no dropout
     keeps_inputs: bool = False  # frozen layers save their inputs, too
     adapter_dropout: bool = False
+    adapter_element: int = 0  # bytes per element of adapters; 0: as all others
+    dora: bool = False
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Return the bytes per element of adapters."""
+        return self.adapter_element or self.element
+
+    @property
+    def copies_inputs(self) -> bool:
+        """Return whether an adapter keeps a copy of its layer's input."""
+        return self.adapter_dropout or self.adapter_bytes != self.element
 
 
 def normalized_bytes(model: ModelSpec, element: int) -> int:
@@ -105,17 +118,20 @@ class _Count:
         return saved, attention
 
     def _keeps_input(self, layer: Linear, arriving: bool) -> bool:
-        if self.training.rank(layer.name) and self.kernels.adapter_dropout:
+        if self.training.rank(layer.name) and self.kernels.copies_inputs:
             return self.training.trains(layer.name) or (self.kernels.keeps_inputs and arriving)
         return self.training.learns(layer.name) or (self.kernels.keeps_inputs and arriving)
 
-    def _adapter(self, layer: Linear, inputs: int) -> int:
-        """Return what an adapter saves beside the input of its layer; ``inputs``: elements of that on this rank."""
-        rank = self.training.rank(layer.name)
+    def _adapter(self, layer: Linear, inputs: int, outputs: int) -> int:
+        """Return what an adapter saves beside its layer's input; ``inputs``, ``outputs``: features on this rank."""
+        rank, kernels = self.training.rank(layer.name), self.kernels
         if not rank:
             return 0
-        dropped = (self.kernels.element + 1) * inputs if self.kernels.adapter_dropout else 0
-        return layer.copies * (self.kernels.element * rank + dropped)
+        if layer.copies > 1:  # of stacked experts: in the dtype of the tokens
+            return layer.copies * kernels.element * rank
+        saved = kernels.adapter_bytes * rank + (kernels.adapter_bytes * inputs if kernels.copies_inputs else 0)
+        saved += inputs if kernels.adapter_dropout else 0  # a mask is a byte
+        return saved + (outputs * (kernels.element + kernels.adapter_bytes) if kernels.dora else 0)
 
     def _norm(self, name: str, arriving: bool, *, kept: bool) -> int:
         """Return what a norm saves; ``kept``: a layer that reads its output saves that."""
@@ -144,7 +160,7 @@ class _Count:
         for chain in graph.branches:
             arriving, inputs = normed, model.hidden_size
             for layer in chain:
-                saved += self._adapter(layer, inputs)
+                saved += self._adapter(layer, inputs, -(-layer.outputs // t))
                 arriving, inputs = arriving or training.learns(layer.name), layer.outputs
             arrived.append(arriving)
         arrived = arrived * 3 if model.fused_projections else arrived
@@ -169,7 +185,7 @@ class _Count:
                 saved += score_bytes(model, element, heads)
         elif reads:
             saved += element * queries
-        return saved + self._adapter(output, queries), mixing or training.learns(output.name)
+        return saved + self._adapter(output, queries, model.hidden_size), mixing or training.learns(output.name)
 
     def _latent(self, heads: int) -> int:
         model = self.model
@@ -187,8 +203,8 @@ class _Count:
             arrived = [normed or training.learns(layer.name) for layer in graph.mlp]
             arrived = arrived * 2 if model.fused_projections and model.has_gated_mlp else arrived
             saved += element * width * self._gates(arrived, self._keeps_input(graph.down, any(arrived)))
-            saved += sum(self._adapter(layer, model.hidden_size) for layer in graph.mlp)
-            saved += self._adapter(graph.down, width)
+            saved += sum(self._adapter(layer, model.hidden_size, width) for layer in graph.mlp)
+            saved += self._adapter(graph.down, width, model.hidden_size)
             after = any(arrived) or training.learns(graph.down.name)
         if graph.routed_down is not None and graph.router is not None:
             # The grouped product of experts (engine/model/moe.py) saves its input whether or not its weight trains.
@@ -200,11 +216,10 @@ class _Count:
             rows = (model.hidden_size if arriving else 0) + (model.hidden_size if routes else 0)
             arrived = [arriving] * (2 if model.has_gated_mlp else 1)
             saved += layer.copies * element * (rows + width * self._gates(arrived, learns))
-            saved += self._adapter(layer, model.hidden_size) + self._adapter(down, width)
+            saved += self._adapter(layer, model.hidden_size, 0) + self._adapter(down, width, 0)
             saved += 2 * _FP32 * model.num_experts if routes else 0
             if element < _FP32 and training.learns(graph.router.name):
                 saved += _FP32 * model.hidden_size
-            saved += self._adapter(graph.router, model.hidden_size)
             after = after or learns or routes
         return saved, after
 

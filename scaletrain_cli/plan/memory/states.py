@@ -65,20 +65,23 @@ class ZeroBuffers:
     overlap_comm: bool
 
 
-def zero_buffers(parameters: int, zero_stage: int, *, pipeline: bool) -> ZeroBuffers:
+def zero_buffers(parameters: int, zero_stage: int, *, pipeline: bool, trained: int | None = None) -> ZeroBuffers:
     """Return the buffer settings for a rank with ``parameters`` parameters; ``pipeline``: with pipeline stages.
+
+    ``trained``: the parameters that have gradients (None: all); stage 3 gathers the others, too.
 
     ``overlap_comm`` is on where DeepSpeed can overlap gradient reduction with the backward pass: of each micro-batch in
     stages 2 and 3, of the last micro-batch in stage 1 (``stage_1_and_2.py process_gradients``). It is off in stage 0,
     which reduces after the last micro-batch, and in stage 1 with a pipeline, whose engine turns it off
     (``engine.py _configure_zero_optimizer``).
     """
-    bucket = max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS))
+    bucket = max(2, min(parameters if trained is None else trained, _LARGEST_BUCKET_ELEMENTS))
     bucket += bucket % 2  # NCCL's 4-byte alignment of 16-bit elements (nccl_start_alignment_factor)
+    gathered = max(2, min(parameters, _LARGEST_BUCKET_ELEMENTS))
     return ZeroBuffers(
         reduce_bucket_size=bucket,
         allgather_bucket_size=bucket,
-        prefetch_bucket_size=min(bucket, _PREFETCH_ELEMENTS),
+        prefetch_bucket_size=min(gathered, _PREFETCH_ELEMENTS),
         max_live_parameters=min(max(parameters, 1), _LARGEST_LIVE_ELEMENTS),
         param_persistence_threshold=PERSISTENT_ELEMENTS,
         overlap_comm=zero_stage >= 2 or (zero_stage == 1 and not pipeline),
@@ -104,7 +107,8 @@ def communication_buffer_bytes(
     """
     if data_parallel == 1 and zero_stage == 0:
         return 0
-    buffers = zero_buffers(parameters, zero_stage, pipeline=pipeline)
+    every = parameters if gathered is None else gathered
+    buffers = zero_buffers(every, zero_stage, pipeline=pipeline, trained=parameters)
     if zero_stage == 0:
         return min(parameters, _FLATTENED_ELEMENTS) * weight_bytes
     if zero_stage == 1:
@@ -114,10 +118,7 @@ def communication_buffer_bytes(
     buckets = buffers.reduce_bucket_size * weight_bytes * 2  # two, because communication overlaps
     if zero_stage == 2:
         return buckets
-    live = min(
-        parameters if gathered is None else gathered,
-        max(zero_buffers(gathered or parameters, zero_stage, pipeline=pipeline).max_live_parameters, 2 * largest_block),
-    )
+    live = min(every, max(buffers.max_live_parameters, 2 * largest_block))
     return buckets // 2 + (live + buffers.prefetch_bucket_size) * weight_bytes  # stage 3 has one bucket
 
 

@@ -161,6 +161,21 @@ PARTLY = {
         Row(2, layer_decay=0.8),
         Row(3, trainable=(BLOCK, "*norm*", "lm_head*@7"), step=7, types="bf16 fp32"),
     ],
+    "adapters": [
+        Row(0, adapter="all-linear"),
+        Row(1, adapter="all-linear", types="bf16 fp32"),
+        Row(1, adapter="q_proj v_proj", types="bf16 bf16", trainable=("*norm*", "lm_head*@3"), step=3),
+        Row(2, adapter="q_proj down_proj embed_tokens lm_head"),
+        Row(2, adapter="all-linear", types="bf16 bf16"),
+        Row(3, adapter="o_proj"),
+        Row(3, adapter="all-linear", types="bf16 fp32"),
+    ],
+    "adapters and tensor": [
+        Row(1, tensor=2, adapter="all-linear", types="bf16 fp32"),
+        Row(2, tensor=2, sequence=2, adapter="all-linear"),
+    ],
+    "adapters and pipeline": [Row(1, pipeline=2, adapter="all-linear", types="bf16 fp32")],
+    "adapters and experts": [Row(2, expert=2, adapter="all-linear *.experts.*")],
     "pipeline": [Row(1, pipeline=2, sequence=2, trainable=("lm_head*",), types="bf16 fp32")],
     "experts": [
         Row(2, expert=2, trainable=("*experts*", "*gate.weight@5"), step=5),
