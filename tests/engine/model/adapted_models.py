@@ -16,6 +16,7 @@ from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.materialization import Matrix, materialize, matrices_in, named_matrices
+from scaletrain_cli.engine.model.peft_files import PeftFolder
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.mesh import Mesh
@@ -95,7 +96,9 @@ def ours(spec: ModelSpec, adapter: AdapterSpec, folder: Path, seed: int = 0) -> 
     modules = adapted_modules(adapter, dict(named_matrices(whole)), tied=spec.tie_word_embeddings)
     attach_adapters(model, adapter, modules, Mesh.alone(), seed)
     layers = {module.name: module for module in modules}
-    source = AdapterInitialization(HuggingFaceFolder(folder, whole), seed, torch.device("cpu"), layers)
+    before = None if adapter.weights is None else PeftFolder(Path(adapter.weights), adapter, modules)
+    base = HuggingFaceFolder(folder, whole)
+    source = AdapterInitialization(base, seed, torch.device("cpu"), layers, trained=before)
     materialize(model, source, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
