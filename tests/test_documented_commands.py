@@ -120,6 +120,15 @@ SWEPT = "needs runs of a sweep; tests/launch/test_sweep_status.py makes them"
 PARSED: dict[str, str] = {
     "scaletrain checkpoint average RUN --last 5 -o DIR": "needs checkpoints; tests/cli/test_checkpoint.py makes them",
     "scaletrain train sft-tiny-cpu.yaml": "trains for minutes; tests/drills/test_tiny_recipes.py runs it",
+    "scaletrain train lora-tiny-cpu.yaml": "trains for minutes; tests/drills/test_tiny_recipes.py runs it",
+    **dict.fromkeys(
+        (
+            "scaletrain checkpoint export RUN -o DIR",
+            "scaletrain checkpoint export RUN -o merged",
+            "scaletrain checkpoint export RUN -o adapter --format peft",
+        ),
+        "needs a run with an adapter; tests/engine/parity/test_adapter_runs.py exports one",
+    ),
     "scaletrain data show sft-tiny-cpu.yaml --row 0": "tests/cli runs it",
     "scaletrain drill": HURT,
     "scaletrain drill sigkill truncate --spec run.yaml": HURT,

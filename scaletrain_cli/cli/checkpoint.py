@@ -184,7 +184,19 @@ def _export(
         places = [resolved, output.absolute(), run.path.parent, *(checkpoint.path for checkpoint in chosen)]
         # Relative paths in the spec refer to the folder that the run was submitted from.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
-        return run_engine_command("export", *map(str, places), "--dtype", dtype, *options, needs=_NEEDS, cwd=start)
+        more = ["--dtype", dtype, *options, *_base_on_hub(record)]
+        return run_engine_command("export", *map(str, places), *more, needs=_NEEDS, cwd=start)
+
+
+def _base_on_hub(record: RunRecord) -> list[str]:
+    """Return the option with the name and the commit of weights of the hub, for the configuration of an adapter."""
+    from scaletrain_cli.hub.reference import is_reference, parse_reference
+
+    weights = getattr(record.spec.model, "weights", None)
+    if weights is None or not is_reference(weights):
+        return []
+    reference = parse_reference(weights)
+    return ["--base", reference.repo, record.hub.get(weights, reference.revision)]
 
 
 def _report_export(exported: dict[str, Any], source: str, output: Path, as_json: bool) -> None:

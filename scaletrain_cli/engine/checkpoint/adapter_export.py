@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,6 +32,13 @@ class Weights(Protocol):
     """The weights of a checkpoint, by name and whole shape, in fp32."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+
+class Base(NamedTuple):
+    """The base model as PEFT finds it: a folder, or a name on the hub with its revision."""
+
+    name: str
+    revision: str | None = None
 
 
 def exported_model(model: ModelSpec) -> ModelSpec:
@@ -74,10 +81,11 @@ class MergedWeights:
         return weight if module is None else merged(adapter, module, name, weight, self.saved.read)
 
 
-def peft_files(spec: RunSpec, saved: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def peft_files(spec: RunSpec, saved: Weights, base: Base | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return adapter_config.json and the tensors of adapter_model.safetensors, in fp32.
 
-    Base modules that were trained, too, are in ``modules_to_save``. Raises UsageError if PEFT has no form for the run.
+    Base modules that were trained, too, are in ``modules_to_save``. ``base``: None for the folder of the weights.
+    Raises UsageError if PEFT has no form for the run.
     """
     model = spec.transformer
     if model.adapter is None:
@@ -92,8 +100,8 @@ def peft_files(spec: RunSpec, saved: Weights) -> tuple[dict[str, Any], dict[str,
     for name, shape in shapes.items():
         if _module(name) in trained:
             tensors[f"base_model.model.{name}"] = saved.read(name, shape)
-    base, revision = _name_of_base(model.weights)
-    return peft_config(model.adapter, modules, base, revision, trained), tensors
+    base = base or Base(str(expand_home(model.weights).absolute()))
+    return peft_config(model.adapter, modules, base.name, base.revision, trained), tensors
 
 
 def _module(name: str) -> str:
@@ -107,14 +115,6 @@ def _check_modules_to_save(model: ModelSpec, modules: Sequence[Adapted], trained
         tied = model.tie_word_embeddings and module == _module(_table(model))
         if tied or ".experts." in module or module in adapted:
             raise UsageError(Reason("engine.peft-module-trained", {"module": module}))
-
-
-def _name_of_base(weights: str) -> tuple[str, str | None]:
-    """Return base_model_name_or_path and revision: of the hub, or of a folder on this machine."""
-    if weights.startswith("hf://"):
-        name, _, revision = weights.removeprefix("hf://").partition("@")
-        return name, revision or None
-    return str(expand_home(weights).absolute()), None
 
 
 def write_peft(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scaletrain_cli.engine.checkpoint.adapter_export import (
+    Base,
     MergedWeights,
     Weights,
     exported_model,
@@ -192,11 +193,15 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
     parser.add_argument("--averaged", action="store_true")
     parser.add_argument("--format", choices=("merged", "peft"), default="merged")
+    parser.add_argument(
+        "--base", nargs=2, metavar=("NAME", "REVISION"), help="the base model of an adapter, on the hub"
+    )
     options = parser.parse_args(arguments)
     spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
     text, dtype = text_files(spec, options.runs_root), _DTYPES[options.dtype]
     if options.format == "peft":
-        written = export_adapter(options.checkpoints[0], spec, options.output, text, averaged=options.averaged)
+        base = Base(*options.base) if options.base else None
+        written = export_adapter(options.checkpoints[0], spec, options.output, text, base, averaged=options.averaged)
     else:
         written = export(options.checkpoints, spec, options.output, dtype, text, averaged=options.averaged)
     return {**written, "tokenizer": str(options.output / "tokenizer.json") if text.has_tokenizer else None}
@@ -247,12 +252,18 @@ def export(
 
 
 def export_adapter(
-    checkpoint: Path, spec: RunSpec, output: Path, text: TextFiles, *, averaged: bool = False
+    checkpoint: Path,
+    spec: RunSpec,
+    output: Path,
+    text: TextFiles,
+    base: Base | None = None,
+    *,
+    averaged: bool = False,
 ) -> dict[str, Any]:
     """Write the adapter of a run as a PEFT folder, in fp32, and return its path and size. As ``export`` otherwise."""
     model_type = to_hugging_face(exported_model(spec.transformer))["model_type"]
     saved = _open(checkpoint, AVERAGE if averaged else WEIGHT, spec.transformer)
-    config, tensors = peft_files(spec, saved)
+    config, tensors = peft_files(spec, saved, base)
     with _draft_of(output) as draft:
         write_peft(draft, json.dumps(config, indent=2) + "\n", tensors)
         for name, content in text.files.items():
