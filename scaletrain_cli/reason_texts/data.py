@@ -98,6 +98,14 @@ TEXTS: dict[str, Text] = {
     "prepared-for-other-objective": Text(
         "{folder} holds {found} and training.objective is {objective}", ("Prepare the data again",)
     ),
+    "no-last-turn": Text(
+        "data.loss_on = last_assistant: the rows have the format {format}, which has no turns",
+        ("Set it to assistant or all",),
+    ),
+    "prepared-not-shown": Text(
+        "data.source = {source} is prepared data, and the rows are shown from the files that it was made from",
+        ("Set data.source to these files",),
+    ),
     "nothing-to-show": Text(
         "training.objective is causal_lm, which reads text as it is and not rows", ("Set it to sft or dpo",)
     ),

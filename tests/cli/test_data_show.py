@@ -39,6 +39,9 @@ def test_what_is_in_the_loss_stands_in_brackets_and_nothing_is_prepared() -> Non
     assert "<|im_start|>user\nQuestion 2?<|im_end|>\n<|im_start|>assistant\n[[Answer 2.<|im_end|>\n]]" in shown.out
     assert "format messages; of the first 20 rows:" in shown.out
     assert not Path("runs").exists()
+    beyond = show("--row", "21")
+    assert beyond.code == ExitCode.USAGE
+    assert "data.source has 20 rows; there is no row 21" in beyond.err
 
 
 def test_the_answer_as_json_has_rows_parts_and_counts() -> None:
@@ -58,9 +61,14 @@ def test_a_row_that_cannot_be_used_ends_with_2_and_its_line() -> None:
     ended = show()
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
     assert "rows.jsonl:2: message 0 of the column messages must have a role and content" in " ".join(ended.err.split())
-    beyond = show("--row", "99999", "--set", "data.source=python-docstrings")
-    assert beyond.code == ExitCode.USAGE
-    assert "there is no row 99999" in beyond.err
+
+
+def test_prepared_data_are_shown_from_their_files() -> None:
+    Path("made").mkdir()
+    Path("made/dataset.json").write_text("{}")
+    ended = show("--set", "data.source=made")
+    assert ended.code == ExitCode.USAGE
+    assert "Set data.source to these files." in " ".join(ended.err.split())
 
 
 def test_text_for_pretraining_has_no_rows_to_show() -> None:

@@ -39,6 +39,8 @@ def rows_of(data: DataSpec, objective: str, tally: Tally | None = None) -> tuple
             row_format = format_of(first[1], objective, data.fields)
         except RowError as error:
             raise row_error(first[0], error) from error
+    if data.loss_on == "last_assistant" and row_format in ("prompt_completion", "text"):
+        raise UsageError(Reason("data.no-last-turn", {"format": row_format}))
     return row_format, (_row(where, row, row_format, data) for where, row in chain([first], raw))
 
 

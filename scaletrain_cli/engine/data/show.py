@@ -13,6 +13,7 @@ from scaletrain_cli.engine.data.row_dataset import RowEncoder, rows_folder, toke
 from scaletrain_cli.engine.data.row_source import Row, rows_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
 _ROWS_COUNTED = 1000  # also the rows from which a tokenizer is trained, if the data are not prepared
@@ -23,6 +24,8 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     first, count = int(arguments[2]), int(arguments[3])
     data, objective, seq_len = spec.data, spec.training.objective, spec.transformer.seq_len
+    if (expand_home(data.source) / "dataset.json").is_file():
+        raise UsageError(Reason("data.prepared-not-shown", {"source": data.source}))
     tokenizer, is_own = _tokenizer(spec, Path(arguments[1]))
     chat = ChatTokenizer(tokenizer, template_files(data), data)
     row_format, rows = rows_of(data, objective)

@@ -215,6 +215,12 @@ def test_a_row_that_cannot_be_used_is_named_with_its_file_and_line(folder: Path)
         prepare_data(spec(folder), folder / "runs")
 
 
+def test_rows_without_turns_have_no_last_one(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"prompt": "a b", "completion": " c"}\n' * 20)
+    with pytest.raises(UsageError, match=r"the rows have the format prompt_completion, which has no turns"):
+        prepare_data(spec(folder, "data.loss_on=last_assistant"), folder / "runs")
+
+
 def test_prepared_rows_are_a_source_for_the_same_length_and_objective_only(folder: Path) -> None:
     first = prepare_data(spec(folder), folder / "runs")
     again = spec(folder, f"data.source={first}")
