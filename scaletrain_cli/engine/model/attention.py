@@ -168,6 +168,7 @@ def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> 
         length=model.seq_len,
         head_dim=model.head_dim,
         dropout=model.attention_dropout,
+        masked=spec.data.packing != "none",
     )
 
 
@@ -181,19 +182,27 @@ def attention_kernel(
     length: int,
     head_dim: int,
     dropout: float = 0.0,
+    masked: bool = False,
 ) -> str:
     """Return flash, memory-efficient, cudnn or math (which materializes all scores), for one rank's share of the heads.
 
-    ``unfused`` with dropout, which has its own attention. Allocates a query, a key and a value.
+    ``unfused`` with dropout, which has its own attention. ``masked``: rows may have several documents. Allocates a
+    query, a key and a value, and the mask.
     """
     if dropout:
         return "unfused"
+    if masked and device.type == "cuda":
+        kv_heads = heads  # repeated, see causal_attention
+    documents = torch.zeros(batch, length, dtype=torch.int64, device=device)
+    mask = attention_mask(documents, dtype) if masked else None
     query, key, value = (
         torch.empty(batch, n, length, head_dim, dtype=dtype, device=device, requires_grad=True)
         for n in (heads, kv_heads, kv_heads)
     )
     # as scaled_dot_product_attention does; torch has no public name for it
-    choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
+    choice = torch._fused_sdp_choice(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
+    )
     return _NAMES[SDPBackend(choice)]
 
 

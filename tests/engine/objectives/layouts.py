@@ -135,6 +135,17 @@ def _course(ranks: int, spec: RunSpec, kind: str) -> Course:
     return courses[0]
 
 
+def page(lines: list[str]) -> Iterator[str]:
+    """Return the section of the page, below the table of pretraining."""
+    yield "\n## Fine-tuning\n"
+    yield (
+        f"{len(lines)} kinds and layouts of fine-tuning, {STEPS} steps each in fp32, against the same on one rank: the "
+        f"largest relative difference of the loss ({LOSS:g} is allowed) and of the gradient norm ({NORM:g}).\n"
+    )
+    yield HEADER
+    yield from lines
+
+
 def fine_tuning_rows() -> list[FineTuningRow]:
     """Return every kind in every layout."""
     return [FineTuningRow(kind, layout) for kind, layout in product(KINDS, LAYOUTS)]

@@ -44,9 +44,8 @@ def main() -> int:
         second.append(text)
         wrong_rows += [] if right else [row.name]
     if options.write is not None:
-        options.write.write_text(
-            "\n".join([*page(lines, "make parity"), "", fine_tuning.HEADER, *second]) + "\n", encoding="utf-8"
-        )
+        text = "\n".join([*page(lines, "make parity"), *fine_tuning.page(second)])
+        options.write.write_text(text + "\n", encoding="utf-8")
     wrong = [line.row.name for line in lines if not line.right] + wrong_rows
     print(f"\n{len(lines) + len(tuned)} rows, {len(wrong)} of them wrong" + "".join(f"\n  {name}" for name in wrong))
     return 1 if wrong or not (lines or tuned) else 0
