@@ -13,6 +13,7 @@ from torch import Tensor
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.loss import logits_of
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.spec import ModelSpec
@@ -86,9 +87,10 @@ def next_token_logits(model: CausalLM, tokens: Tensor) -> Tensor:
     """Return the fp32 logits [batch, vocabulary] after the last of ``tokens`` [batch, length]."""
     batch, length = tokens.shape
     context = TokenContext(*(torch.arange(size, device=tokens.device) for size in (length, batch)))
-    hidden = model.transform(model.embed(tokens, context), context)
+    hidden = model.embed(tokens, context)
+    hidden = model.transform(hidden, model.with_masks(context, hidden))
     head: Any = model.lm_head
-    return torch.nn.functional.linear(model.final_norm(hidden[:, -1:]), head.weight)[:, 0].float()
+    return logits_of(model.final_norm(hidden[:, -1:]), head.weight, head.softcap)[:, 0]
 
 
 def perplexity(loss: float) -> float:

@@ -65,7 +65,11 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
     wide = x[..., :turning].float()
     first, second = wide.chunk(2, dim=-1)
     turned = (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-    return turned if turning == x.shape[-1] else torch.cat((turned, x[..., turning:]), dim=-1)
+    if turning == x.shape[-1]:
+        return turned
+    # Joined in the order of memory, [batch, length, heads, head_dim]: attention's output then needs no copy.
+    joined = torch.cat((turned.transpose(1, 2), x[..., turning:].transpose(1, 2)), dim=-1)
+    return joined.transpose(1, 2)
 
 
 def scaled(

@@ -113,6 +113,8 @@ class FrameworkProfile:
     # Number of kernels of one block outside matrix products and attention: norms, activation, rotary embedding,
     # residuals.
     small_kernels: tuple[int, int] = (30, 50)
+    # Whether fused attention skips the scores outside a sliding window, or computes and masks them.
+    skips_windows: bool = True
     # Whether the rotary embedding uses complex numbers, which torch.compile leaves eager (torch/_inductor/lowering.py).
     complex_rotary: bool = False
 

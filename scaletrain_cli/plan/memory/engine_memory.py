@@ -25,6 +25,7 @@ from scaletrain_cli.plan.memory.engine_states import (
     trained_bytes,
     trained_parameters,
 )
+from scaletrain_cli.plan.memory.frozen_activations import materializes_scores
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
@@ -69,7 +70,9 @@ def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, s
 def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int, step: int = 1) -> int:
     """Return the same bytes on whichever side they are kept: with activation offload in host memory."""
     held = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
-    return _Activations(spec, layout, device).saved(held, stage_of_step(spec, step), 1)
+    saved = _Activations(spec, layout, device).saved(held, stage_of_step(spec, step), 1)
+    whole = layout.activation_checkpointing != "full"  # recomputed blocks save no mask
+    return saved + (window_mask_bytes(spec, layout) if whole and not has_documents(spec) else 0)
 
 
 def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
@@ -168,7 +171,7 @@ def _size_of_stage(
     own, grads = trained_bytes(spec)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
-    mask = document_mask_bytes(spec, layout)
+    mask = document_mask_bytes(spec, layout) + window_mask_bytes(spec, layout)
 
     def fixed_bytes(stage: Stage) -> _FixedBytes:
         """Return the bytes that do not depend on the micro-batches in flight."""
@@ -222,6 +225,18 @@ def _size_of_stage(
         return peak_memory(states, worst, sum(worst) // _FRAGMENTATION_DIVISOR, framework, host)
 
     return size
+
+
+def window_mask_bytes(spec: RunSpec, layout: Layout) -> int:
+    """Return the bytes of the mask of the sliding window, which all blocks and, without documents, all rows share.
+
+    Attention with a cap of scores does not save it, and makes its own.
+    """
+    model = spec.transformer
+    if not model.windowed_layers or materializes_scores(model):
+        return 0
+    rows = layout.micro_batch_size * rows_per_sample(spec) if has_documents(spec) else 1
+    return weight_bytes(spec.training.precision) * rows * model.seq_len**2
 
 
 def document_mask_bytes(spec: RunSpec, layout: Layout) -> int:

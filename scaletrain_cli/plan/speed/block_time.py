@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from scaletrain_cli.plan.architecture import window_keys
 from scaletrain_cli.plan.block_graph import (
     WHOLE,
     BlockTraining,
@@ -228,9 +229,21 @@ def _attention_core(
     if work.flash:
         biased = model.positions == "alibi"
         forward, backward = flash_attention_seconds(queries, work.keys, local, scores, values, biased, rate)
-        return forward / profile.attention_speed, backward / profile.attention_speed
+        factor = _window_factor(model, profile) / profile.attention_speed
+        return forward * factor, backward * factor
     dropout = model.attention_dropout > 0
     return materialized_attention_seconds(queries, work.keys, local, scores, values, profile.scores, dropout, rate)
+
+
+def _window_factor(model: ModelSpec, profile: FrameworkProfile) -> float:
+    """Return the mean time of fused attention over the layers, over that of full causal attention.
+
+    A kernel with windows skips the scores outside; one that takes them as a mask computes all scores, also those that
+    full causal attention skips.
+    """
+    share = model.windowed_layers / model.num_hidden_layers
+    windowed = window_keys(model) / model.seq_len if profile.skips_windows else 2.0
+    return 1 - share + share * windowed
 
 
 def _moved(

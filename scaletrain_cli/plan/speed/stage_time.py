@@ -315,6 +315,7 @@ def _stage(
 
 def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:
     framework = framework_of(spec)
+    capped = framework.is_engine and spec.transformer.attn_logit_softcapping is not None
     return RankWork(
         tokens=local_tokens(spec, layout),
         keys=spec.transformer.seq_len,
@@ -323,6 +324,6 @@ def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:
         expert=layout.expert_parallel,
         expert_tensor=expert_tensor_parallel(spec, layout),
         sharded_norms=framework.shards_norms(spec, layout),
-        flash=fuses_attention(spec, device) and not framework.drops_scores(spec),
+        flash=fuses_attention(spec, device) and not framework.drops_scores(spec) and not capped,
         compiled=layout.compile,
     )

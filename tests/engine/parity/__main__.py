@@ -19,7 +19,7 @@ from tests.engine.parity.comparison import difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import stray_activations, stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
-from tests.engine.parity.rows import Row, features, grid, in_bf16
+from tests.engine.parity.rows import Row, families, features, grid, in_bf16
 from tests.engine.parity.table import HEADER, Line, page
 
 
@@ -30,7 +30,11 @@ def main() -> int:
     options = parser.parse_args()
     sys.stderr = os.fdopen(os.dup(2), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where DeepSpeed talks on every rank
-    rows = [row for row in [*grid(), *features(), *in_bf16()] if all(word in row.name for word in options.words)]
+    rows = [
+        row
+        for row in [*grid(), *features(), *families(), *in_bf16()]
+        if all(word in row.name for word in options.words)
+    ]
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCALETRAIN_RUNS"] = folder

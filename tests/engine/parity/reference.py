@@ -112,7 +112,12 @@ def first_weights(spec: RunSpec) -> nn.Module:
     model, own = outline(spec.transformer), spec.transformer
     assign_dropout_keys(model, spec.training.seed)
     source = ScaledInitialization(
-        spec.training.seed, own.initializer_range, own.num_hidden_layers, model.residual_projections, _CPU
+        spec.training.seed,
+        own.initializer_range,
+        own.num_hidden_layers,
+        model.residual_projections,
+        _CPU,
+        norm_weight=0.0 if own.zero_centered_norm else 1.0,
     )
     materialize(model, source, _CPU)
     return model
@@ -130,6 +135,8 @@ def batch_loss(model: nn.Module, spec: RunSpec, rows: Tensor, samples: Tensor) -
         context = TokenContext(torch.arange(tokens.shape[1]), samples)
         hidden = model.transform(model.embed(tokens, context), context)
         logits = F.linear(model.final_norm(hidden), model.lm_head.weight)
+        if (cap := spec.transformer.final_logit_softcapping) is not None:
+            logits = cap * torch.tanh(logits / cap)
     else:
         logits = model(tokens).logits
     smoothing = spec.training.label_smoothing

@@ -115,6 +115,40 @@ _MASK = ("data.loss_mask=document_starts",)
 _SMOOTHING = ("training.label_smoothing=0.1",)
 
 
+# Windows of 8 of the 32 tokens, and an original context of 16 tokens.
+_WINDOWS = ("model.sliding_window=8", "model.layer_types=[sliding_attention, full_attention]")
+_GEMMA = (
+    *("model.hidden_activation=gelu_pytorch_tanh", "model.norm_position=pre_and_post", "model.zero_centered_norm=true"),
+    *("model.scale_embedding=true", "model.tie_word_embeddings=true", "model.query_pre_attn_scalar=24", *_WINDOWS),
+)
+_CAPS = ("model.attn_logit_softcapping=1", "model.final_logit_softcapping=2")
+_LOCAL = ("model.qk_norm=true", "model.rope_local_base_freq=50")
+_LONGROPE = (
+    "model.rope_scaling={rope_type: longrope, short_factor: [1, 1, 1, 1, 1, 1], long_factor: [2, 2, 3, 3, 4, 4], "
+    "original_max_position_embeddings: 16}"
+)
+_PHI3 = ("model.fused_projections=true", "model.partial_rotary_factor=0.75", "model.sliding_window=8", _LONGROPE)
+_OLMO2 = ("model.norm_position=post", "model.qk_norm=true", "model.qk_norm_scope=projection")
+FAMILIES = {
+    "gemma2": (*_GEMMA, *_CAPS),
+    "gemma3": (*_GEMMA, *_LOCAL),
+    "phi3": _PHI3,
+    "olmo2": _OLMO2,
+    "biases": ("model.bias=true",),
+    "mistral": ("model.sliding_window=8",),
+}
+
+
+def families() -> list[Row]:
+    """Return rows for each family whose layers differ from Llama's, in each kind of parallelism and in all together."""
+    layouts = [
+        Row(1, tensor=2, pipeline=2, sequence=2, accumulation=4),
+        Row(3, data=2, tensor=2),
+        Row(2, data=2, sequence=2, checkpointing="full"),
+    ]
+    return [with_features(row, name, *keys) for name, keys in FAMILIES.items() for row in layouts]
+
+
 def features() -> list[Row]:
     """Return rows for further options, each in layouts that could make a difference."""
     cubed = Row(1, tensor=2, pipeline=2, sequence=2, accumulation=4)

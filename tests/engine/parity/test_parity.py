@@ -12,7 +12,7 @@ from tests.engine.parity.comparison import BF16, FP32, difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import LayoutRun, stray_activations, stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained, train_alone
-from tests.engine.parity.rows import Row, features, grid, in_bf16
+from tests.engine.parity.rows import Row, families, features, grid, in_bf16
 from tests.engine.parity.table import ACTIVATIONS
 
 STEPS = 8
@@ -108,7 +108,7 @@ def test_the_reference_clips_at_some_steps_and_not_at_others(dataset: Path, alon
 
 
 def test_every_row_of_the_table_has_a_name_of_its_own() -> None:
-    table = [*grid(), *features(), *in_bf16()]
+    table = [*grid(), *features(), *families(), *in_bf16()]
     assert len(table) == len({row.name for row in table})
     assert {row.ranks for row in table} == {2, 4, 8}
 
