@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from string import Template
 from typing import Any
@@ -12,6 +13,7 @@ from scaletrain_cli.spec.backend_traits import backend_traits
 from scaletrain_cli.spec.presets import presets
 
 _COMMENT_COLUMN = 36
+_LONGEST_LINE = 110
 
 _HEAD = """\
 # ScaleTrain run spec. Keys that are left out have defaults; `scaletrain validate FILE --json` shows all of them.
@@ -194,10 +196,21 @@ def _preset(preset: str) -> dict[str, object]:
 
 
 def _dimensions(known: Mapping[str, Any], seq_len: int) -> dict[str, object]:
-    lines = "\n".join(f"  # {key}: {json.dumps(value)}" for key, value in known.items())
+    lines = "\n".join(line for key, value in known.items() for line in _commented(key, value, "  # "))
     return {"dimensions": lines, "seq_len": seq_len}
 
 
 def _aligned(line: str) -> str:
     code, mark, comment = line.rpartition("  # ")
     return f"{code:<{_COMMENT_COLUMN}}  # {comment}" if mark and code.strip() else line
+
+
+def _commented(key: str, value: object, start: str) -> Iterator[str]:
+    """Yield the lines of a key in YAML, each after ``start``; mappings as blocks, long lists on several lines."""
+    if isinstance(value, dict):
+        yield f"{start}{key}:"
+        for inner, each in value.items():
+            yield from _commented(inner, each, f"{start}  ")
+        return
+    text = f"{key}: {json.dumps(value)}"
+    yield from textwrap.wrap(text, _LONGEST_LINE, initial_indent=start, subsequent_indent=f"{start}    ")
