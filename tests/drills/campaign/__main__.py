@@ -19,7 +19,7 @@ from scaletrain_cli.engine.data.dataset import prepare_dataset
 from scaletrain_cli.spec import DataSpec
 from tests.drills.campaign.damages import damage_files, fill_disks
 from tests.drills.campaign.elastic import reshard
-from tests.drills.campaign.kills import kill
+from tests.drills.campaign.kills import FINE_TUNING, kill
 from tests.drills.campaign.requests import request
 
 _LARGEST_LOSS_DIFFERENCE = 1e-4  # relative, in fp32, of sums in another order
@@ -38,6 +38,7 @@ def main() -> int:
     """Run the campaign and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.drills.campaign", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--fine-tuning-kills", type=int, default=40)
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--damages", type=int, default=200)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="seed of faults and times")
@@ -66,6 +67,14 @@ def _parts(dataset: Path, options: argparse.Namespace, chance: random.Random) ->
         tried = f"{found.kills} kills, {found.in_saves} of them inside a save, ZeRO 0 to 3"
         return [
             Line("a killed run resumes from its latest checkpoint", tried, found.failed_resumes),
+            Line("its losses, weights and moments then equal an undisturbed run's bit for bit", tried, found.different),
+        ]
+
+    def fine_tuning_kills() -> list[Line]:
+        found = kill(dataset, options.fine_tuning_kills, chance, FINE_TUNING)
+        tried = f"{found.kills} kills, {found.in_saves} of them inside a save: {', '.join(FINE_TUNING)}"
+        return [
+            Line("fine-tuning resumes from its latest checkpoint", tried, found.failed_resumes),
             Line("its losses, weights and moments then equal an undisturbed run's bit for bit", tried, found.different),
         ]
 
@@ -105,7 +114,7 @@ def _parts(dataset: Path, options: argparse.Namespace, chance: random.Random) ->
             ),
         ]
 
-    return [kills, requests, damages, elastic]
+    return [kills, fine_tuning_kills, requests, damages, elastic]
 
 
 def _dataset(folder: Path) -> Path:

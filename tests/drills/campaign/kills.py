@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, strays
 from tests.drills.training_runs import drill_spec
@@ -25,18 +26,32 @@ class Kills:
     different: list[str] = field(default_factory=list)
 
 
-def kill(dataset: Path, kills: int, chance: random.Random, stages: Sequence[int] = (0, 1, 2, 3)) -> Kills:
-    """Kill ranks ``kills`` times over all ZeRO stages; each run is killed a few times and then finishes."""
+ZERO_STAGES: dict[str, dict[str, Any]] = {f"stage {stage}": {"layout__zero_stage": stage} for stage in range(4)}
+_ROWS = {"data__source": "python-docstrings", "training__schedule": "{warmup_steps: 5}", "model__seq_len": 64}
+_SFT = {**_ROWS, "training__objective": "sft", "data__truncation": "drop", "data__packing": "best_fit"}
+_DPO = {**_ROWS, "training__objective": "dpo", "data__truncation": "keep_start"}
+_LORA = {"model__adapter": "{name: lora, rank: 4, dropout: 0.0}", "training__trainable": "[{match: '*norm*'}]"}
+_STAGES = "[{match: '*.mlp.*', end_step: 17}, {match: '*', start_step: 18}]"
+FINE_TUNING: dict[str, dict[str, Any]] = {
+    "SFT": _SFT,
+    "SFT with LoRA, ZeRO-3": {**_SFT, **_LORA, "layout__zero_stage": 3},
+    "SFT in two stages": {**_SFT, "training__trainable": _STAGES},
+    "DPO with LoRA": {**_DPO, **_LORA},
+}
+
+
+def kill(dataset: Path, kills: int, chance: random.Random, kinds: Mapping[str, dict[str, Any]] = ZERO_STAGES) -> Kills:
+    """Kill ranks ``kills`` times over all kinds of runs; each run is killed a few times and then finishes."""
     found = Kills()
-    for stage in stages:
-        wanted = found.kills + kills // len(stages)
-        spec = drill_spec(dataset, layout__zero_stage=stage, checkpoint__every=5)
+    for name, overrides in kinds.items():
+        wanted = found.kills + -(-kills // len(kinds))
+        spec = drill_spec(dataset, checkpoint__every=5, **overrides)
         undisturbed = ForkedRun.create(spec)
         undisturbed.attempts_to_end(_SLOW_SAVE)
         took = undisturbed.seconds_of_first_attempt()
         while found.kills < wanted:
             _kill_one_run(ForkedRun.create(spec), undisturbed, took, found, chance)
-            print(f"  stage {stage}: {found.kills} kills, {found.in_saves} of them in a save", flush=True)
+            print(f"  {name}: {found.kills} kills, {found.in_saves} of them in a save", flush=True)
     return found
 
 

@@ -20,7 +20,7 @@ from scaletrain_cli.worker.signals import PreemptionFlag
 
 
 def whole_state(folder: Path) -> dict[str, Tensor]:
-    """Return every matrix of every kind, flat, as ``KIND/NAME``."""
+    """Return every matrix of every kind that the checkpoint has of it, flat, as ``KIND/NAME``."""
     checkpoint = read_checkpoint(folder)
     assert isinstance(checkpoint, Checkpoint), checkpoint
     reader = StateReader(folder, -1, (), checkpoint.files)
@@ -28,6 +28,7 @@ def whole_state(folder: Path) -> dict[str, Tensor]:
         f"{kind}/{name}": reader.read(kind, Slice(name, shape, None, 0, shape.numel()))
         for kind in reader.kinds
         for name, shape in reader.shapes.items()
+        if reader.has(kind, name)  # frozen parameters have no moments
     }
 
 
