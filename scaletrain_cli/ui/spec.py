@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.run import NO_DATA
 from scaletrain_cli.spec.vision_model import ClipSpec
 from scaletrain_cli.text import bytes_text, count_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
@@ -55,6 +56,8 @@ def model_text(spec: RunSpec) -> str:
 
 
 def data_text(spec: RunSpec) -> str:
+    if spec.code.own_program and spec.data.source == NO_DATA:
+        return "read by your program"
     if spec.unit == "images":
         return spec.data.source
     tokenizer = spec.data.tokenizer

@@ -15,6 +15,8 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import add_revision, checkpoint_folder, read_record
+from scaletrain_cli.worker.hugging_face import ScaletrainCallback
+from scaletrain_cli.worker.lightning import ScaletrainLightning
 from scaletrain_cli.worker.run_environment import read_resolved_run
 from tests.launch.conftest import MadeRun, make_plan, make_spec
 
@@ -60,6 +62,18 @@ ResolvedRun.checkpoint_interval_steps
 ResolvedRun.total_steps
 RunEnvironment(run, attempt, rank, world_size, local_rank, local_world_size, node_rank)
 RunEnvironment.read(run_dir, environment)
+ScaletrainCallback(rank)
+ScaletrainCallback.rank
+ScaletrainCallback.resume_folder()
+ScaletrainCallback.run(trainer, *, after, **arguments)
+ScaletrainCallback.start(run_dir)
+ScaletrainCallback.train(trainer, **arguments)
+ScaletrainLightning(rank)
+ScaletrainLightning.callback()
+ScaletrainLightning.fit(trainer, arguments, **named)
+ScaletrainLightning.run(trainer, arguments, *, after, **named)
+ScaletrainLightning.start(run_dir)
+ScaletrainLightning.trainer_arguments()
 StagedCheckpoint(folder)
 StagedCheckpoint.add(name)
 StagedCheckpoint.file(name)
@@ -83,15 +97,15 @@ def test_the_surface_is_that_of_the_stated_version() -> None:
 
 def surface() -> list[str]:
     lines = []
-    for name in worker.__all__:
-        thing = getattr(worker, name)
+    adapters = {cls.__name__: cls for cls in (ScaletrainCallback, ScaletrainLightning)}
+    for name, thing in ({name: getattr(worker, name) for name in worker.__all__} | adapters).items():
         if not inspect.isclass(thing) or issubclass(thing, Exception):
             lines.append(name)
             continue
         lines.append(f"{name}(*values)" if name == "ExitCode" else signature(name, thing))
         members = {} if name == "ExitCode" else vars(thing)
         for member, value in members.items():
-            if not member.startswith("_"):
+            if not member.startswith(("_", "on_")):  # Trainer calls the events
                 full = f"{name}.{member}"
                 if isinstance(value, property):
                     lines.append(full)

@@ -107,11 +107,12 @@ def test_the_pods_of_a_manifest_train_its_run(backend: str, make_run: Callable[.
     assert "hf_0123" not in str(made.objects)
 
 
+@pytest.mark.parametrize("program", ["code.engine=train", 'code.command=[sh, -c, "exec python3 train.py"]'])
 def test_pods_without_the_submitters_files_run_the_submitted_code(
-    tree: WorkingTree, make_run: Callable[..., MadeRun], tmp_path: Path
+    tree: WorkingTree, make_run: Callable[..., MadeRun], tmp_path: Path, program: str
 ) -> None:
     tree.write("train.py", "import os\nprint('submitted, as', os.environ['RANK'])\n")
-    made_run = make_run(*OPTIONS, f"code.path={tree.folder}", "code.engine=train")
+    made_run = make_run(*OPTIONS, f"code.path={tree.folder}", program)
     made = manifest(made_run.record, documents_for(made_run.run, made_run.record))
     tree.write("train.py", "raise SystemExit('newer')\n")
     output = run_pods(made, "jobset", tmp_path)

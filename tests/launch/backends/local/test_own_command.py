@@ -138,3 +138,14 @@ def test_the_failure_of_a_rank_below_torchrun_is_the_reason_of_the_attempt(tmp_p
     first = ended(run)
     assert (first.reason, first.decision and first.decision.requeue) == ("nan", True)
     assert first.message.startswith("rank 1 on node-0000-")
+
+
+def test_a_hang_is_found_after_the_first_heartbeat_also_below_a_shell(tmp_path: Path) -> None:
+    program = "import time; from scaletrain_cli.worker import Rank; rank = Rank.start(); "
+    program += "rank.heartbeat.beat(1, 'step', 1.0); time.sleep(600)"
+    script = f'[ $SCALETRAIN_ATTEMPT = 2 ] || "{sys.executable}" -c "{program}"'
+    run = submitted(["bash", "-c", f"{script}; exit 0"], "cluster.gpus_per_node=1")
+    first = ended(run)
+    assert first.reason == "hang"
+    assert "<module>" in (run.attempt(1) / "stacks" / "00000.txt").read_text()
+    assert ended(run, 2).reason == "done"
