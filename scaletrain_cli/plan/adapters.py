@@ -91,11 +91,12 @@ def quantization_rules(spec: RunSpec) -> Iterator[Rule]:
 
 
 def quantized_layout_rules(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
-    """Yield the parts of a layout that a quantized base rules out: bitsandbytes has no shards of its blocks."""
+    """Yield the ZeRO stage that a quantized base rules out: bitsandbytes has no shards of its blocks.
+
+    Tensor parallelism is ruled out by the workload (workloads/text.py).
+    """
     if getattr(spec.model, "quantization", "none") == "none":
         return
-    if layout.tensor_parallel > 1:
-        yield Rule("layout.tensor_parallel", layout.tensor_parallel, "quantization-layout", {"allowed": "1"})
     if layout.zero_stage == 3:
         yield Rule("layout.zero_stage", 3, "quantization-layout", {"allowed": "at most 2"})
 

@@ -474,6 +474,28 @@ _RECIPE = {
         "fine-tuning from given weights usually takes about {usual:g} with Adam (TRL's default); this one is of the "
         "order of pre-training, and may undo what the weights have learned"
     ),
+    "adapter-rate": Text(
+        "published adapters of this size took about {usual:g}, ten times the rate of full fine-tuning (QLoRA, "
+        "arXiv:2305.14314)"
+    ),
+    "adapter-rate-low": Text(
+        "published adapters of this size took about {usual:g}, ten times the rate of full fine-tuning (QLoRA, "
+        "arXiv:2305.14314); an adapter learns little at this one"
+    ),
+    "adapter-rate-high": Text(
+        "published adapters of this size took about {usual:g} (QLoRA, arXiv:2305.14314); this one may diverge"
+    ),
+    "preference-rate": Text(
+        "published runs of DPO took about {usual:g} (Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124)"
+    ),
+    "preference-rate-high": Text(
+        "published runs of DPO took about {usual:g} (Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124); at this one "
+        "the model may degenerate, because preferences alone do not keep it near its start"
+    ),
+    "trained-parameters": Text("the others are frozen, and have no gradients and no optimizer states"),
+    "adapter-without-mlp": Text(
+        "adapters on attention alone learn less than on all linear layers (QLoRA, arXiv:2305.14314, figure 2)"
+    ),
     "no-warm-up": Text("large batches and Adam's first steps need a warm-up (arXiv:1706.02677, arXiv:1908.03265)"),
     "warm-up-most-of-the-run": Text("the learning rate rises for most of the run"),
     "long-warm-up": Text("long: published recipes take from 0.1 % to 11 % of the steps"),

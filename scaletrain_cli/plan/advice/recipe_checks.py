@@ -28,6 +28,13 @@ _LINEAR_SCALING_LIMIT = 32.0
 # Full fine-tuning of language models: TRL's default is 2e-5; LIMA (arXiv:2305.11206) and Llama 2 chat
 # (arXiv:2307.09288, section 3.1) took 1e-5 and 2e-5. Ten times as much is of the order of pre-training.
 _FINE_TUNING_LR, _PRE_TRAINING_LR = 2e-5, 2e-4
+# LoRA: QLoRA (arXiv:2305.14314, table 9) took 2e-4 up to 13B and 1e-4 for 33B and 65B, about ten times the rate of full
+# fine-tuning, which learns little with an adapter.
+_ADAPTER_LR, _LARGE_ADAPTER_LR, _LARGE_PARAMETERS = 2e-4, 1e-4, 30e9
+_LOW_ADAPTER_LR, _HIGH_ADAPTER_LR = 2e-5, 2e-3
+# DPO: Zephyr 7B (arXiv:2310.16944) and Tulu 3 8B (arXiv:2411.15124) took 5e-7; the authors (arXiv:2305.18290) 1e-6.
+# With an adapter about ten times as much.
+_PREFERENCE_LR, _HIGH_PREFERENCE_LR = 5e-7, 5e-6
 
 
 @dataclass(frozen=True)
@@ -103,12 +110,44 @@ def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
 
 
 def _fine_tuning(spec: RunSpec) -> Sanity:
+    """Return the learning rate compared with published ones for the objective, the method and the size."""
     rate, usual = spec.training.optimizer.lr, {"usual": _FINE_TUNING_LR}
     if spec.training.optimizer.name in _LINEAR:
         return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.fine-tuning-sgd", usual))
+    with_adapter = getattr(spec.model, "adapter", None) is not None
+    if spec.training.objective == "dpo":
+        times = 10 if with_adapter else 1
+        high = rate > times * _HIGH_PREFERENCE_LR
+        code = "plan.preference-rate-high" if high else "plan.preference-rate"
+        reason = Reason(code, {"usual": times * _PREFERENCE_LR})
+        return Sanity("learning rate", f"{rate:g}", "note" if high else "ok", reason)
+    if with_adapter:
+        large = workload_of(spec.model).parameter_count(spec.model) > _LARGE_PARAMETERS
+        usual = {"usual": _LARGE_ADAPTER_LR if large else _ADAPTER_LR}
+        if rate < _LOW_ADAPTER_LR:
+            return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.adapter-rate-low", usual))
+        if rate > _HIGH_ADAPTER_LR:
+            return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.adapter-rate-high", usual))
+        return Sanity("learning rate", f"{rate:g}", "ok", Reason("plan.adapter-rate", usual))
     if rate < _PRE_TRAINING_LR:
         return Sanity("learning rate", f"{rate:g}", "ok", Reason("plan.fine-tuning-rate", usual))
     return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.fine-tuning-rate-high", usual))
+
+
+def _what_trains(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
+    """Yield the share of the parameters that trains, and a note if an adapter leaves the MLPs out."""
+    if not size.trainable_parameters or size.trainable_parameters == size.parameters:
+        return
+    share = size.trainable_parameters / size.parameters
+    value = f"{size.trainable_parameters:,}, {100 * share:.2g} % of {size.parameters:,}"
+    adapter = getattr(spec.model, "adapter", None)
+    if adapter is not None and set(adapter.targets) <= _ATTENTION:
+        yield Sanity("trained parameters", value, "note", Reason("plan.adapter-without-mlp"))
+    else:
+        yield Sanity("trained parameters", value, "ok", Reason("plan.trained-parameters"))
+
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "c_attn"}
 
 
 def check_critical_batch(spec: RunSpec, parameters: int) -> Iterator[Sanity]:
@@ -149,6 +188,7 @@ def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Acceler
         _batch(spec, layout),
         *check_critical_batch(spec, size.parameters),
         *check_learning_rate(spec),
+        *_what_trains(spec, size),
         _warmup(spec),
         *_data(spec, size),
         *_validation(spec),

@@ -121,5 +121,8 @@ class DeepSpeed(Framework):
         return 1 if pipelined or weight_bytes(spec.training.precision) == 2 else 0
 
     def highest_zero_stage(self, spec: RunSpec, pipelined: bool) -> int:
-        """Return 1 with a pipeline, 2 for fp8 (its products keep the weights that stage 3 gathers), otherwise 3."""
-        return 1 if pipelined else 2 if spec.training.precision == "fp8" else 3
+        """Return 1 with a pipeline; 2 for fp8 (its products keep the weights that stage 3 gathers) and for quantized
+        weights, which stage 3 cannot shard; otherwise 3.
+        """
+        quantized = getattr(spec.model, "quantization", "none") != "none"
+        return 1 if pipelined else 2 if spec.training.precision == "fp8" or quantized else 3

@@ -29,7 +29,7 @@ _FP32 = 4
 
 def has_documents(spec: RunSpec) -> bool:
     """Return whether a row of a batch holds several documents, so that attention has a mask."""
-    return str(getattr(spec.data, "packing", "none")) != "none"
+    return spec.data.packing != "none"
 
 
 def fuses_attention(spec: RunSpec, device: Accelerator) -> bool:

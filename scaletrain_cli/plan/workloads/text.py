@@ -204,6 +204,8 @@ class TextWorkload(Workload):
             yield from self._expert_rules(spec, model, tensor)
         if tensor > 1:
             yield from self._tensor_rules(spec, model, tensor)
+        if tensor > 1 and model.quantization != "none":  # bitsandbytes has no shards of its blocks
+            yield Rule("layout.tensor_parallel", tensor, "quantization-layout", {"allowed": "1"})
 
     def _tensor_rules(self, spec: RunSpec, model: ModelSpec, tensor: int) -> Iterator[Rule]:
         """Yield the broken rules of the engine on tensor parallelism above 1."""

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.plan.advice.recipe_checks import critical_batch_tokens, published_recipe, scaled_lr
+from scaletrain_cli.plan.advice.recipe_checks import (
+    check_learning_rate,
+    critical_batch_tokens,
+    published_recipe,
+    scaled_lr,
+)
 from scaletrain_cli.plan.result import Sanity
 from scaletrain_cli.spec.presets import presets, vision_presets
 from tests.plan.specs import spec_of
@@ -169,3 +174,32 @@ def test_a_cpu_has_no_tensor_cores_to_fill() -> None:
 def test_every_verdict_is_one_of_three() -> None:
     for preset in ("gpt2", "llama-7b", "mixtral-8x7b"):
         assert {row.verdict for row in checks_of(preset, cluster__nodes=16).values()} <= {"ok", "note", "warning"}
+
+
+@pytest.mark.parametrize(
+    ("rate", "changes", "verdict", "code"),
+    [
+        (2e-5, {}, "ok", "plan.fine-tuning-rate"),
+        (3e-4, {}, "note", "plan.fine-tuning-rate-high"),
+        (2e-4, {"model__adapter": {"name": "lora"}}, "ok", "plan.adapter-rate"),
+        (1e-5, {"model__adapter": {"name": "lora"}}, "note", "plan.adapter-rate-low"),
+        (1e-2, {"model__adapter": {"name": "lora"}}, "note", "plan.adapter-rate-high"),
+        (5e-7, {"training__objective": "dpo"}, "ok", "plan.preference-rate"),
+        (2e-5, {"training__objective": "dpo"}, "note", "plan.preference-rate-high"),
+        (5e-6, {"training__objective": "dpo", "model__adapter": {"name": "lora"}}, "ok", "plan.preference-rate"),
+    ],
+)
+def test_the_learning_rate_of_fine_tuning_depends_on_objective_and_method(
+    rate: float, changes: dict[str, Any], verdict: str, code: str
+) -> None:
+    spec = spec_of("llama-3-8b", model__weights="/weights", training__optimizer={"lr": rate}, **changes)
+    (found,) = check_learning_rate(spec)
+    assert (found.verdict, found.message.code) == (verdict, code)
+
+
+def test_adapters_on_attention_alone_get_a_note() -> None:
+    adapter = {"name": "lora", "targets": ["q_proj", "v_proj"]}
+    spec = spec_of("llama-3-8b", model__adapter=adapter, model__weights="/weights", training__optimizer={"lr": 2e-4})
+    row = next(row for row in make_plan(spec).sanity if row.topic == "trained parameters")
+    assert row.message.code == "plan.adapter-without-mlp"
+    assert row.value.startswith("6,815,744, 0.085 %")
