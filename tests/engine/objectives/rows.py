@@ -18,6 +18,7 @@ from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus
+from scaletrain_cli.engine.stages import trained_at
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
@@ -121,7 +122,7 @@ def train(spec: RunSpec, rows: RowSequences, folder: Path) -> Course:
     """Train on rows on this rank of a process group; preference pairs with a reference from the first weights."""
     layout, device = make_plan(spec).layout, torch.device("cpu")
     mesh = build_mesh(layout)
-    composed = compose(spec, layout, mesh, device)
+    composed = compose(spec, layout, mesh, device, trained=trained_at(spec, 1))
     stepper = build_stepper(composed, mesh, device, spec.training)
     reader = BatchReader(rows, layout, mesh, spec.training.seed, False)
     if composed.objective.reads_pairs:
