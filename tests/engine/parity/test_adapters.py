@@ -20,7 +20,7 @@ from scaletrain_cli.spec import RunSpec
 from tests.engine.model.adapted_models import as_peft, ours, pairs, save_hugging_face, with_peft
 from tests.engine.parity.comparison import Difference, difference
 from tests.engine.parity.dataset import write_dataset
-from tests.engine.parity.layouts import train_in_layout
+from tests.engine.parity.layouts import stray_state_bytes, train_in_layout
 from tests.engine.parity.reference import Trained
 from tests.engine.parity.rows import Row
 
@@ -66,6 +66,17 @@ LONG = [
     Row(1, data=2, overrides=(*LORA, "training.compile=true"), title="lora compiled"),
     Row(2, data=2, overrides=(*LORA, "layout.offload=optimizer"), title="lora offload"),
     Row(1, data=2, checkpointing="selective", overrides=LORA, title="lora"),
+]
+
+
+_BF16 = "training.precision=bf16"
+IN_BF16 = [
+    Row(0, overrides=(*LORA, _BF16), title="lora bf16"),
+    Row(1, data=2, overrides=(*LORA, _BF16), title="lora bf16"),
+    Row(2, tensor=2, overrides=(*DORA, _BF16), title="dora bf16"),
+    Row(3, data=2, checkpointing="full", overrides=(*LORA, _BF16), title="lora bf16"),
+    Row(1, pipeline=2, accumulation=2, overrides=(*LORA, _BF16), title="lora bf16"),
+    Row(2, tensor=2, sequence=2, overrides=(*ON_TWO, _BF16), title="experts bf16"),
 ]
 
 
@@ -185,3 +196,18 @@ def test_a_layout_trains_what_peft_trains(row: Row, dataset: Path, tmp_path: Pat
 @pytest.mark.parametrize("row", LONG, ids=lambda row: row.name)
 def test_further_layouts_train_what_peft_trains(row: Row, dataset: Path, tmp_path: Path) -> None:
     check(row, dataset, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", IN_BF16, ids=lambda row: row.name)
+def test_fp32_factors_over_a_bf16_base_train_closely_and_take_the_planned_bytes(
+    row: Row, dataset: Path, tmp_path: Path
+) -> None:
+    spec = spec_of(row, dataset, tmp_path / "base")
+    run = train_in_layout(spec)
+    expected = train_with_peft(spec, tmp_path / "base")
+
+    assert max(abs(a - b) for a, b in zip(run.trained.losses, expected.losses, strict=True)) < 2e-3
+    for name, values in expected.weights.items():
+        assert (run.trained.weights[name] - values).abs().max() < 5e-3, name
+    assert stray_state_bytes(run) == 0
