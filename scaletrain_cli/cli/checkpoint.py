@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, describe, verb_group
+from scaletrain_cli.cli.options import AsJson, RunName, TrustOwner, Yes, describe, show_fetch, verb_group
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.text import visible
 
@@ -172,6 +172,8 @@ def _export(
     """Export in a separate process, which keeps torch out of the command line; its stderr is passed on."""
     from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.hub.cache import HubSettings
+    from scaletrain_cli.launch.hub_files import fetched_spec
+    from scaletrain_cli.rundir.base_weights import base_of
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec.hub_files import with_local_files
 
@@ -179,7 +181,10 @@ def _export(
         resolved = Path(folder) / "spec.json"
         # Files of the hub that are still in the cache; without them, files are written that the tokenizer gives.
         settings = HubSettings.from_environment({**os.environ, **record.spec.env})
-        spec = with_local_files(record.spec, record.hub, settings)
+        spec = record.spec
+        if any(base_of(checkpoint) is not None for checkpoint in chosen):  # the weights that never train
+            spec = fetched_spec(spec, ("model.weights",), show_fetch(), record.hub)
+        spec = with_local_files(spec, record.hub, settings)
         create_file(resolved, json.dumps(spec.model_dump(mode="json", by_alias=True)))
         places = [resolved, output.absolute(), run.path.parent, *(checkpoint.path for checkpoint in chosen)]
         # Relative paths in the spec refer to the folder that the run was submitted from.

@@ -48,7 +48,9 @@ _LONGEST_SAID = 300
 _UNFINISHED = ".scaletrain-incomplete"
 
 
-_listings: dict[tuple[str, HubReference, Path, bool], Listing] = {}  # one answer per process, so that commits agree
+# Answers of the last minutes by endpoint, reference and cache, so that all references of one submission agree.
+_listings: dict[tuple[str, HubReference, Path, bool], tuple[float, Listing]] = {}
+_REMEMBERED_SECONDS = 600.0
 
 
 def resolve(reference: HubReference, settings: HubSettings, commit: str | None = None) -> Listing:
@@ -59,9 +61,11 @@ def resolve(reference: HubReference, settings: HubSettings, commit: str | None =
     """
     pinned = replace(reference, revision=commit or reference.revision, path="")
     key = (settings.endpoint, pinned, settings.cache, settings.offline)
-    if key not in _listings:
-        _listings[key] = _resolve(pinned, settings)
-    return replace(_listings[key], reference=reference)
+    asked, listing = _listings.get(key, (float("-inf"), None))
+    if listing is None or time.monotonic() - asked > _REMEMBERED_SECONDS:
+        listing = _resolve(pinned, settings)
+        _listings[key] = time.monotonic(), listing
+    return replace(listing, reference=reference)
 
 
 def _resolve(reference: HubReference, settings: HubSettings) -> Listing:

@@ -74,6 +74,7 @@ def submit_evaluation(run: RunDir, step: int) -> SubmittedEvaluation:
             evaluation_run_id(run, step),
             root=run.path.parent,
             stored_secrets=read_document(run.secrets),
+            hub=record.hub,
         )
         requested = read_evaluation(run, step)
         if requested is None:

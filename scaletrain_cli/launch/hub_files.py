@@ -74,17 +74,20 @@ def fetch_to_shared_cache(
 
 
 def fetched_spec(
-    spec: RunSpec, keys: tuple[str, ...], on_progress: Callable[[FetchProgress], None] = lambda progress: None
+    spec: RunSpec,
+    keys: tuple[str, ...],
+    on_progress: Callable[[FetchProgress], None] = lambda progress: None,
+    known: Mapping[str, str] | None = None,
 ) -> RunSpec:
-    """Return the spec with local paths at ``keys``, after a fetch on this machine: for verbs that read data here.
+    """Return the spec with local paths at ``keys``, after a fetch on this machine: for verbs that read files here.
 
-    Raises HubError, FetchError and OSError.
+    ``known``: commits that a run has recorded. Raises HubError, FetchError and OSError.
     """
     uses = [use for use in hub_uses(spec) if use.key in keys]
     if not uses:
         return spec
     environment = {**os.environ, **spec.env}
-    commits = resolve_commits(spec, environment)
+    commits = resolve_commits(spec, environment, known)
     fetch(uses, commits, environment, on_progress=on_progress)
     wanted = {use.text: commits[use.text] for use in uses}
     return with_local_files(spec, wanted, HubSettings.from_environment(environment))

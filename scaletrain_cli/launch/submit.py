@@ -108,7 +108,13 @@ def new_run_id(name: str, now: float) -> str:
     return f"{slug}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
 
 
-def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None, snapshot: Snapshot | None = None) -> RunRecord:
+def make_record(
+    spec: RunSpec,
+    plan: RunPlan,
+    run_id: str | None = None,
+    snapshot: Snapshot | None = None,
+    hub: Mapping[str, str] | None = None,
+) -> RunRecord:
     """Return the record that create_run would write. Raises UsageError for an invalid run id."""
     now = time.time()
     run_id = run_id if run_id is not None else new_run_id(spec.name, now)
@@ -124,7 +130,7 @@ def make_record(spec: RunSpec, plan: RunPlan, run_id: str | None = None, snapsho
         wandb_run_id="".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8)),
         working_folder=str(Path.cwd()),
         code=None if snapshot is None else snapshot.record,
-        hub=resolve_commits(spec, os.environ),
+        hub=resolve_commits(spec, os.environ, hub),
     )
 
 
@@ -137,14 +143,16 @@ def create_run(
     snapshot: Snapshot | None = None,
     trust_owner: bool = False,
     stored_secrets: Mapping[str, str] | None = None,
+    hub: Mapping[str, str] | None = None,
 ) -> CreatedRun:
     """Create the run directory, or return the one with the same spec and code under this id.
 
     Takes a snapshot of the user's code unless ``snapshot`` is given. Raises UsageError, also for a directory
     of another user unless ``trust_owner``. ``stored_secrets``: values of ``secret_env`` that are not set here.
+    ``hub``: commits of references that an earlier run has resolved.
     """
     snapshot = snapshot or take_snapshot(spec)
-    record = make_record(spec, plan, run_id, snapshot)
+    record = make_record(spec, plan, run_id, snapshot, hub)
     run = RunDir((root or runs_root()) / record.run_id)
     if os.path.lexists(run.path):
         require_own_run(run, trust_owner=trust_owner, remedy="Use another --run-id")

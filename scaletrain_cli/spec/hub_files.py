@@ -40,6 +40,7 @@ _BESIDE = (
 )
 _TEMPLATES = (".jinja", ".jinja2", ".j2")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
+_OWN_PROGRAMS = "scaletrain_cli.engine."  # such as evaluations, which read what the run reads
 _LARGEST_INDEX_BYTES = 100_000_000
 
 
@@ -82,7 +83,7 @@ class HubUse:
 
 def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     """Return the references of a RunSpec that the built-in engine reads; empty for another training program."""
-    if spec.code.own_program:
+    if spec.code.own_program and not (spec.code.engine or "").startswith(_OWN_PROGRAMS):
         return ()
     values: tuple[tuple[str, Any, Purpose], ...] = (
         ("model.weights", getattr(spec.model, "weights", None), "weights"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.hub.cache import HubSettings
+from scaletrain_cli.hub.cache import HubSettings, snapshot_origin
 from scaletrain_cli.launch import hub_files
 from scaletrain_cli.launch.backends.kubernetes.manifest import manifest
 from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits, shared_cache
@@ -245,3 +245,18 @@ def test_every_verb_works_offline_with_a_complete_cache(
     ended = submit(tmp_path, verb="plan")
     assert ended.code == 2
     assert f"does not know {tiny.MODEL}@main" in " ".join(ended.err.split())
+
+
+def test_an_evaluation_reads_the_commit_of_its_run_although_the_branch_has_moved(hub: Hub) -> None:
+    model, _ = tiny.publish(hub)
+    spec = made_spec()
+    run = create_run(spec, make_plan(spec), "run")
+    hub.add(tiny.MODEL, tiny.model_files(seed=1))
+    forget()
+    of_run = made_spec("code.engine=scaletrain_cli.engine.evaluation")
+    made = create_run(of_run, make_plan(of_run), "evaluation", hub=run.record.hub)
+    assert read_record(made.run).hub[f"hf://{tiny.MODEL}@main"] == model
+    local = with_local_files(of_run, made.record.hub, HubSettings(Path("/cache")))
+    assert local.transformer.weights == f"/cache/models--acme--tiny-llama/snapshots/{model}"
+    assert snapshot_origin(Path(str(local.transformer.weights))) == (tiny.MODEL, model)
+    assert snapshot_origin(Path("/some/folder")) is None

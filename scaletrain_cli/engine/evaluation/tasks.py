@@ -22,6 +22,7 @@ from scaletrain_cli.engine.evaluation.inference import generate, load_model, mea
 from scaletrain_cli.engine.evaluation.lm_eval import run_lm_eval
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.errors import ExitCode, PreemptedError, ScaletrainError, UsageError
+from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, checkpoint_path, read_checkpoint, verify
 from scaletrain_cli.rundir.evaluations import Evaluation, log_evaluation, read_evaluation, write_evaluation
@@ -29,6 +30,7 @@ from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
 from scaletrain_cli.spec.evaluation import GenerationTask, LmEvalTask, LossTask
+from scaletrain_cli.spec.hub_files import with_local_files
 from scaletrain_cli.worker import Rank
 from scaletrain_cli.worker.trackers import start_trackers
 
@@ -44,6 +46,9 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     own = rank.environment.run
     run = RunDir(own.path.parent / os.environ["SCALETRAIN_EVALUATED_RUN"])
     step, record = int(os.environ["SCALETRAIN_EVALUATED_STEP"]), read_record(run)
+    # The node agent has fetched the files of the hub, and set the cache of this environment.
+    local = with_local_files(record.spec, record.hub, HubSettings.from_environment(os.environ))
+    record = replace(record, spec=local)
     if Path(record.working_folder).is_dir():  # relative paths in the spec
         os.chdir(record.working_folder)
     evaluation = read_evaluation(run, step) or Evaluation(step, own.run_id, "requested", 0.0)

@@ -38,6 +38,7 @@ _POLL_SECONDS = 0.5
 _LOOK_SECONDS = 1.0  # between two looks for other nodes on the shared file system
 # Until a node whose progress no longer changes counts as lost; a fetching agent writes every _NOTE_SECONDS.
 LOST_SECONDS = 600.0
+_ONLY = "SCALETRAIN_ONLY"
 _READY, _STOPPED = "ready", "stopped"
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def fetch_hub_files(run: RunDir, record: RunRecord, options: AgentOptions, secre
     Raises HubError for what a retry cannot cure, FetchError for what one may, and PreemptedError after a signal.
     """
     spec = record.spec
-    if not record.hub:
+    if not record.hub or spec.env.get(_ONLY):  # a run that only measures its nodes reads no files
         return LocalFiles(spec)
     environment = {**os.environ, **spec.env, **secrets}
     settings = HubSettings.from_environment(environment)
