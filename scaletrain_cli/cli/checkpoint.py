@@ -182,7 +182,8 @@ def _export(
         # Files of the hub that are still in the cache; without them, files are written that the tokenizer gives.
         settings = HubSettings.from_environment({**os.environ, **record.spec.env})
         spec = record.spec
-        if any(base_of(checkpoint) is not None for checkpoint in chosen):  # the weights that never train
+        # Checkpoints lack the weights that never train.
+        if record.hub and any(base_of(checkpoint) is not None for checkpoint in chosen):
             spec = fetched_spec(spec, ("model.weights",), show_fetch(), record.hub)
         spec = with_local_files(spec, record.hub, settings)
         create_file(resolved, json.dumps(spec.model_dump(mode="json", by_alias=True)))

@@ -58,14 +58,6 @@ class HubSettings:
         return self.repo_folder(reference) / "snapshots" / commit
 
 
-def snapshot_origin(folder: Path) -> tuple[str, str] | None:
-    """Return the repository and the commit of a model's folder in a cache; None for any other folder."""
-    if folder.parent.name != "snapshots" or not is_commit(folder.name):
-        return None
-    kind, _, repo = folder.parent.parent.name.partition("--")
-    return (repo.replace("--", "/"), folder.name) if kind == "models" and repo else None
-
-
 def _home(environment: Mapping[str, str]) -> Path:
     if given := environment.get("HF_HOME"):
         return _expanded(given, environment)

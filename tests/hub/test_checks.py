@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.hub.cache import HubSettings, snapshot_origin
+from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.launch import hub_files
 from scaletrain_cli.launch.backends.kubernetes.manifest import manifest
 from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits, shared_cache
@@ -258,5 +258,3 @@ def test_an_evaluation_reads_the_commit_of_its_run_although_the_branch_has_moved
     assert read_record(made.run).hub[f"hf://{tiny.MODEL}@main"] == model
     local = with_local_files(of_run, made.record.hub, HubSettings(Path("/cache")))
     assert local.transformer.weights == f"/cache/models--acme--tiny-llama/snapshots/{model}"
-    assert snapshot_origin(Path(str(local.transformer.weights))) == (tiny.MODEL, model)
-    assert snapshot_origin(Path("/some/folder")) is None
