@@ -5,6 +5,7 @@ torch is imported by the functions that use it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import math
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 from scaletrain_cli.errors import DoNotRequeueError, ExitCode
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import FileDigest
+from scaletrain_cli.worker.checkpoint_commit import SupersededAttemptError
 from scaletrain_cli.worker.checkpoints import StagedCheckpoint
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, LONG_SECONDS
 from scaletrain_cli.worker.progress import progress_line
@@ -138,7 +140,8 @@ class LoopAdapter:
     def remove_scratch(self) -> None:
         """Remove what the library has left in the folder."""
         if self.rank.environment.rank == 0:
-            shutil.rmtree(self.rank.checkpoints.scratch(), ignore_errors=True)
+            with contextlib.suppress(OSError, SupersededAttemptError):  # must not hide the error that ended training
+                shutil.rmtree(self.rank.checkpoints.scratch(), ignore_errors=True)
 
     def commit(self, step: int, written: Path) -> None:
         """Commit the folder ``written``, below ``scratch()``, as the checkpoint of ``step``. Collective.
