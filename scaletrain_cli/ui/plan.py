@@ -8,7 +8,16 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scaletrain_cli.plan.result import Alternative, Durability, Layout, Market, Rejection, RunPlan, Sanity
+from scaletrain_cli.plan.result import (
+    Alternative,
+    Durability,
+    Layout,
+    Market,
+    Rejection,
+    RunPlan,
+    Sanity,
+    TrainingStage,
+)
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import (
@@ -120,6 +129,24 @@ def differing(layouts: Sequence[Layout]) -> dict[str, str]:
     """Return {column title: field of Layout}; of the axes of parallelism only those in which the layouts differ."""
     differ = {name: field for name, field in _AXES.items() if len({getattr(layout, field) for layout in layouts}) > 1}
     return {**differ, "ZeRO": "zero_stage", "micro": "micro_batch_size", "recompute": "activation_checkpointing"}
+
+
+def stages_view(stages: Sequence[TrainingStage], parameters: int) -> RenderableType:
+    """Return a row for each training stage: steps, parameters that train, memory and step time."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    titles = ("steps", "trained", "of all", "memory", "step")
+    for title in titles:
+        table.add_column(justify="left" if title == "steps" else "right", no_wrap=True)
+    table.add_row(*(Text(title, "dim") for title in titles))
+    for stage in stages:
+        table.add_row(
+            f"{whole_text(stage.first_step)} to {whole_text(stage.last_step)}",
+            count_text(stage.trainable_parameters),
+            f"{100 * stage.trainable_parameters / max(1, parameters):.3g} %",
+            bytes_text(stage.peak),
+            seconds_text(stage.step_seconds),
+        )
+    return table
 
 
 _VERDICT_STYLES = {"ok": "", "note": "cyan", "warning": "yellow"}
@@ -250,6 +277,9 @@ def headline(spec: RunSpec, plan: RunPlan) -> Text:
     size = f"{count_text(plan.model.parameters)} parameters"
     if plan.model.active_parameters != plan.model.parameters:
         size += f" ({count_text(plan.model.active_parameters)} active)"
+    trained = plan.model.trainable_parameters
+    if trained and trained != plan.model.parameters:
+        size += f", {count_text(trained)} trained"
     verdict = plan.memory.verdict
     said = "fits, but is tight" if verdict == "tight" else verdict
     return Text.assemble(
@@ -287,6 +317,8 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
     if not plan.memory.fits:
         return  # times and costs of a layout that cannot run would mislead
     yield "Time", time_view(spec, plan.time, bar, unicode, everything=everything)
+    if plan.training_stages:
+        yield "Stages", stages_view(plan.training_stages, plan.model.parameters)
     yield "Network", escaped_text(_network(plan))
     yield "Durability", durability_view(spec, plan.durability)
     yield "Cost", cost_view(plan)
