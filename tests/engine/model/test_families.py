@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from scaletrain_cli.engine.checkpoint.export import export
+from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from tests.engine.checkpoint.test_export import NO_TEXT, checkpoint_of
 from tests.engine.checkpoint.test_export import spec_of as run_spec_of
@@ -61,3 +62,18 @@ def test_a_family_equals_transformers_before_and_after_training(name: str, tmp_p
     with torch.no_grad():
         close(logits(ours, tokens), again(tokens).logits)
         assert not torch.allclose(theirs(tokens).logits, again(tokens).logits, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi4-mini"])
+def test_packed_documents_are_computed_as_transformers_computes_them(name: str, tmp_path: Path) -> None:
+    """Windows end at documents; one position beyond the original context changes the frequencies of all documents."""
+    theirs = reference(name, tmp_path)
+    ours, tokens = loaded(spec_of(tmp_path), tmp_path), tokens_of(rows=1)
+    for lengths in ((10, 14), (20, 4)):
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        numbers = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))[None]
+        context = TokenContext(positions, torch.arange(1), numbers)
+        with torch.no_grad():
+            expected = theirs(tokens, position_ids=positions, use_cache=False).logits
+            close(logits(ours, tokens, context), expected)
+            assert not torch.allclose(logits(ours, tokens), expected, atol=1e-2)
