@@ -36,15 +36,26 @@ def fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
     """Return whether attention without dropout has a fused kernel: by planner.attention, or for auto by the device.
 
     Of torch's kernels, the memory-efficient one takes a mask, but no grouped heads, and flash attention takes no mask
-    (torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    (torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). The engine repeats keys and values for it
+    (``repeats_keys``).
     """
     model, wanted = spec.transformer, spec.planner.attention
     if wanted != "auto":
         return wanted == "flash"
-    grouped = model.num_key_value_heads != model.num_attention_heads
-    if grouped and has_documents(spec):
-        return False
+    grouped = model.num_key_value_heads != model.num_attention_heads and not _has_mask(spec)
     return device.fuses_attention(spec.training.precision, model.head_dim, grouped)
+
+
+def repeats_keys(spec: RunSpec, device: Accelerator) -> bool:
+    """Return whether the engine's attention has a mask, for which it repeats keys and values on a GPU.
+
+    With sliding windows that is so in some layers, and counted in all.
+    """
+    return _has_mask(spec) and not device.is_cpu
+
+
+def _has_mask(spec: RunSpec) -> bool:
+    return has_documents(spec) or spec.transformer.windowed_layers > 0
 
 
 @dataclass(frozen=True)
@@ -71,17 +82,18 @@ def token_activations(
     adapter_dropout: bool = False,
     adapter_element: int = 0,
     dora: bool = False,
+    repeats: bool = False,
 ) -> TokenActivations:
     """Return the activation bytes per token of one transformer block on one rank.
 
     Tensor parallelism divides everything except the inputs and outputs of the two norms. ``element_bytes``: bytes per
     activation element. ``experts``: whether the block's MLP is a mixture of experts (None: if the model has experts).
     ``training``: what trains in the block. ``keeps_inputs``, ``adapter_dropout``,
-    ``adapter_element`` and ``dora``: see frozen_activations.py.
+    ``adapter_element`` and ``dora``: see frozen_activations.py. ``repeats``: see ``repeats_keys``.
     """
     t, hidden = tensor_parallel, model.hidden_size
     fused = fused_attention and not materializes_scores(model)
-    attention = _attention(model, element_bytes, t, fused, sequence_parallel, compiled)
+    attention = _attention(model, element_bytes, t, fused, sequence_parallel, compiled, repeats)
     # Beside their norms, attention and MLP save their inputs: the outputs of norms before them, or the hidden states.
     norms = 2 * _norm(model, element_bytes, compiled) + (2 * hidden if model.hidden_dropout else 0)  # a mask is a byte
     if model.norm_position == "pre_and_post":
@@ -110,7 +122,7 @@ def token_activations(
     if not backward_products(model, training, is_moe).reached:
         return TokenActivations(0, 0, 0, 0)  # no backward pass comes here
     adapters = (adapter_dropout, adapter_element, dora)
-    kernels = BlockKernels(element_bytes, t, sequence_parallel, fused, keeps_inputs, *adapters)
+    kernels = BlockKernels(element_bytes, t, sequence_parallel, fused, keeps_inputs, *adapters, repeats)
     saved, attention = frozen_activation_bytes(model, training, is_moe, kernels)
     return TokenActivations(
         saved=min(saved, whole.saved) if compiled and not training.adapters else saved,
@@ -121,7 +133,7 @@ def token_activations(
 
 
 def _attention(
-    model: ModelSpec, element_bytes: int, t: int, fused: bool, sequence_parallel: int, compiled: bool
+    model: ModelSpec, element_bytes: int, t: int, fused: bool, sequence_parallel: int, compiled: bool, repeats: bool
 ) -> int:
     heads = -(-model.num_attention_heads // t)
     if model.kv_lora_rank:
@@ -130,7 +142,8 @@ def _attention(
     else:
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
-        repeated = sequence_parallel > 1 and keys // model.head_dim % sequence_parallel  # divided over the tensor ranks
+        # for attention with a mask, or to divide the heads of a tensor rank over the sequence ranks
+        repeated = repeats or (sequence_parallel > 1 and keys // model.head_dim % sequence_parallel)
         # Query, key, value, the output (which is the input of the output projection), one log-sum-exp per head.
         attention = element_bytes * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
         attention += element_bytes * queries if sequence_parallel > 1 else 0  # Ulysses' all-to-all copies the output

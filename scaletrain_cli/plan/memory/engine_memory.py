@@ -16,6 +16,7 @@ from scaletrain_cli.plan.memory.activations import (
     fuses_attention,
     has_documents,
     loss_bytes,
+    repeats_keys,
     stage_activation_bytes,
     token_activations,
 )
@@ -98,6 +99,7 @@ class _Activations:
             adapter_dropout=adapter is not None and adapter.dropout > 0,
             adapter_element=trained_bytes(spec)[0] if adapter is not None else 0,
             dora=adapter is not None and adapter.dora,
+            repeats=repeats_keys(spec, device),
         )
         self._known: dict[tuple[BlockTraining, bool], TokenActivations] = {}
 

@@ -33,6 +33,7 @@ class BlockKernels:
     adapter_dropout: bool = False
     adapter_element: int = 0  # bytes per element of adapters; 0: as all others
     dora: bool = False
+    repeats: bool = False  # keys and values are repeated for attention with a mask
 
     @property
     def adapter_bytes(self) -> int:
@@ -177,6 +178,7 @@ class _Count:
             queries = value
         elif mixing:
             repeated = self.kernels.sequence > 1 and keys // model.head_dim % self.kernels.sequence
+            repeated = repeated or self.kernels.repeats
             saved += element * (2 * queries + 2 * (queries if repeated else keys)) + _FP32 * heads
             saved += element * queries if self.kernels.sequence > 1 and reads else 0
             if materializes_scores(model) and not reads:
