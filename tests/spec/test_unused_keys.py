@@ -64,6 +64,11 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "training.early_stopping.min_delta": ("0.1", (), ("training.early_stopping.patience=2",)),
     "training.averaging.decay": ("0.9", ("training.averaging.name=checkpoints",), ("training.averaging.name=ema",)),
     "training.averaging.every": ("5", (), ("training.averaging.name=checkpoints",)),
+    "evaluation.job": (
+        "{every: 5}",
+        (),
+        ("evaluation.tasks=[{kind: generation, name: a, prompts: [b]}]",),
+    ),
     "evaluation.batches": ("3", ("evaluation.every=0",), ()),
     "layout.selective_scope": ("attention", ("layout.activation_checkpointing=full",), ()),
     "layout.selective_every": ("3", ("layout.activation_checkpointing=none",), ()),
