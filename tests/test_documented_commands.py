@@ -118,6 +118,8 @@ RUN: dict[str, Runs] = {
 CLUSTER, HURT = "needs a cluster that answers", "hurts real runs for minutes; tests/drills/test_drill_verb.py runs it"
 SWEPT = "needs runs of a sweep; tests/launch/test_sweep_status.py makes them"
 PARSED: dict[str, str] = {
+    "scaletrain plan hf://meta-llama/Llama-3.1-8B --gpus 8 --gpu h100-sxm-80gb": "requires the Hugging Face Hub",
+    "scaletrain init hf://meta-llama/Llama-3.1-8B tuned.yaml": "requires the Hugging Face Hub",
     "scaletrain checkpoint average RUN --last 5 -o DIR": "needs checkpoints; tests/cli/test_checkpoint.py makes them",
     "scaletrain train sft-tiny-cpu.yaml": "trains for minutes; tests/drills/test_tiny_recipes.py runs it",
     "scaletrain train lora-tiny-cpu.yaml": "trains for minutes; tests/drills/test_tiny_recipes.py runs it",
