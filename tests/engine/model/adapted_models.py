@@ -67,7 +67,7 @@ def save_hugging_face(spec: ModelSpec, folder: Path, seed: int = 0) -> Any:
     kind = getattr(transformers, config["architectures"][0])
     keys = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
     torch.manual_seed(seed)
-    keys |= {"bos_token_id": 0, "eos_token_id": 0, "attn_implementation": "eager"}
+    keys |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "attn_implementation": "eager"}
     model = kind(kind.config_class(**keys)).eval()
     model.save_pretrained(folder)
     return model

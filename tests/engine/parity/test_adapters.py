@@ -33,6 +33,7 @@ DORA = ("model.adapter={name: lora, rank: 8, alpha: 16, dora: true}", LORA[1])
 ENDS = ("model.adapter={name: lora, rank: 8, alpha: 16, targets: [v_proj, embed_tokens, lm_head]}", LORA[1])
 TIED = (*ENDS, "model.tie_word_embeddings=true")
 GPT = (*DORA, "model.family=gpt", "model.num_key_value_heads=4", "model.tie_word_embeddings=true")
+FUSED = (*DORA, "model.fused_projections=true")
 EXPERTS = (
     "model.adapter={name: lora, rank: 8, alpha: 16, targets: [all-linear, experts.*]}",
     LORA[1],
@@ -55,6 +56,7 @@ LONG = [
     Row(1, tensor=2, pipeline=2, overrides=DORA, title="dora"),
     Row(0, overrides=GPT, title="gpt dora"),
     Row(3, data=2, tensor=2, overrides=GPT, title="gpt dora"),
+    Row(2, tensor=2, overrides=FUSED, title="fused projections"),
     Row(0, overrides=ENDS, title="embedding and head"),
     Row(2, data=2, tensor=2, overrides=ENDS, title="embedding and head"),
     Row(1, tensor=2, pipeline=2, overrides=TIED, title="tied embedding and head"),
