@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -73,6 +74,7 @@ def verify(
             line.begin(entry.path.name)
             checkpoint = entry.checkpoint
             problems[entry.path.name] = verify_files(checkpoint, line.advance) if checkpoint else [entry.problem]
+    _add_base_problems(run, chosen, problems)
     if as_json:
         _print({"folder": folder, "problems": problems, "sound": not any(problems.values())})
     for name, found in problems.items():
@@ -281,6 +283,30 @@ def _inventory(run: str) -> tuple[str, list[Entry]]:
     found = find_run(run)
     folder = checkpoint_folder(found, read_record(found).spec)
     return str(folder), take_inventory(folder)
+
+
+def _add_base_problems(run: str, entries: list[Entry], problems: dict[str, list[str]]) -> None:
+    """Add a problem to each checkpoint whose frozen weights are missing from ``model.weights``, or are other ones."""
+    from scaletrain_cli.hub.reference import is_reference
+    from scaletrain_cli.rundir.base_weights import check_same_base, digests_of, read_base, weight_files
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.safe_files import expand_home
+    from scaletrain_cli.spec import ModelSpec
+
+    model = read_record(find_run(run)).spec.model
+    weights = model.weights if isinstance(model, ModelSpec) else None
+    if weights is None or is_reference(weights):  # the files of the hub may be on the nodes alone
+        return
+    valid = [entry.checkpoint for entry in entries if entry.checkpoint and not problems[entry.path.name]]
+    saved = {checkpoint.path.name: base for checkpoint in valid if (base := read_base(checkpoint)) is not None}
+    folder = expand_home(weights)
+    digests = cache(lambda: digests_of(folder, weight_files(folder)))
+    for name, base in saved.items():
+        try:
+            check_same_base(name, base, folder, digests())
+        except UsageError as error:
+            problems[name].append(str(error))
 
 
 def _valid_checkpoint(run_id: str, folder: Path, step: int | None) -> Checkpoint:

@@ -68,8 +68,10 @@ def check_same_base(checkpoint: str, saved: Mapping[str, Any] | None, folder: Pa
             raise UsageError(Reason("engine.base-weights-differ", params))
 
 
-def base_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def read_base(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Return the identity that a checkpoint recorded; None if it stores all weights itself. Raises OSError."""
+    if _STATE not in checkpoint.files:  # that of another program
+        return None
     state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
     found: dict[str, Any] | None = state.get("base")
     return found
@@ -77,7 +79,7 @@ def base_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 def check_base_of(checkpoint: Checkpoint, folder: Path) -> None:
     """Raise UsageError if weights that the checkpoint does not store are missing from ``folder``, or are others."""
-    if (saved := base_of(checkpoint)) is not None:
+    if (saved := read_base(checkpoint)) is not None:
         check_same_base(checkpoint.path.name, saved, folder, digests_of(folder, weight_files(folder)))
 
 

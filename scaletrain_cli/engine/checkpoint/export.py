@@ -37,7 +37,7 @@ from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder, mixtral_name
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.base_weights import base_of, check_base_of
+from scaletrain_cli.rundir.base_weights import check_base_of, read_base
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
 from scaletrain_cli.spec import ModelSpec, RunSpec, to_hugging_face
@@ -330,7 +330,7 @@ def _open(checkpoint: Path, kind: str, model: ModelSpec) -> SavedWeights:
     if kind not in reader.kinds:
         raise UsageError(Reason("engine.no-averaged-weights", {"checkpoint": checkpoint.name}))
     base = None
-    if model.weights is not None and base_of(found) is not None:
+    if model.weights is not None and read_base(found) is not None:
         folder = expand_home(model.weights)
         check_base_of(found, folder)
         base = HuggingFaceFolder(folder, outline(model))

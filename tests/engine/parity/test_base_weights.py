@@ -19,6 +19,7 @@ from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec, to_hugging_face
+from tests.cli.command_line import scaletrain
 from tests.engine.parity.comparison import FP32, difference
 from tests.engine.parity.dataset import write_dataset
 from tests.engine.parity.layouts import train_in_layout
@@ -56,6 +57,7 @@ def spec_of(row: Row, dataset: Path, base: Path, *overrides: str, steps: int = S
     return Row(**{**vars(row), "overrides": sets}).spec(dataset, steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", [Row(2, data=2), Row(3, data=2, tensor=2)], ids=lambda row: row.name)
 def test_a_part_of_a_pretrained_model_trains_as_with_transformers_and_adamw(
     row: Row, dataset: Path, base: Path
@@ -100,10 +102,15 @@ def test_checkpoints_hold_what_trains_and_continue_only_on_the_same_base(
     for name, weight in after.items():
         assert torch.equal(weight, first[name]) == (name in base_names(spec)), name
 
+    run_id = checkpoint.path.parent.parent.name
+    assert scaletrain("checkpoint", "verify", run_id).code == 0
     file = sorted(base.glob("*.safetensors"))[0]
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
+    ended = scaletrain("checkpoint", "verify", run_id)
+    assert ended.code == 1
+    assert f"{file.name} is not the file that was in" in ended.out
     with pytest.raises(UsageError, match=f"{file.name} is not the file that was in"):
         exported(checkpoint, spec, tmp_path / "again")
     shutil.rmtree(base)
