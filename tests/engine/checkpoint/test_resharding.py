@@ -57,7 +57,7 @@ STAGED = [
     "rows",
     [
         pytest.param(ROUNDABOUT, id="every axis"),
-        pytest.param(STAGED, id="stages"),
+        pytest.param(STAGED, id="stages", marks=pytest.mark.long),
         pytest.param(EXPERTS, id="experts", marks=pytest.mark.long),
         pytest.param(TIED, id="tied and averaged", marks=pytest.mark.long),
     ],

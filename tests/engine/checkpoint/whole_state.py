@@ -6,10 +6,12 @@ import contextlib
 import io
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.assembly import assemble
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
+from scaletrain_cli.engine.checkpoint.snapshot import WEIGHT
 from scaletrain_cli.engine.process_group import Ranks
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.rundir.paths import RunDir
@@ -20,11 +22,13 @@ from scaletrain_cli.worker.signals import PreemptionFlag
 
 
 def whole_state(folder: Path) -> dict[str, Tensor]:
-    """Return every matrix of every kind that the checkpoint has of it, flat, as ``KIND/NAME``."""
+    """Return every matrix of every kind, flat, as ``KIND/NAME``, and the counters of its optimizer."""
     checkpoint = read_checkpoint(folder)
     assert isinstance(checkpoint, Checkpoint), checkpoint
     reader = StateReader(folder, -1, (), checkpoint.files)
-    return {
+    trained = [name for name in reader.shapes if any(reader.has(kind, name) for kind in reader.kinds - {WEIGHT})]
+    counts = {f"counts/{name}": torch.tensor(list(reader.counts_of(name).values())) for name in trained}
+    return counts | {
         f"{kind}/{name}": reader.read(kind, Slice(name, shape, None, 0, shape.numel()))
         for kind in reader.kinds
         for name, shape in reader.shapes.items()

@@ -122,6 +122,7 @@ def slices(path: Path) -> list[str]:
     return list(ShardFile(path).header.slices)
 
 
+@pytest.mark.long
 def test_a_run_does_not_resume_on_other_weights(dataset: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def change_a_file() -> None:
         file = sorted(base.glob("*.safetensors"))[0]

@@ -73,6 +73,14 @@ MORE = [
 ]
 
 
+BF16 = Row(2, data=2, overrides=(STAGES, "training.precision=bf16"), title="stages in bf16")
+
+
+def marks(row: Row) -> list[pytest.MarkDecorator]:
+    """Leave all but one row to `make test-long`."""
+    return [] if row is ROWS[3] else [pytest.mark.long]
+
+
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("parity"))
@@ -87,14 +95,19 @@ def trained(row: Row, dataset: Path, *interrupted_after: int) -> Trained:
     return train_in_layout(row.spec(dataset, STEPS), *interrupted_after).trained
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row)) for row in ROWS], ids=lambda row: row.name)
 def test_a_layout_trains_what_one_process_trains(row: Row, dataset: Path) -> None:
     found = difference(trained(row, dataset), train_alone(row.reference.spec(dataset, STEPS)))
     assert found.within(FP32), found
 
 
 # After the last step of a stage, and within one.
-INTERRUPTED = [(ROWS[1], 3, 4), (ROWS[3], 5, 6), (ROWS[4], 3, 4)]
+INTERRUPTED = [
+    pytest.param(ROWS[1], 3, 4, marks=pytest.mark.long),
+    pytest.param(ROWS[3], 5, 6, marks=pytest.mark.long),
+    pytest.param(ROWS[4], 3, 4),
+    pytest.param(BF16, 3, 4, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("row", "first", "second"), INTERRUPTED, ids=lambda given: getattr(given, "name", given))
@@ -137,6 +150,7 @@ def roll_back(path: Path) -> tuple[list[float], list[float], bool]:
         return once, losses(4, STEPS), is_freed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", [ROWS[1], ROWS[3]], ids=lambda row: row.name)
 def test_a_run_rolled_back_to_an_earlier_stage_trains_the_same_again(row: Row, dataset: Path) -> None:
     spec = row.spec(dataset, STEPS)
