@@ -40,6 +40,10 @@ def _submitted(event: Event) -> str:
     return f"job {event['job_id']} on {event['scheduler']}" + (f", with the code {code}" if code else "")
 
 
+def _stage(event: Event) -> str:
+    return f"steps {event['step']} to {event['last_step']} train {counted(event['tensors'], 'tensor')}"
+
+
 def _resumed(event: Event) -> str:
     lost, passed = event.get("lost_steps", 0), event.get("passed_over") or ()
     text = f"from step {event['step']}" + (f"; {counted(lost, 'step')} to repeat" if lost else "; no steps lost")
@@ -177,6 +181,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "loss-scale-collapsed": _loss_scale_collapsed,
     "dead-gradients": _dead_gradients,
     "flat-loss": _flat_loss,
+    "stage": _stage,
     "stopped-early": _stopped_early,
     "evaluation-submitted": lambda event: f"of step {event['step']}: job {event['job_id']}, run {event['evaluation']}",
     "evaluation-not-submitted": lambda event: str(event["message"]),

@@ -25,6 +25,7 @@ from scaletrain_cli.event_texts import event_sentence
             {"event": "flat-loss", "step": 200, "first_losses": 6.2, "recent_losses": 6.19, "noise": 0.1},
             "at step 200: the loss has not fallen, 6.2000 at first and 6.1900 recently",
         ),
+        ({"event": "stage", "step": 5, "last_step": 12, "tensors": 27}, "steps 5 to 12 train 27 tensors"),
         (
             {"event": "stopped-early", "step": 40, "validation_losses": [2.0, 2.5]},
             "at step 40: the validation loss does not improve; the last ones are 2.0000, 2.5000",
