@@ -175,7 +175,7 @@ def _export(
     from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.hub.cache import HubSettings
     from scaletrain_cli.launch.hub_files import fetched_spec
-    from scaletrain_cli.rundir.base_weights import base_of
+    from scaletrain_cli.rundir.base_weights import read_base
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec.hub_files import with_local_files
 
@@ -185,7 +185,7 @@ def _export(
         settings = HubSettings.from_environment({**os.environ, **record.spec.env})
         spec = record.spec
         # Checkpoints lack the weights that never train.
-        if record.hub and any(base_of(checkpoint) is not None for checkpoint in chosen):
+        if record.hub and any(read_base(checkpoint) is not None for checkpoint in chosen):
             spec = fetched_spec(spec, ("model.weights",), show_fetch(), record.hub)
         spec = with_local_files(spec, record.hub, settings)
         create_file(resolved, json.dumps(spec.model_dump(mode="json", by_alias=True)))
