@@ -1,13 +1,16 @@
 """Factors of adapters in the planner's list of parameters, and adapters that a model does not support."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.plan.adapters import adapter_rules
+from scaletrain_cli.plan.adapters import adapter_rules, quantization_rules, quantized_layout_rules
 from scaletrain_cli.plan.parameters import base_shapes, model_parameters, modules_with_adapter
-from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec import ModelSpec, parse_spec
 from scaletrain_cli.spec.adapter import AdapterSpec, unmatched_targets
+from tests.spec.samples import SPEC
 
 SIZES: dict[str, Any] = {
     "family": "llama",
@@ -77,3 +80,33 @@ def test_a_pattern_matches_whole_names_and_endings_only() -> None:
 
     assert unmatched_targets(spec.adapter, base_shapes(spec)) == ["_proj", "layers"]
     assert {module.name.rpartition(".")[2] for module in modules_with_adapter(spec)} == {"q_proj", "v_proj"}
+
+
+QUANTIZED = ("model.quantization=nf4", "model.weights=weights", "cluster.gpu=h100-sxm-80gb")
+ADAPTER = "model.adapter={name: lora}"
+CASES: list[tuple[tuple[str, ...], list[str]]] = [
+    ((*QUANTIZED, ADAPTER), []),
+    ((*QUANTIZED, "training.trainable=[{match: '*norm*'}]"), []),
+    ((*QUANTIZED[:2], ADAPTER), ["quantization-needs-cuda"]),
+    ((QUANTIZED[0], QUANTIZED[2], ADAPTER), ["quantization-needs-weights"]),
+    (QUANTIZED, ["quantization-needs-frozen-linears"]),
+    ((*QUANTIZED, ADAPTER, "training.trainable=[{match: '*.mlp.*'}]"), ["quantization-needs-frozen-linears"]),
+    ((*QUANTIZED, "model.adapter={name: lora, dora: true}"), ["quantization-without-dora"]),
+    ((*QUANTIZED, ADAPTER, "training.precision=fp8"), ["quantization-without-fp8"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "codes"), CASES)
+def test_a_quantized_base_is_refused_where_it_cannot_run(overrides: tuple[str, ...], codes: list[str]) -> None:
+    spec = parse_spec(SPEC, file="run.yaml", base_dir=Path(), overrides=["cluster.gpu=cpu", *overrides])
+
+    assert [rule.code for rule in quantization_rules(spec)] == codes
+
+
+def test_a_quantized_base_is_not_sharded_by_zero_3() -> None:
+    spec = parse_spec(SPEC, file="run.yaml", base_dir=Path(), overrides=[*QUANTIZED, ADAPTER])
+    layout = SimpleNamespace(zero_stage=3)
+
+    found: list[Any] = list(quantized_layout_rules(spec, layout))  # type: ignore[arg-type]
+
+    assert [(rule.key, rule.given) for rule in found] == [("layout.zero_stage", 3)]
