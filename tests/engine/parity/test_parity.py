@@ -26,7 +26,7 @@ CUT = [
     Row(2, data=2, sequence=2, accumulation=4),
     Row(3, data=2, tensor=2, checkpointing="selective"),
 ]
-NAMED = {row.name: row for row in features()}
+NAMED = {row.name: row for row in [*features(), *families()]}
 FEATURES = [
     NAMED[name]
     for name in (
@@ -36,6 +36,7 @@ FEATURES = [
         "zero1 tp2 pp2 sp2 ga4 dropout",
         "zero3 dp2 sp2 document mask",
         "zero2 tp2 ga4 label smoothing",
+        "zero3 dp2 tp2 olmo2",
     )
 ]
 RESUMED = [CUT[4], CUT[6]]
