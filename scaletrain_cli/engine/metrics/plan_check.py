@@ -21,6 +21,7 @@ from scaletrain_cli.plan.memory.engine_memory import saved_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import engine_stages
+from scaletrain_cli.plan.trained_stages import stage_of_step, trained_stages
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -88,7 +89,8 @@ class PlanCheck:
             device=self.device.type,
             worst=max(range(len(planned)), key=lambda stage: planned[stage].peak),
             stages=tuple(
-                self._figures(stage, [held for at, held in gathered if at == stage]) for stage in range(len(planned))
+                self._figures(step, stage, [held for at, held in gathered if at == stage])
+                for stage in range(len(planned))
             ),
         )
         states = measured.model_states
@@ -97,17 +99,26 @@ class PlanCheck:
         sizes = {"model_states": states.measured, "planned": states.planned}
         report_event(self.run, 0, "measured", step=step, attempt=self.attempt, **sizes)
 
-    def _figures(self, stage: int, ranks: list[dict[str, int]]) -> StageFigures:
-        planned = _planned(self.record.spec, self.record.plan.layout, stage, self.record.plan.memory.by_stage[stage])
+    def _figures(self, step: int, stage: int, ranks: list[dict[str, int]]) -> StageFigures:
+        planned = _planned(
+            self.record.spec, self.record.plan.layout, step, stage, self.record.plan.memory.by_stage[stage]
+        )
         worst = {name: max(held[name] for held in ranks) for name in ranks[0]}
         return StageFigures(
             stage, {name: Figure(planned[name], size) for name, size in worst.items() if size or planned[name]}
         )
 
 
-def _planned(spec: RunSpec, layout: Layout, stage: int, memory: StageMemory) -> dict[str, Any]:
+def _planned(spec: RunSpec, layout: Layout, step: int, stage: int, memory: StageMemory) -> dict[str, Any]:
+    """Return the planned bytes of a pipeline stage at a step; ``memory`` is for the steps that need most."""
     held = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
-    return vars(memory) | {
-        "activations": saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage),
-        "host": engine_states(spec, layout, held)[1],  # without offloaded activations, which are not counted
-    }
+    states, host = engine_states(spec, layout, held, trained=stage_of_step(spec, step))
+    changing = states._asdict() if len(trained_stages(spec)) > 1 else {}
+    return (
+        vars(memory)
+        | changing
+        | {
+            "activations": saved_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage, step),
+            "host": host,  # without offloaded activations, which are not counted
+        }
+    )
