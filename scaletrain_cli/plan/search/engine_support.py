@@ -17,7 +17,7 @@ from scaletrain_cli.plan.parameters import model_parameters, training_stages, tr
 from scaletrain_cli.plan.result import Layout, RunPlan
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.extensions import optimizer_extension
 
 # Optimizers of bitsandbytes, which update their states on the device that has the gradients.
@@ -131,7 +131,7 @@ def _about_optimizer(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
 
 def _about_what_trains(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     """Yield rules on frozen weights, and on stages, between which states of the optimizer move by name."""
-    if not isinstance(spec.model, ModelSpec) or trains_everything(spec):
+    if trains_everything(spec):
         return
     stages, name, averaging = training_stages(spec), spec.training.optimizer.name, spec.training.averaging.name
     everything = len(model_parameters(spec.model))
