@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.worker.heartbeat import collective_seconds
 from scaletrain_cli.worker.loop_adapter import LoopAdapter, Request, wait_for_all
 from scaletrain_cli.worker.rank import Rank
@@ -178,7 +179,7 @@ class ScaletrainLightning:
         self._loop.beat("save")
         written = self._loop.scratch() / f"step-{step}"
         if self.rank.environment.rank == 0:
-            written.mkdir(exist_ok=True)
+            make_folder(written)
         wait_for_all()
         trainer.save_checkpoint(written / _FILE)
         self._loop.commit(step, written)
