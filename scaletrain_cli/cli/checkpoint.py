@@ -294,13 +294,14 @@ def _add_base_problems(run: str, entries: list[Entry], problems: dict[str, list[
     from scaletrain_cli.safe_files import expand_home
     from scaletrain_cli.spec import ModelSpec
 
-    model = read_record(find_run(run)).spec.model
+    record = read_record(find_run(run))
+    model = record.spec.model
     weights = model.weights if isinstance(model, ModelSpec) else None
     if weights is None or is_reference(weights):  # the files of the hub may be on the nodes alone
         return
     valid = [entry.checkpoint for entry in entries if entry.checkpoint and not problems[entry.path.name]]
     saved = {checkpoint.path.name: base for checkpoint in valid if (base := read_base(checkpoint)) is not None}
-    folder = expand_home(weights)
+    folder = Path(record.working_folder, expand_home(weights))
     digests = cache(lambda: digests_of(folder, weight_files(folder)))
     for name, base in saved.items():
         try:

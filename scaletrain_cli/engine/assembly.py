@@ -19,6 +19,7 @@ from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.splits import open_data
+from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health import preflight
 from scaletrain_cli.engine.health.guard import Guard
@@ -40,6 +41,7 @@ from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.errors import ExitCode, InfeasibleError, PreemptedError, UsageError, WrongNodesError
+from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.evaluations import MOST_WAITING
@@ -163,13 +165,20 @@ def _connect(record: RunRecord, device: torch.device, heartbeat: Heartbeat) -> t
     heartbeat.allow(
         hang_seconds=None if spec.guard.hang == "auto" else spec.guard.hang,
         step_seconds=record.plan.time.step,
-        bytes_per_node=record.plan.durability.checkpoint_bytes / spec.cluster.nodes,
+        bytes_per_node=record.plan.durability.checkpoint_bytes / spec.cluster.nodes + _base_bytes(record),
         compiled=record.plan.layout.compile,
     )
     hang_seconds = collective_seconds(heartbeat.longest_seconds)
     heartbeat.beat(0, "connect", IMPORT_SECONDS + heartbeat.set_up_seconds)  # other ranks may still be importing
     connect(device, hang_seconds)
     return RankConsensus(hang_seconds), RankConsensus(DATA_SECONDS)
+
+
+def _base_bytes(record: RunRecord) -> float:
+    """Return the bytes that a node reads, and hashes, of weights that no checkpoint has because they never train."""
+    if not base_names(record.spec):
+        return 0.0
+    return 2.0 * record.plan.model.parameters * forward_dtype(record.spec.training.precision).itemsize
 
 
 def preflight_alone(run: RunDir, record: RunRecord, ranks: Ranks, attempt: int) -> ExitCode:

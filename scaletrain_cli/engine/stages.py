@@ -59,6 +59,10 @@ class StageSwitch:
         set_rates(self.composed.optimizer, step, rate)
         return changed
 
+    def is_due(self, step: int) -> bool:
+        """Return True if this step is trained by another engine than the present one."""
+        return self._is_elsewhere(step)
+
     def summary(self) -> dict[str, int]:
         """Return the last step of the stage and the number of tensors that train in it, for an event."""
         assert self.stage is not None

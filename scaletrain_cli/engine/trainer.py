@@ -209,12 +209,10 @@ class Trainer:
 
     def optimizer_step(self, step: int) -> None:
         """Run optimizer step ``step`` (1-based); its measures become available from ``deferred_metrics``."""
-        self.heartbeat.beat(step, "step")
+        rate = learning_rate(step, self.record.spec.total_steps, self.record.spec.training)
+        self._enter_stage(step, rate)
         self.stragglers.begin(step)
         self.faults.before_step(step)
-        rate = learning_rate(step, self.record.spec.total_steps, self.record.spec.training)
-        if self.stages.enter(step, rate):
-            self._report("stage", step=step, **self.stages.summary())
         self.deferred_metrics.begin()
         scale = self.stepper.loss_scale
         with self.plan_check.around(step):
@@ -237,6 +235,17 @@ class Trainer:
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
         self.deferred_metrics.end(step, measured)
+
+    def _enter_stage(self, step: int, rate: float) -> None:
+        """Begin the step, with another engine if a training stage begins: that takes as long as the set-up of a run."""
+        if not self.stages.is_due(step):
+            self.heartbeat.beat(step, "step")
+            self.stages.enter(step, rate)
+            return
+        self.heartbeat.beat(step, "set-up")
+        self.stages.enter(step, rate)
+        self._report("stage", step=step, **self.stages.summary())
+        self.heartbeat.beat(step, "step", self.heartbeat.first_step_seconds)
 
     def resume(self) -> LoopState:
         """Restore the checkpoint of the resume point, if any, and return where the loop starts.

@@ -96,6 +96,11 @@ class HubFile:
     sha256: str | None = None
     blob_id: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a path that leads out of its folder; neither a hub nor a shared cache is trusted."""
+        if "\0" in self.path or any(part in ("", ".", "..") for part in self.path.split("/")):
+            raise ValueError(f"{self.path!r} is not the path of a file in a repository")
+
 
 @dataclass(frozen=True)
 class Listing:

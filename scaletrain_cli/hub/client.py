@@ -32,9 +32,9 @@ from scaletrain_cli.hub.cache import (
     missing_files,
 )
 from scaletrain_cli.hub.hashes import differing_hash
-from scaletrain_cli.hub.reference import HubError, HubReference
+from scaletrain_cli.hub.reference import HubError, HubReference, is_commit
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import locked, make_folder, process_umask
+from scaletrain_cli.safe_files import closing_descriptor, locked, make_folder, open_to_append, process_umask
 from scaletrain_cli.secret_text import hide_values
 
 if TYPE_CHECKING:
@@ -102,9 +102,12 @@ def _ask(reference: HubReference, settings: HubSettings) -> Listing:
     for entry in info.siblings or ():
         large = getattr(entry, "lfs", None)
         digest = large.get("sha256") if isinstance(large, dict) else getattr(large, "sha256", None)
-        files.append(HubFile(entry.rfilename, entry.size, digest, None if digest else entry.blob_id))
+        try:
+            files.append(HubFile(entry.rfilename, entry.size, digest, None if digest else entry.blob_id))
+        except ValueError as error:
+            raise HubError(Reason("hub.not-a-hub", {"endpoint": settings.endpoint, "said": str(error)})) from error
     restricted = bool(getattr(info, "gated", False) or getattr(info, "private", False))
-    if not isinstance(info.sha, str):
+    if not isinstance(info.sha, str) or not is_commit(info.sha):
         raise HubError(Reason("hub.not-a-hub", {"endpoint": settings.endpoint, "said": "an answer without a commit"}))
     return Listing(reference, info.sha, tuple(files), restricted=restricted)
 
@@ -309,7 +312,8 @@ def _fill(blob: Path, listing: Listing, file: HubFile, settings: HubSettings, on
             if number == _DOWNLOADS:
                 params = {"path": file.path, "place": listing.reference.place, "algorithm": algorithm}
                 raise HubError(Reason("hub.hash-differs", params | {"attempts": number}), temporary=True)
-        os.chmod(part, 0o666 & ~process_umask())
+        with closing_descriptor(open_to_append(part)) as descriptor:  # never a link that another user has made
+            os.fchmod(descriptor, 0o666 & ~process_umask())
         os.replace(part, blob)
         with contextlib.suppress(OSError):
             blob.with_name(f"{blob.name}.{socket.gethostname()}{_UNFINISHED}.lock").unlink()
@@ -349,7 +353,7 @@ def _receive(
             # Asked again each time: the address of a content delivery network expires.
             found = _metadata(listing, file, settings)
             headers = _headers(settings, found.url, found.location)
-            with part.open("r+b" if part.exists() else "w+b") as out, _no_bars():
+            with os.fdopen(open_to_append(part), "r+b") as out, _no_bars():
                 out.seek(0, os.SEEK_END)
                 first = out.tell()
                 if file.size is not None and first > file.size:

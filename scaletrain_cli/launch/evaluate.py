@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import InfeasibleError, ScaletrainError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import is_over, run_status
-from scaletrain_cli.launch.submit import create_run, submit_run
+from scaletrain_cli.launch.submit import create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.evaluations import Evaluation, read_evaluation, write_evaluation
-from scaletrain_cli.rundir.journal import record_event
+from scaletrain_cli.rundir.journal import read_rollbacks, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
 from scaletrain_cli.safe_files import locked
@@ -45,12 +45,24 @@ def due_steps(run: RunDir, record: RunRecord) -> list[int]:
     """Return the steps of committed checkpoints that ``evaluation.job.every`` selects and no job evaluates yet."""
     every = record.spec.evaluation.job.every
     committed = (checkpoint.step for checkpoint in list_checkpoints(checkpoint_folder(run, record.spec)))
-    return [step for step in committed if step % every == 0 and read_evaluation(run, step) is None]
+    return [step for step in committed if step % every == 0 and _is_due(run, step)]
+
+
+def _is_due(run: RunDir, step: int) -> bool:
+    """Return True if the checkpoint has no evaluation, or one whose job was never confirmed by the scheduler."""
+    found = read_evaluation(run, step)
+    if found is None:
+        return True
+    return found.state == "requested" and read_submission(RunDir(run.path.parent / found.run_id)) is None
 
 
 def evaluation_run_id(run: RunDir, step: int) -> str:
-    """Return the id of the run that evaluates the checkpoint of ``step``."""
-    return f"{run.run_id}-evaluation-{step:08d}"
+    """Return the id of the run that evaluates the checkpoint of ``step``.
+
+    A step that is trained again after a rollback has another checkpoint, and so another evaluation.
+    """
+    again = sum(rollback.to_step < step for rollback in read_rollbacks(run))
+    return f"{run.run_id}-evaluation-{step:08d}" + (f"-{again}" if again else "")
 
 
 def submit_evaluation(run: RunDir, step: int) -> SubmittedEvaluation:
@@ -76,11 +88,11 @@ def submit_evaluation(run: RunDir, step: int) -> SubmittedEvaluation:
             stored_secrets=read_document(run.secrets),
             hub=record.hub,
         )
-        requested = read_evaluation(run, step)
-        if requested is None:
+        if read_evaluation(run, step) is None:  # from now on retention keeps the checkpoint
             write_evaluation(run, Evaluation(step, made.run.run_id, "requested", 0.0))
+        before = read_submission(made.run)
         submission = submit_run(made.run, made.record, backend_for(spec.cluster.scheduler))
-    if requested is None:
+    if before is None:
         record_event(run, "evaluation-submitted", step=step, evaluation=made.run.run_id, job_id=submission.job_id)
     return SubmittedEvaluation(step, made.run.run_id, submission.job_id)
 

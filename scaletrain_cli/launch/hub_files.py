@@ -12,6 +12,8 @@ from scaletrain_cli.launch.resource_checks.files import View, is_shared
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.hub_files import hub_uses, with_local_files
 
+# Set for runs that only measure their nodes, which read no files.
+MEASURES_ONLY = "SCALETRAIN_ONLY"
 DATA_KEYS = ("data.source", "data.tokenizer.path", "data.chat_template")
 # What the job's environment keeps of the submitter's, and the cache depends on.
 _KEPT_ON_NODES = ("HOME", "USER")
@@ -68,7 +70,7 @@ def fetch_to_shared_cache(
     OSError.
     """
     settings = shared_cache(spec, environment)
-    if settings is None or not commits:
+    if settings is None or not commits or spec.env.get(MEASURES_ONLY):
         return
     fetch(hub_uses(spec), commits, {**environment, "HF_HUB_CACHE": str(settings.cache)}, on_progress=on_progress)
 

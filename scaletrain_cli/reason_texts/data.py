@@ -33,7 +33,8 @@ TEXTS: dict[str, Text] = {
     "function-call": Text("message {number}: a function_call must be JSON with name and arguments"),
     "part": Text("message {number} of the column {column} has a part of type {type}; only text can be trained on"),
     "tools": Text("the column {column} must be a list of JSON schemas, or its JSON text"),
-    "weight": Text("the weight {weight} must be a number of at least 0"),
+    "weight": Text("the weight {weight} must be 0, or a number from 1e-6 to 1e6"),
+    "weight-of-pair": Text("a preference pair has no weight; its column {column} must be 1 or left out"),
     "weight-role": Text("message {number} has a weight and the role {role}; only messages of the assistant have one"),
     "weight-in-answer": Text("message {number} has a weight, which only the messages of the format messages have"),
     "completion-role": Text(

@@ -127,8 +127,12 @@ _ENGINE = {
     "engine-nvme-frozen": Text(
         "offload to NVMe does not support frozen parameters", ("Use offload_device: cpu, or layout.offload: none.",)
     ),
+    "engine-stages-quantized": Text(
+        "quantized weights cannot be carried over when the set of trained parameters changes",
+        ("Use none, or train the same parameters in all steps.",),
+    ),
     "engine-stages-8-bit": Text(
-        "its states cannot be kept where other parameters begin to train",
+        "8-bit optimizer states cannot be carried over when the set of trained parameters changes",
         ("Use adamw, or train the same parameters in all steps.",),
     ),
     "engine-stages-averaging": Text(

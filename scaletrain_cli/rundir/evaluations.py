@@ -6,6 +6,7 @@ and done or failed. Its metrics are also in metrics.jsonl, at the step of the ch
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Collection
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.checkpoints import entries, list_checkpoints
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import append_line, read_metrics
@@ -73,10 +75,21 @@ def read_evaluation(run: RunDir, step: int) -> Evaluation | None:
 
 
 def read_evaluations(run: RunDir) -> list[Evaluation]:
-    """Return all evaluations, by step. Raises UsageError for a damaged file."""
+    """Return all evaluations, by step, without files that are damaged or of a later version: training reads them."""
     found = (_FILE.fullmatch(path.name) for path in entries(run.path / "evaluations"))
-    read = (read_evaluation(run, step) for step in sorted(int(match[1]) for match in found if match))
-    return [evaluation for evaluation in read if evaluation is not None]
+    evaluations: list[Evaluation] = []
+    for step in sorted(int(match[1]) for match in found if match):
+        with contextlib.suppress(UsageError):
+            evaluation = read_evaluation(run, step)
+            evaluations += [] if evaluation is None else [evaluation]
+    return evaluations
+
+
+def forget_newer(run: RunDir, step: int) -> None:
+    """Remove the evaluations of later steps than ``step``, whose checkpoints were rolled back."""
+    for evaluation in read_evaluations(run):
+        if evaluation.step > step:
+            evaluation_path(run, evaluation.step).unlink(missing_ok=True)
 
 
 def log_evaluation(run: RunDir, evaluation: Evaluation) -> None:

@@ -90,9 +90,11 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
         ("model.adapter.weights", getattr(getattr(spec.model, "adapter", None), "weights", None), "adapter"),
         ("data.tokenizer.path", spec.data.tokenizer.path, "tokenizer"),
         ("data.chat_template", spec.data.chat_template, "template"),
-        ("data.source", spec.data.source, "source"),
+        ("data.source", None if spec.code.own_program and spec.data.tokenizer.path else spec.data.source, "source"),
     )
-    kinds = FORMATS if spec.training.objective == "causal_lm" else ROW_FORMATS
+    kinds: tuple[str, ...] = FORMATS if spec.training.objective == "causal_lm" else ROW_FORMATS
+    if spec.code.own_program:  # an evaluation, which has no objective
+        kinds = tuple(dict.fromkeys((*FORMATS, *ROW_FORMATS)))
     return tuple(HubUse(key, text, purpose, kinds) for key, text, purpose in values if is_reference(text))
 
 

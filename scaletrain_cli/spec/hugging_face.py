@@ -310,7 +310,7 @@ def _activation(config: dict[str, Any], kind: str) -> dict[str, Any]:
     given = config.get(key)
     if given is None:
         return {"hidden_activation": None}
-    if given not in known.activations:
+    if not isinstance(given, str) or given not in known.activations:
         allowed = " or ".join(known.activations)
         raise SourceError("hf_config", f"has {key} = {str(given)[:80]}, but only {allowed} is supported")
     named = known.activations[given]

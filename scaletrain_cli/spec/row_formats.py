@@ -6,7 +6,6 @@ Uses the standard library only, because checks before a run read the first rows;
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -107,6 +106,8 @@ def parse_row(row: Any, row_format: str, fields: FieldsSpec) -> tuple[Example, f
     if missing := missing_columns(columns, row_format, fields):
         raise RowError("columns-missing", format=row_format, missing=missing, columns=columns)
     weight = row.get(fields.weight)
+    if row_format == "preference" and weight is not None and _weight(weight) != 1:
+        raise RowError("weight-of-pair", column=fields.weight)
     return _PARSERS[row_format](row, fields), 1.0 if weight is None else _weight(weight)
 
 
@@ -281,8 +282,12 @@ def _text(row: Mapping[str, Any], column: str) -> str:
     return str(row[column])
 
 
+# Beyond this range a weight is 0 or infinite in fp32, or its token decides the loss alone.
+_LEAST_WEIGHT = 1e-6
+
+
 def _weight(given: Any) -> float:
-    valid = isinstance(given, int | float) and math.isfinite(given) and given >= 0
+    valid = isinstance(given, int | float) and (given == 0 or _LEAST_WEIGHT <= given <= 1 / _LEAST_WEIGHT)
     if not valid:
         raise RowError("weight", weight=str(given))
     return float(given)

@@ -304,8 +304,9 @@ class RunSpec(Section):
     def _evaluation_inconsistencies(self) -> Iterator[tuple[str, str]]:
         if not isinstance(self.model, ModelSpec):
             yield "evaluation.tasks", "are for language models. Remove them."
-        if self.code.engine is not None:
-            yield "evaluation.tasks", "need checkpoints of the built-in engine. Remove them, or code.engine."
+        if self.code.own_program:
+            key = "code.command" if self.code.command else "code.engine"
+            yield "evaluation.tasks", f"need checkpoints of the built-in engine. Remove them, or {key}."
         yield from cluster_problems(self.cluster, self.evaluation.job)
 
     def _keep_best_inconsistencies(self, metric: str) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ def test_verbs_options_and_sub_verbs_are_completed(complete) -> None:  # type: i
     ("line", "offered"),
     [
         ("init --recipe own", ["own-engine"]),
-        ("init --preset llama-3", ["llama-3-8b", "llama-3-70b"]),
+        ("init --preset llama-3-", ["llama-3-8b", "llama-3-70b"]),
         ("plan x --gpu a100-sxm-8", ["a100-sxm-80gb"]),
         ("plan x --set training.st", ["training.steps="]),
         ("plan x --set cluster.slurm.acc", ["cluster.slurm.account="]),
@@ -48,7 +48,7 @@ def test_verbs_options_and_sub_verbs_are_completed(complete) -> None:  # type: i
         ("plan x --set training.compile=t", ["training.compile=true"]),
         ("plan x --set model.preset=gpt2-x", ["model.preset=gpt2-xl"]),
         ("plan x --vary layout.zero", ["layout.zero_stage="]),
-        ("submit x --sweep training.optimizer.l", ["training.optimizer.lr="]),
+        ("submit x --sweep training.optimizer.lr", ["training.optimizer.lr="]),
         ("plan x --set no.such", []),
     ],
 )

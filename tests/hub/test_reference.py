@@ -112,9 +112,15 @@ def test_neither_pickled_weights_nor_code_are_ever_selected(tmp_path: Path) -> N
 def test_an_index_that_names_other_files_is_refused(tmp_path: Path, name: str) -> None:
     index = tmp_path / "index.json"
     index.write_text(f'{{"weight_map": {{"a": "{name}"}}}}')
-    found = listing("model.safetensors.index.json", "../x.safetensors", "a.bin", "sub/x.safetensors")
+    found = listing("model.safetensors.index.json", "a.bin", "sub/x.safetensors")
     with pytest.raises(HubError, match="lacks"):
         selected("weights", "hf://org/name", found, index)
+
+
+@pytest.mark.parametrize("path", ["../x.txt", "/home/a/x.py", "a/../../x", "", "a//b", "a/\0"])
+def test_a_file_outside_of_its_repository_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="is not the path of a file in a repository"):
+        HubFile(path, 1)
 
 
 def test_a_repository_with_pickled_weights_only_is_refused() -> None:

@@ -52,7 +52,7 @@ BAD: list[tuple[Any, str, str]] = [
     ({"messages": []}, "sft", "the column messages must be a list of messages"),
     ({"messages": [{"role": "user"}]}, "sft", "message 0 of the column messages must have a role and content"),
     ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "sft", "only messages of the assistant have one"),
-    ({"messages": [{**ANSWERED[1], "weight": -1}]}, "sft", "the weight -1 must be a number of at least 0"),
+    ({"messages": [{**ANSWERED[1], "weight": -1}]}, "sft", "the weight -1 must be 0, or a number from 1e-6 to 1e6"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "sft", "a part of type image"),
     ({"messages": ANSWERED, "tools": "["}, "sft", "the column tools must be a list of JSON schemas"),
     ({"conversations": [{"from": "alien", "value": "Hi"}]}, "sft", "message 0 has from: alien"),

@@ -11,6 +11,8 @@ from scaletrain_cli.rundir.evaluations import (
     State,
     awaited_steps,
     best_step,
+    evaluation_path,
+    forget_newer,
     log_evaluation,
     read_evaluation,
     read_evaluations,
@@ -69,3 +71,12 @@ def test_metrics_of_an_evaluation_are_logged_at_its_step(run: RunDir) -> None:
     found = read_evaluation(run, 20)
     assert found is not None
     assert found.finished_tasks() == {"code", "g"}
+
+
+def test_an_unreadable_evaluation_is_passed_over_and_those_of_undone_steps_are_removed(run: RunDir) -> None:
+    for step in (10, 20, 30):
+        write_evaluation(run, Evaluation(step, "e", "done", 0.0))
+    evaluation_path(run, 20).write_text('{"step": 20, "a field of a later version": 1}')
+    assert [one.step for one in read_evaluations(run)] == [10, 30]
+    forget_newer(run, 10)
+    assert [one.step for one in read_evaluations(run)] == [10]

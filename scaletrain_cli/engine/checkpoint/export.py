@@ -340,5 +340,5 @@ def _open(checkpoint: Path, kind: str, model: ModelSpec) -> SavedWeights:
 def _mean(sources: Sequence[Weights], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     total = sources[0].read(name, shape)
     for source in sources[1:]:
-        total += source.read(name, shape)
+        total = total + source.read(name, shape)  # not in place: the first may be a view of a file
     return (total / len(sources)).to(dtype)

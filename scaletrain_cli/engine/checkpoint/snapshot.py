@@ -404,7 +404,7 @@ def restore_state(reader: CountedState, states: ShardedState, average: WeightAve
             counts = reader.counts_of(first or "") if kinds or opaque else {}
             for name, count in counts.items():
                 _set_count(own, name, count, states.place_of_counts(weight))
-            if AVERAGE in reader.kinds:
+            if average is not None and average.taken:
                 averages.append(_whole(shard, AVERAGE, reader).to(weight.device))
     for frozen in states.frozen:
         for part, offset in frozen.slices:

@@ -87,7 +87,6 @@ class RowSequences:
             number = np.repeat(np.arange(len(ends)), np.diff(np.append(starts, length)))
             documents[place, :length] = number
             positions[place, :length] = np.arange(length) - starts[number]
-            positions[place, length:] = np.arange(self.seq_len - length)
         counted = weights[:, :-1] > 0
         labels[:, :-1][counted] = tokens[:, 1:][counted]
         return Rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -87,5 +88,5 @@ def _metrics(name: str, results: dict[str, dict[str, Any]]) -> Iterator[tuple[st
     for task, values in results.items():
         for key, value in values.items():
             metric, _, kind = key.partition(",")
-            if kind and type(value) in (int, float):
+            if kind and type(value) in (int, float) and math.isfinite(value):
                 yield f"{name}/{task}/{metric}" + ("" if kind == "none" else f"/{kind}"), float(value)

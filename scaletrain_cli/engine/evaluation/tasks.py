@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from scaletrain_cli.engine.checkpoint.adapter_export import exported_model
 from scaletrain_cli.engine.checkpoint.export import export, text_files
 from scaletrain_cli.engine.data.corpus import documents
+from scaletrain_cli.engine.data.dataset import load_tokenizer
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss, perplexity
 from scaletrain_cli.engine.evaluation.lm_eval import run_lm_eval
@@ -54,24 +56,33 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     evaluation = read_evaluation(run, step) or Evaluation(step, own.run_id, "requested", 0.0)
     copied = own.path / "weights"
     if not copied.is_dir():
-        copy_weights(run, record, step, copied)
+        try:
+            copy_weights(run, record, step, copied)
+        except (ScaletrainError, OSError) as error:
+            write_evaluation(run, replace(evaluation, state="failed", errors={"checkpoint": str(error)[:2000]}))
+            raise
     evaluation = write_evaluation(run, replace(evaluation, state="running", errors={}))
     done = evaluation.finished_tasks()
     with_model = _ModelOnDemand(copied, record, lambda: rank.preemption.raised)
     for task in record.spec.evaluation.tasks:
         if rank.preemption.raised:
             raise PreemptedError(Reason("engine.evaluation-preempted"))
+        if not _is_current(run, evaluation):
+            logger.warning("step %d was rolled back; its evaluation ends", step)
+            return ExitCode.DONE
         if task.name in done:
             continue
         began = time.monotonic()
         try:
             evaluation = write_evaluation(run, _run_task(task, evaluation, with_model, own))
-        except (ScaletrainError, OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # of any library: the other tasks are run all the same
             if rank.preemption.raised:  # the signal has ended the command, too
                 raise PreemptedError(Reason("engine.evaluation-preempted")) from error
             logger.error("task %s failed: %s", task.name, error)
             evaluation = replace(evaluation, errors={**evaluation.errors, task.name: str(error)[:2000]})
         logger.info("task %s took %.1f s", task.name, time.monotonic() - began)
+    if not _is_current(run, evaluation):
+        return ExitCode.DONE
     evaluation = write_evaluation(run, replace(evaluation, state="failed" if evaluation.errors else "done"))
     log_evaluation(run, evaluation)
     record_event(
@@ -80,6 +91,12 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     shutil.rmtree(copied, ignore_errors=True)
     _mirror_if_finished(run, record, rank.environment.attempt)
     return ExitCode.DONE if not evaluation.errors else ExitCode.DO_NOT_REQUEUE
+
+
+def _is_current(run: RunDir, evaluation: Evaluation) -> bool:
+    """Return True if the run still has this evaluation: a rollback removes those of undone steps."""
+    now = read_evaluation(run, evaluation.step)
+    return now is not None and now.run_id == evaluation.run_id
 
 
 def copy_weights(run: RunDir, record: RunRecord, step: int, output: Path) -> None:
@@ -107,7 +124,8 @@ class _ModelOnDemand:
 
     def model(self) -> CausalLM:
         if self._model is None:
-            self._model = load_model(self.folder, self.spec.transformer, self.device, self.dtype)
+            model = exported_model(self.spec.transformer)
+            self._model = load_model(self.folder, model, self.device, self.dtype)
         return self._model
 
     def release(self) -> None:
@@ -118,12 +136,10 @@ class _ModelOnDemand:
 
     def tokenizer(self) -> Any:
         """Return the tokenizer. Raises UsageError if the weights were exported without one."""
-        from tokenizers import Tokenizer
-
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise UsageError(Reason("engine.evaluation-without-tokenizer"))
-        return Tokenizer.from_file(str(path))
+        return load_tokenizer(str(path))
 
     def end_tokens(self) -> list[int]:
         """Return the ids that end a text, from the generation settings; empty if there are none."""

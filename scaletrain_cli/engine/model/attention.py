@@ -168,7 +168,7 @@ def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> 
         length=model.seq_len,
         head_dim=model.head_dim,
         dropout=model.attention_dropout,
-        masked=spec.data.packing != "none",
+        masked=spec.data.packing != "none" or model.windowed_layers > 0,
     )
 
 

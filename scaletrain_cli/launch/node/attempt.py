@@ -46,7 +46,7 @@ from scaletrain_cli.safe_files import closing_descriptor, make_private_folder, o
 from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
 
-_LAST_SUBMISSION_SECONDS = 120.0
+_LAST_SUBMISSION_SECONDS = 60.0
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TEMPORARY = ("/tmp", "/var/tmp")
 logger = logging.getLogger(__name__)
@@ -157,17 +157,26 @@ def _start_submitting_evaluations(
     return _submit_evaluations(run, "--follow")
 
 
-def _submit_evaluations(run: RunDir, *words: str) -> subprocess.Popen[bytes]:
-    """Start the command in a process of its own, so that a slow scheduler cannot delay the agent."""
+def _submit_evaluations(run: RunDir, *words: str) -> subprocess.Popen[bytes] | None:
+    """Start the command in a process of its own, so that a slow scheduler cannot delay the agent.
+
+    Return None, with a warning in the log, if it cannot be started: evaluations never disturb training.
+    """
     command = python_command("scaletrain_cli", "evaluation", "submit", str(run.path), *words)
-    with closing_descriptor(open_to_append(run.path / "evaluations.log")) as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        with closing_descriptor(open_to_append(run.path / "evaluations.log")) as log:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    except OSError as error:
+        logger.warning("evaluations are not submitted from this node: %s", error)
+        return None
 
 
 def _submit_last_evaluation(run: RunDir) -> None:
     """Submit the evaluation of the checkpoint that was committed last."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        _submit_evaluations(run).wait(_LAST_SUBMISSION_SECONDS)
+    process = _submit_evaluations(run)
+    if process is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LAST_SUBMISSION_SECONDS)
 
 
 def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:

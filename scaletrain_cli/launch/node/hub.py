@@ -20,6 +20,7 @@ from typing import Any
 from scaletrain_cli.errors import PreemptedError, ScaletrainError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.launch.hub_fetch import FetchProgress, FetchStopped, fetch
+from scaletrain_cli.launch.hub_files import MEASURES_ONLY
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.launch.node.processes import next_signal
 from scaletrain_cli.launch.node.record import has_failed
@@ -38,7 +39,6 @@ _POLL_SECONDS = 0.5
 _LOOK_SECONDS = 1.0  # between two looks for other nodes on the shared file system
 # Until a node whose progress no longer changes counts as lost; a fetching agent writes every _NOTE_SECONDS.
 LOST_SECONDS = 600.0
-_ONLY = "SCALETRAIN_ONLY"
 _READY, _STOPPED = "ready", "stopped"
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def fetch_hub_files(run: RunDir, record: RunRecord, options: AgentOptions, secre
     Raises HubError for what a retry cannot cure, FetchError for what one may, and PreemptedError after a signal.
     """
     spec = record.spec
-    if not record.hub or spec.env.get(_ONLY):  # a run that only measures its nodes reads no files
+    if not record.hub or spec.env.get(MEASURES_ONLY):  # a run that only measures its nodes reads no files
         return LocalFiles(spec)
     environment = {**os.environ, **spec.env, **secrets}
     settings = HubSettings.from_environment(environment)
@@ -70,7 +70,9 @@ def fetch_hub_files(run: RunDir, record: RunRecord, options: AgentOptions, secre
     except FetchStopped:
         notes.end(_STOPPED)
         raise PreemptedError(Reason("node.stopped-in-fetch")) from None
-    variables = {"HF_HUB_CACHE": str(settings.cache), "HF_HUB_OFFLINE": "1"}
+    variables = {"HF_HUB_CACHE": str(settings.cache)}
+    if not spec.code.own_program:  # lm-evaluation-harness fetches the data of its tasks itself
+        variables["HF_HUB_OFFLINE"] = "1"
     return LocalFiles(with_local_files(spec, record.hub, settings), variables)
 
 

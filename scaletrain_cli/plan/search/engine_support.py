@@ -140,5 +140,7 @@ def _about_what_trains(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
         yield Rule("layout.offload_device", "nvme", "engine-nvme-frozen")
     if len(stages) > 1 and name == "adamw_8bit":
         yield Rule("training.optimizer.name", name, "engine-stages-8-bit")
+    if len(stages) > 1 and (quantization := getattr(spec.model, "quantization", "none")) != "none":
+        yield Rule("model.quantization", quantization, "engine-stages-quantized")
     if len(stages) > 1 and averaging != "none":
         yield Rule("training.averaging.name", averaging, "engine-stages-averaging")

@@ -59,8 +59,8 @@ def activation_offload_seconds(spec: RunSpec, layout: Layout, device: Accelerato
     return kept / spec.transformer.num_hidden_layers / (device.host_bandwidth * _LINK_SHARE)
 
 
-def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated: int) -> float:
-    """Return the seconds per step of an offloaded optimizer that updates ``updated`` parameters.
+def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated: int, held: int) -> float:
+    """Return the seconds per step of an offloaded optimizer that updates ``updated`` of ``held`` parameters of a rank.
 
     It copies gradients to the host, updates on the CPU and copies weights back. Offloaded weights are fetched once for
     each forward and each backward pass (ZeRO-Infinity, arXiv:2104.07857); half of that is assumed to overlap compute.
@@ -71,7 +71,8 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
     weights = updated * weight_bytes(training.precision)
     gradients = updated * gradient_bytes(training.precision, training.grad_dtype)
     seconds = (weights + gradients) / link + updated * _UPDATE_BYTES / _HOST_MEMORY_BANDWIDTH
-    fetched = 2 * layout.gradient_accumulation_steps * weights if layout.offload == "optimizer+params" else 0
+    every = held * weight_bytes(training.precision)
+    fetched = 2 * layout.gradient_accumulation_steps * every if layout.offload == "optimizer+params" else 0
     seconds += 0.5 * fetched / link
     if spec.layout.offload_device == "nvme":
         given = spec.cluster.nvme_bandwidth

@@ -169,17 +169,24 @@ def _once_per_step(
     forward, backward = stage.overlappable
     reduce = exposed(data.reduce, windows * backward, profile.reduce_overlap)
     gather = exposed(data.gather, windows * forward, profile.gather_overlap)
-    optimizer = _optimizer_seconds(spec, layout, device, rate, profile, sizes.trained)
+    optimizer = _optimizer_seconds(spec, layout, device, rate, profile, sizes.trained, sizes.parameters)
     return _OncePerStep(reduce + gather, optimizer, data.sent)
 
 
 def _optimizer_seconds(
-    spec: RunSpec, layout: Layout, device: Accelerator, rate: Rates, profile: FrameworkProfile, parameters: int
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    rate: Rates,
+    profile: FrameworkProfile,
+    trained: int,
+    parameters: int,
 ) -> float:
-    updated = parameters if layout.zero_stage == 0 else -(-parameters // zero_shards(layout))
+    shards = 1 if layout.zero_stage == 0 else zero_shards(layout)
+    updated, held = -(-trained // shards), -(-parameters // shards)
     host = 0.0 if rate.is_cpu else profile.step_host + (profile.zero_host if layout.zero_stage else 0.0)
     if layout.offload != "none":
-        return host + offload_seconds(spec, layout, device, updated)
+        return host + offload_seconds(spec, layout, device, updated, held)
     return host + updated * profile.optimizer / rate.memory
 
 

@@ -57,7 +57,7 @@ def test_a_packed_row_restarts_positions_and_ignores_the_first_token_of_each_doc
     assert read.labels[0].tolist() == [6, 7, NOT_COUNTED, 9, *[NOT_COUNTED] * 4]
     assert read.weights[0].tolist() == [1, 1, 0, 0.5, 0, 0, 0, 0]
     assert read.documents[0].tolist() == [0, 0, 0, 1, 1, *[PADDING_DOCUMENT] * 3]
-    assert read.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert read.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 0, 0]  # padding does not lengthen the longest position
 
 
 def test_a_token_with_the_number_of_the_padding_still_counts() -> None:

@@ -144,6 +144,7 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
         ),
         validation=SimpleNamespace(sequences=[0]),
         average=average,
+        stepper=SimpleNamespace(take_measures=dict),
         _mean_loss=lambda step, rounds: 1.0,
     )
     metrics: Any = SimpleNamespace(log_validation=lambda step, size, **losses: logged.append(set(losses)))
