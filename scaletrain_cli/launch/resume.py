@@ -17,7 +17,7 @@ from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.code import write_snapshot
-from scaletrain_cli.launch.hub_files import resolve_commits
+from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits
 from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import why_ended
@@ -110,6 +110,7 @@ def resume(
             _start_from_scratch_recorded(run, from_scratch),
             _stop_files_moved_aside(run),
         ):
+            fetch_to_shared_cache(revised.spec, revised.hub, os.environ)
             return Resumption(report, submit_job(run, revised, scheduler))
 
 

@@ -6,9 +6,10 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.adapters import check_adapter
 from scaletrain_cli.plan.advice.recipe_checks import check_recipe
 from scaletrain_cli.plan.advice.warnings import assumptions, warnings
-from scaletrain_cli.plan.axes import resolve_axes
+from scaletrain_cli.plan.axes import Rule, resolve_axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
-from scaletrain_cli.plan.parameters import check_what_trains
+from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.parameters import check_what_trains, trains_everything
 from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
 from scaletrain_cli.plan.result import RunPlan
@@ -17,6 +18,7 @@ from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternati
 from scaletrain_cli.plan.search.layouts import division_problems
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try
 from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.problems import placed
 
@@ -46,6 +48,7 @@ def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
     """
     check_adapter(spec)
     check_what_trains(spec)
+    _check_framework(spec)
     device = find_accelerator(spec.cluster)
     counts = RejectionCounts()
     all_axes = axes_to_try(spec, counts)
@@ -56,6 +59,13 @@ def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
         least = evaluate(spec, smallest(found).layout, device)
         raise does_not_fit(spec, device, _assemble(spec, device, least, found, compared))
     return _assemble(spec, device, found.chosen, found, compared)
+
+
+def _check_framework(spec: RunSpec) -> None:
+    """Raise UsageError if the framework is modeled only for training of all weights, and some are frozen."""
+    if not framework_of(spec).is_engine and not trains_everything(spec):
+        rule = Rule("planner.framework", spec.planner.framework, "framework-trains-everything")
+        raise UsageError(Reason("plan.trainable-invalid", {"problems": 1}), (rule.problem(spec.where(rule.key)),))
 
 
 def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Found, compared: bool) -> RunPlan:

@@ -127,6 +127,9 @@ _ENGINE = {
     "engine-nvme-frozen": Text(
         "offload to NVMe does not support frozen parameters", ("Use offload_device: cpu, or layout.offload: none.",)
     ),
+    "framework-trains-everything": Text(
+        "is modeled for training of all weights only, without adapters and frozen weights", ("Use deepspeed.",)
+    ),
     "engine-stages-quantized": Text(
         "quantized weights cannot be carried over when the set of trained parameters changes",
         ("Use none, or train the same parameters in all steps.",),
@@ -479,22 +482,24 @@ _RECIPE = {
         "order of pre-training, and may undo what the weights have learned"
     ),
     "adapter-rate": Text(
-        "published adapters of this size took about {usual:g}, ten times the rate of full fine-tuning (QLoRA, "
+        "published LoRA runs of this size used about {usual:g}, several times the rate of full fine-tuning (QLoRA, "
         "arXiv:2305.14314)"
     ),
     "adapter-rate-low": Text(
-        "published adapters of this size took about {usual:g}, ten times the rate of full fine-tuning (QLoRA, "
-        "arXiv:2305.14314); an adapter learns little at this one"
+        "published LoRA runs of this size used about {usual:g}, several times the rate of full fine-tuning (QLoRA, "
+        "arXiv:2305.14314); this rate is probably too low for an adapter"
     ),
     "adapter-rate-high": Text(
-        "published adapters of this size took about {usual:g} (QLoRA, arXiv:2305.14314); this one may diverge"
+        "published LoRA runs of this size used about {usual:g} (QLoRA, arXiv:2305.14314); this one may diverge"
     ),
     "preference-rate": Text(
-        "published runs of DPO took about {usual:g} (Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124)"
+        "DPO usually uses about {usual:g}: published runs without adapters 5e-7 (Zephyr, arXiv:2310.16944; Tulu 3, "
+        "arXiv:2411.15124), with an adapter about ten times as much"
     ),
     "preference-rate-high": Text(
-        "published runs of DPO took about {usual:g} (Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124); at this one "
-        "the model may degenerate, because preferences alone do not keep it near its start"
+        "DPO usually uses about {usual:g}: published runs without adapters 5e-7 (Zephyr, arXiv:2310.16944; Tulu 3, "
+        "arXiv:2411.15124), with an adapter about ten times as much; at this one the model may degenerate, because "
+        "preferences alone do not keep it near its start"
     ),
     "trained-parameters": Text("the others are frozen, and have no gradients and no optimizer states"),
     "adapter-without-mlp": Text(

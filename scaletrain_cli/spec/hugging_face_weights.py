@@ -70,7 +70,19 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
     scaling, their_scaling = _scaling(spec), trained.get("rope_scaling")
     if scaling != their_scaling:
         yield differs("rope_scaling", scaling, their_scaling)
+    theirs = trained.get("max_position_embeddings", spec.max_position_embeddings)
+    if theirs != spec.max_position_embeddings and _scales_by_longest(spec):
+        yield differs("max_position_embeddings", spec.max_position_embeddings, theirs)
     yield from (differs(key, ours, theirs) for key, ours, theirs in _window_differences(spec, trained))
+
+
+def _scales_by_longest(spec: ModelSpec) -> bool:
+    """Return True if the rotary frequencies follow from ``max_position_embeddings``."""
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return False
+    given = scaling.factor or scaling.attention_factor
+    return scaling.rope_type == "dynamic" or (scaling.rope_type == "longrope" and not given)
 
 
 def _window_differences(spec: ModelSpec, trained: dict[str, Any]) -> Iterator[tuple[str, object, object]]:

@@ -130,7 +130,15 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise RowError("template-failed", error=error.message or str(error)) from error
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise RowError("template-failed", error=f"{type(error).__name__}: {error}") from error
         return _without_marks(text, opening, closing) if opening else Rendered(text, [])
 
@@ -223,6 +231,9 @@ def compile_template(source: str, tokens: dict[str, str], date: str) -> ChatTemp
         compiled = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         params = {"line": error.lineno, "error": error.message or str(error)}
+        raise UsageError(Reason("data.template-invalid", params)) from error
+    except (MemoryError, RecursionError, ValueError) as error:
+        params = {"line": 1, "error": f"{type(error).__name__}: {error}"}
         raise UsageError(Reason("data.template-invalid", params)) from error
     return ChatTemplate(source, tokens, date, compiled)
 
