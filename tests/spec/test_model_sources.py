@@ -9,7 +9,8 @@ import pytest
 
 from scaletrain_cli.errors import SpecError
 from scaletrain_cli.plan import parameter_count
-from scaletrain_cli.spec import presets
+from scaletrain_cli.spec import ModelSpec, presets, to_hugging_face
+from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from tests.spec.samples import FIXTURES, load, problem, problems
 
 START = "schema: scaletrain/v1\nname: a\ndata: {source: x, tokenizer: {vocab_size: 512}}\n"
@@ -352,3 +353,19 @@ def test_wrong_values_in_a_config_json_are_reported_at_the_model(tmp_path: Path)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide", "vocab_size": 1e400}')
     with pytest.raises(SpecError, match=r"hidden_size = wide: must be a whole number"):
         load(f"{START}model: {{hf_config: config.json}}\n", base_dir=tmp_path)
+
+
+@pytest.mark.parametrize(("scaling", "differs"), [("dynamic", True), ("linear", False)])
+def test_another_longest_context_is_a_difference_where_rotary_frequencies_follow_from_it(
+    scaling: str, differs: bool, tmp_path: Path
+) -> None:
+    dims = {
+        **{"family": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 512, "seq_len": 64},
+        **{"max_position_embeddings": 4096, "rope_scaling": {"rope_type": scaling, "factor": 2.0}},
+    }
+    spec = ModelSpec.model_validate(dims)
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(spec)))
+    shorter = spec.model_copy(update={"max_position_embeddings": 64})
+    assert list(config_mismatches(tmp_path, spec)) == []
+    assert [one.key for one in config_mismatches(tmp_path, shorter)] == ["max_position_embeddings"] * differs

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.engine_support import submittable
@@ -51,6 +52,20 @@ def test_quantized_weights_are_never_sharded() -> None:
     for layout in (plan.layout, *(each.layout for each in plan.alternatives)):
         assert layout.tensor_parallel == 1
         assert layout.zero_stage < 3
+
+
+def test_frozen_weights_are_refused_where_a_framework_is_modeled_without_them() -> None:
+    with pytest.raises(UsageError) as refused:
+        make_plan(tuned("llama-3-8b", model__adapter=LORA, planner__framework="megatron"))
+    assert "is modeled for training of all weights only" in str(refused.value.problems[0])
+    make_plan(tuned("llama-3-8b", planner__framework="megatron", cluster__gpus_per_node=8))
+
+
+def test_the_weights_of_a_whole_offloaded_model_are_fetched_though_few_of_them_train() -> None:
+    away = {**ON_24_GB, "layout__zero_stage": 3, "layout__offload": "optimizer+params"}
+    frozen = planned(tuned("llama-3-8b", model__adapter=LORA, **away))
+    near = planned(tuned("llama-3-8b", model__adapter=LORA, **ON_24_GB))
+    assert frozen.time.optimizer > near.time.optimizer + 1
 
 
 def test_a_run_in_stages_has_the_memory_of_the_fullest_and_the_mean_time() -> None:
