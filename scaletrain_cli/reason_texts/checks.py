@@ -37,6 +37,9 @@ TEXTS: dict[str, Text] = {
     "dataset-vocabulary": Text("has {tokens} token ids, and model.vocab_size is {vocab_size}", _PREPARE),
     "dataset-objective": Text("was prepared for objective {found}, and training.objective is {objective}", _PREPARE),
     "dataset-length": Text("holds rows of {found} tokens, and model.seq_len is {seq_len}", _PREPARE),
+    "dataset-packing": Text(
+        "was prepared with packing {found}, and data.packing is {packing}, with which the run is planned", _PREPARE
+    ),
     "dataset-too-short": Text(
         "holds {tokens} tokens to train on, fewer than one sequence of {seq_len}",
         _PREPARE,

@@ -98,7 +98,7 @@ def prepared(folder: Path, **info: Any) -> None:
     (folder / "dataset.json").write_text(json.dumps(known | info))
 
 
-def test_prepared_rows_are_checked_for_their_length_and_their_objective(tmp_path: Path) -> None:
+def test_prepared_rows_are_checked_for_their_length_objective_and_packing(tmp_path: Path) -> None:
     source = f"data.source={tmp_path}"
     prepared(tmp_path, objective="sft", seq_len=8)
     assert not [*source_problems(view(tmp_path, source, "model.seq_len=8"))]
@@ -106,6 +106,8 @@ def test_prepared_rows_are_checked_for_their_length_and_their_objective(tmp_path
     assert "holds rows of 8 tokens, and model.seq_len is 16" in longer.message
     (pairs,) = source_problems(view(tmp_path, source, "model.seq_len=8", objective="dpo"))
     assert "was prepared for objective sft, and training.objective is dpo" in pairs.message
+    (packed,) = source_problems(view(tmp_path, source, "model.seq_len=8", "data.packing=best_fit"))
+    assert "was prepared with packing none, and data.packing is best_fit" in packed.message
     prepared(tmp_path)
     (text,) = source_problems(view(tmp_path, source, "model.seq_len=2"))
     assert "was prepared for objective causal_lm" in text.message

@@ -332,6 +332,7 @@ def _prepared_problem(folder: Path, spec: RunSpec) -> Reason | None:
                 return Reason("checks.dataset-size", params)
         vocab_size, tokens = int(info["vocab_size"]), int(info["train_tokens"])
         objective, length = info.get("objective", "causal_lm"), info.get("seq_len")
+        packed = info.get("packing") or "none"
     except OSError as error:
         return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
     except (ValueError, KeyError, TypeError):
@@ -344,8 +345,10 @@ def _prepared_problem(folder: Path, spec: RunSpec) -> Reason | None:
     if objective != spec.training.objective:
         return Reason("checks.dataset-objective", {"found": objective, "objective": spec.training.objective})
     if length is not None:  # rows for fine-tuning, which have any number of tokens
-        lengths = {"found": length, "seq_len": model.seq_len}
-        return None if length == model.seq_len else Reason("checks.dataset-length", lengths)
+        if length != model.seq_len:
+            return Reason("checks.dataset-length", {"found": length, "seq_len": model.seq_len})
+        packing = {"found": packed, "packing": spec.data.packing}
+        return None if packed == spec.data.packing else Reason("checks.dataset-packing", packing)
     if tokens <= model.seq_len:
         return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": model.seq_len})
     return None
