@@ -125,12 +125,32 @@ def read_small_file(listing: Listing, file: HubFile, settings: HubSettings) -> P
 
     Raises HubError.
     """
-    if missing_files(settings, listing, (file,)):
+    if files_to_fetch(listing, (file,), settings):
         require_online(listing, (file,), settings)
         download(listing, file, settings)
         with contextlib.suppress(OSError):
             keep_listing(settings, listing, (file,))
     return settings.snapshot(listing.reference, listing.commit) / file.path
+
+
+def files_to_fetch(listing: Listing, files: tuple[HubFile, ...], settings: HubSettings) -> list[HubFile]:
+    """Return the files that the cache lacks; those that another program has fetched are verified and noted."""
+    missing = missing_files(settings, listing, files)
+    folder = settings.snapshot(listing.reference, listing.commit)
+    found = tuple(file for file in missing if _is_whole(folder / file.path, file))
+    if found:
+        with contextlib.suppress(OSError):  # a cache that cannot be written: verified again next time
+            keep_listing(settings, listing, found)
+    return [file for file in missing if file not in found]
+
+
+def _is_whole(path: Path, file: HubFile) -> bool:
+    """Return True if the file is there with the size and hash that the hub states."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return False
+    return (file.size is None or size == file.size) and differing_hash(path, file) is None
 
 
 def require_online(listing: Listing, files: tuple[HubFile, ...], settings: HubSettings) -> None:

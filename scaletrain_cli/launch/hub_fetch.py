@@ -281,9 +281,9 @@ class Fetch:
             return  # a cache that cannot be written: sufficient if it is complete
 
     def _fetch_missing(self, groups: Sequence[tuple[Listing, tuple[HubFile, ...]]]) -> None:
-        from scaletrain_cli.hub.client import require_online
+        from scaletrain_cli.hub.client import files_to_fetch, require_online
 
-        todo = [(listing, file) for listing, files in groups for file in missing_files(self._settings, listing, files)]
+        todo = [(listing, file) for listing, files in groups for file in files_to_fetch(listing, files, self._settings)]
         if not todo:
             return
         for listing, _ in groups:

@@ -162,6 +162,21 @@ def test_damage_and_loss_in_the_cache_are_repaired(hub: Hub) -> None:
     assert [len(hub.downloads(name)) for name in (*SHARDS, "tokenizer.json")] == [1, 1, 0]
 
 
+def test_files_that_another_program_has_fetched_are_complete_without_a_request(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import snapshot_download
+
+    commit, _ = tiny.publish(hub)
+    client.resolve(WEIGHTS.reference, settings())  # keeps the list of files
+    snapshot_download(tiny.MODEL, revision=commit, cache_dir=settings().cache, endpoint=settings().endpoint)
+    forget()
+    hub.log.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run_fetch(commit).files == 0
+    assert not hub.log
+
+
 def test_offline_needs_a_complete_cache_and_names_what_is_missing(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     commit, _ = tiny.publish(hub)
     fetch_here(commit)
