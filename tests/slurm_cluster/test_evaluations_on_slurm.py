@@ -12,7 +12,7 @@ from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.test_a_run_on_slurm import ON_SLURM, SAVED_EVERY, TINY, Login
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
