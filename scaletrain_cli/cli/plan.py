@@ -160,7 +160,7 @@ def command(
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a model of the hub is planned for; None for the default."""
+    """The number and the name of the GPUs to plan a model of the hub for; None for the default."""
 
     gpus: int | None
     gpu: str | None

@@ -8,6 +8,7 @@ repository's files and which of them were compared with their hashes. Needs no r
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from scaletrain_cli.safe_files import make_folder, replace_file
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _TRUE = ("1", "ON", "YES", "TRUE")
 _NOTES = ".scaletrain"
+_CHUNK_BYTES = 1 << 22
 FOLDER_MODE = 0o777  # less the umask, as huggingface_hub creates its folders: a cache is often shared
 # The variables that this module reads; spec.env passes them on to the nodes.
 VARIABLES = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE")
@@ -29,7 +31,7 @@ TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 @dataclass(frozen=True)
 class HubSettings:
-    """What the environment says about the hub; the token is never shown."""
+    """Cache, endpoint, offline mode and token, from environment variables. The token is not in the repr."""
 
     cache: Path
     endpoint: str = DEFAULT_ENDPOINT
@@ -226,3 +228,24 @@ def keep_commit(settings: HubSettings, reference: HubReference, commit: str, *, 
     path = settings.repo_folder(reference) / "refs" / reference.revision
     make_folder(path.parent, mode=FOLDER_MODE)
     replace_file(path, commit, public=True)
+
+
+def differing_hash(path: Path, file: HubFile) -> str | None:
+    """Return the name of the hash in which the content differs from what the hub states; None if it agrees.
+
+    SHA-256 for large files (LFS), git's hash for all others. Raises OSError.
+    """
+    if file.sha256 is not None:
+        return None if _hex(hashlib.sha256(), path) == file.sha256.lower() else "SHA-256"
+    if file.blob_id is not None and len(file.blob_id) == 40:
+        digest = hashlib.sha1(usedforsecurity=False)  # git's, of a header and the content
+        digest.update(b"blob %d\0" % path.stat().st_size)
+        return None if _hex(digest, path) == file.blob_id.lower() else "git hash"
+    return None
+
+
+def _hex(digest: hashlib._Hash, path: Path) -> str:
+    with path.open("rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

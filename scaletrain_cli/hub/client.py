@@ -27,11 +27,11 @@ from scaletrain_cli.hub.cache import (
     Listing,
     cached_commit,
     cached_listing,
+    differing_hash,
     keep_commit,
     keep_listing,
     missing_files,
 )
-from scaletrain_cli.hub.hashes import differing_hash
 from scaletrain_cli.hub.reference import HubError, HubReference, is_commit
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import closing_descriptor, locked, make_folder, open_to_append, process_umask

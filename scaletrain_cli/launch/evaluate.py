@@ -1,7 +1,7 @@
 """Submit the jobs that run ``evaluation.tasks``: for each checkpoint a run of its own, beside the training job.
 
 An evaluation is a run whose program is ``scaletrain_cli.engine.evaluation``: it is submitted, listed, cancelled and
-explained like any other. Its id follows from the checkpoint, so that each checkpoint is evaluated once, whoever asks.
+explained like any other. Its id is derived from the checkpoint, so that a second submission creates no second job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which products of a transformer block need a gradient if some weights are frozen, and their FLOPs.
+"""The matrix products of a transformer block that need gradients if some weights are frozen, and their FLOPs.
 
 A matrix product of a frozen weight takes 2 FLOPs per weight and token forward and 2 backward, for the gradient of its
 input. A trained weight takes 2 more, for its own gradient. Below the lowest trained weight there is no backward pass.
@@ -62,11 +62,6 @@ class BlockTraining(NamedTuple):
     def is_whole(self) -> bool:
         """Return whether every weight trains, and no adapter."""
         return self.reached and self.modules is None and not self.adapters
-
-    @property
-    def learns_anything(self) -> bool:
-        """Return whether any weight of the block trains."""
-        return self.modules is None or bool(self.modules) or bool(self.adapters)
 
 
 WHOLE = BlockTraining()

@@ -175,15 +175,6 @@ def factor_shapes(adapter: AdapterSpec, module: Adapted) -> dict[str, Shape]:
     }
 
 
-def adapter_shapes(adapter: AdapterSpec, shapes: Mapping[str, Shape], *, tied: bool = False) -> dict[str, Shape]:
-    """Return the names and whole shapes of all parameters of the adapters on a model with these base parameters."""
-    return {
-        name: shape
-        for module in adapted_modules(adapter, shapes, tied=tied)
-        for name, shape in factor_shapes(adapter, module).items()
-    }
-
-
 _FACTOR = re.compile(r"\.lora_(A\.weight|B\.weight|embedding_A|embedding_B|magnitude_vector)$")
 
 

@@ -25,7 +25,7 @@ _BATCH_NUMEL = 2**26  # elements of whole matrices that travel at once
 
 @dataclass(frozen=True)
 class HeldState:
-    """What a rank holds of an engine that is gone: slices by name, values by ``kind/name``, and counters."""
+    """The state that a rank kept of a destroyed engine: slices by name, values by ``kind/name``, and counters."""
 
     slices: dict[str, Slice]
     values: dict[str, Tensor]
@@ -34,7 +34,7 @@ class HeldState:
 
 
 class _Manifest(NamedTuple):
-    """What one rank holds and needs. ``kinds``: of the values that it holds."""
+    """The slices that one rank holds, and those that it needs. ``kinds``: the kinds of state of the held slices."""
 
     held: dict[str, Slice]
     needed: dict[str, Slice]
@@ -45,7 +45,7 @@ class _Manifest(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangedState:
-    """The state that this rank needs, in the form that ``restore_state`` reads; of parameters that an engine had."""
+    """The state that this rank needs, as ``restore_state`` reads it: of the parameters that the earlier engine had."""
 
     values: Mapping[str, Tensor]
     counts: Mapping[str, Mapping[str, float]]

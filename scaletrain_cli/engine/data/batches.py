@@ -124,7 +124,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def context(self) -> TokenContext:
-        """What the blocks of the model see beside the hidden states."""
+        """The positions, sample numbers and documents of the tokens, which blocks get beside the hidden states."""
         return TokenContext(self.positions, self.samples, self.documents)
 
     def to(self, device: torch.device) -> MicroBatch:

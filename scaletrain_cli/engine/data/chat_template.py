@@ -145,7 +145,7 @@ class ChatTemplate:
     def assistant_spans(self, conversation: Conversation, *, last_only: bool) -> tuple[str, list[Span]]:
         """Return the text of a conversation and the spans of its assistant's turns, with the ends of the turns.
 
-        Raises RowError where they cannot be told from the prompts with certainty.
+        Raises RowError if the template does not separate them from the prompts without doubt.
         """
         messages, _, tools = conversation
         text, marked = self.render(messages, tools)

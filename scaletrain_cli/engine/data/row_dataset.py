@@ -50,7 +50,7 @@ _PARTS = {"bin": "", "weights.bin": "float32", "ends.bin": "int64", "rows.bin": 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What became of the rows of a source. ``targets``: tokens in the loss."""
+    """Numbers of rows read, left out and truncated, and of tokens kept. ``targets``: tokens in the loss."""
 
     read: int = 0
     without_target: int = 0  # left out: no token in the loss, or none after truncation

@@ -68,7 +68,7 @@ class Factor(nn.Module):
 
 
 class LatestContext:
-    """The places of the tokens that the model is computing with, which a linear layer is not told."""
+    """The ``TokenContext`` of the current forward pass, for dropout in linear layers, which get no context."""
 
     context: TokenContext | None = None
 

@@ -80,7 +80,7 @@ def attention_mask(documents: Tensor, dtype: torch.dtype, window: int | None = N
 
 
 class AttentionSettings(NamedTuple):
-    """How a layer's attention differs from plain causal attention.
+    """Settings of a layer's attention; the defaults are plain causal attention.
 
     ``scale``: factor of scores; None: 1 / sqrt(head_dim). ``window``: tokens that a token attends to, itself included.
     ``softcap``: scores x become softcap * tanh(x / softcap).

@@ -14,7 +14,9 @@ Tables = tuple[Tensor, Tensor]  # cosines and sines
 
 
 def tables_of_layers(spec: ModelSpec, positions: Tensor, longest: Tensor | None) -> tuple[Tables, Tables]:
-    """Return the tables of layers with full attention and of layers with a window; the same unless the spec says so.
+    """Return the tables of layers with full attention, and of layers with a window.
+
+    They differ only with ``rope_local_base_freq`` (Gemma 3).
 
     ``longest``: see ``rotary_tables``.
     """

@@ -130,12 +130,6 @@ def linear_products(rows: int, inner: int, columns: int, compiled: bool, rate: R
     )
 
 
-def linear_seconds(rows: int, inner: int, columns: int, compiled: bool, rate: Rates) -> tuple[float, float]:
-    """Return the (forward, backward) seconds of a linear layer whose weight trains; see ``linear_products``."""
-    forward, of_input, of_weight = linear_products(rows, inner, columns, compiled, rate)
-    return forward, of_input + of_weight
-
-
 def _tiled_seconds(rows: int, inner: int, columns: int, aligned: float, rate: Rates) -> float:
     best = float("inf")
     for cut_rows, cut_columns, share in _TILES:

@@ -14,7 +14,7 @@ from scaletrain_cli.plan.memory.device_memory import plan_memory
 from scaletrain_cli.plan.result import Layout, Network, Time
 from scaletrain_cli.plan.search.layouts import build_layout
 from scaletrain_cli.plan.speed.block_time import RankWork, _expert_products
-from scaletrain_cli.plan.speed.kernels import linear_seconds, rates
+from scaletrain_cli.plan.speed.kernels import linear_products, rates
 from scaletrain_cli.plan.speed.step_time import plan_time
 from scaletrain_cli.spec import RunSpec
 from tests.plan.specs import spec_of
@@ -179,7 +179,7 @@ def test_experts_do_the_same_work_in_every_sharding(tensor: int, expert_tensor: 
 
 def test_an_odd_number_of_tokens_does_not_reduce_the_rate() -> None:
     rate = rates(find_accelerator(spec_of().cluster), "bf16")
-    even, odd = (sum(linear_seconds(tokens, 4096, 4096, False, rate)) for tokens in (8192, 8191))
+    even, odd = (sum(linear_products(tokens, 4096, 4096, False, rate)) for tokens in (8192, 8191))
     assert odd <= even * 1.01
 
 
