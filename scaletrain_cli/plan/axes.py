@@ -64,7 +64,7 @@ class Capabilities:
 class Rule:
     """A rule that a setting breaks: the setting's dotted key, its value, and the code of the reason.
 
-    ``params``: parameters of the rule's text; ``fix``: parameters of its remedies (reason_texts/plan.py).
+    ``params``: parameters of the rule's text; ``fix``: parameters of its remedies (reason_texts/plan/).
     """
 
     key: str

@@ -244,7 +244,7 @@ def window_mask_bytes(spec: RunSpec, layout: Layout) -> int:
 def document_mask_bytes(spec: RunSpec, layout: Layout) -> int:
     """Return the bytes of the mask of one micro-batch whose rows have several documents, which all blocks share.
 
-    One element of the compute dtype per pair of positions (engine/model/attention.py ``document_mask``); each sequence
+    One element of the compute dtype per pair of positions (engine/model/attention.py ``attention_mask``); each sequence
     rank has the whole mask.
     """
     if not has_documents(spec):

@@ -1,0 +1,302 @@
+"""Warnings, assumptions, checks of the recipe, and explanations."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+# Warnings of a plan.
+_WARNINGS = {
+    "cannot-run": Text("this engine version cannot run {key} = {given}: {what}"),
+    "zero-0-runs-as-1": Text(
+        "layout.zero_stage = 0 with {precision} runs as ZeRO-1: DeepSpeed's stage 0 cannot accumulate gradients in "
+        "fp32 there, or cannot run a pipeline correctly"
+    ),
+    "nearly-full": Text("the plan fills {share:percent} of the device; the memory model errs by a few percent"),
+    "compile-under-zero-3": Text(
+        "training.compile gains little under ZeRO-3: DeepSpeed gathers weights in hooks, which break the graph at each "
+        "layer. The times here ignore that"
+    ),
+    "accumulation-changes-loss": Text(
+        "accumulating {accumulation} micro-batches changes a contrastive loss: each pair is compared with the "
+        "negatives of {seen:whole} pairs, not of {batch:whole}. Use more GPUs, or OpenCLIP's accumulation over "
+        "cached features, which computes each forward pass twice"
+    ),
+    "tensor-parallel-across-nodes": Text(
+        "layout.tensor_parallel = {tensor_parallel} crosses nodes of {gpus_per_node} GPUs; its traffic then runs at "
+        "network speed"
+    ),
+    "too-little-host-memory": Text(
+        "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from which checkpoints are "
+        "written {copied:bytes}: more than {key} = {given:bytes}. The kernel would kill the job"
+    ),
+    "host-memory-unchecked": Text(
+        "offload needs {offloaded:bytes} of each node's memory, and the copy of the state from which checkpoints are "
+        "written {copied:bytes}; whether the nodes have so much is not checked"
+    ),
+    "emulated-precision": Text(
+        "{device} has no {precision} units: {precision} is emulated, slowly. Times assume fp32 speed"
+    ),
+    "large-heads": Text(
+        "model.head_dim = {head_dim}: fused attention supports at most {largest}; memory grows with seq_len squared"
+    ),
+    "attention-dropout": Text(
+        "model.attention_dropout = {attention_dropout:g}: no fused attention kernel draws the same dropout masks in "
+        "every layout, so the scores are stored and memory grows with seq_len squared. Current models have no "
+        "attention dropout"
+    ),
+    "assumed-preemptions": Text(
+        "cluster.mean_time_between_interruptions is not set: a preemption every {hours:g} hours is assumed, as on AWS "
+        "in 2022 and 2023; set it for your cluster, or use plan --trace"
+    ),
+    "grace-too-short": Text(
+        "one step and a checkpoint take {needed:seconds}, more than cluster.grace_seconds = {grace_seconds:g}: a "
+        "preemption can lose up to {steps:whole} steps"
+    ),
+}
+
+# Where the numbers of a plan come from.
+_ASSUMPTIONS = {
+    "assumes-device": Text("device {device}: {source}"),
+    "assumes-kernels": Text(
+        "kernels: shares of the device's peak rates by size and GPU generation, in kernel_rates.json; host work and "
+        "overlap of {framework}, in plan/frameworks/; `make bench-planner` prints the errors"
+    ),
+    "assumes-compiled": Text(
+        "compiled blocks: one kernel for each chain of element-wise operations; compared with the published figures "
+        "of torchtitan and build-nanogpt, not with GPU runs of this engine; graph breaks in ZeRO-3's hooks are not "
+        "counted. With training.compile: auto, memory is that of eager blocks"
+    ),
+    "assumes-network": Text(
+        "network between nodes: {network}; bus bandwidths by number of nodes, measured or estimated, in networks.json"
+    ),
+    "assumes-deepspeed-states": Text(
+        "model states and buffers: what DeepSpeed 0.19 allocates, from its source; ZeRO, arXiv:1910.02054"
+    ),
+    "assumes-reduced-type": Text(
+        "gradients are reduced between ranks in the dtype of the weights, also if grad_dtype is another one"
+    ),
+    "assumes-counted-states": Text("model states and buffers: what {framework} allocates, from its source"),
+    "assumes-fragmentation": Text("fragmentation: {share:percent} of what is allocated and freed in a step"),
+    "assumes-cpu-process": Text("outside the allocator: 0.5 GB for the process"),
+    "assumes-outside-allocator": Text(
+        "outside the allocator: CUDA context 0.7 GB, NCCL 0.4 GB per axis and 0.5 GB per peer of an all-to-all"
+    ),
+    "assumes-out-of-memory": Text(
+        "probability of running out of memory: log-normal errors of the estimate, calibrated on runs that ran "
+        "out of memory in nanotron's Ultra-Scale sweep; nothing comparable is published for other frameworks"
+    ),
+    "assumes-text-activations": Text(
+        "activations: operation by operation, {element_bytes} bytes per element, with the attention kernel of the "
+        "device or planner.attention; Korthikanti et al., arXiv:2205.05198"
+    ),
+    "assumes-logits": Text("logits and loss: {bytes_per_entry} bytes per token and vocabulary entry"),
+    "assumes-text-flops": Text(
+        "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B"
+    ),
+    "assumes-text-data": Text("data: {tokens:.3g} tokens, {per_parameter:.3g} per parameter, read while training"),
+    "assumes-vision-activations": Text(
+        "activations: what autograd saves for each operation, {element_bytes} bytes per element; no dropout"
+    ),
+    "assumes-vision-time": Text(
+        "time of each operation: its arithmetic or its memory traffic, whichever is longer; mean error 6 to 8 % "
+        "against the published results of timm, NVIDIA's examples and MLPerf"
+    ),
+    "assumes-vision-flops": Text(
+        "FLOPs: 6 per multiply-accumulate of the forward pass; tokens_per_second counts {unit}"
+    ),
+    "assumes-vision-data": Text("data: {samples:.3g} {unit}; reading and decoding are assumed to keep up"),
+    "assumes-storage": Text(
+        "checkpoints: 1.2 GB/s per node to shared storage, as BLOOM's chronicle reports, unless the spec sets "
+        "cluster.storage_bandwidth; restarts: 180 s and loading; interval by Young 1974, goodput by Daly 2006"
+    ),
+    "assumes-stated-interruptions": Text("interruptions: as in the spec, of the whole job and for any cause"),
+    "assumes-failures": Text("failures: one per {gpu_hours:,.0f} GPU hours, as {reporter}"),
+    "assumes-stated-preemptions": Text("preemptions: as in the spec, of the whole job; hardware failures add to them"),
+    "assumes-traced-preemptions": Text(
+        "preemptions: one per {hours:g} hours of the job, as in 21 traces of AWS instances from 2022 and 2023 "
+        "(skypilot-org/spot-traces); waiting for capacity is not counted"
+    ),
+    "assumes-comparison": Text("planner.framework = {framework}: for comparison; it cannot be submitted"),
+}
+
+# Checks of the training recipe. The texts follow a topic and its value.
+_RECIPE = {
+    "effective-batch": Text("micro-batch {micro_batch} x accumulation {accumulation} x {data} data-parallel ranks"),
+    "critical-batch": Text(
+        "with {tokens:.3g} tokens per step, training needs about {times:.2g} times the tokens that small batches need "
+        "(arXiv:1812.06162, arXiv:2001.08361; an order of magnitude)"
+    ),
+    "no-recipe-linear": Text(
+        "no published recipe for {model} to compare with; if you multiply the batch size by k, multiply the learning "
+        "rate by k too, which is shown for k up to 32 (arXiv:1706.02677)"
+    ),
+    "no-recipe-square-root": Text(
+        "no published recipe for {model} to compare with; if you multiply the batch size by k, multiply the learning "
+        "rate by the square root of k (arXiv:2205.10287)"
+    ),
+    "recipe-of-another-optimizer": Text("the recipe uses {optimizer}, with {lr:g} at {batch:whole} {unit} ({source})"),
+    "beyond-linear-scaling": Text(
+        "linear scaling is shown up to a batch {limit:.0f} times as large (arXiv:1706.02677); this one is {ratio:.3g} "
+        "times the recipe's, {lr:g} at {batch:whole} {unit} ({source}). Try lower rates first"
+    ),
+    "recipe-rate": Text("the recipe scales to {suggested:.2g}: {lr:g} at {batch:whole} {unit} ({source})"),
+    "recipe-rate-linear": Text(
+        "the recipe scales to {suggested:.2g}: linearly with a batch {ratio:.3g} times as large (arXiv:1706.02677), "
+        "from {lr:g} at {batch:whole} {unit} ({source})"
+    ),
+    "recipe-rate-square-root": Text(
+        "the recipe scales to {suggested:.2g}: with the square root of a batch {ratio:.3g} times as large "
+        "(arXiv:2205.10287, which also scales 1 - beta by {ratio:.3g} and eps by {eps_ratio:.2g}), from {lr:g} at "
+        "{batch:whole} {unit} ({source})"
+    ),
+    "fine-tuning-sgd": Text(
+        "fine-tuning from given weights usually takes about {usual:g} with Adam (TRL's default); for SGD there is no "
+        "usual value"
+    ),
+    "fine-tuning-rate": Text("fine-tuning from given weights usually takes about {usual:g} with Adam (TRL's default)"),
+    "fine-tuning-rate-high": Text(
+        "fine-tuning from given weights usually takes about {usual:g} with Adam (TRL's default); this one is of the "
+        "order of pre-training, and may undo what the weights have learned"
+    ),
+    "adapter-rate": Text(
+        "published LoRA runs of this size used about {usual:g}, several times the rate of full fine-tuning (QLoRA, "
+        "arXiv:2305.14314)"
+    ),
+    "adapter-rate-low": Text(
+        "published LoRA runs of this size used about {usual:g}, several times the rate of full fine-tuning (QLoRA, "
+        "arXiv:2305.14314); this rate is probably too low for an adapter"
+    ),
+    "adapter-rate-high": Text(
+        "published LoRA runs of this size used about {usual:g} (QLoRA, arXiv:2305.14314); this one may diverge"
+    ),
+    "preference-rate": Text(
+        "DPO usually uses about {usual:g}: published runs without adapters 5e-7 (Zephyr, arXiv:2310.16944; Tulu 3, "
+        "arXiv:2411.15124), with an adapter about ten times as much"
+    ),
+    "preference-rate-high": Text(
+        "DPO usually uses about {usual:g}: published runs without adapters 5e-7 (Zephyr, arXiv:2310.16944; Tulu 3, "
+        "arXiv:2411.15124), with an adapter about ten times as much; at this one the model may degenerate, because "
+        "preferences alone do not keep it near its start"
+    ),
+    "trained-parameters": Text("the others are frozen, and have no gradients and no optimizer states"),
+    "adapter-without-mlp": Text(
+        "adapters on attention alone learn less than on all linear layers (QLoRA, arXiv:2305.14314, figure 2)"
+    ),
+    "no-warm-up": Text("large batches and Adam's first steps need a warm-up (arXiv:1706.02677, arXiv:1908.03265)"),
+    "warm-up-most-of-the-run": Text("the learning rate rises for most of the run"),
+    "long-warm-up": Text("long: published recipes take from 0.1 % to 11 % of the steps"),
+    "usual-warm-up": Text("as in published recipes, which take from 0.1 % to 11 % of the steps"),
+    "tokens-per-parameter": Text(
+        "{tokens:count} tokens for {parameters:count} active parameters; about {optimal} is compute-optimal "
+        "(arXiv:2203.15556)"
+    ),
+    "large-validation-split": Text(
+        "reserves about {held:count} tokens of a corpus that is read once; one evaluation reads {read:count}. "
+        "data.validation_split: {enough:g} is enough"
+    ),
+    "total-flops": Text("{petaflop_days:.3g} PFLOP/s-days, forward and backward, without recomputation"),
+    "precision-emulated": Text("{device} has no {precision} units and emulates it slowly. It has {known}"),
+    "loss-scaling": Text("needs loss scaling (arXiv:1710.03740); steps whose gradients overflow are skipped"),
+    "loss-scaling-or-bf16": Text(
+        "needs loss scaling (arXiv:1710.03740); steps whose gradients overflow are skipped. {device} has bf16, which "
+        "needs none"
+    ),
+    "bf16-is-faster": Text("bf16 has {ratio:.3g} times the peak rate on {device}"),
+    "precision-supported": Text("{device} has units for it"),
+    "whole-tiles": Text("tensor cores compute only full tiles"),
+    "padded-tiles": Text("not a multiple of {tile}, so tensor cores also compute padding: {widths}"),
+    "padded-tiles-and-vocabulary": Text(
+        "not a multiple of {tile}, so tensor cores also compute padding: {widths}. A vocab_size of {padded:whole} "
+        "would be a multiple"
+    ),
+}
+
+# The explanation of a layout (--explain): questions, notes on a row of numbers, answers, and what they lead to.
+_EXPLANATION = {
+    "ask-states": Text("How much memory do weights, gradients and optimizer states need"),
+    "ask-one-rank": Text("Does the run fit on one {device}, with a micro-batch of 1"),
+    "ask-sharding": Text("Does it fit with data parallelism over all {ranks:whole} ranks, with states sharded by ZeRO"),
+    "ask-tensor": Text(
+        "Does it fit if the GPUs of a node share every layer (tensor parallelism, with ZeRO-{zero_stage})"
+    ),
+    "ask-pipeline": Text("Does it fit in pipeline stages, with tensor parallelism {tensor} in each stage"),
+    "ask-axes": Text("What does each axis of the layout gain"),
+    "ask-recomputation": Text("Must activations be recomputed"),
+    "ask-compile": Text("Are the blocks compiled"),
+    "ask-micro-batch": Text("How are the {batch:whole} {samples} of a step divided"),
+    "ask-bubble": Text("How long do pipeline stages wait for each other"),
+    "ask-communication": Text("What does communication cost"),
+    "ask-winner": Text("Why this layout and not the next best"),
+    "chosen": Text("chosen"),
+    "bytes-per-parameter": Text("{bytes_per_parameter:.3g} bytes per parameter"),
+    "recomputation-saves-nothing": Text("recomputation saves nothing"),
+    "ranks-do-not-divide": Text("the batch or the ranks do not divide"),
+    "the-spec-asks": Text("but the spec sets it"),
+    "bubble-formula": Text("({stages} - 1) / ({micro_batches} x {chunks})"),
+    "yes": Text("Yes"),
+    "no": Text("No"),
+    "states-total": Text("{bytes_per_parameter:.3g} bytes for each of {parameters:whole} parameters"),
+    "states-of-device": Text("These states alone take {share:percent} of the memory of one {device}"),
+    "one-rank-too-small": Text("No: even with recomputation it needs {times:.2f} times the memory of one"),
+    "spread-states": Text("The states must be sharded over several ranks"),
+    "yes-recomputing": Text("Yes, with recompute {mode}"),
+    "data-parallel-is-enough": Text(
+        "Data parallelism over {ranks:whole} ranks is enough; the model need not be split to fit"
+    ),
+    "batch-does-not-divide": Text(
+        "No: a batch of {batch:whole} {samples} does not divide over {ranks:whole} data-parallel ranks"
+    ),
+    "share-sequences": Text("Some ranks must work on the same sequence"),
+    "sharding-too-small": Text("No: what one {device} still holds is mostly {what}"),
+    "cut-layers": Text("The layers themselves must be split"),
+    "sharding-fits": Text("Yes: ZeRO-{zero_stage} with recompute {mode} takes {share:percent} of the memory"),
+    "no-cut-needed": Text("Layers need not be split"),
+    "cut-for-speed": Text("Layers need not be split to fit, but splitting may be faster"),
+    "node-too-small": Text("No: even over all {gpus} GPUs of a node it does not fit"),
+    "cut-into-stages": Text("The layers must be divided into pipeline stages across nodes"),
+    "tensor-degree": Text(
+        "The plan uses tensor parallelism {degree}; the fast link inside the node carries its traffic"
+    ),
+    "yes-from-stages": Text("Yes, with {stages} stages or more"),
+    "stages-cost-a-bubble": Text(
+        "Stages send only activations, which the network between nodes can carry; the cost is the pipeline bubble"
+    ),
+    "sequences-are-cut": Text("Sequences are split too: sequence {sequence}, context {context}"),
+    "not-in-this-engine": Text("This engine version cannot run it yet"),
+    "axis-needed-to-fit": Text("Without {axis} it does not fit"),
+    "slower-without-axis": Text("Without {axis} a step is {share:percent} longer"),
+    "faster-without-axis": Text("Without {axis} a step is {share:percent} shorter"),
+    "axes-divide": Text("Each is needed for the ranks and the batch to divide"),
+    "no-recomputation": Text("No: all activations fit"),
+    "recomputation-to-fit": Text("Yes: without it they do not fit, so {mode} recomputation costs time"),
+    "recomputation-chosen": Text("Yes: {mode}; less would leave too little memory free, or gain nothing"),
+    "compiled": Text(
+        "Yes: an eager step is modeled to take {gain:percent} longer. training.compile: false disables it"
+    ),
+    "not-compiled-as-asked": Text(
+        "No, as the spec asks; compiled blocks are modeled to make a step {gain:percent} faster"
+    ),
+    "not-compiled": Text(
+        "No: auto is off for experts, fp8, short runs and older GPUs. training.compile: true enables it"
+    ),
+    "batch-parts": Text("{batch:whole} = micro-batch {micro_batch} x accumulation {accumulation} x data {data}"),
+    "micro-batch-takes-all": Text("A micro-batch is already the full share of a rank"),
+    "larger-micro-batch-does-not-fit": Text("A larger micro-batch does not fit"),
+    "larger-micro-batch-not-faster": Text("A larger micro-batch is no faster"),
+    "larger-micro-batch-too-risky": Text(
+        "A larger micro-batch leaves too little memory free for the error of the memory model"
+    ),
+    "bubble-share": Text("{share:percent} of the step, while the pipeline fills and drains"),
+    "shrink-the-bubble": Text("More micro-batches, or virtual stages, would shrink it"),
+    "no-communication": Text("Nothing: there is one rank"),
+    "communication-share": Text("{share:percent} of the step is exposed communication"),
+    "most-traffic": Text("Most bytes are sent for {axis} parallelism"),
+    "only-layout": Text("It is the only layout that the spec allows"),
+    "fastest-layout": Text(
+        "Of {considered:whole} layouts it is the fastest that fits with a margin, or a simpler one that is as fast"
+    ),
+    "pinned-by-spec": Text("The spec sets {settings}"),
+}
+
+
+TEXTS: dict[str, Text] = _WARNINGS | _ASSUMPTIONS | _RECIPE | _EXPLANATION

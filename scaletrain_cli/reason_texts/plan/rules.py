@@ -1,0 +1,202 @@
+"""What layouts, patterns of trained parameters, adapters and this engine rule out.
+
+The text of a rule follows the key and value that break it: "layout.tensor_parallel = 3: must divide 32 heads".
+"""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+_USE = ("Use {allowed:or}.",)
+
+# Rules of cluster, model and framework that degrees of parallelism and batch sizes must obey.
+_RULES = {
+    "wrong-product": Text(
+        "data {data} x tensor {tensor} x pipeline {pipeline} x sequence {sequence} x context {context} = {ranks} "
+        "ranks, but the cluster has {nodes} x {gpus_per_node} = {world_size}",
+        ("Use {allowed:or}, or auto.",),
+    ),
+    "product-does-not-divide": Text(
+        "data {data} x tensor {tensor} x pipeline {pipeline} x sequence {sequence} x context {context} = {ranks} "
+        "ranks, but the cluster has {nodes} x {gpus_per_node} = {world_size}",
+        ("Change the degrees so that their product divides {world_size}.",),
+    ),
+    "divide-key-value-heads": Text("must divide {heads} key-value heads or be a multiple of them", _USE),
+    "divide-heads": Text("must divide {heads} attention heads", _USE),
+    "divide-width": Text("must divide {name} = {width}", _USE),
+    "divide-local-heads": Text("must divide the {heads} attention heads of a tensor rank", _USE),
+    "multiple-of-sequence-ranks": Text("must be a multiple of sequence x context parallel = {ranks}"),
+    "more-stages-than-layers": Text("must not exceed {layers} layers", ("Use {layers}.",)),
+    "virtual-stages-divide-layers": Text(
+        "needs pipeline_parallel > 1 and {layers} layers that divide by pipeline x virtual", _USE
+    ),
+    "needs-experts": Text("needs a model with experts", ("Use 1 or auto.",)),
+    "divide-experts": Text("must divide {experts} experts", _USE),
+    "divide-expert-ranks": Text("must divide data x sequence parallel = {ranks}", _USE),
+    "leaves-stages-empty": Text(
+        "leaves the last stages empty, because stages are balanced by cost", ("Use fewer stages.",)
+    ),
+    "too-few-micro-batches": Text(
+        "needs at least {needed} micro-batches per step", ("Use fewer stages, or a smaller micro-batch.",)
+    ),
+    "zero-refused-with-pipeline": Text(
+        "cannot be combined with pipeline parallelism in DeepSpeed", ("Use 1 or auto.",)
+    ),
+    "offload-zero-stage": Text("layout.offload = {offload} needs ZeRO-{needed} or higher", ("Use {needed} or auto.",)),
+    "batch-multiple-of-ranks": Text("must be a multiple of {ranks} data-parallel ranks", _USE),
+    "micro-batch-divides-share": Text(
+        "must divide the {per_rank} sequences per data-parallel rank ({batch} / {ranks})", _USE
+    ),
+}
+
+# Patterns of training.trainable that do not fit the model.
+_TRAINABLE = {
+    "trainable-invalid": Text("what trains does not fit the model, in {problems:of place}"),
+    "trainable-built-in-families": Text(
+        "needs the parameter names of a built-in family, and {family} is that of a plug-in", ("Remove it.",)
+    ),
+    "trainable-matches-nothing": Text("matches no parameter of the model", ("Did you mean {near:or}?",)),
+    "trainable-no-such-name": Text(
+        "matches no parameter of the model", ("Names are those of Hugging Face, such as {example}.",)
+    ),
+    "trainable-decays-nothing": Text(
+        "has no effect: the group has no matrix that weight decay applies to", ("Remove it, or match a matrix.",)
+    ),
+    "trains-nothing": Text(
+        "no parameter trains in steps {first} to {last}", ("Change start_step or end_step, or add a group.",)
+    ),
+    "trainable-splits-experts": Text(
+        "in step {step} the experts of one layer do not train alike at {name}; they are one tensor, {tensor}",
+        ("Match all experts of a layer, such as *.mlp.experts.*.",),
+    ),
+    "trainable-never-first": Text(
+        "has no effect: an earlier group matches the same parameters in all of its steps",
+        ("Put it before that group, or remove it.",),
+    ),
+}
+
+# The adapter and the quantization of a model.
+_ADAPTER = {
+    "adapter-invalid": Text("the adapter does not fit the model, in {problems:of place}"),
+    "adapter-built-in-families": Text(
+        "needs the layers of a built-in family, and {family} is that of a plug-in", ("Remove it.",)
+    ),
+    "adapter-matches-nothing": Text(
+        "matches no module that can have an adapter", ("This model has {names:list}, and all-linear.",)
+    ),
+    "quantization-needs-cuda": Text(
+        "needs GPUs with CUDA, because bitsandbytes computes the products; this cluster has cluster.gpu: cpu",
+        ("Set it to none.",),
+    ),
+    "quantization-needs-weights": Text(
+        "needs model.weights, which are quantized when they are loaded", ("Set model.weights, or set it to none.",)
+    ),
+    "quantization-without-dora": Text(
+        "must be false with model.quantization, because it needs the norms of the weights", ("Set it to false.",)
+    ),
+    "quantization-without-fp8": Text("must not be fp8 with model.quantization", ("Set it to bf16.",)),
+    "quantization-needs-frozen-linears": Text(
+        "needs all linear layers frozen, and {example} trains",
+        ("Add model.adapter, or match no linear layer in training.trainable.",),
+    ),
+    "quantization-layout": Text(
+        "must be {allowed} with model.quantization, whose blocks cannot be sharded",
+        ("Change it, or set model.quantization: none.",),
+    ),
+    "dora-on-embeddings": Text(
+        "must be false with an adapter on an embedding or the head", ("Remove them from model.adapter.targets.",)
+    ),
+    "adapter-on-experts": Text(
+        "must be {allowed} with an adapter on stacked experts, as in PEFT",
+        ("Change it, or remove the experts from model.adapter.targets.",),
+    ),
+    "adapter-rank-on-experts": Text(
+        "must be a multiple of {multiple} with an adapter on stacked experts, whose grouped products need rows of 16 "
+        "bytes",
+    ),
+}
+
+# What this engine cannot run, although it can be planned.
+_ENGINE = {
+    "layout-does-not-fit": Text(
+        "does not fit: one rank needs {peak:bytes} of {capacity:bytes}", ("See `scaletrain plan`.",)
+    ),
+    "engine-axis": Text("this engine supports only {axes} parallelism", ("Use 1 or auto.",)),
+    "engine-divide-key-value-heads": Text(
+        "must divide {heads} key-value heads, which this engine does not repeat", _USE
+    ),
+    "engine-divide-vocabulary": Text(
+        "must divide model.vocab_size = {vocab_size}, because embedding and head are sharded over it",
+        ("Pad model.vocab_size to {padded}, or use 1.",),
+    ),
+    "engine-expert-tensor-parallel": Text(
+        "this engine shards experts over the same tensor ranks as other matrices", ("Use auto.",)
+    ),
+    "engine-liger-whole-vocabulary": Text(
+        "needs the full vocabulary on each rank, but tensor_parallel = {tensor_parallel} shards it",
+        ("Use chunked or auto.",),
+    ),
+    "engine-expert-rows": Text("must be a multiple of {multiple} with experts in {precision}", ("Use {padded}.",)),
+    "engine-expert-columns": Text(
+        "must be a multiple of {multiple} on each of {ranks} tensor ranks, in {precision}", ("Use {padded}.",)
+    ),
+    "engine-text-only": Text("this engine trains only language models", ("Use llama or gpt.",)),
+    "engine-family-no-experts": Text("this engine's {family} models have no experts", ("Use 0, or family: llama.",)),
+    "engine-family-differs": Text("this engine's {family} models have {built}", ("Remove the key.",)),
+    "engine-no-grouped-queries": Text(
+        "this engine's {family} models have one key-value head per attention head", ("Use {heads}, or family: llama.",)
+    ),
+    "engine-llama-only": Text("this engine's {family} models do not have this setting", ("Remove the key.",)),
+    "engine-activation": Text("this engine computes {activation} in these models", ("Use {activation}.",)),
+    "engine-fused-experts": Text("this engine's experts have separate matrices", ("Use false.",)),
+    "engine-all-biases": Text("this engine's {family} models always have all biases", ("Use false.",)),
+    "engine-no-qk-norm": Text("this engine's {family} models do not normalize queries and keys", ("Use false.",)),
+    "engine-no-latent-attention": Text("this engine has no latent attention", ("Use 0.",)),
+    "tf32-gpu": Text("needs an NVIDIA GPU", ("Use fp32 or bf16 with cluster.gpu: cpu.",)),
+    "fp8-device": Text("needs an NVIDIA GPU of compute capability 8.9 or higher, and this is {device}", ("Use bf16.",)),
+    "fp8-capability": Text(
+        "needs an NVIDIA GPU of compute capability 8.9 or higher, and {device} has {compute_capability}", ("Use bf16.",)
+    ),
+    "grad-dtype": Text("{precision} gradients accumulate in fp32 or {own}", ("Use fp32.",)),
+    "engine-fp8-zero-3": Text(
+        "not with fp8, whose matrix products keep the weights that stage 3 gathers", ("Use 1, 2 or auto.",)
+    ),
+    "engine-muon": Text(
+        "orthogonalizes full matrices, which ZeRO and tensor parallelism shard", ("Use adamw or lion.",)
+    ),
+    "engine-nvme-frozen": Text(
+        "offload to NVMe does not support frozen parameters", ("Use offload_device: cpu, or layout.offload: none.",)
+    ),
+    "framework-trains-everything": Text(
+        "is modeled for training of all weights only, without adapters and frozen weights", ("Use deepspeed.",)
+    ),
+    "engine-stages-quantized": Text(
+        "quantized weights cannot be carried over when the set of trained parameters changes",
+        ("Use none, or train the same parameters in all steps.",),
+    ),
+    "engine-stages-8-bit": Text(
+        "8-bit optimizer states cannot be carried over when the set of trained parameters changes",
+        ("Use adamw, or train the same parameters in all steps.",),
+    ),
+    "engine-stages-averaging": Text(
+        "averaging does not support parameters that train in only some of the steps",
+        ("Use none, or train the same parameters in all steps.",),
+    ),
+    "engine-offload": Text("this engine does not support this offload mode", _USE),
+    "engine-offload-optimizer": Text(
+        "cannot be offloaded, because it updates its states on the device",
+        ("Use adamw, adam, momentum or sgd, or layout.offload: none.",),
+    ),
+    "engine-nvme-optimizer": Text(
+        "offload to NVMe supports only Adam's two moments", ("Use adamw, or offload_device: cpu.",)
+    ),
+    "engine-nvme-averaging": Text("averaging does not support offload to NVMe", ("Use none, or offload_device: cpu.",)),
+    "engine-liger-gpu": Text("the kernel of liger needs a GPU", ("Use chunked or auto.",)),
+    "engine-whole-norms": Text("this engine does not shard norms over tensor ranks", ("Use false or auto.",)),
+    "engine-attention": Text("in this engine PyTorch chooses the attention kernel", ("Use auto to submit.",)),
+    "framework-for-comparison": Text("is for comparison only", ("Use deepspeed to submit.",)),
+    "relative-checkpoint-dir": Text("must be an absolute path, because nodes start in another folder"),
+}
+
+
+TEXTS: dict[str, Text] = _RULES | _TRAINABLE | _ADAPTER | _ENGINE
