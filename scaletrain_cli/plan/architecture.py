@@ -108,6 +108,7 @@ def _attention(model: ModelSpec, t: int) -> tuple[int, int]:
     keys = max(_share(model.num_key_value_heads, t), 1) * model.head_dim
     vectors = queries + 2 * keys if model.has_qkv_bias else 0
     vectors += hidden if model.has_output_bias else 0
+    vectors += heads if model.attention_sinks else 0
     if model.qk_norm:  # over each head, with the same weight for all, or over all heads together
         vectors += 2 * model.head_dim if model.qk_norm_scope == "head" else queries + keys
     return hidden * (2 * queries + 2 * keys), vectors

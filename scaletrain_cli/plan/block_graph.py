@@ -72,8 +72,8 @@ class BlockGraph(NamedTuple):
 
     ``branches``: chains of layers from the first norm to attention: queries, keys, values. ``mlp``: chains from the
     second norm to the last MLP product; ``routed``: those of the routed experts. ``head_norms``: norms after the first
-    branches, of queries and keys. ``after_attention`` and ``after_mlp``: norms before the residual sums. "" stands for
-    a norm that the block does not have.
+    branches, of queries and keys. ``after_attention`` and ``after_mlp``: norms before the residual sums. ``sinks``: the
+    module with the logits of sinks. "" stands for what the block does not have.
     """
 
     attention_norm: str
@@ -88,6 +88,7 @@ class BlockGraph(NamedTuple):
     head_norms: tuple[str, ...] = ()
     after_attention: str = ""
     after_mlp: str = ""
+    sinks: str = ""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -144,11 +145,13 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
     }[model.norm_position]
     start = (first_norm, branches, Linear("self_attn.o_proj", queries, hidden), second_norm)
     norms = ("self_attn.q_norm", "self_attn.k_norm") if model.qk_norm else ()
+    sinks = "self_attn" if model.attention_sinks else ""
     if not experts or not model.num_experts:
         return BlockGraph(
             *start,
             *mlp("mlp", model.intermediate_size),
             head_norms=norms,
+            sinks=sinks,
             after_attention=after_attention,
             after_mlp=after_mlp,
         )
@@ -163,6 +166,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         routed=(Linear("mlp.experts.gate_up_proj", hidden, len(joined) * inner, copies),),
         routed_down=Linear("mlp.experts.down_proj", inner, hidden, copies),
         head_norms=norms,
+        sinks=sinks,
         after_attention=after_attention,
         after_mlp=after_mlp,
     )
@@ -207,7 +211,7 @@ def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) 
         for layer in chain:
             arriving = through(layer, arriving)
         attention = attention or arriving
-    attention = attention or any(map(training.trains, graph.head_norms))
+    attention = attention or any(map(training.trains, (*graph.head_norms, graph.sinks)))
     between = through(graph.output, attention) or training.trains(graph.after_attention) or before
     normed = between or training.trains(graph.mlp_norm)
     after = between

@@ -191,6 +191,8 @@ def _parameters(model: ModelSpec) -> Iterator[Parameter]:
 
 def _llama_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
     hidden = model.hidden_size
+    if model.attention_sinks:
+        yield _vector(f"{path}.self_attn.sinks", model.num_attention_heads, block, 0)
     if model.kv_lora_rank:
         yield from _latent_attention(model, f"{path}.self_attn", block)
     else:

@@ -20,6 +20,7 @@ TRAITS = (
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
     "final_logit_softcapping",
+    "attention_sinks",
     "sliding_window",
     "layer_types",
     "rope_local_base_freq",

@@ -63,6 +63,9 @@ class ModelSpec(Section):
     final_logit_softcapping: Positive | None = Field(
         default=None, description="logits x become cap * tanh(x / cap); null: no cap"
     )
+    attention_sinks: bool = Field(
+        default=False, description="one learned logit per head in the denominator of attention's softmax, as in GPT-OSS"
+    )
     sliding_window: Whole | None = Field(
         default=None, description="tokens that a token attends to, itself included; null: full attention"
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
+from scaletrain_cli.engine.model.attention_sinks import fused_attention_with_sinks, fused_kernel, repeated
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
@@ -95,26 +96,39 @@ PLAIN = AttentionSettings()
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, context: TokenContext, settings: AttentionSettings = PLAIN
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: TokenContext,
+    settings: AttentionSettings = PLAIN,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return scaled dot-product attention, [batch, heads, length, head_dim]; key and value may have fewer heads.
 
-    Within the documents of the context, if it has documents. Unfused with a cap, which no kernel of torch has.
+    Within the documents of the context, if it has documents. ``sinks``: [heads], see ``attention_sinks``. Unfused with
+    a cap, which no kernel of torch has.
     """
     if settings.softcap is not None:
-        return _mixed(attention_weights(query, key, context, settings), value)
+        return _mixed(attention_weights(query, key, context, settings, sinks), value)
     mask, grouped = context.mask_for(query.dtype, query.shape[2], settings.window), query.shape[1] != key.shape[1]
     scale = settings.scale
+    if sinks is not None:
+        fused = fused_attention_with_sinks(query, key, value, sinks, mask, scale)
+        return _mixed(attention_weights(query, key, context, settings, sinks), value) if fused is None else fused
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, scale=scale)
     if grouped and query.is_cuda:  # of the kernels there that take a mask, only the unfused one has grouped queries
-        key, value = (torch.repeat_interleave(x, query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        grouped = False
+        key, value, grouped = repeated(key, query), repeated(value, query), False
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped, scale=scale)
 
 
-def attention_weights(query: Tensor, key: Tensor, context: TokenContext, settings: AttentionSettings) -> Tensor:
-    """Return the weights after softmax, [batch, key-value heads, queries per key, length, length], in query's dtype."""
+def attention_weights(
+    query: Tensor, key: Tensor, context: TokenContext, settings: AttentionSettings, sinks: Tensor | None = None
+) -> Tensor:
+    """Return the weights after softmax, [batch, key-value heads, queries per key, length, length], in query's dtype.
+
+    With ``sinks`` [heads] the weights of a query sum to less than 1.
+    """
     batch, heads, length, head_dim = query.shape
     kv_heads = key.shape[1]
     rows = query.reshape(batch, kv_heads, -1, head_dim)  # the queries of one key side by side: no key is repeated
@@ -125,6 +139,9 @@ def attention_weights(query: Tensor, key: Tensor, context: TokenContext, setting
     if mask is None:
         mask = attention_mask(torch.zeros(1, length, dtype=torch.int64, device=query.device), query.dtype)
     scores = scores.view(batch, kv_heads, heads // kv_heads, length, length) + mask.unsqueeze(1)
+    if sinks is not None:
+        logits = sinks.to(scores.dtype).view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, logits), -1).softmax(-1, dtype=torch.float32)[..., :-1].to(query.dtype)
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype)
 
 
@@ -142,8 +159,10 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.settings = settings
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext) -> Tensor:
-        return causal_attention(query, key, value, context, self.settings)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        return causal_attention(query, key, value, context, self.settings, sinks)
 
 
 _NAMES = {
@@ -169,6 +188,7 @@ def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> 
         head_dim=model.head_dim,
         dropout=model.attention_dropout,
         masked=spec.data.packing != "none" or model.windowed_layers > 0,
+        sinks=model.attention_sinks,
     )
 
 
@@ -183,11 +203,12 @@ def attention_kernel(
     head_dim: int,
     dropout: float = 0.0,
     masked: bool = False,
+    sinks: bool = False,
 ) -> str:
     """Return flash, memory-efficient, cudnn or math (which materializes all scores), for one rank's share of the heads.
 
-    ``unfused`` with dropout, which has its own attention. ``masked``: rows may have several documents. Allocates a
-    query, a key and a value, and the mask.
+    ``unfused`` with dropout, which has its own attention. ``masked``: rows may have several documents. ``sinks``: see
+    ``attention_sinks``. Allocates a query, a key and a value, and the mask.
     """
     if dropout:
         return "unfused"
@@ -199,6 +220,8 @@ def attention_kernel(
         torch.empty(batch, n, length, head_dim, dtype=dtype, device=device, requires_grad=True)
         for n in (heads, kv_heads, kv_heads)
     )
+    if sinks:
+        return _NAMES[fused_kernel(query, key, value, mask) or SDPBackend.MATH]
     # as scaled_dot_product_attention does; torch has no public name for it
     choice = torch._fused_sdp_choice(
         query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
@@ -260,12 +283,14 @@ class AttentionWithDropout(_Keyed):
         super().__init__(p)
         self.first_head, self.settings = first_head, settings
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return attention over whole sequences, within their documents; key and value may have fewer heads."""
         if not self.training or self.p == 0:
-            return causal_attention(query, key, value, context, self.settings)
+            return causal_attention(query, key, value, context, self.settings, sinks)
         heads, length = query.shape[1:3]
-        weights = attention_weights(query, key, context, self.settings)
+        weights = attention_weights(query, key, context, self.settings, sinks)
         numbers = torch.arange(self.first_head, self.first_head + heads, device=query.device)
         rows = _split(_split(self.key, context.samples).unsqueeze(1), numbers)
         rows = _split(rows.unsqueeze(2), torch.arange(length, device=query.device))
@@ -274,7 +299,7 @@ class AttentionWithDropout(_Keyed):
 
 
 def attention_core(p: float, settings: AttentionSettings = PLAIN) -> Callable[..., Tensor]:
-    """Return what an attention module calls with query, key, value and a ``TokenContext``."""
+    """Return what an attention module calls with query, key, value, a ``TokenContext``, and optionally ``sinks``."""
     if p:
         return AttentionWithDropout(p, settings=settings)
     return causal_attention if settings == PLAIN else CausalAttention(settings)

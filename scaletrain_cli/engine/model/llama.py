@@ -59,6 +59,7 @@ class Attention(nn.Module):
             self.q_norm = norm_of(spec, spec.head_dim if over_heads else queries)
             self.k_norm = norm_of(spec, spec.head_dim if over_heads else keys)
         self.qk_norm = spec.qk_norm_scope if spec.qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.attention_sinks else None
 
     def forward(self, x: Tensor, tables: tuple[Tables, Tables], context: TokenContext) -> Tensor:
         """``tables``: of layers with full attention, and of layers with a window."""
@@ -75,7 +76,7 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         own = tables[1] if self.slides else tables[0]
         query, key = rotate(query.transpose(1, 2), own), rotate(key.transpose(1, 2), own)
-        mixed = self.core(query, key, value.transpose(1, 2), context)
+        mixed = self.core(query, key, value.transpose(1, 2), context, sinks=self.sinks)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 

@@ -29,7 +29,7 @@ class ScaledInitialization:
     """Normal(0, ``initializer_range``) matrices; those into the residual stream are divided by sqrt(2 ``layers``).
 
     The variance of the residual stream is then independent of depth (GPT-2 report, section 2.3). Norms are
-    ``norm_weight``, biases 0. ``device`` draws; a CPU and a GPU draw different values.
+    ``norm_weight``, biases and sinks 0. ``device`` draws; a CPU and a GPU draw different values.
     """
 
     seed: int
@@ -42,7 +42,7 @@ class ScaledInitialization:
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of the parameter, fp32."""
         if name.endswith("bias") or len(whole_shape) == 1:
-            value = 0.0 if name.endswith("bias") else self.norm_weight
+            value = 0.0 if name.endswith(("bias", "sinks")) else self.norm_weight
             return torch.full(_local(whole_shape, spec), value, device=self.device)
         std = self.initializer_range
         if name.endswith(self.residual_projections):

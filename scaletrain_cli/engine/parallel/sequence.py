@@ -57,11 +57,17 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         self._core, self._axis = core, axis
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext) -> Tensor:
-        """Return attention over the whole length, computed by each rank for heads / ranks heads."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, context: TokenContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Return attention over the whole length, computed by each rank for heads / ranks heads.
+
+        ``sinks``: [heads] of all sequence ranks; a rank's gradient is that of its heads, and 0 for others.
+        """
         key, value = (self._enough_heads(x, query.shape[_HEADS]) for x in (key, value))
         query, key, value = (exchange(x, self._axis, split_dim=_HEADS, join_dim=_LENGTH) for x in (query, key, value))
-        mixed = self._core(query, key, value, context)
+        own = None if sinks is None else sinks.chunk(self._axis.size)[self._axis.rank]
+        mixed = self._core(query, key, value, context, sinks=own)
         return exchange(mixed, self._axis, split_dim=_LENGTH, join_dim=_HEADS)
 
     def _enough_heads(self, x: Tensor, query_heads: int) -> Tensor:

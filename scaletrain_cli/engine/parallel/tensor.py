@@ -98,6 +98,9 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
         elif name in _HEAD_NORMS:
             over_heads = model.spec.qk_norm_scope == "head"
             shard = NormOverHeads(module, axis) if over_heads else NormOverRanks(module, axis)
+        elif getattr(module, "sinks", None) is not None:  # one per head
+            module.sinks = sharded(module.sinks, ShardSpec(0, axis.size, axis.rank))
+            continue
         else:
             continue
         setattr(model.get_submodule(parent), name, shard)

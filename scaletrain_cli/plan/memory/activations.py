@@ -42,15 +42,22 @@ def fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
     model, wanted = spec.transformer, spec.planner.attention
     if wanted != "auto":
         return wanted == "flash"
-    grouped = model.num_key_value_heads != model.num_attention_heads and not _has_mask(spec)
+    grouped = model.num_key_value_heads != model.num_attention_heads
+    grouped = grouped and not _has_mask(spec) and not model.attention_sinks
     return device.fuses_attention(spec.training.precision, model.head_dim, grouped)
 
 
 def repeats_keys(spec: RunSpec, device: Accelerator) -> bool:
-    """Return whether the engine's attention has a mask, for which it repeats keys and values on a GPU.
+    """Return whether the engine repeats keys and values for a kernel without grouped queries.
 
-    With sliding windows that is so in some layers, and counted in all.
+    That is so for a mask on a GPU, and with sinks for every kernel but flash attention on a GPU. With sliding windows
+    it is so in some layers, and counted in all.
     """
+    model = spec.transformer
+    if model.attention_sinks and (
+        device.is_cpu or not device.fuses_attention(spec.training.precision, model.head_dim, True)
+    ):
+        return True
     return _has_mask(spec) and not device.is_cpu
 
 

@@ -215,7 +215,8 @@ def _ends(model: ModelSpec, per_rank: Architecture, ends: str) -> tuple[Tensors,
 def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors:
     """Return the tensors of one block, in the order of the engine's modules."""
     hidden, norm = model.hidden_size, _norm(model)
-    heads = -(-model.num_attention_heads // tensor) * model.head_dim
+    local_heads = -(-model.num_attention_heads // tensor)
+    heads = local_heads * model.head_dim
     keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
     bias = (hidden,) if model.has_output_bias else ()
     qkv_bias = [heads, keys, keys] if model.has_qkv_bias else []
@@ -228,6 +229,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     else:
         matrices = [hidden * heads, hidden * keys, hidden * keys, heads * hidden]
         attention = [*qkv_bias, *bias]
+    sinks = [local_heads] if model.attention_sinks else []
     if model.qk_norm:
         attention += [model.head_dim] * 2 if model.qk_norm_scope == "head" else [heads, keys]
     offloaded: tuple[int, ...] = ()
@@ -248,7 +250,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         mlp = _mlp_bias(model, inner)
     vectors = [*norm, *attention, *norm, *mlp]
     if not model.has_fused_qkv:
-        vectors = [*attention, *mlp, *norm * model.norms_per_block]
+        vectors = [*sinks, *attention, *mlp, *norm * model.norms_per_block]
     return Tensors(tuple(matrices), tuple(vectors), offloaded)
 
 

@@ -55,7 +55,7 @@ def score_bytes(model: ModelSpec, element: int, heads: int) -> int:
     """Return the bytes per token that unfused attention saves of its scores, with ``heads`` heads on the rank.
 
     The weights after softmax, in fp32; with a cap the output of tanh; with dropout the dropped weights and the mask.
-    Under a cap without dropout, 16-bit weights are a copy. There is no log-sum-exp.
+    Under a cap without dropout, 16-bit weights are a copy. A sink is one more score. There is no log-sum-exp.
     """
     each, capped = _FP32, model.attn_logit_softcapping is not None
     each += element if capped else 0
@@ -63,7 +63,8 @@ def score_bytes(model: ModelSpec, element: int, heads: int) -> int:
         each += element + 1
     elif capped and element < _FP32:
         each += element
-    return heads * model.seq_len * each - (_FP32 * heads if materializes_scores(model) else 0)
+    sink = _FP32 if model.attention_sinks else 0
+    return heads * (model.seq_len * each + sink) - (_FP32 * heads if materializes_scores(model) else 0)
 
 
 def materializes_scores(model: ModelSpec) -> bool:
@@ -169,7 +170,7 @@ class _Count:
         for index, (name, size) in enumerate(zip(graph.head_norms, (queries, keys), strict=False)):
             saved += self._rms(name, arrived[index], size, size // model.head_dim if over_heads else 1)
             arrived[index] = arrived[index] or training.trains(name)
-        mixing, output = any(arrived), graph.output
+        mixing, output = any(arrived) or training.trains(graph.sinks), graph.output
         reads = self._keeps_input(output, mixing)
         if model.kv_lora_rank:
             value = heads * (model.v_head_dim or model.head_dim)

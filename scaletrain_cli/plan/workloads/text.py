@@ -58,6 +58,7 @@ class _Family(NamedTuple):
 _LLAMA_ONLY = (
     *("attention_bias", "fused_projections", "query_pre_attn_scalar", "attn_logit_softcapping"),
     *("final_logit_softcapping", "sliding_window", "scale_embedding", "norm_position", "zero_centered_norm"),
+    "attention_sinks",
 )
 _ENGINE_FAMILIES = {
     "llama": _Family(experts=True, grouped_queries=True, qkv_bias=True, qk_norm=True),

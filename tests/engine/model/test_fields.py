@@ -39,6 +39,7 @@ CHANGED: dict[str, Any] = {
     "query_pre_attn_scalar": 3.0,
     "attn_logit_softcapping": 0.1,
     "final_logit_softcapping": 0.01,
+    "attention_sinks": True,
     "sliding_window": 4,
     "layer_types": ("sliding_attention", "full_attention"),
     "rope_local_base_freq": 3.0,

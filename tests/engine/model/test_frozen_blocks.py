@@ -37,6 +37,7 @@ MODELS = {
     "olmo2": model_of(
         "llama-7b", **SIZES, num_key_value_heads=2, norm_position="post", qk_norm=True, qk_norm_scope="projection"
     ),
+    "sinks": model_of("llama-7b", **SIZES, num_key_value_heads=8, attention_sinks=True),
     "phi3": model_of("llama-7b", **SIZES, num_key_value_heads=2, fused_projections=True),
     "gpt": model_of("gpt2", **SIZES, num_key_value_heads=8, tie_word_embeddings=False),
 }
@@ -45,6 +46,7 @@ TRAINED = {
     "nothing": (),
     "attention output": ("o_proj", "attn.c_proj"),
     "queries": ("q_proj", "c_attn", "qkv_proj"),
+    "sinks": ("self_attn",),
     "values": ("v_proj", "c_attn"),
     "second norm": ("post_attention_layernorm", "ln_2"),
     "norm over queries": ("q_norm", "ln_1"),
@@ -59,7 +61,7 @@ TRAINED = {
 def trained_modules(model: ModelSpec, endings: tuple[str, ...]) -> frozenset[str]:
     graph = block_graph(model, bool(model.num_experts))
     names = [*(layer.name for layer in graph.linears), graph.attention_norm, graph.mlp_norm, *graph.head_norms]
-    names += [graph.after_attention, graph.after_mlp]
+    names += [graph.after_attention, graph.after_mlp, graph.sinks]
     return frozenset(name for name in names if name.endswith(endings)) if endings else frozenset()
 
 
