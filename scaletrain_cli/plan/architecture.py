@@ -83,6 +83,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
         shared, shared_bias = 0, 0
         if model.shared_expert_intermediate_size:
             shared, shared_bias = _mlp(model, _share(model.shared_expert_intermediate_size, t))
+        shared_bias += model.num_experts if model.router_bias else 0
         block = Block(attention, shared, hidden * model.num_experts, expert, held, vectors + shared_bias)
     table = _share(model.vocab_size, t) * hidden
     positions = model.max_position_embeddings * hidden if model.positions == "learned" else 0

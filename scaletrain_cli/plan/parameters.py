@@ -226,7 +226,7 @@ def _mlp(model: ModelSpec, path: str, name: str, block: int, inner: int) -> Iter
 def _experts(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
     """Yield router, routed experts and shared experts; the engine stacks the routed ones in two tensors."""
     hidden, inner = model.hidden_size, model.expert_size
-    yield Parameter(f"{path}.gate.weight", (model.num_experts, hidden), "block", block, None, f"{path}.gate.weight")
+    yield from _linear(path, block, _Linear("gate", model.num_experts, hidden, None, model.router_bias))
     stacks = (
         ("gate_up_proj", ("gate_proj", "up_proj"), (inner, hidden), 0),
         ("down_proj", ("down_proj",), (hidden, inner), 1),

@@ -194,6 +194,8 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
         found |= {**_rope(config, kind), **_windows(config, kind), **_biases(config), **_activation(config, kind)}
     if kind == "qwen3_moe":
         found |= _sparse_layers(config)
+    if kind == "deepseek_v2":
+        found |= _groups(config)
     given = {key: value for key, value in found.items() if value is not None or key in _NULL_IS_A_VALUE}
     whole = {"family": known.family, **known.defaults, **given, **known.fixed}
     return {key: value for key, value in whole.items() if value is not None}
@@ -324,6 +326,17 @@ def _dropouts(config: dict[str, Any], family: str) -> dict[str, Any]:
     if embedding != residual:
         raise SourceError("hf_config", f"has embd_pdrop = {embedding} and resid_pdrop = {residual}; they must be equal")
     return {"hidden_dropout": residual, "attention_dropout": config.get("attn_pdrop")}
+
+
+def _groups(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the groups of experts of a DeepSeek-V2, which one of its two methods has. Raises SourceError."""
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        shown = str(method)[:80]
+        raise SourceError(
+            "hf_config", f"has topk_method = {shown}, but only greedy or group_limited_greedy is supported"
+        )
+    return {"n_group": None, "topk_group": None} if method == "greedy" else {}
 
 
 def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,15 @@ TRAITS = (
     "norm_position",
     "zero_centered_norm",
     "hidden_activation",
+    "norm_topk_prob",
+    "scoring_func",
+    "topk_method",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "router_bias",
+    "first_k_dense_replace",
+    "shared_expert_intermediate_size",
 )
 _SILU = {"silu": "silu", "swish": "silu"}
 _GELU_TANH = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
@@ -60,14 +69,13 @@ _GEMMA_KEYS = frozenset({"query_pre_attn_scalar", "final_logit_softcapping", "hi
 _QWEN_WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 # Values of keys that only say that a model has no sliding window.
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (), "use_sliding_window": (False,)}
-# Keys of DeepSeek's router and latent attention. They do not change the model's size, which is what the planner needs;
-# the engine rejects the whole architecture.
+# Keys of DeepSeek's latent attention and of its training. They do not change the model's size, which is what the
+# planner needs; the engine rejects the whole architecture.
 _DEEPSEEK_PLANNED = frozenset(
-    (
-        "aux_loss_alpha ep_size n_group num_mtp_layers num_nextn_predict_layers qk_head_dim rope_interleave "
-        "routed_scaling_factor scoring_func seq_aux topk_group topk_method"
-    ).split()
+    "aux_loss_alpha ep_size num_mtp_layers num_nextn_predict_layers qk_head_dim rope_interleave seq_aux".split()
 )
+_DEEPSEEK_ROUTER = frozenset({"n_group", "topk_group", "routed_scaling_factor"})
+_DEEPSEEK_EXPERTS = _DEEPSEEK_ROUTER | {"first_k_dense_replace", "shared_expert_intermediate_size"}
 _GPT2_HEADS = frozenset(
     {"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"}
 )
@@ -81,8 +89,8 @@ class Architecture:
     others have the default of the spec. ``renamed``: names in config.json, by spec key. ``defaults``: values of
     transformers for missing keys, where they differ from those of this package. ``used``: further keys of config.json
     that become settings; ``irrelevant``: keys without effect; ``only``: keys that may have these values, or be null.
-    ``layer_types``: the pattern of layers if config.json has none. ``model_class`` is empty if models are planned but
-    not exported.
+    ``layer_types``: the pattern of layers if config.json has none. ``experts``: its MLPs are mixtures of experts.
+    ``model_class`` is empty if models are planned but not exported.
     """
 
     model_class: str
@@ -96,11 +104,12 @@ class Architecture:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     activations: Mapping[str, str] = field(default_factory=lambda: _SILU | _GELU_TANH)
     layer_types: tuple[str, ...] = ()
+    experts: bool = False
     ropes: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 _DENSE = frozenset({"hidden_activation"})
-_EXPERTS = {**_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)}
+_EXPERTS: dict[str, tuple[Any, ...]] = {**_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
@@ -189,34 +198,45 @@ ARCHITECTURES: dict[str, Architecture] = {
         used=frozenset({"sliding_window"}),
         only={"attention_bias": (False,), "mlp_bias": (False,), "router_jitter_noise": (0, 0.0)},
         activations=_SILU,
+        experts=True,
     ),
     "qwen3_moe": Architecture(  # num_experts, or from transformers 5 num_local_experts
         "Qwen3MoeForCausalLM",
         fixed={"qk_norm": True},
-        varies=frozenset({"sliding_window"}),
+        varies=frozenset({"sliding_window", "norm_topk_prob", "first_k_dense_replace"}),
         defaults={"norm_eps": 1e-6, "sliding_window": 4096},
         used=frozenset({"decoder_sparse_step", "mlp_only_layers", "sliding_window", "use_sliding_window"}),
         irrelevant=frozenset({"max_window_layers"}),
         only={"attention_bias": (False,), "mlp_bias": (False,)},
         activations=_SILU,
+        experts=True,
     ),
     "deepseek_v2": Architecture(
         "",
+        fixed={"norm_topk_prob": False},  # which transformers does not read
+        varies=_DEEPSEEK_EXPERTS | {"topk_method"},
         renamed=_DEEPSEEK_KEYS,
         defaults={"norm_eps": 1e-6},
-        used=frozenset({"n_shared_experts"}),
+        used=_DEEPSEEK_ROUTER | {"n_shared_experts", "topk_method"},
         irrelevant=_DEEPSEEK_PLANNED,
-        only={**_EXPERTS, "moe_layer_freq": (1,)},
+        only={**_EXPERTS, "moe_layer_freq": (1,), "scoring_func": ("softmax",)},
         activations=_SILU,
+        experts=True,
     ),
     "deepseek_v3": Architecture(
         "",
+        fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        varies=_DEEPSEEK_EXPERTS | {"norm_topk_prob"},
         renamed=_DEEPSEEK_KEYS,
-        defaults={"norm_eps": 1e-6},
-        used=frozenset({"n_shared_experts"}),
+        defaults={
+            **{"norm_eps": 1e-6, "norm_topk_prob": True},
+            **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+        },
+        used=_DEEPSEEK_ROUTER | {"n_shared_experts"},
         irrelevant=_DEEPSEEK_PLANNED,
-        only={**_EXPERTS, "moe_layer_freq": (1,)},
+        only={**_EXPERTS, "moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         activations=_SILU,
+        experts=True,
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel",

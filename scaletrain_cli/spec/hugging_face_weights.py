@@ -32,6 +32,11 @@ _ABSENCE_IS_A_VALUE = (
     "scale_embedding",
     "norm_position",
     "zero_centered_norm",
+    "scoring_func",
+    "topk_method",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
 )
 _MOST_LAYERS = 10_000  # compared for their windows
 
@@ -138,11 +143,8 @@ def _candidates(model: ModelSpec) -> list[str]:
     """Return the architectures of the same family, with experts or without."""
     if model.base_family == "gpt":
         return ["gpt2"]
-    if model.num_experts:
-        return ["qwen3_moe" if model.qk_norm else "mixtral"]
-    sparse = ("mixtral", "qwen3_moe")
-    found = [kind for kind, known in ARCHITECTURES.items() if known.model_class and known.family == "llama"]
-    return [kind for kind in found if kind not in sparse]
+    sparse, found = model.num_experts > 0, ARCHITECTURES.items()
+    return [kind for kind, known in found if known.model_class and known.family == "llama" and known.experts == sparse]
 
 
 def _closest(model: ModelSpec) -> str:
@@ -228,7 +230,7 @@ def _llama(model: ModelSpec, kind: str) -> dict[str, Any]:
     scaling = model.rope_scaling
     if kind == "phi3" and scaling is not None:
         config["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-    return config | (_mixtral(model) if kind == "mixtral" else _qwen3_moe(model) if kind == "qwen3_moe" else {})
+    return config | (_experts(model, kind) if known.experts else {})
 
 
 def _windows(model: ModelSpec, kind: str) -> dict[str, Any]:
@@ -255,25 +257,27 @@ def _rope_scaling(model: ModelSpec) -> dict[str, object] | None:
     return {**found, "rope_theta": model.rope_theta}
 
 
-def _qwen3_moe(model: ModelSpec) -> dict[str, Any]:
-    return {
-        "num_experts": model.num_experts,
+def _experts(model: ModelSpec, kind: str) -> dict[str, Any]:
+    """Return the keys of a mixture of experts."""
+    known = ARCHITECTURES[kind]
+    found: dict[str, Any] = {
+        "num_experts" if kind == "qwen3_moe" else known.renamed["num_experts"]: model.num_experts,
         "num_experts_per_tok": model.num_experts_per_tok,
         "moe_intermediate_size": model.expert_size,
-        "norm_topk_prob": model.norm_topk_prob,
-        "router_aux_loss_coef": model.router_aux_loss_coef,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(range(model.first_k_dense_replace)),
-    }
-
-
-def _mixtral(model: ModelSpec) -> dict[str, Any]:
-    return {
-        "num_local_experts": model.num_experts,
-        "num_experts_per_tok": model.num_experts_per_tok,
-        "intermediate_size": model.expert_size,
         "router_aux_loss_coef": model.router_aux_loss_coef,
     }
+    for key in ("norm_topk_prob", "topk_method", "n_group", "topk_group", "routed_scaling_factor"):
+        if key in known.varies:
+            found[key] = getattr(model, key)
+    if kind == "mixtral":
+        found["intermediate_size"] = found.pop("moe_intermediate_size")
+    elif kind == "qwen3_moe":
+        found |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.first_k_dense_replace))}
+    elif kind.startswith("deepseek"):
+        found |= {"first_k_dense_replace": model.first_k_dense_replace, "moe_layer_freq": 1}
+        found |= {"scoring_func": model.scoring_func, "topk_method": model.topk_method}
+        found["n_shared_experts"] = model.shared_expert_intermediate_size // model.expert_size
+    return found
 
 
 def _gpt2(model: ModelSpec) -> dict[str, Any]:
@@ -297,7 +301,6 @@ def _gpt2(model: ModelSpec) -> dict[str, Any]:
 def _unknown_to_all(model: ModelSpec) -> list[Problem]:
     """Return a problem for each setting that no supported architecture has, alone or in this combination."""
     usual = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "position_embedding")))
-    mixtral = model.num_experts > 0 and not model.qk_norm
     gpt = model.base_family == "gpt"
     wrong = (
         ("family", model.family != model.base_family, "is defined by a plug-in and cannot be exported."),
@@ -308,21 +311,6 @@ def _unknown_to_all(model: ModelSpec) -> list[Problem]:
         ("position_embedding", model.positions != usual.positions, f"must be {usual.positions}."),
         ("embedding_norm", model.embedding_norm, "must be false."),
         ("kv_lora_rank", model.kv_lora_rank > 0, "must be 0: latent attention cannot be exported."),
-        (
-            "shared_expert_intermediate_size",
-            model.shared_expert_intermediate_size > 0,
-            "must be 0: Hugging Face models have gated shared experts only.",
-        ),
-        (
-            "norm_topk_prob",
-            mixtral and not model.norm_topk_prob,
-            "must be true with experts and without qk_norm, as in Mixtral.",
-        ),
-        (
-            "first_k_dense_replace",
-            mixtral and model.first_k_dense_replace > 0,
-            "must be 0 with experts and without qk_norm, as in Mixtral.",
-        ),
         ("num_experts", gpt and model.num_experts > 0, "must be 0, as in GPT-2."),
         (
             "num_key_value_heads",

@@ -17,6 +17,8 @@ from scaletrain_cli.spec.section import Section, used_when, where, where_not
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 AttentionKind = Literal["full_attention", "sliding_attention"]
 _ROTARY = where("model.positions", "rotary", setting="model.position_embedding")
+_EXPERTS = used_when(where_not("model.num_experts", 0))
+_GROUPS = used_when(where_not("model.topk_method", "greedy"))
 
 
 class ModelSpec(Section):
@@ -99,11 +101,27 @@ class ModelSpec(Section):
     capacity_factor: NonNegative = Field(
         default=0.0, description="capacity of an expert, as a multiple of its even share of tokens; 0: unlimited"
     )
-    router_aux_loss_coef: Annotated[NonNegative, used_when(where_not("model.num_experts", 0))] = Field(
+    router_aux_loss_coef: Annotated[NonNegative, _EXPERTS] = Field(
         default=0.001, description="coefficient of the load-balancing loss"
     )
     router_z_loss_coef: NonNegative = Field(default=0.0, description="coefficient of the router z-loss")
     norm_topk_prob: bool = Field(default=False, description="normalize the weights of a token's experts to sum to 1")
+    scoring_func: Annotated[Literal["softmax", "sigmoid"], _EXPERTS] = Field(
+        default="softmax", description="scores of experts; GPT-OSS's softmax over the chosen ones is norm_topk_prob"
+    )
+    topk_method: Annotated[Literal["greedy", "group_limited_greedy", "noaux_tc"], _EXPERTS] = Field(
+        default="greedy",
+        description="choice of experts: highest scores; highest scores in the best groups (DeepSeek-V2); or by the "
+        "scores plus e_score_correction_bias, in the best groups (DeepSeek-V3)",
+    )
+    n_group: Annotated[Whole, _GROUPS] = Field(default=1, description="number of groups of experts")
+    topk_group: Annotated[Whole, _GROUPS] = Field(
+        default=1, description="number of groups that a token's experts may be in"
+    )
+    routed_scaling_factor: Annotated[Positive, _EXPERTS] = Field(
+        default=1.0, description="factor of the weights of a token's experts"
+    )
+    router_bias: Annotated[bool, _EXPERTS] = Field(default=False, description="bias of the router, as in GPT-OSS")
     kv_lora_rank: WholeOrZero = Field(default=0, description="above 0: multi-head latent attention (DeepSeek-V2)")
     q_lora_rank: WholeOrZero = Field(default=0, description="0: no low-rank projection of queries")
     qk_rope_head_dim: WholeOrZero = Field(
@@ -258,6 +276,24 @@ class ModelSpec(Section):
             yield "num_experts", "must be at least 1 when capacity_factor, router_z_loss_coef or norm_topk_prob is set."
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             yield "num_experts_per_tok", f"must be between 1 and num_experts = {self.num_experts}."
+        if self.num_experts:
+            yield from self._group_inconsistencies()
+
+    def _group_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        groups = self.n_group
+        if self.num_experts % groups:
+            yield "n_group", f"must divide num_experts = {self.num_experts}; use {divisors(self.num_experts)}."
+            return
+        members = self.num_experts // groups
+        if self.topk_group > groups:
+            yield "topk_group", f"must not exceed n_group = {groups}."
+        elif self.num_experts_per_tok > self.topk_group * members:
+            yield (
+                "num_experts_per_tok",
+                f"must not exceed the {self.topk_group * members} experts in topk_group groups.",
+            )
+        if self.topk_method == "noaux_tc" and groups > 1 and members == 1:
+            yield "n_group", "must leave at least 2 experts in a group, whose scores are added."
 
     def _rotary_inconsistencies(self) -> Iterator[tuple[str, str]]:
         scaling = self.rope_scaling

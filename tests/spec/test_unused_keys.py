@@ -19,6 +19,7 @@ from tests.spec.samples import PROJECT, RECIPES, SPEC, error, load, problem
 GPT = SPEC.replace("family: llama", "family: gpt")
 SFT = ("training.objective=sft", "data.source=python-docstrings")
 DPO = ("training.objective=dpo", "data.source=python-docstrings")
+EXPERTS = ("model.num_experts=2", "model.num_experts_per_tok=1")
 # For each key with a condition: a value, settings with which it has no effect, and settings with which it has one.
 CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.rope_theta": ("5e5", ("model.family=gpt",), ("model.family=llama",)),
@@ -31,7 +32,13 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("model.family=gpt", "model.sliding_window=8"),
         ("model.family=llama", "model.sliding_window=8"),
     ),
-    "model.router_aux_loss_coef": ("0.5", (), ("model.num_experts=2", "model.num_experts_per_tok=1")),
+    "model.router_aux_loss_coef": ("0.5", (), EXPERTS),
+    "model.scoring_func": ("sigmoid", (), EXPERTS),
+    "model.topk_method": ("noaux_tc", (), EXPERTS),
+    "model.n_group": ("2", EXPERTS, (*EXPERTS, "model.topk_method=group_limited_greedy")),
+    "model.topk_group": ("2", EXPERTS, (*EXPERTS, "model.topk_method=group_limited_greedy", "model.n_group=2")),
+    "model.routed_scaling_factor": ("2.5", (), EXPERTS),
+    "model.router_bias": ("true", (), EXPERTS),
     "data.tokenizer.vocab_size": ("99", ("data.tokenizer={kind: file, path: t.json}",), ()),
     "data.loss_mask": ("document_starts", SFT, ()),
     "data.fields": ("{messages: chat}", (), SFT),
@@ -73,7 +80,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "layout.selective_scope": ("attention", ("layout.activation_checkpointing=full",), ()),
     "layout.selective_every": ("3", ("layout.activation_checkpointing=none",), ()),
     "layout.tensor_sequence_parallel": ("true", ("layout.tensor_parallel=1",), ("layout.tensor_parallel=2",)),
-    "layout.expert_tensor_parallel": ("2", (), ("model.num_experts=2", "model.num_experts_per_tok=1")),
+    "layout.expert_tensor_parallel": ("2", (), EXPERTS),
     "layout.offload_device": ("nvme", (), ("layout.offload=optimizer",)),
     "cluster.per_node_mtbf": ("9h", ("cluster.mean_time_between_interruptions=3h",), ("cluster.spot=true",)),
     "cluster.kubernetes.rdma_count": ("4", (), ("cluster.kubernetes.rdma_resource=rdma/a",)),

@@ -33,7 +33,7 @@ from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
 from scaletrain_cli.engine.data.prepared import data_folder
 from scaletrain_cli.engine.model import outline
-from scaletrain_cli.engine.model.materialization import named_matrices
+from scaletrain_cli.engine.model.materialization import named_weights, stored_buffers
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder, mixtral_name
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
@@ -233,18 +233,21 @@ def export(
         create_file(written, json.dumps(config, indent=2) + "\n", public=True)
         for name, content in text.files.items():
             create_file(draft / name, content, public=True)
-        shapes = dict(named_matrices(outline(model)))
+        whole = outline(model)
+        shapes, exact = named_weights(whole), {matrix.name: buffer.dtype for buffer, matrix in stored_buffers(whole)}
         rename = mixtral_name if config["model_type"] == "mixtral" else str
         files = list(_files(shapes, dtype.itemsize, largest_file_bytes))
         place: dict[str, str] = {}
         for number, names in enumerate(files, start=1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {rename(matrix): _mean(sources, matrix, shapes[matrix], dtype) for matrix in names}
+            tensors = {
+                rename(matrix): _mean(sources, matrix, shapes[matrix], exact.get(matrix, dtype)) for matrix in names
+            }
             save_file(tensors, draft / name, metadata={"format": "pt"})  # required by transformers
             (draft / name).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only
             place |= dict.fromkeys(tensors, name)
         parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
-        total_bytes = parameters * dtype.itemsize
+        total_bytes = sum(torch.Size(shape).numel() * exact.get(name, dtype).itemsize for name, shape in shapes.items())
         if len(files) > 1:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": place}
             create_file(draft / "model.safetensors.index.json", json.dumps(index, indent=2), public=True)

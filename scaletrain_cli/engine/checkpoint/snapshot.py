@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.checkpoint.shard_file import OPAQUE, Entry, Slice
-from scaletrain_cli.engine.model.materialization import Matrix, matrices_of
+from scaletrain_cli.engine.model.materialization import Matrix, matrices_of, stored_buffers
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.deepspeed_optimizer import in_memory, master_weights, use_master_weights
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
@@ -53,10 +53,12 @@ class FlatShard:
 class FrozenShard:
     """A parameter that does not train now, in the dtype of the forward pass; ZeRO-3 has a part of it on this rank.
 
+    Or a buffer, which every rank has whole, in its own dtype.
+
     ``slices`` and ``owned``: as in a FlatShard, placed in the flattened part of this rank.
     """
 
-    parameter: nn.Parameter
+    parameter: Tensor
     slices: tuple[PlacedSlice, ...]
     owned: tuple[PlacedSlice, ...]
 
@@ -76,12 +78,13 @@ class ShardedState:
         self._optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
         self.shards = list(_flat_shards(engine, model, mesh))
         self.frozen = list(_frozen_shards(engine, model, mesh, base))
+        self.buffers = list(_buffer_shards(model, mesh))
 
     @property
     def owned(self) -> dict[str, Slice]:
         """The slices that this rank saves, by name: of one parameter at most one."""
-        both: list[FlatShard | FrozenShard] = [*self.shards, *self.frozen]
-        return {placed.slice.name: placed.slice for shard in both for placed in shard.owned}
+        every: list[FlatShard | FrozenShard] = [*self.shards, *self.frozen, *self.buffers]
+        return {placed.slice.name: placed.slice for shard in every for placed in shard.owned}
 
     @contextmanager
     def weight(self, shard: FlatShard) -> Generator[Tensor]:
@@ -106,9 +109,9 @@ class ShardedState:
 
 
 class _Segment(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter, at ``offset`` in a flat shard."""
+    """Elements ``start`` to ``stop`` of a parameter or buffer, at ``offset`` in a flat shard."""
 
-    parameter: nn.Parameter
+    parameter: Any
     start: int
     stop: int
     offset: int
@@ -141,6 +144,12 @@ def _frozen_shards(engine: Any, model: nn.Module, mesh: Mesh, base: Container[st
             stop = min(start + length, whole.ds_numel)
         found = list(_slices_of(stored, _Segment(parameter, start, stop, 0)))
         yield FrozenShard(parameter, tuple(found), tuple(_owned(found, parameter, mesh, sharded=sharded)))
+
+
+def _buffer_shards(model: nn.Module, mesh: Mesh) -> Iterator[FrozenShard]:
+    for buffer, matrix in stored_buffers(model):
+        found = list(_slices_of([matrix], _Segment(buffer, 0, buffer.numel(), 0)))
+        yield FrozenShard(buffer, tuple(found), tuple(_owned(found, buffer, mesh, sharded=False)))
 
 
 def _stage_3(optimizer: Any) -> Iterator[tuple[int, list[_Segment]]]:
@@ -177,7 +186,7 @@ def _slices_of(matrices: list[Matrix], segment: _Segment) -> Iterator[PlacedSlic
             yield PlacedSlice(part, segment.offset + start - segment.start)
 
 
-def _owned(found: list[PlacedSlice], parameter: nn.Parameter, mesh: Mesh, *, sharded: bool) -> list[PlacedSlice]:
+def _owned(found: list[PlacedSlice], parameter: Any, mesh: Mesh, *, sharded: bool) -> list[PlacedSlice]:
     """Return the slices that this rank saves.
 
     Of equal copies on tensor ranks and pipeline ends the first rank saves all; replicas save a share each.
@@ -333,6 +342,7 @@ class Snapshot:
         if self._frozen is None:
             self._frozen = [entry for shard in self._states.frozen for entry in self._of_frozen(shard)]
         entries += self._frozen
+        entries += [entry for shard in self._states.buffers for entry in self._of_frozen(shard)]
         if self._pinned:
             torch.cuda.current_stream(self._states.device).synchronize()
         return entries, counts
@@ -406,7 +416,7 @@ def restore_state(reader: CountedState, states: ShardedState, average: WeightAve
                 _set_count(own, name, count, states.place_of_counts(weight))
             if average is not None and average.taken:
                 averages.append(_whole(shard, AVERAGE, reader).to(weight.device))
-    for frozen in states.frozen:
+    for frozen in (*states.frozen, *states.buffers):
         for part, offset in frozen.slices:
             if reader.has(WEIGHT, part.name):
                 frozen.values[offset : offset + part.numel].copy_(reader.read(WEIGHT, part))

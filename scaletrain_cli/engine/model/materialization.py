@@ -149,9 +149,12 @@ class WeightsOfModel:
             for matrix in matrices
         }
         self._unread = {parameter: len(matrices) for parameter, matrices in matrices_of(model).items()}
+        self._buffers = {matrix.name: buffer for buffer, matrix in stored_buffers(model)}
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return a copy of this rank's shard of a parameter."""
+        if name in self._buffers:
+            return self._buffers[name].clone()
         parameter: Any
         parameter, matrix = self._places[name]
         partitioned = hasattr(parameter, "ds_tensor")
@@ -180,9 +183,10 @@ def materialize(
     """Replace each parameter on the meta device by one with values from ``source``.
 
     ``dtype`` is that of the forward pass, except of parameters with an ``own_dtype``: DeepSpeed would cast to it, but
-    hold both for a while, and does not cast sharded parameters. Attributes and ties are kept. Buffers, which have
-    values already, are moved. ``partition`` is called with each module whose own parameters were replaced. Collective
-    if ``partition`` is: every rank of its group visits the same modules.
+    hold both for a while, and does not cast sharded parameters. Attributes and ties are kept. Buffers that belong to
+    the weights are read in their own dtype; others have values already, and are moved. ``partition`` is called with
+    each module whose own parameters were replaced. Collective if ``partition`` is: every rank of its group visits the
+    same modules.
     """
     real: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -197,9 +201,29 @@ def materialize(
                 real[outline].__dict__.update(outline.__dict__)  # the shard spec, and DeepSpeed's marks
             setattr(module, name, real[outline])
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
+            if buffer.is_meta and name not in module._non_persistent_buffers_set:
+                full = f"{prefix}.{name}" if prefix else name
+                values = source.read(full, tuple(buffer.shape), None)
+                setattr(module, name, values.to(device=device, dtype=buffer.dtype, copy=True))
+            else:
+                setattr(module, name, buffer.to(device))
         if partition is not None:
             partition(module)
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Matrix]]:
+    """Yield the buffers that belong to the weights, which every rank has whole and no gradient trains."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                shape = tuple(buffer.shape)
+                yield buffer, Matrix(f"{prefix}.{name}" if prefix else name, shape, None, shape, 0)
+
+
+def named_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the names and whole shapes of all that a file of weights has: parameters, then buffers."""
+    buffers = {matrix.name: matrix.whole_shape for _, matrix in stored_buffers(model)}
+    return {**dict(named_matrices(model)), **buffers}
 
 
 def named_matrices(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from scaletrain_cli.engine.model.router import Router, balance_loss, z_loss
 from scaletrain_cli.spec import ModelSpec
 
 
@@ -33,17 +34,6 @@ class RoutingMeasures(NamedTuple):
     z_loss: Tensor
     dropped: Tensor  # share of assignments beyond an expert's capacity
     busiest: Tensor  # load of the busiest expert of a sequence, over the mean load
-
-
-class Router(nn.Module):
-    """Logits [..., experts] of tokens [..., hidden], in fp32, because rounding would change close choices."""
-
-    def __init__(self, hidden: int, experts: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, hidden))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.float(), self.weight.float())
 
 
 class Experts(nn.Module):
@@ -96,10 +86,10 @@ class MoELayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, shared: nn.Module | None = None) -> None:
         super().__init__()
-        self.gate = Router(spec.hidden_size, spec.num_experts)
+        self.gate = Router(spec)
         self.experts = Experts(spec.num_experts, spec.hidden_size, spec.expert_size)
         self.shared_experts = shared
-        self.num_experts, self.top_k, self.renormalize = spec.num_experts, spec.num_experts_per_tok, spec.norm_topk_prob
+        self.num_experts = spec.num_experts
         self.capacity_factor = spec.capacity_factor
         self.balance_coefficient, self.z_coefficient = spec.router_aux_loss_coef, spec.router_z_loss_coef
         self.loss_scale = 1.0
@@ -112,25 +102,27 @@ class MoELayer(nn.Module):
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
     def route(self, x: Tensor) -> Routing:
-        """Return the ``top_k`` most likely experts of each token; beyond an expert's capacity they are dropped."""
+        """Return the experts that the router chooses for each token; beyond an expert's capacity they are dropped."""
         logits = self.gate(x)
-        probabilities = logits.softmax(dim=-1)
-        weights, chosen = probabilities.topk(self.top_k, dim=-1)
-        if self.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        load = count(chosen.flatten(1), self.num_experts)
+        chosen, weights, probabilities, balanced = self.gate.choose(logits)
+        load = self._load(chosen)
         earlier, total = self.tally(load)
         kept = None
         if self.capacity_factor:
             capacity = torch.ceil(self.capacity_factor * total.sum(dim=-1, keepdim=True).double() / self.num_experts)
             kept = places(chosen.flatten(1), load, earlier) < capacity
             kept = kept.view_as(chosen).flatten(0, 1)
-        balance = balance_loss(probabilities if self.balance_coefficient else probabilities.detach(), total)
+        even = total if balanced is chosen else self.tally(self._load(balanced))[1]
+        balance = balance_loss(probabilities if self.balance_coefficient else probabilities.detach(), even)
         z = z_loss(logits if self.z_coefficient else logits.detach())  # measured only, without a gradient
         loss = self.balance_coefficient * balance + self.z_coefficient * z
         weights = _WithLoss.apply(weights, loss, self.loss_scale)  # type: ignore[no-untyped-call]
         self._measure(balance, z, kept, total)
         return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), kept)
+
+    def _load(self, chosen: Tensor) -> Tensor:
+        """Return how often each sequence chooses each expert, [batch, experts]."""
+        return count(chosen.flatten(1), self.num_experts)
 
     @torch.no_grad()
     def _measure(self, balance: Tensor, z: Tensor, kept: Tensor | None, total: Tensor) -> None:
@@ -138,23 +130,6 @@ class MoELayer(nn.Module):
         dropped = torch.zeros_like(z) if kept is None else 1 - kept.float().mean()
         busiest = (total.amax(dim=-1) * self.num_experts / total.sum(dim=-1)).mean()
         self.measures = RoutingMeasures(balance.detach(), z.detach(), dropped, busiest)
-
-
-def balance_loss(probabilities: Tensor, total: Tensor) -> Tensor:
-    """Return the mean over sequences of sum over experts of (share of load x experts) x mean probability; at least 1.
-
-    The sequence-wise form (DeepSeek-V2, arXiv:2405.04434, equations 23 to 25). Hugging Face's, over a whole
-    micro-batch, is larger by a factor of the experts per token. ``probabilities`` [batch, length, experts] may be a
-    part of each sequence, while ``total`` [batch, experts] is the load of the whole: as the loss is linear in the
-    probabilities, the loss of the whole is the mean over its parts, and so is its gradient.
-    """
-    shares = total * total.shape[-1] / total.sum(dim=-1, keepdim=True)
-    return (shares * probabilities.mean(dim=1)).sum(dim=-1).mean()
-
-
-def z_loss(logits: Tensor) -> Tensor:
-    """Return the mean squared log of the softmax's denominator, which keeps logits small (arXiv:2202.08906, eq. 5)."""
-    return logits.logsumexp(dim=-1).square().mean()
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.materialization import named_matrices
+from scaletrain_cli.engine.model.materialization import named_weights
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.reasons import Reason
@@ -91,7 +91,7 @@ class HuggingFaceFolder:
             raise UsageError(Reason("engine.weights-unreadable", {"path": str(path), "error": str(error)})) from error
 
     def _mismatches(self, model: CausalLM) -> Iterator[Problem]:
-        expected, used = dict(named_matrices(model)), set()
+        expected, used = named_weights(model), set()
         for name, shape in expected.items():
             stored = self._stored(name)
             used.add(stored)

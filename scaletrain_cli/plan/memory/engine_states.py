@@ -241,7 +241,8 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         shared = model.shared_expert_intermediate_size
         first, second = _mlp(model, -(-shared // tensor)) if shared else ((), 0)
         matrices += [hidden * model.num_experts, *(() if offloaded else stacked), *first, *([second] if shared else [])]
-        mlp = _mlp_bias(model, -(-shared // tensor)) if shared else []
+        mlp = [model.num_experts] if model.router_bias else []
+        mlp += _mlp_bias(model, -(-shared // tensor)) if shared else []
         mlp += [held * size for size in _mlp_bias(model, inner)]
     else:
         inner = -(-model.intermediate_size // tensor)
