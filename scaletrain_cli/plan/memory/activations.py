@@ -20,6 +20,7 @@ from scaletrain_cli.plan.memory.frozen_activations import (
     materializes_scores,
     normalized_bytes,
     score_bytes,
+    score_gradient_bytes,
 )
 from scaletrain_cli.spec import ModelSpec, RunSpec
 
@@ -117,16 +118,31 @@ def token_activations(
         routing += _FP32 * hidden if element_bytes < _FP32 else 0
         if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:
             norms -= element_bytes * hidden  # of the second norm's output only the router's fp32 copy is saved
+    saved = norms + attention + element_bytes * mlp + routing
+    first_norm = _norm(model, element_bytes, compiled)
+
+    def working(saved: int, attention: int, *, mixes: bool) -> int:
+        """Return the gradients alive at once; ``mixes``: the core of attention has a backward pass.
+
+        When it begins, all that was saved after attention has been freed.
+        """
+        in_mlp = element_bytes * (2 * hidden + mlp_gradients)
+        if fused or not mixes:
+            return in_mlp
+        freed = max(0, saved - attention - first_norm)
+        return max(in_mlp, _attention_gradients(model, element_bytes, t) - freed)
+
     whole = TokenActivations(
-        saved=norms + attention + element_bytes * mlp + routing,
+        saved=saved,
         attention=attention + (element_bytes * hidden if compiled else 0),
         block_input=element_bytes * hidden,
-        working=element_bytes * (2 * hidden + mlp_gradients),
+        working=working(saved, attention, mixes=True),
     )
     if training.is_whole:
         return whole
     is_moe = bool(model.num_experts) and experts is not False
-    if not backward_products(model, training, is_moe).reached:
+    products = backward_products(model, training, is_moe)
+    if not products.reached:
         return TokenActivations(0, 0, 0, 0)  # no backward pass comes here
     adapters = (adapter_dropout, adapter_element, dora)
     kernels = BlockKernels(element_bytes, t, sequence_parallel, fused, keeps_inputs, *adapters, repeats)
@@ -135,8 +151,19 @@ def token_activations(
         saved=min(saved, whole.saved) if compiled and not training.adapters else saved,
         attention=attention,
         block_input=whole.block_input,
-        working=whole.working,
+        working=working(saved, attention, mixes=products.attention),
     )
+
+
+def _attention_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
+    """Return the bytes per token of the gradients that are alive when unfused attention normalizes scores backward.
+
+    Those of the scores, of the hidden states, and of the values and the output.
+    """
+    heads = -(-model.num_attention_heads // t)
+    value = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
+    scores = heads * model.seq_len * score_gradient_bytes(model, element_bytes)
+    return scores + element_bytes * (2 * model.hidden_size + 2 * heads * value)
 
 
 def _attention(

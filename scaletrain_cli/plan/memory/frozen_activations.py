@@ -67,6 +67,19 @@ def score_bytes(model: ModelSpec, element: int, heads: int) -> int:
     return heads * (model.seq_len * each + sink) - (_FP32 * heads if materializes_scores(model) else 0)
 
 
+def score_gradient_bytes(model: ModelSpec, element: int) -> int:
+    """Return the bytes per score by which the backward pass of unfused attention exceeds what it has saved.
+
+    At most when the softmax has the gradients of its output and of its input, both in fp32. By then the 16-bit copy of
+    the weights is free, with dropout also its mask. Dropout in fp32 needs more bytes before, where it masks a gradient.
+    """
+    if not materializes_scores(model):  # the unfused kernel of torch
+        return 2 * _FP32
+    if model.attention_dropout:
+        return _FP32 if element == _FP32 else 2 * _FP32 - element - 1
+    return 2 * _FP32 if element == _FP32 else 2 * _FP32 - element
+
+
 def materializes_scores(model: ModelSpec) -> bool:
     """Return whether this engine's attention is unfused on every device: with dropout, or with a cap of scores."""
     return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
