@@ -9,6 +9,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "optimizers": ("bitsandbytes",),
     "fp8": ("torchao",),
     "parquet": ("pyarrow",),
+    "data": ("py3langid", "rensa"),
     "slurm": ("submitit",),
     "k8s": ("kubernetes",),
     "wandb": ("wandb",),

@@ -1,0 +1,1 @@
+"""Preparation of training data and the order of their sources; without torch."""
