@@ -1,0 +1,47 @@
+"""Steps that look at one document at a time: what each is built from, and the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
+from scaletrain_cli.spec.preparation import PreparationStep
+
+__all__ = ["STEPS", "Document", "DocumentError", "Kept", "Removed", "Step", "apply", "identity", "step_of", "steps_for"]
+
+# What builds the step of a section. A builder loads models and files, so that it runs once in each worker process.
+STEPS: dict[type[PreparationStep], Callable[[Any], Step]] = {}
+
+
+def step_of(section: PreparationStep) -> Step:
+    """Return the step of a section of the spec. Raises UsageError if a library or a file that it needs is missing."""
+    return STEPS[type(section)](section)
+
+
+def steps_for(source: str, sections: Iterable[PreparationStep]) -> tuple[Step, ...]:
+    """Return the steps that apply to a source, by its name, in the order of their sections."""
+    return tuple(step_of(section) for section in sections if section.only is None or source in section.only)
+
+
+def identity(section: PreparationStep, step: Step) -> Mapping[str, Any]:
+    """Return everything that the results of a step depend on beside the documents, as JSON values.
+
+    The same value means the same results; ``only`` is not part of it, because it selects documents.
+    """
+    settings = section.model_dump(mode="json", exclude={"only"})
+    return {"settings": settings, "version": step.version, "depends_on": dict(step.depends_on)}
+
+
+def apply(steps: Iterable[Step], document: Document) -> tuple[Document | Removed, dict[str, int]]:
+    """Return the document after all steps, or why one removed it, and the counts of the steps that kept it."""
+    counts: dict[str, int] = {}
+    for step in steps:
+        result = step(document)
+        if isinstance(result, Removed):
+            return result, counts
+        for name, count in result.counts.items():
+            counts[name] = counts.get(name, 0) + count
+        if result.text is not document.text:
+            document = document._replace(text=result.text)
+    return document, counts

@@ -1,0 +1,290 @@
+"""The steps of ``data.prepare`` that look at one document at a time: what each changes or removes, and its limits.
+
+The defaults of the quality rules are those of their papers. ``null`` turns a limit off.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from scaletrain_cli.spec.quantities import Matching, Text, Whole, WholeOrZero, not_a_switch
+from scaletrain_cli.spec.section import Section
+
+# From nothing to everything, both included: a share of the lines, of the words or of the characters of a document.
+Share = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
+Number = Annotated[float, BeforeValidator(not_a_switch), Field(ge=-1e12, le=1e12)]
+Language = Annotated[str, Matching(r"[a-z]{2,3}", 3, "must be a language code of ISO 639, such as en")]
+_Texts = Annotated[tuple[Text, ...], Field(min_length=1, max_length=1000)]
+
+
+class PreparationStep(Section):
+    """What every step has: the sources that it applies to."""
+
+    only: _Texts | None = Field(default=None, description="names of sources that the step applies to; null: all")
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one."""
+        yield from ()
+
+    def _ineffective(self, setting: str, *keys: str) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each of ``keys`` that differs from its default although ``setting`` ignores it."""
+        for key in keys:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield key, f"has no effect with {setting}. Remove it."
+
+
+class NormalizationSpec(PreparationStep):
+    """One form for the same text: line ends are ``\\n``, and invisible characters that carry no text are removed."""
+
+    step: Literal["normalization"]
+    unicode: Literal["NFC", "NFKC", "none"] = Field(
+        default="NFC",
+        description="Unicode normalization form. NFKC also replaces ligatures, full-width letters and "
+        "superscripts; none: leave as it is",
+    )
+    control_characters: Literal["remove", "space", "keep"] = Field(
+        default="remove",
+        description="control characters other than line ends and tabs, and code points that Unicode excludes from text",
+    )
+    zero_width: Literal["remove", "keep"] = Field(
+        default="remove",
+        description="byte order marks, zero-width spaces, word joiners and soft hyphens; joiners within words stay",
+    )
+    line_ends: Literal["lf", "keep"] = Field(default="lf", description="lf: replace CR LF, CR, NEL, LS and PS by LF")
+
+
+class LanguageSpec(PreparationStep):
+    """Keep documents in some languages, by the most likely language of their beginning."""
+
+    step: Literal["language"]
+    keep: Annotated[tuple[Language, ...], Field(min_length=1, max_length=200)]
+    min_probability: Share = Field(default=0.65, description="least probability of the most likely language")
+    model: Literal["py3langid"] = Field(default="py3langid", description="97 languages, installed with the extra data")
+    characters: Whole = Field(default=2000, description="the language is that of the first so many characters")
+
+
+class _QualitySpec(PreparationStep):
+    step: Literal["quality"]
+
+
+class GopherQualitySpec(_QualitySpec):
+    """The quality rules of Gopher (arXiv 2112.11446, appendix A.1.1). A word is a text between whitespace."""
+
+    rules: Literal["gopher_quality"]
+    min_words: WholeOrZero | None = Field(default=50, description="words with a letter or a digit")
+    max_words: Whole | None = 100_000
+    min_mean_word_length: Number | None = Field(default=3.0, description="characters, with adjacent punctuation")
+    max_mean_word_length: Number | None = 10.0
+    max_hashes_per_word: Number | None = 0.1
+    max_ellipses_per_word: Number | None = 0.1
+    max_bullet_lines: Share | None = Field(default=0.9, description="share of the lines that begin with a bullet")
+    max_ellipsis_lines: Share | None = Field(default=0.3, description="share of the lines that end with an ellipsis")
+    min_alphabetic_words: Share | None = Field(default=0.8, description="share of the words with a letter")
+    min_stop_words: WholeOrZero | None = Field(default=2, description="number of different stop words")
+    stop_words: _Texts = ("the", "be", "to", "of", "and", "that", "have", "with")
+    bullets: _Texts = ("•", "‣", "▪", "◦", "●", "-", "*")
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one."""
+        for low, high in (("min_words", "max_words"), ("min_mean_word_length", "max_mean_word_length")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and least > most:
+                yield low, f"must be at most {high}, which is {most}."
+        if self.min_stop_words is not None and self.min_stop_words > len(set(self.stop_words)):
+            yield "min_stop_words", f"must be at most {len(set(self.stop_words))}, the number of stop_words."
+
+
+class GopherRepetitionSpec(_QualitySpec):
+    """The repetition rules of Gopher (arXiv 2112.11446, table A1). Shares are of the characters of all words."""
+
+    rules: Literal["gopher_repetition"]
+    max_duplicate_lines: Share | None = Field(default=0.30, description="share of the lines that occurred before")
+    max_duplicate_paragraphs: Share | None = 0.30
+    max_duplicate_line_characters: Share | None = 0.20
+    max_duplicate_paragraph_characters: Share | None = 0.20
+    max_top_2gram: Share | None = Field(
+        default=0.20, description="share of the characters in the pair of words that occurs most often"
+    )
+    max_top_3gram: Share | None = 0.18
+    max_top_4gram: Share | None = 0.16
+    max_duplicate_5grams: Share | None = Field(
+        default=0.15, description="share of the characters in sequences of 5 words that occurred before"
+    )
+    max_duplicate_6grams: Share | None = 0.14
+    max_duplicate_7grams: Share | None = 0.13
+    max_duplicate_8grams: Share | None = 0.12
+    max_duplicate_9grams: Share | None = 0.11
+    max_duplicate_10grams: Share | None = 0.10
+
+
+class C4Spec(_QualitySpec):
+    """The rules of C4 (JMLR 21/140, section 2.2): they drop lines, and whole documents."""
+
+    rules: Literal["c4"]
+    end_marks: _Texts | None = Field(
+        default=(".", "!", "?", '"', "'", "”", "’"),
+        description="a line must end with one of these, and not with an ellipsis; null: with anything",
+    )
+    min_words_per_line: WholeOrZero | None = 3
+    max_word_length: Whole | None = Field(default=1000, description="characters; a line with a longer word is dropped")
+    line_phrases: tuple[Text, ...] = Field(
+        default=(
+            "javascript",
+            "terms of use",
+            "privacy policy",
+            "cookie policy",
+            "uses cookies",
+            "use of cookies",
+            "use cookies",
+        ),
+        max_length=1000,
+        description="a line with one of these is dropped, in any case",
+    )
+    document_phrases: tuple[Text, ...] = Field(
+        default=("lorem ipsum", "{", "}"),
+        max_length=1000,
+        description="a document with one of these is removed, in any case",
+    )
+    remove_citations: Annotated[bool, Field(strict=True)] = Field(
+        default=True, description="remove [1], [edit] and [citation needed] from lines"
+    )
+    min_sentences: WholeOrZero | None = Field(default=5, description="sentences in the lines that are left")
+    min_paragraphs: WholeOrZero | None = Field(default=None, description="lines of min_paragraph_length; 3 in mC4")
+    min_paragraph_length: Whole = Field(default=200, description="characters; has an effect with min_paragraphs")
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one."""
+        if self.min_paragraphs is None:
+            yield from self._ineffective("min_paragraphs: null", "min_paragraph_length")
+
+
+class FineWebSpec(_QualitySpec):
+    """The rules that FineWeb adds to those of Gopher and C4 (arXiv 2406.17557, section 3.6)."""
+
+    rules: Literal["fineweb"]
+    min_punctuated_lines: Share | None = Field(
+        default=0.12, description="a document is removed if this share of its lines, or less, ends with punctuation"
+    )
+    max_duplicate_line_characters: Share | None = Field(
+        default=0.1, description="removed from this share on; 0.1 in the paper, 0.01 in the published pipeline"
+    )
+    max_short_lines: Share | None = Field(default=0.67, description="removed from this share on")
+    short_line_length: Whole = Field(default=30, description="a line of fewer characters is short")
+    max_newlines_per_word: Number | None = Field(
+        default=None, description="0.3 in the published pipeline, not in the paper"
+    )
+
+
+class ScoreSpec(PreparationStep):
+    """Keep documents by a number in a column of their rows, such as the score of a classifier."""
+
+    step: Literal["score"]
+    column: Text
+    min: Number | None = None
+    max: Number | None = None
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one."""
+        if self.min is None and self.max is None:
+            yield "min", "is required unless max is given."
+        elif self.min is not None and self.max is not None and self.min > self.max:
+            yield "min", f"must be at most max, which is {self.max}."
+
+
+class ContaminationSpec(PreparationStep):
+    """Remove texts of evaluation files: sequences of words that occur in both (GPT-3, arXiv 2005.14165, appendix C)."""
+
+    step: Literal["contamination"]
+    files: Annotated[_Texts, Field(description="txt or jsonl files or globs; a line of a jsonl file is one item")]
+    fields: _Texts = Field(default=("text",), description="columns of jsonl files; each is an item of its own")
+    ngram: Whole = Field(default=13, le=100, description="words; shorter items match as a whole")
+    min_item_words: Whole = Field(default=8, description="shorter items are left out: they occur everywhere")
+    action: Literal["cut", "drop"] = Field(
+        default="cut", description="cut: remove the match with its surroundings; drop: remove the document"
+    )
+    margin: WholeOrZero = Field(default=200, description="characters that are cut on each side of a match")
+    min_piece: WholeOrZero = Field(default=200, description="shorter pieces between cuts are removed too")
+    max_pieces: Whole = Field(default=10, description="a document that is cut into more pieces is removed")
+    min_matching_share: Share | None = Field(
+        default=None,
+        description="drop only documents with at least this share of matching n-grams (PaLM: 0.7 with ngram: 8); "
+        "null: any match",
+    )
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one."""
+        if self.action == "drop":
+            yield from self._ineffective("action: drop", "margin", "min_piece", "max_pieces")
+        else:
+            yield from self._ineffective("action: cut", "min_matching_share")
+        if self.min_item_words > self.ngram:
+            yield "min_item_words", f"must be at most ngram, which is {self.ngram}."
+
+
+IDENTIFIERS = ("email", "ip", "phone", "key")
+Identifier = Literal["email", "ip", "phone", "key"]
+
+
+class PlaceholdersSpec(Section):
+    """What stands in the text in place of an identifier."""
+
+    email: Text = "<EMAIL>"
+    ip: Text = "<IP_ADDRESS>"
+    phone: Text = "<PHONE_NUMBER>"
+    key: Text = "<KEY>"
+
+
+class IdentifiersSpec(PreparationStep):
+    """Replace what identifies a person or gives access: mail and public IP addresses, phone numbers, secret keys."""
+
+    step: Literal["identifiers"]
+    replace: Annotated[tuple[Identifier, ...], Field(min_length=1, max_length=4)] = Field(
+        default=("email", "ip", "key"), description="phone numbers are found least reliably"
+    )
+    placeholders: PlaceholdersSpec = PlaceholdersSpec()
+
+
+STEPS: dict[str, type[PreparationStep]] = {
+    "normalization": NormalizationSpec,
+    "language": LanguageSpec,
+    "score": ScoreSpec,
+    "contamination": ContaminationSpec,
+    "identifiers": IdentifiersSpec,
+}
+QUALITY_RULES: dict[str, type[PreparationStep]] = {
+    "gopher_quality": GopherQualitySpec,
+    "gopher_repetition": GopherRepetitionSpec,
+    "c4": C4Spec,
+    "fineweb": FineWebSpec,
+}
+
+
+def _step(step: Any) -> str | None:
+    name, rules = (
+        (step.get("step"), step.get("rules"))
+        if isinstance(step, dict)
+        else (getattr(step, "step", None), getattr(step, "rules", None))
+    )
+    if name == "quality":
+        return rules if isinstance(rules, str) and rules in QUALITY_RULES else None
+    return name if isinstance(name, str) and name in STEPS else None
+
+
+DocumentStep = Annotated[
+    Annotated[NormalizationSpec, Tag("normalization")]
+    | Annotated[LanguageSpec, Tag("language")]
+    | Annotated[GopherQualitySpec, Tag("gopher_quality")]
+    | Annotated[GopherRepetitionSpec, Tag("gopher_repetition")]
+    | Annotated[C4Spec, Tag("c4")]
+    | Annotated[FineWebSpec, Tag("fineweb")]
+    | Annotated[ScoreSpec, Tag("score")]
+    | Annotated[ContaminationSpec, Tag("contamination")]
+    | Annotated[IdentifiersSpec, Tag("identifiers")],
+    Discriminator(
+        _step,
+        custom_error_type="step_name",
+        custom_error_message="must have `step`: normalization, language, quality, score, contamination or identifiers; "
+        "quality also `rules`: gopher_quality, gopher_repetition, c4 or fineweb",
+    ),
+]
