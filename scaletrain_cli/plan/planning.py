@@ -17,6 +17,7 @@ from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_
 from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternatives, evaluate, search, smallest
 from scaletrain_cli.plan.search.layouts import division_problems
 from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try
+from scaletrain_cli.plan.speed.reference_pass import with_reference_pass
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
@@ -70,19 +71,20 @@ def _check_framework(spec: RunSpec) -> None:
 
 def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Found, compared: bool) -> RunPlan:
     size = workload_of(spec.model).training_size(spec)
-    durability = plan_durability(spec, chosen.layout, chosen.time, device)
+    time = with_reference_pass(spec, chosen.layout, chosen.time)
+    durability = plan_durability(spec, chosen.layout, time, device)
     return RunPlan(
         model=size,
         layout=chosen.layout,
         memory=chosen.memory,
-        time=chosen.time,
+        time=time,
         network=chosen.network,
         durability=durability,
-        cost=plan_cost(spec, chosen.layout, chosen.time, durability),
+        cost=plan_cost(spec, chosen.layout, time, durability),
         alternatives=alternatives(spec, device, found, chosen) if compared else (),
         rejected=found.rejected,
         considered=found.considered,
-        warnings=warnings(spec, chosen.layout, chosen.memory, chosen.time, durability, device),
+        warnings=warnings(spec, chosen.layout, chosen.memory, time, durability, device),
         assumptions=assumptions(spec, chosen.layout, device, size.parameters),
         sanity=check_recipe(spec, chosen.layout, size, device),
         training_stages=workload_of(spec.model).training_stages(spec, chosen.layout, device),

@@ -133,7 +133,8 @@ class Time:
     """Seconds per optimizer step, and figures derived from them.
 
     ``step`` is the sum of compute, exposed_communication, bubble, optimizer and data_wait. ``compute``: of the slowest
-    stage, including recomputation (also in ``recompute``) and waiting for the host. ``to_train``: seconds of all steps.
+    stage, including recomputation (also in ``recompute``) and waiting for the host. ``to_train``: seconds of all steps
+    and of the pass before them that computes the reference of ``reference_pairs`` pairs, ``reference`` seconds.
     ``mfu`` counts the model's FLOPs with unmasked attention (PaLM, arXiv:2204.02311, appendix B), ``hfu`` recomputed
     FLOPs too. ``by_stage``: the first 64 stages.
     """
@@ -152,6 +153,8 @@ class Time:
     samples_per_second: float = 0.0
     recompute: float = 0.0
     by_stage: tuple[StageTime, ...] = ()
+    reference: float = 0.0
+    reference_pairs: int = 0
 
 
 @dataclass(frozen=True)

@@ -290,14 +290,18 @@ def reached_blocks(model: ModelSpec, trained: TrainedStage) -> int:
 def stage_flops_per_token(model: ModelSpec, trained: TrainedStage) -> int:
     """Return the FLOPs per token of forward and backward pass, without recomputation.
 
-    The gradient of the hidden states before the head is always needed, that of the head's weight only if it trains.
+    The gradient of the hidden states before the head is needed if a weight before it trains, that of the head's weight
+    if it trains itself.
     """
     if not trained.runs:
         return training_flops_per_token(model)
     blocks = sum(run.blocks * sum(block_flops(model, run.training, run.experts)) for run in trained.runs)
-    head = head_flops(model)
-    reached = trained.head or trained.final_norm or reached_blocks(model, trained) > 0
-    return blocks + head + (head if reached else 0) + (head if trained.head else 0)
+    return blocks + head_flops(model) * (1 + trains_before_head(model, trained) + trained.head)
+
+
+def trains_before_head(model: ModelSpec, trained: TrainedStage) -> bool:
+    """Return whether the hidden states before the head have a gradient."""
+    return trained.final_norm or reached_blocks(model, trained) > 0
 
 
 def trained_count(spec: RunSpec, stage: TrainedStage) -> int:

@@ -149,7 +149,8 @@ def time_view(spec: RunSpec, time: Time, bar: int, unicode: bool, *, everything:
         if time.recompute
         else []
     )
-    return Group(time_total(spec, time), *lines, *again, whole_run(spec, time), *convention)
+    before = [reference_pass(time)] if time.reference else []
+    return Group(time_total(spec, time), *lines, *again, *before, whole_run(spec, time), *convention)
 
 
 def time_total(spec: RunSpec, time: Time) -> Text:
@@ -162,9 +163,18 @@ def time_total(spec: RunSpec, time: Time) -> Text:
     )
 
 
-def whole_run(spec: RunSpec, time: Time) -> Text:
-    """Return the time of all steps, without interruptions."""
-    seen = count_text(spec.total_steps * spec.training.global_batch_size * spec.units_per_sample)
+def reference_pass(time: Time) -> Text:
+    """Return the time of the pass that computes the log-probabilities of the reference model."""
     return escaped_text(
-        f"{seconds_text(time.to_train)} for all {whole_text(spec.total_steps)} steps ({seen} {spec.unit})"
+        f"{seconds_text(time.reference)} before step 1: reference log-probabilities of "
+        f"{count_text(time.reference_pairs)} pairs"
+    )
+
+
+def whole_run(spec: RunSpec, time: Time) -> Text:
+    """Return the time of all steps, and of the reference pass, without interruptions."""
+    seen = count_text(spec.total_steps * spec.training.global_batch_size * spec.units_per_sample)
+    also = " and the reference" if time.reference else ""
+    return escaped_text(
+        f"{seconds_text(time.to_train)} for all {whole_text(spec.total_steps)} steps{also} ({seen} {spec.unit})"
     )

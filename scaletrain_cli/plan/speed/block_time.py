@@ -136,15 +136,23 @@ def _dequantize_seconds(model: ModelSpec, work: RankWork, rate: Rates, weights: 
 
 @lru_cache(maxsize=8192)
 def head_time(
-    model: ModelSpec, work: RankWork, profile: FrameworkProfile, rate: Rates, trained: bool = True
+    model: ModelSpec,
+    work: RankWork,
+    profile: FrameworkProfile,
+    rate: Rates,
+    trained: bool = True,
+    arriving: bool = True,
 ) -> PartTime:
-    """Return the seconds of the projection to the vocabulary and the loss; ``trained``: the head's weight trains."""
+    """Return the seconds of the projection to the vocabulary and the loss.
+
+    ``trained``: the head's weight trains; ``arriving``: the hidden states need a gradient.
+    """
     columns, hidden = -(-model.vocab_size // work.tensor), model.hidden_size
     forward, of_input, of_weight = linear_products(work.tokens, hidden, columns, work.compiled, rate)
     entries = 1.0 * work.tokens * columns
     return PartTime(
         forward + memory_seconds(profile.loss[0] * entries, 10, rate),
-        of_input + (of_weight if trained else 0.0) + memory_seconds(profile.loss[1] * entries, 5, rate),
+        of_input * arriving + of_weight * trained + memory_seconds(profile.loss[1] * entries, 5, rate),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scaletrain_cli.plan.adapters import trains_in_fp32
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
@@ -87,7 +88,7 @@ def data_traffic(
     """Return the data-parallel traffic of a stage; a rank has ``parameters`` parameters, in ``blocks`` blocks.
 
     ``trained``: those that train (None: all). Only these have gradients, and only these are gathered after the update;
-    ZeRO-3 gathers all in each pass.
+    ZeRO-3 gathers all in each pass. Both have 4 bytes per element for fp32 adapters.
     """
     ranks, stage, m = zero_shards(layout), layout.zero_stage, layout.gradient_accumulation_steps
     if ranks == 1:
@@ -95,7 +96,9 @@ def data_traffic(
     training = spec.training
     stride = layout.tensor_parallel
     learned = parameters if trained is None else trained
-    weights = (parameters if stage == 3 else learned) * weight_bytes(training.precision)
+    element = weight_bytes(training.precision)
+    own = 4 if trains_in_fp32(spec) else element
+    weights = learned * own + ((parameters - learned) * element if stage == 3 else 0)
     gradients = learned * _gradient_bytes(spec, profile)
     part = (ranks - 1) / ranks
     if stage == 0:
@@ -172,7 +175,13 @@ def exposed(communication: float, compute: float, overlap: float) -> float:
 
 
 def _gradient_bytes(spec: RunSpec, profile: FrameworkProfile) -> int:
-    """Return the bytes of one gradient element when it is reduced."""
+    """Return the bytes of one gradient element when it is reduced.
+
+    Gradients of fp32 adapters are not converted: DeepSpeed has no 16-bit type configured then (engine.py
+    ``communication_data_type``).
+    """
+    if trains_in_fp32(spec):
+        return 4
     given = gradient_bytes(spec.training.precision, spec.training.grad_dtype)
     if profile.gradient_reduced is None:
         return given

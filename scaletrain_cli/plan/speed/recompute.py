@@ -51,15 +51,21 @@ def recompute_flops_per_token(spec: RunSpec, layout: Layout, trained: TrainedSta
     Blocks without a backward pass are not recomputed; ``trained``: what trains.
     """
     model, kind = spec.transformer, _selective(spec, layout)
+    logits = head_flops(model) if computes_logits_again(spec, layout) else 0
     if layout.activation_checkpointing == "none":
-        return 0.0
+        return float(logits)
     layers = reached_blocks(model, trained)
     if kind == "attention core":
-        return float(layers * block_attention_flops(model))
+        return float(layers * block_attention_flops(model) + logits)
     if kind == "attention module":
-        return float(layers * (block_attention_flops(model) + attention_matmul_flops(model)))
+        return float(layers * (block_attention_flops(model) + attention_matmul_flops(model)) + logits)
     blocks = training_flops_per_token(model) / 3 - head_flops(model)
-    return recomputed_forwards(spec, layout) * blocks * layers / model.num_hidden_layers
+    return recomputed_forwards(spec, layout) * blocks * layers / model.num_hidden_layers + logits
+
+
+def computes_logits_again(spec: RunSpec, layout: Layout) -> bool:
+    """Return whether the backward pass of the loss computes the logits again: that of ``dpo`` in chunks."""
+    return spec.training.objective == "dpo" and layout.cross_entropy == "chunked"
 
 
 def _selective(spec: RunSpec, layout: Layout) -> Selective | None:

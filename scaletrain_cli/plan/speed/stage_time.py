@@ -32,9 +32,9 @@ from scaletrain_cli.plan.speed.communication import (
     exposed,
 )
 from scaletrain_cli.plan.speed.kernels import Rates, memory_seconds
-from scaletrain_cli.plan.speed.recompute import recompute_seconds, recomputed_forwards
+from scaletrain_cli.plan.speed.recompute import computes_logits_again, recompute_seconds, recomputed_forwards
 from scaletrain_cli.plan.stages import Stage, local_tokens
-from scaletrain_cli.plan.trained_stages import BlockRun, TrainedStage
+from scaletrain_cli.plan.trained_stages import BlockRun, TrainedStage, trains_before_head
 from scaletrain_cli.spec import RunSpec
 
 # Share of the host link's bandwidth that copies from pinned memory reach (PCIe 4.0 x16: 25 of 31.5 GB/s).
@@ -238,26 +238,32 @@ def _parts(
     def block(training: BlockTraining, experts: bool) -> PartTime:
         return block_time(model, work, profile, rate, experts, training)
 
-    head = head_time(model, work, profile, rate, trained.head)
+    # The chunked loss computes the gradient of the hidden states whether or not anything before them trains.
+    arriving = layout.cross_entropy == "chunked" or trains_before_head(model, trained)
+    head = head_time(model, work, profile, rate, trained.head, arriving)
     return _Parts(
         block=block,
         forwards=recomputed_forwards(spec, layout),
         embedding=embedding_time(model, work, rate, trained.embedding),
-        head=_chunked(head, spec, layout, rate, work) if trained.head else head,
+        head=_chunked(head, spec, layout, rate, work, trained.head),
         traffic=block_traffic(spec, layout, link, profile),
         boundary=boundary_seconds(spec, layout, link) * layout.virtual_pipeline * (1 - profile.pipeline_overlap),
         offload_copy=activation_offload_seconds(spec, layout, device),
     )
 
 
-def _chunked(head: PartTime, spec: RunSpec, layout: Layout, rate: Rates, work: RankWork) -> PartTime:
-    """Return the time of head and loss, with the accumulation of the head's fp32 gradient after each chunk of the loss.
+def _chunked(head: PartTime, spec: RunSpec, layout: Layout, rate: Rates, work: RankWork, trained: bool) -> PartTime:
+    """Return the time of head and loss with what a loss in chunks adds to the backward pass.
 
-    That reads two tensors of the head's size and writes one, 12 bytes per parameter.
+    If the head trains (``trained``), each chunk adds to its fp32 gradient, which reads two tensors of the head's size
+    and writes one, 12 bytes per parameter. The log-probabilities of ``dpo`` are computed again, because their gradients
+    follow from the loss of the pair (engine/model/loss.py ``_ChunkedTokens``).
     """
-    chunks = loss_chunks(spec.transformer, work.tokens, layout.cross_entropy)
-    entries = 1.0 * -(-spec.transformer.vocab_size // work.tensor) * spec.transformer.hidden_size
-    return PartTime(head.forward, head.backward + memory_seconds(chunks * entries * 12, 2 * chunks, rate))
+    chunks, backward = loss_chunks(spec.transformer, work.tokens, layout.cross_entropy), head.backward
+    if trained:
+        entries = 1.0 * -(-spec.transformer.vocab_size // work.tensor) * spec.transformer.hidden_size
+        backward += memory_seconds(chunks * entries * 12, 2 * chunks, rate)
+    return PartTime(head.forward, backward + (head.forward if computes_logits_again(spec, layout) else 0.0))
 
 
 def _stage(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import CHECKPOINTING, Axes, Rule, divisors, nearest_divisors
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.data_size import data_size
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.device_memory import plan_memory
@@ -296,6 +297,12 @@ class TextWorkload(Workload):
         yield Reason("plan.assumes-text-flops")
         tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
         yield Reason("plan.assumes-text-data", {"tokens": tokens, "per_parameter": tokens / max(1, parameters)})
+        if spec.training.objective == "dpo":
+            known = data_size(spec)
+            if known is None:
+                yield Reason("plan.assumes-pairs-of-steps")
+            else:
+                yield Reason("plan.assumes-counted-pairs" if known.exact else "plan.assumes-estimated-pairs")
 
     def matrix_widths(self, spec: RunSpec, tensor_parallel: int) -> dict[str, int]:
         """Return hidden size, MLP, attention, vocabulary and expert widths."""

@@ -94,6 +94,11 @@ _ASSUMPTIONS = {
         "FLOPs per token: 6 N + 12 l s a d, attention counted unmasked; PaLM, arXiv:2204.02311, appendix B"
     ),
     "assumes-text-data": Text("data: {tokens:.3g} tokens, {per_parameter:.3g} per parameter, read while training"),
+    "assumes-counted-pairs": Text("reference: the pairs of both splits, as the prepared data have them"),
+    "assumes-estimated-pairs": Text("reference: as many pairs as the size of the files and their first rows suggest"),
+    "assumes-pairs-of-steps": Text(
+        "reference: as many pairs as the steps read, because those of data.source are unknown"
+    ),
     "assumes-vision-activations": Text(
         "activations: what autograd saves for each operation, {element_bytes} bytes per element; no dropout"
     ),

@@ -14,9 +14,10 @@ from scaletrain_cli.plan.architecture import block_attention_flops
 from scaletrain_cli.plan.block_graph import BlockTraining, backward_products, block_flops, block_graph
 from scaletrain_cli.plan.memory.activations import token_activations
 from scaletrain_cli.plan.memory.frozen_activations import materializes_scores
+from scaletrain_cli.plan.trained_stages import stage_flops_per_token, trained_stages
 from scaletrain_cli.spec import ModelSpec
 from tests.engine.fresh_model import build_model
-from tests.plan.specs import model_of
+from tests.plan.specs import model_of, spec_of
 
 BATCH, LENGTH = 2, 64
 SIZES: dict[str, Any] = {
@@ -134,3 +135,18 @@ def test_the_flops_are_those_that_torch_counts(name: str, what: str, reached: bo
     attended = [backward_products(model, one, experts=False).attention for one in blocks(modules, reached)]
     backward = sum(flops - 2 * core * mixed for (_, flops), mixed in zip(planned, attended, strict=True))
     assert (forward, backward) == (measured.forward, measured.backward)
+
+
+@pytest.mark.parametrize("what", ["lm_head*", "model.norm.*", "*.1.mlp.down_proj.*"])
+def test_the_head_has_a_backward_product_for_each_gradient_that_is_needed(what: str) -> None:
+    changes = {f"model__{key}": value for key, value in {**SIZES, "num_key_value_heads": 2}.items()}
+    spec = spec_of("llama-7b", **changes, training__trainable=[{"match": what}])
+    (stage,) = trained_stages(spec)
+    built = build_model(spec.transformer, seed=0)
+    for name, parameter in built.named_parameters():
+        parameter.requires_grad_(what.strip("*") in name)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counted:
+        built(tokens, tokens).backward()
+    core = 2 * block_attention_flops(spec.transformer)  # of two blocks; none has a backward pass through attention
+    assert stage_flops_per_token(spec.transformer, stage) - core == products(counted) / (BATCH * LENGTH)

@@ -74,3 +74,20 @@ def test_norms_are_sharded_where_the_framework_or_the_spec_says_so() -> None:
     assert not _shards_norms(*run(planner__framework="megatron"))
     pinned: dict[str, Any] = {"layout__tensor_parallel": 2, "layout__tensor_sequence_parallel": False}
     assert not _shards_norms(*run(planner__framework="megatron", **pinned))
+
+
+def test_fp32_adapters_are_reduced_and_gathered_in_fp32() -> None:
+    adapter = {"model__adapter": {"name": "lora", "rank": 16}, "model__weights": "/weights"}
+    trained, parameters = 1_000_000, 8_000_000
+
+    def sent(zero_stage: int, **changes: Any) -> int:
+        spec, layout = run(zero_stage, **{**adapter, **changes})
+        device = find_accelerator(spec.cluster)
+        profile = FRAMEWORKS["deepspeed"].profile_on(device)
+        return data_traffic(spec, layout, cluster_link(spec.cluster, device), profile, parameters, 32, trained).sent
+
+    both = {"training__trainable": [{"match": "*norm*"}]}  # then factors have 16 bits
+    assert sent(1) == 7 / 8 * (2 * 4 + 4) * trained == 2 * sent(1, **both)
+    assert sent(2) == 7 / 8 * (8 * 2 * 4 + 4) * trained
+    frozen, learned = 2 * 2 * (parameters - trained), (2 * 4 + 4) * trained
+    assert sent(3) == 8 * 7 / 8 * (frozen + learned)  # 8 micro-batches, each gathers all weights twice

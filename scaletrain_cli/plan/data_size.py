@@ -1,0 +1,116 @@
+"""Number of samples and tokens of the training data, from files that this machine can read; exact once prepared.
+
+Uses the standard library only, and reads at most the beginning of a few files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED, ROW_FORMATS, NoCorpusError, find_files, kind_of
+
+# Characters of English text per token of the tokenizers of Llama 3, Qwen and GPT-4, by order of magnitude.
+_CHARACTERS_PER_TOKEN = 4
+_FILES_READ = 8
+_BYTES_READ = 1 << 18  # of each of these files
+
+
+class DataSize(NamedTuple):
+    """``train`` and ``validation``: samples (sequences, or pairs of ``dpo``); ``tokens``: of the training samples.
+
+    ``exact``: counted when the data were prepared; otherwise estimated from the size of the files and their first rows.
+    """
+
+    train: int
+    validation: int
+    tokens: int
+    exact: bool
+
+
+def data_size(spec: RunSpec) -> DataSize | None:
+    """Return the size of ``data.source``; None if it cannot be known here without preparing the data.
+
+    That is so for text that is not prepared, embedded data, the hub, and compressed or binary files of rows.
+    """
+    source = spec.data.source
+    if spec.code.own_program or spec.unit != "tokens" or source in EMBEDDED or is_reference(source):
+        return None
+    try:
+        found = os.stat(expand_home(source))
+        stamp = (found.st_mtime_ns, found.st_size)
+    except (OSError, ValueError):
+        stamp = (0, 0)  # a glob, or nothing
+    data, model = spec.data, spec.transformer
+    return _data_size(
+        source, spec.training.objective, model.seq_len, data.packing != "none", data.validation_split, stamp
+    )
+
+
+@lru_cache(maxsize=32)
+def _data_size(
+    source: str, objective: str, seq_len: int, packed: bool, split: float, stamp: tuple[int, int]
+) -> DataSize | None:
+    try:
+        prepared = expand_home(source) / "dataset.json"
+        if prepared.is_file():
+            return _of_prepared(json.loads(prepared.read_bytes()), objective, seq_len)
+        if objective == "causal_lm":
+            return None
+        files = find_files(source, kinds=ROW_FORMATS).files
+        return _of_rows(files, objective, seq_len, packed, split)
+    except (OSError, ValueError, KeyError, TypeError, NoCorpusError):
+        return None  # the checks of submit and validate state what is wrong
+
+
+def _of_prepared(info: dict[str, Any], objective: str, seq_len: int) -> DataSize:
+    tokens, other = int(info["train_tokens"]), int(info["validation_tokens"])
+    if objective == "causal_lm":
+        return DataSize(max(0, tokens - 1) // seq_len, max(0, other - 1) // seq_len, tokens, True)
+    width = 2 if objective == "dpo" else 1
+    return DataSize(int(info["train_rows"]) // width, int(info["validation_rows"]) // width, tokens, True)
+
+
+def _of_rows(files: tuple[Path, ...], objective: str, seq_len: int, packed: bool, split: float) -> DataSize | None:
+    """Return the size of rows that are not prepared, as if all rows were like the first ones of some files."""
+    if any(kind_of(path) != "jsonl" or path.suffix != ".jsonl" for path in files):
+        return None
+    sample = files[:: math.ceil(len(files) / _FILES_READ)]
+    read = rows = characters = 0
+    for path in sample:
+        with path.open("rb") as file:
+            beginning = file.read(_BYTES_READ)
+        lines = beginning.splitlines(keepends=True)
+        if len(beginning) == _BYTES_READ and len(lines) > 1:
+            lines.pop()  # not whole
+        read += sum(map(len, lines))
+        rows += sum(bool(line.strip()) for line in lines)
+        characters += sum(_characters(json.loads(line)) for line in lines if line.strip())
+    if not rows:
+        return None
+    total = sum(path.stat().st_size for path in files) / read
+    whole = round(rows * total)
+    tokens = math.ceil(characters * total / _CHARACTERS_PER_TOKEN)
+    if not packed:  # longer rows are truncated
+        tokens = min(tokens, whole * seq_len * (2 if objective == "dpo" else 1))
+    train = max(1, round(whole * (1 - split)))
+    tokens = round(tokens * (1 - split))
+    if packed:
+        train = math.ceil(tokens / seq_len)
+    return DataSize(train, round(train * split / (1 - split)) if split < 1 else 0, tokens, False)
+
+
+def _characters(value: Any) -> int:
+    """Return the number of characters of all texts in a row."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
