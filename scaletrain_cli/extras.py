@@ -9,7 +9,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "optimizers": ("bitsandbytes",),
     "fp8": ("torchao",),
     "parquet": ("pyarrow",),
-    "data": ("py3langid", "rensa"),
+    "data": ("py3langid", "rensa", "zstandard"),
     "slurm": ("submitit",),
     "k8s": ("kubernetes",),
     "wandb": ("wandb",),

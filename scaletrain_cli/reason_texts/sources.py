@@ -1,0 +1,40 @@
+"""The texts of documents and files of a data source that cannot be read."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+_FIELD = ("Set the field of the source to the column with the text",)
+
+TEXTS: dict[str, Text] = {
+    # ---- a document ------------------------------------------------------------------------------------------------
+    "not-utf-8": Text("is not UTF-8 text: {replaced} of {characters:whole} characters cannot be decoded"),
+    "binary": Text("contains NUL bytes, so it is not text"),
+    "too-long": Text("is longer than {bytes:gib}, the most that a document may have"),
+    "not-json": Text("is not JSON: {error}"),
+    "not-an-object": Text("must be a JSON object"),
+    "no-field": Text("has no field {field}; it has {columns:list}", _FIELD),
+    "not-text": Text("the field {field} must be text, not {type}", _FIELD),
+    "empty": Text("has no text"),
+    # ---- a file ----------------------------------------------------------------------------------------------------
+    "damaged": Text("is not a complete {compression} file: {error}"),
+    "table-damaged": Text("cannot be read as a table: {error}"),
+    "megatron-old": Text(
+        "is an index of the format TNTIDX, which Megatron-LM no longer reads",
+        ("Prepare the data again with Megatron-LM's tools/preprocess_data.py",),
+    ),
+    "megatron-not-an-index": Text("is not an index of Megatron-LM (MMIDIDX)"),
+    "megatron-unknown": Text(
+        "has version {version} and type {dtype}; readable are version 1 and integers of 1 to 8 bytes"
+    ),
+    "megatron-inconsistent": Text("has an index that contradicts itself"),
+    "size-differs": Text("has {bytes:whole} bytes instead of {expected:whole}"),
+    "ends-early": Text("ends before the tokens that it should have"),
+    "npy-with-header": Text("is a NumPy file", ("Set the format of the source to npy",)),
+    "npy-without-header": Text(
+        "has no NumPy header", ("Set the format of the source to raw_uint16 or raw_uint32, if it has bare numbers",)
+    ),
+    "npy-damaged": Text("cannot be read as a NumPy file: {error}"),
+    "npy-shape": Text("must have one dimension of integers, not {dimensions} of {dtype}"),
+    "library-missing": Text("the library {module} is missing", ("{command}",)),
+}
