@@ -128,6 +128,9 @@ class ModelSpec(Section):
         default=0, description="rotated channels in addition to head_dim; latent attention"
     )
     v_head_dim: WholeOrZero = Field(default=0, description="latent attention; 0: head_dim")
+    rope_interleave: Annotated[bool, used_when(where_not("model.kv_lora_rank", 0))] = Field(
+        default=True, description="latent attention rotates neighboring channels together; false: both halves"
+    )
     gated_mlp: bool | None = None
     hidden_activation: Literal["silu", "gelu_pytorch_tanh"] | None = Field(
         default=None, description="activation of the MLP; null: silu (llama), gelu_pytorch_tanh (gpt)"
@@ -214,9 +217,26 @@ class ModelSpec(Section):
         return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.partial_rotary_factor)
 
     @property
+    def qk_head_dim(self) -> int:
+        """Return the channels of a query or key head: in latent attention with the rotated ones."""
+        return self.head_dim + self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Return the channels of a value head."""
+        return (self.v_head_dim or self.head_dim) if self.kv_lora_rank else self.head_dim
+
+    @property
     def attention_scale(self) -> float:
-        """Return the factor of attention scores: 1 / sqrt(query_pre_attn_scalar or head_dim)."""
-        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
+        """Return the factor of attention scores: 1 / sqrt(query_pre_attn_scalar or qk_head_dim).
+
+        In latent attention times the square of YaRN's growth by ``mscale_all_dim``, if the scaling has it.
+        """
+        scale = float((self.query_pre_attn_scalar or self.qk_head_dim) ** -0.5)
+        scaling = self.rope_scaling
+        if self.kv_lora_rank and scaling is not None and scaling.mscale_all_dim:
+            scale *= scaling.attention_growth(scaling.mscale_all_dim) ** 2
+        return scale
 
     def slides(self, layer: int) -> bool:
         """Return True if layer number ``layer`` has sliding attention."""

@@ -1,5 +1,6 @@
 """The section model.rope_scaling: rotary positions for contexts longer than the model was first trained on."""
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -69,6 +70,11 @@ class RopeScalingSpec(Section):
             factors = getattr(self, key)
             if factors is not None and len(factors) != channels:
                 yield key, f"must have {channels} items, one per rotated pair of channels; it has {len(factors)}."
+
+    def attention_growth(self, scale: float) -> float:
+        """Return 0.1 ``scale`` ln(factor) + 1, by which YaRN increases attention scores (arXiv:2309.00071, 3.4)."""
+        factor = self.factor or 1.0
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     def to_hugging_face(self) -> dict[str, object]:
         """Return the section as in config.json."""

@@ -106,10 +106,16 @@ def causal_attention(
     """Return scaled dot-product attention, [batch, heads, length, head_dim]; key and value may have fewer heads.
 
     Within the documents of the context, if it has documents. ``sinks``: [heads], see ``attention_sinks``. Unfused with
-    a cap, which no kernel of torch has.
+    a cap, which no kernel of torch has. Values may have another head_dim than queries and keys: zeros fill the smaller
+    ones, because fused kernels need equal ones.
     """
     if settings.softcap is not None:
         return _mixed(attention_weights(query, key, context, settings, sinks), value)
+    head_dim, width = query.shape[-1], value.shape[-1]
+    if width != head_dim:
+        settings = settings._replace(scale=settings.scale or head_dim**-0.5)
+        query, key, value = (F.pad(x, (0, max(head_dim, width) - x.shape[-1])) for x in (query, key, value))
+        return causal_attention(query, key, value, context, settings, sinks)[..., :width]
     mask, grouped = context.mask_for(query.dtype, query.shape[2], settings.window), query.shape[1] != key.shape[1]
     scale = settings.scale
     if sinks is not None:
@@ -185,7 +191,7 @@ def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> 
         heads=heads,
         kv_heads=model.num_key_value_heads // cut if model.num_key_value_heads % cut == 0 else heads,
         length=model.seq_len,
-        head_dim=model.head_dim,
+        head_dim=max(model.qk_head_dim, model.value_head_dim),
         dropout=model.attention_dropout,
         masked=spec.data.packing != "none" or model.windowed_layers > 0,
         sinks=model.attention_sinks,

@@ -1,7 +1,7 @@
 """Llama and its relatives: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
-One implementation for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3 and OLMo 2, whose differences are settings of
-the ``ModelSpec``. Modules have the names of the architecture whose settings they have, in Hugging Face's files.
+One implementation for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, OLMo 2 and DeepSeek, whose differences are
+settings of the ``ModelSpec``. Modules have the names of the architecture whose settings they have, in Hugging Face's files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import AttentionSettings, KeyedDropout, TokenContext, attention_core
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.latent_attention import LatentAttention
 from scaletrain_cli.engine.model.moe import MoELayer
 from scaletrain_cli.engine.model.norm import RMSNorm
 from scaletrain_cli.engine.model.rope import Tables, depends_on_longest, rotate, tables_of_layers
@@ -128,7 +129,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
-        self.self_attn = Attention(spec, index)
+        self.self_attn = LatentAttention(spec) if spec.kv_lora_rank else Attention(spec, index)
         self.mlp = feed_forward(spec, index)
         self.norm_position = spec.norm_position
         if spec.norm_position != "post":

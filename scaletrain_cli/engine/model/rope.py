@@ -165,11 +165,6 @@ def _yarn_attention_factor(scaling: RopeScalingSpec) -> float:
     """Return the attention temperature, as a factor of queries and keys (section 3.4)."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def growth(scale: float) -> float:
-        factor = scaling.factor or 1.0
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return growth(scaling.mscale) / growth(scaling.mscale_all_dim)
-    return growth(1.0)
+        return scaling.attention_growth(scaling.mscale) / scaling.attention_growth(scaling.mscale_all_dim)
+    return scaling.attention_growth(1.0)

@@ -5,6 +5,7 @@ Works on modules on the meta device; weight sources read the shard spec of each 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd import Function
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.gpt import Conv1D
+from scaletrain_cli.engine.model.latent_attention import LatentAttention
 from scaletrain_cli.engine.model.linear import Product, linear_product
 from scaletrain_cli.engine.model.loss import NOT_COUNTED, logits_of
 from scaletrain_cli.engine.model.norm import rms_norm, scaled
@@ -73,7 +75,7 @@ class _CrossEntropy(Function):
 
 # By the last part of a layer's name: sharded output features (with the number of fused matrices), or input features.
 _COLUMNS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1, "c_attn": 3, "c_fc": 1}
-_COLUMNS |= {"qkv_proj": 3, "gate_up_proj": 2}
+_COLUMNS |= {"qkv_proj": 3, "gate_up_proj": 2, "q_b_proj": 1, "kv_b_proj": 1}
 _ROWS = {"o_proj", "down_proj", "c_proj"}
 _VOCABULARY = {"embed_tokens", "wte"}
 # Of queries and keys: whole on every rank and applied to its heads, or sharded and applied to all heads together.
@@ -90,7 +92,9 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
         if name in _COLUMNS:
             parts = fused_parts(model.spec) if name == "qkv_proj" else _COLUMNS[name]
             shard: nn.Module = ColumnParallelLinear(module, axis, parts)
-            readers[parent] = model.get_submodule(parent)
+            # The layers that read latents copy their own inputs: the latents come from layers that every rank has.
+            latent = isinstance(model.get_submodule(parent), LatentAttention)
+            readers[path if latent else parent] = shard if latent else model.get_submodule(parent)
         elif name in _ROWS:
             shard = RowParallelLinear(module, axis)
         elif name in _VOCABULARY:
@@ -106,6 +110,9 @@ def shard_over_tensor_ranks(model: CausalLM, axis: Axis) -> None:
         setattr(model.get_submodule(parent), name, shard)
     for reader in readers.values():
         _copy_input(reader, axis)
+    for module in model.modules():
+        if isinstance(module, LatentAttention):
+            module.share_key = partial(copy_to_ranks, axis=axis)
     if model.lm_head is not None:
         _shard_head(model, axis)
 
