@@ -72,8 +72,9 @@ class BlockGraph(NamedTuple):
 
     ``branches``: chains of layers from the first norm to attention: queries, keys, values. ``mlp``: chains from the
     second norm to the last MLP product; ``routed``: those of the routed experts. ``head_norms``: norms after the first
-    branches, of queries and keys. ``after_attention`` and ``after_mlp``: norms before the residual sums. ``sinks``: the
-    module with the logits of sinks. "" stands for what the block does not have.
+    branches, of queries and keys. ``latent_norms``: for each branch, the norm between its two layers.
+    ``after_attention`` and ``after_mlp``: norms before the residual sums. ``sinks``: the module with the logits of
+    sinks. "" stands for what the block does not have.
     """
 
     attention_norm: str
@@ -86,9 +87,14 @@ class BlockGraph(NamedTuple):
     routed: tuple[Linear, ...] = ()
     routed_down: Linear | None = None
     head_norms: tuple[str, ...] = ()
+    latent_norms: tuple[str, ...] = ()
     after_attention: str = ""
     after_mlp: str = ""
     sinks: str = ""
+
+    def latent_norm(self, branch: int) -> str:
+        """Return the norm between the layers of a branch, by its number; "" if it has none."""
+        return self.latent_norms[branch] if self.latent_norms else ""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -112,9 +118,10 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
             down=Linear("mlp.c_proj", model.intermediate_size, hidden),
         )
     branches: tuple[tuple[Linear, ...], ...]
+    latent_norms: tuple[str, ...] = ()
     if model.kv_lora_rank:  # arXiv:2405.04434, section 2.1
-        turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
-        wide = model.num_attention_heads * (model.head_dim + turned)
+        turned, value = model.qk_rope_head_dim, model.value_head_dim
+        wide = model.num_attention_heads * model.qk_head_dim
         query: tuple[Linear, ...] = (Linear("self_attn.q_proj", hidden, wide),)
         if model.q_lora_rank:
             query = (
@@ -124,6 +131,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         both = model.num_attention_heads * (model.head_dim + value)
         latent = Linear("self_attn.kv_a_proj_with_mqa", hidden, model.kv_lora_rank + turned)
         branches = (query, (latent, Linear("self_attn.kv_b_proj", model.kv_lora_rank, both)))
+        latent_norms = ("self_attn.q_a_layernorm" if model.q_lora_rank else "", "self_attn.kv_a_layernorm")
         queries = model.num_attention_heads * value
     else:
         sizes: tuple[tuple[str, int], ...] = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
@@ -152,6 +160,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
             *mlp("mlp", model.intermediate_size),
             head_norms=norms,
             sinks=sinks,
+            latent_norms=latent_norms,
             after_attention=after_attention,
             after_mlp=after_mlp,
         )
@@ -167,6 +176,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         routed_down=Linear("mlp.experts.down_proj", inner, hidden, copies),
         head_norms=norms,
         sinks=sinks,
+        latent_norms=latent_norms,
         after_attention=after_attention,
         after_mlp=after_mlp,
     )
@@ -206,10 +216,10 @@ def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) 
     before = training.reached
     normed = before or training.trains(graph.attention_norm)
     attention = False
-    for chain in graph.branches:
+    for branch, chain in enumerate(graph.branches):
         arriving = normed
-        for layer in chain:
-            arriving = through(layer, arriving)
+        for number, layer in enumerate(chain):
+            arriving = through(layer, arriving or (number > 0 and training.trains(graph.latent_norm(branch))))
         attention = attention or arriving
     attention = attention or any(map(training.trains, (*graph.head_norms, graph.sinks)))
     between = through(graph.output, attention) or training.trains(graph.after_attention) or before

@@ -190,6 +190,8 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(shared, int) and isinstance(width, int):
         found["shared_expert_intermediate_size"] = shared * width
     found |= _dropouts(config, known.family)
+    if known.renamed.get("head_dim", "head_dim") != "head_dim":
+        found |= _latent_attention(config, known.renamed["head_dim"])
     if known.family == "llama":
         found |= {**_rope(config, kind), **_windows(config, kind), **_biases(config), **_activation(config, kind)}
     if kind == "qwen3_moe":
@@ -337,6 +339,11 @@ def _groups(config: dict[str, Any]) -> dict[str, Any]:
             "hf_config", f"has topk_method = {shown}, but only greedy or group_limited_greedy is supported"
         )
     return {"n_group": None, "topk_group": None} if method == "greedy" else {}
+
+
+def _latent_attention(config: dict[str, Any], head_dim: str) -> dict[str, Any]:
+    """Return the settings of latent attention; transformers' head_dim has the rotated channels, ours the others."""
+    return {"head_dim": config.get(head_dim, 128), "rope_interleave": config.get("rope_interleave")}
 
 
 def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:

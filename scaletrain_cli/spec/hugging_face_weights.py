@@ -23,6 +23,7 @@ _HIDDEN_FROM_SHAPES = (
     "num_experts_per_tok",
     "first_k_dense_replace",
     "norm_topk_prob",
+    "rope_interleave",
 )
 _ABSENCE_IS_A_VALUE = (
     "qk_norm_scope",

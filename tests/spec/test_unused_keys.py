@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.qkv_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
     "model.attention_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
     "model.qk_norm_scope": ("projection", (), ("model.qk_norm=true",)),
+    "model.rope_interleave": ("false", (), ("model.kv_lora_rank=8", "model.qk_rope_head_dim=4")),
     "model.partial_rotary_factor": ("0.5", ("model.family=gpt",), ("model.family=llama",)),
     "model.rope_local_base_freq": (
         "5",

@@ -114,7 +114,10 @@ def causal_attention(
     head_dim, width = query.shape[-1], value.shape[-1]
     if width != head_dim:
         settings = settings._replace(scale=settings.scale or head_dim**-0.5)
-        query, key, value = (F.pad(x, (0, max(head_dim, width) - x.shape[-1])) for x in (query, key, value))
+        if width < head_dim:
+            value = F.pad(value, (0, head_dim - width))
+        else:
+            query, key = (F.pad(x, (0, width - head_dim)) for x in (query, key))
         return causal_attention(query, key, value, context, settings, sinks)[..., :width]
     mask, grouped = context.mask_for(query.dtype, query.shape[2], settings.window), query.shape[1] != key.shape[1]
     scale = settings.scale

@@ -17,6 +17,8 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.frozen_activations import (
     BlockKernels,
     frozen_activation_bytes,
+    latent_core_bytes,
+    latent_view_bytes,
     materializes_scores,
     normalized_bytes,
     score_bytes,
@@ -45,7 +47,7 @@ def fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
         return wanted == "flash"
     grouped = model.num_key_value_heads != model.num_attention_heads
     grouped = grouped and not _has_mask(spec) and not model.attention_sinks
-    return device.fuses_attention(spec.training.precision, model.head_dim, grouped)
+    return device.fuses_attention(spec.training.precision, max(model.qk_head_dim, model.value_head_dim), grouped)
 
 
 def repeats_keys(spec: RunSpec, device: Accelerator) -> bool:
@@ -127,10 +129,11 @@ def token_activations(
         When it begins, all that was saved after attention has been freed.
         """
         in_mlp = element_bytes * (2 * hidden + mlp_gradients)
-        if fused or not mixes:
+        if not mixes or (fused and not model.kv_lora_rank):
             return in_mlp
+        gradients = _latent_gradients if fused else _attention_gradients
         freed = max(0, saved - attention - first_norm)
-        return max(in_mlp, _attention_gradients(model, element_bytes, t) - freed)
+        return max(in_mlp, gradients(model, element_bytes, t) - freed)
 
     whole = TokenActivations(
         saved=saved,
@@ -161,7 +164,7 @@ def _attention_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
     Those of the scores, of the hidden states, and of the values and the output.
     """
     heads = -(-model.num_attention_heads // t)
-    value = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
+    value = model.value_head_dim
     scores = heads * model.seq_len * score_gradient_bytes(model, element_bytes)
     return scores + element_bytes * (2 * model.hidden_size + 2 * heads * value)
 
@@ -171,8 +174,11 @@ def _attention(
 ) -> int:
     heads = -(-model.num_attention_heads // t)
     if model.kv_lora_rank:
-        kept, output = latent_attention(model, element_bytes, heads)
-        attention = kept + output + _FP32 * heads
+        attention = latent_core_bytes(model, element_bytes, heads, sequence_parallel, kept=True)
+        for size in (model.q_lora_rank, model.kv_lora_rank):
+            normed = rms_norm_bytes(size, element_bytes, normalized=element_bytes)
+            attention += (2 * element_bytes * size + _FP32 if compiled else normed) if size else 0
+        attention += 0 if compiled else latent_view_bytes(model, element_bytes)
     else:
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
@@ -188,6 +194,15 @@ def _attention(
             rows = (queries + keys) // model.head_dim if model.qk_norm_scope == "head" else 2
             attention += (queries + keys) * normalized + _FP32 * rows
     return attention if fused else attention + score_bytes(model, element_bytes, heads)
+
+
+def _latent_gradients(model: ModelSpec, element_bytes: int, t: int) -> int:
+    """Return the bytes per token of the gradients alive at once in fused latent attention.
+
+    Those of the hidden states, and of queries, keys, values and output. Other attention has fewer than the MLP.
+    """
+    heads = -(-model.num_attention_heads // t)
+    return element_bytes * (2 * model.hidden_size + 4 * heads * max(model.qk_head_dim, model.value_head_dim))
 
 
 def _mlp(model: ModelSpec, inner: int, compiled: bool) -> tuple[int, int]:
@@ -212,18 +227,6 @@ def rms_norm_bytes(size: int, element_bytes: int, normalized: int) -> int:
     inverse root.
     """
     return size * (_FP32 + normalized + element_bytes) + _FP32
-
-
-def latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, int]:
-    """Return the bytes per token that multi-head latent attention saves: (without its output, its output).
-
-    Saved are the latents before and after their norms, queries and keys with and without their rotary part, and values
-    (DeepSeek-V2, arXiv:2405.04434, section 2.1).
-    """
-    turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
-    latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
-    wide = heads * (2 * (model.head_dim + turned) + (model.head_dim + turned) + (model.head_dim + value) + value)
-    return element * (latents + wide), element * heads * value
 
 
 class Recomputation(NamedTuple):

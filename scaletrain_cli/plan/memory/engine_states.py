@@ -220,9 +220,8 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     keys = max(-(-model.num_key_value_heads // tensor), 1) * model.head_dim
     bias = (hidden,) if model.has_output_bias else ()
     qkv_bias = [heads, keys, keys] if model.has_qkv_bias else []
-    if model.kv_lora_rank:  # not in this engine; the order is undefined
-        matrices = [architecture(model, tensor, expert).block.attention]
-        attention = [model.q_lora_rank, model.kv_lora_rank] if model.q_lora_rank else [model.kv_lora_rank]
+    if model.kv_lora_rank:
+        matrices, attention = _latent_attention(model, -(-model.num_attention_heads // tensor))
     elif model.has_fused_qkv or model.fused_projections:  # one fused matrix
         matrices = [hidden * (heads + 2 * keys), heads * hidden]
         attention = [*([sum(qkv_bias)] if qkv_bias else []), *bias]
@@ -253,6 +252,15 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     if not model.has_fused_qkv:
         vectors = [*sinks, *attention, *mlp, *norm * model.norms_per_block]
     return Tensors(tuple(matrices), tuple(vectors), offloaded)
+
+
+def _latent_attention(model: ModelSpec, heads: int) -> tuple[list[int], list[int]]:
+    """Return the matrices and norms of latent attention with ``heads`` heads on this rank; latents are whole."""
+    hidden, latent, query = model.hidden_size, model.kv_lora_rank, model.q_lora_rank
+    queries = heads * model.qk_head_dim
+    matrices = [hidden * query, query * queries] if query else [hidden * queries]
+    matrices += [hidden * (latent + model.qk_rope_head_dim), latent * heads * (model.head_dim + model.value_head_dim)]
+    return [*matrices, heads * model.value_head_dim * hidden], [query, latent] if query else [latent]
 
 
 def _norm(model: ModelSpec) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from scaletrain_cli.plan.architecture import Architecture, attention_matmul_flops, mlp_matmul_flops
 from scaletrain_cli.plan.catalogue.hardware import HOPPER, Accelerator
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile, MemoryProfile
-from scaletrain_cli.plan.memory.activations import fuses_attention, latent_attention
+from scaletrain_cli.plan.memory.activations import fuses_attention
 from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
 from scaletrain_cli.plan.memory.states import (
     ModelStates,
@@ -191,7 +191,7 @@ def _attention(model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding
     heads = -(-model.num_attention_heads // sharding.tensor)
     element = sharding.element
     if model.kv_lora_rank:
-        kept, output = latent_attention(model, element, heads)
+        kept, output = _latent_attention(model, element, heads)
         gradients = kept + output
     else:
         queries = heads * model.head_dim
@@ -211,6 +211,18 @@ def _attention(model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding
     row = heads * model.seq_len
     scores = row * (2 * element + 1 if model.attention_dropout else element)
     return kept + output, scores, gradients + row * 2 * element
+
+
+def _latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, int]:
+    """Return the bytes per token that multi-head latent attention saves: (without its output, its output).
+
+    Saved are the latents before and after their norms, queries and keys with and without their rotary part, and values
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+    """
+    turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
+    latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
+    wide = heads * (2 * (model.head_dim + turned) + (model.head_dim + turned) + (model.head_dim + value) + value)
+    return element * (latents + wide), element * heads * value
 
 
 def _dense(model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding, inner: int) -> tuple[int, int]:

@@ -80,6 +80,29 @@ def score_gradient_bytes(model: ModelSpec, element: int) -> int:
     return 2 * _FP32 if element == _FP32 else 2 * _FP32 - element
 
 
+def latent_core_bytes(model: ModelSpec, element: int, heads: int, sequence: int, *, kept: bool) -> int:
+    """Return the bytes per token that the core of latent attention saves, without its scores.
+
+    As engine/model/attention.py computes it: queries, keys, values and output, with zeros up to the size of the larger
+    heads, and one log-sum-exp per head; its output is the input of the next layer, which is ``kept``: a copy without
+    the zeros, or from Ulysses' all-to-all.
+    """
+    score, value = model.qk_head_dim, model.value_head_dim
+    if materializes_scores(model):
+        return element * heads * (2 * score + (2 if kept else 1) * value) + _FP32 * heads
+    wide = max(score, value)
+    copied = kept and (value != wide or sequence > 1)
+    return element * heads * (4 * wide + (value if copied else 0)) + _FP32 * heads
+
+
+def latent_view_bytes(model: ModelSpec, element: int) -> int:
+    """Return the bytes per token of the rotated key that are kept with the latent beside it.
+
+    The latent is a view of both, of which its norm keeps a copy in fp32, or the view itself if it has fp32 already.
+    """
+    return element * model.qk_rope_head_dim if element == _FP32 else 0
+
+
 def materializes_scores(model: ModelSpec) -> bool:
     """Return whether this engine's attention is unfused on every device: with dropout, or with a cap of scores."""
     return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
@@ -172,11 +195,16 @@ class _Count:
         queries = heads * model.head_dim
         keys = max(-(-model.num_key_value_heads // t), 1) * model.head_dim
         saved, arrived = 0, []
-        for chain in graph.branches:
-            arriving, inputs = normed, model.hidden_size
-            for layer in chain:
-                saved += self._adapter(layer, inputs, -(-layer.outputs // t))
-                arriving, inputs = arriving or training.learns(layer.name), layer.outputs
+        for branch, chain in enumerate(graph.branches):
+            arriving = normed
+            for number, layer in enumerate(chain):
+                if number:
+                    saved += latent_view_bytes(model, element) if arriving and branch > 0 else 0
+                    arriving, kept = self._latent(graph.latent_norm(branch), layer, arriving)
+                    saved += kept
+                whole = number + 1 < len(chain)  # latents are on every tensor rank
+                saved += self._adapter(layer, layer.inputs, layer.outputs if whole else -(-layer.outputs // t))
+                arriving = arriving or training.learns(layer.name)
             arrived.append(arriving)
         arrived = arrived * 3 if model.fused_projections else arrived
         over_heads = model.qk_norm_scope == "head"
@@ -186,10 +214,11 @@ class _Count:
         mixing, output = any(arrived) or training.trains(graph.sinks), graph.output
         reads = self._keeps_input(output, mixing)
         if model.kv_lora_rank:
-            value = heads * (model.v_head_dim or model.head_dim)
-            latent = self._latent(heads)
-            saved += element * (latent + value) + _FP32 * heads if mixing else element * value if reads else 0
-            queries = value
+            queries = heads * model.value_head_dim
+            core = latent_core_bytes(model, element, heads, self.kernels.sequence, kept=reads)
+            saved += core if mixing else element * queries if reads else 0
+            if mixing and not self.kernels.fused:
+                saved += score_bytes(model, element, heads)
         elif mixing:
             repeated = self.kernels.sequence > 1 and keys // model.head_dim % self.kernels.sequence
             repeated = repeated or self.kernels.repeats
@@ -203,11 +232,12 @@ class _Count:
             saved += element * queries
         return saved + self._adapter(output, queries, model.hidden_size), mixing or training.learns(output.name)
 
-    def _latent(self, heads: int) -> int:
-        model = self.model
-        turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
-        latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
-        return latents + heads * (3 * (model.head_dim + turned) + model.head_dim + 2 * value)
+    def _latent(self, norm: str, layer: Linear, arriving: bool) -> tuple[bool, int]:
+        """Return (whether a normed latent has a gradient, bytes that its norm and the ``layer`` that reads it save)."""
+        size, element = layer.inputs, self.kernels.element
+        saved = self._rms(norm, arriving, size, 1)
+        arriving = arriving or self.training.trains(norm)
+        return arriving, saved + (element * size if self._keeps_input(layer, arriving) else 0)
 
     def _mlp(self, normed: bool) -> tuple[int, bool]:
         """Return (bytes that the MLP saves, whether its output has a gradient)."""

@@ -203,8 +203,9 @@ def _boundary_bytes(spec: RunSpec, layout: Layout) -> int:
 def _width(spec: RunSpec, tensor: int) -> float:
     """Return the width of queries, keys, values and output on one tensor rank, relative to the hidden size."""
     model = spec.transformer
-    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
-    return heads * model.head_dim / tensor / model.hidden_size
+    queries, keys = model.num_attention_heads, model.num_key_value_heads
+    width = (queries + keys) * (model.qk_head_dim + model.value_head_dim)
+    return width / tensor / model.hidden_size
 
 
 def _part(count: int, ranks: int) -> int:

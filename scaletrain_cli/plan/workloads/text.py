@@ -59,7 +59,11 @@ class _Family(NamedTuple):
 _LLAMA_ONLY = (
     *("attention_bias", "fused_projections", "query_pre_attn_scalar", "attn_logit_softcapping"),
     *("final_logit_softcapping", "sliding_window", "scale_embedding", "norm_position", "zero_centered_norm"),
-    "attention_sinks",
+    *("attention_sinks", "kv_lora_rank"),
+)
+_NOT_LATENT = (
+    *("qkv_bias", "attention_bias", "fused_projections", "qk_norm", "query_pre_attn_scalar", "attention_sinks"),
+    *("attn_logit_softcapping", "sliding_window", "partial_rotary_factor", "zero_centered_norm"),
 )
 _ENGINE_FAMILIES = {
     "llama": _Family(experts=True, grouped_queries=True, qkv_bias=True, qk_norm=True),
@@ -279,13 +283,13 @@ class TextWorkload(Workload):
         if not built.qk_norm and model.qk_norm:
             yield Rule("model.qk_norm", "true", "engine-no-qk-norm", family)
         if model.kv_lora_rank:
-            yield Rule("model.kv_lora_rank", model.kv_lora_rank, "engine-no-latent-attention")
+            yield from _latent_problems(model)
 
     def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
         """Yield a warning if attention has no fused kernel and stores its matrix of scores."""
         model = spec.transformer
-        if model.head_dim > _LARGEST_FUSED_HEAD:
-            yield Reason("plan.large-heads", {"head_dim": model.head_dim, "largest": _LARGEST_FUSED_HEAD})
+        if (channels := max(model.qk_head_dim, model.value_head_dim)) > _LARGEST_FUSED_HEAD:
+            yield Reason("plan.large-heads", {"head_dim": channels, "largest": _LARGEST_FUSED_HEAD})
         if framework.drops_scores(spec):
             yield Reason("plan.attention-dropout", {"attention_dropout": model.attention_dropout})
 
@@ -310,12 +314,26 @@ class TextWorkload(Workload):
         widths = {
             "hidden_size": model.hidden_size,
             "intermediate_size per tensor rank": model.intermediate_size // t or 1,
-            "attention width per tensor rank": model.num_attention_heads * model.head_dim // t or 1,
+            "attention width per tensor rank": model.num_attention_heads * model.qk_head_dim // t or 1,
             "vocab_size per tensor rank": model.vocab_size // t or 1,
         }
         if model.num_experts:
             widths["expert_size per tensor rank"] = model.expert_size // t or 1
         return widths
+
+
+def _latent_problems(model: ModelSpec) -> Iterator[Rule]:
+    """Yield the settings of a model with latent attention that the engine's does not have."""
+    for key in _NOT_LATENT:
+        if getattr(model, key) != ModelSpec.model_fields[key].default:
+            yield Rule(f"model.{key}", _shown(getattr(model, key)), "engine-latent-setting")
+    if model.has_bias:
+        yield Rule("model.bias", "true", "engine-latent-setting")
+    if model.num_key_value_heads != model.num_attention_heads:
+        fix = {"heads": model.num_attention_heads}
+        yield Rule("model.num_key_value_heads", model.num_key_value_heads, "engine-latent-key-heads", {}, fix)
+    if model.moe_layers:
+        yield Rule("model.kv_lora_rank", model.kv_lora_rank, "engine-latent-experts")
 
 
 def _text(model: AnyModel) -> ModelSpec:

@@ -19,7 +19,8 @@ from tests.engine.model.test_models import GPT, LLAMA
 from tests.spec.samples import load
 
 EXPERTS = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-BASES: dict[str, dict[str, Any]] = {"llama": LLAMA, "gpt": GPT, "mixture": EXPERTS}
+LATENT = {**LLAMA, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 12}
+BASES: dict[str, dict[str, Any]] = {"llama": LLAMA, "gpt": GPT, "mixture": EXPERTS, "latent": LATENT}
 # Another valid value of each field.
 CHANGED: dict[str, Any] = {
     "hidden_size": 128,
@@ -63,6 +64,7 @@ CHANGED: dict[str, Any] = {
     "q_lora_rank": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+    "rope_interleave": False,
     "gated_mlp": "other",
     "norm": "other",
     "norm_bias": "other",
@@ -86,7 +88,7 @@ OF_EXPERTS = {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_int
 OF_EXPERTS |= {"first_k_dense_replace", "capacity_factor", "num_experts", "intermediate_size"}
 # Fields that have an effect only beside another one, or after the first step: tests/engine/model/test_families.py
 BESIDE_ANOTHER = {"qk_norm_scope", "layer_types", "rope_local_base_freq", "zero_centered_norm"}
-OF_LATENT_ATTENTION = {"q_lora_rank", "qk_rope_head_dim", "v_head_dim"}
+OF_LATENT_ATTENTION = {"q_lora_rank", "qk_rope_head_dim", "v_head_dim", "rope_interleave"}
 # Fields that have no part in a family: where the planner leaves them out too.
 NO_PART = {
     "llama": OF_EXPERTS | OF_LATENT_ATTENTION | BESIDE_ANOTHER | {"max_position_embeddings"},
@@ -95,7 +97,9 @@ NO_PART = {
     | BESIDE_ANOTHER
     | {"rope_theta", "rope_scaling", "tie_word_embeddings", "partial_rotary_factor"},
     "mixture": OF_LATENT_ATTENTION | BESIDE_ANOTHER | {"max_position_embeddings", "intermediate_size"},
+    "latent": OF_EXPERTS | BESIDE_ANOTHER | {"max_position_embeddings"},
 }
+NO_PART["latent"] -= {"intermediate_size", "num_experts"}
 NO_PART["llama"] -= {"intermediate_size"}  # experts are those of the mixture
 NO_PART["gpt"] -= {"intermediate_size", "num_experts"}
 

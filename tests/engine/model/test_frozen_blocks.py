@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": LENGTH,
 }
 GEMMA = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": 4096}
+LATENT = {"num_key_value_heads": 8, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 8, "v_head_dim": 12}
 MODELS = {
     "llama": model_of("llama-7b", **SIZES, num_key_value_heads=2),
     "qk_norm": model_of("llama-7b", **SIZES, num_key_value_heads=8, qk_norm=True),
@@ -40,17 +41,18 @@ MODELS = {
     ),
     "sinks": model_of("llama-7b", **SIZES, num_key_value_heads=8, attention_sinks=True),
     "phi3": model_of("llama-7b", **SIZES, num_key_value_heads=2, fused_projections=True),
+    "latent": model_of("llama-7b", **SIZES, **LATENT),
     "gpt": model_of("gpt2", **SIZES, num_key_value_heads=8, tie_word_embeddings=False),
 }
 # What trains in both blocks, by the last part of a module's name.
 TRAINED = {
     "nothing": (),
     "attention output": ("o_proj", "attn.c_proj"),
-    "queries": ("q_proj", "c_attn", "qkv_proj"),
+    "queries": ("q_proj", "c_attn", "qkv_proj", "q_b_proj"),
     "sinks": ("self_attn",),
-    "values": ("v_proj", "c_attn"),
+    "values": ("v_proj", "c_attn", "kv_a_proj_with_mqa"),
     "second norm": ("post_attention_layernorm", "ln_2"),
-    "norm over queries": ("q_norm", "ln_1"),
+    "norm over queries": ("q_norm", "ln_1", "kv_a_layernorm"),
     "up": ("up_proj", "c_fc"),
     "down": ("down_proj", "mlp.c_proj"),
     "queries and down": ("q_proj", "c_attn", "down_proj", "mlp.c_proj"),
@@ -62,6 +64,7 @@ TRAINED = {
 def trained_modules(model: ModelSpec, endings: tuple[str, ...]) -> frozenset[str]:
     graph = block_graph(model, bool(model.num_experts))
     names = [*(layer.name for layer in graph.linears), graph.attention_norm, graph.mlp_norm, *graph.head_norms]
+    names += [norm for norm in graph.latent_norms if norm]
     names += [graph.after_attention, graph.after_mlp, graph.sinks]
     return frozenset(name for name in names if name.endswith(endings)) if endings else frozenset()
 
@@ -119,7 +122,7 @@ def test_a_pass_saves_what_is_planned(name: str, what: str, reached: bool) -> No
     measured = Saved(model, modules, reached, precision)
     planned = sum(token_activations(model, precision.itemsize, training=one).saved for one in blocks(modules, reached))
     # rotary tables are the same for all blocks; LayerNorm's statistics have 16 bits on a CPU
-    tables = 2 * 4 * model.head_dim / BATCH if model.positions == "rotary" and measured.saved else 0
+    tables = 2 * 4 * model.rotary_dim / BATCH if model.positions == "rotary" and measured.saved else 0
     if model.zero_centered_norm:  # 1 + weight in fp32, once for all tokens
         tables += 2 * 4 * 4 * model.hidden_size / (BATCH * LENGTH) * (measured.saved > 0)
     assert planned == pytest.approx(measured.saved - tables, abs=16)

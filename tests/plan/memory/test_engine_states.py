@@ -34,6 +34,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 8,
 }
 EXPERTS = {"hidden_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 15, "q_lora_rank": 21, "qk_rope_head_dim": 6, "v_head_dim": 9}
 TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 
 
@@ -57,6 +58,7 @@ class Row(NamedTuple):
     layer_decay: float = 1.0
     adapter: str = ""  # its targets
     step: int = 1
+    latent: bool = False  # attention
 
     @property
     def spec(self) -> RunSpec:
@@ -64,6 +66,7 @@ class Row(NamedTuple):
         precision, grad_dtype = self.types.split()
         data = RANKS // (self.tensor * self.pipeline * self.sequence)
         sizes = SIZES | (EXPERTS if self.expert > 1 else {}) | (TIED if self.preset == "gpt2" else {})
+        sizes |= LATENT if self.latent else {}
         return spec_of(
             self.preset,
             **{f"model__{key}": value for key, value in sizes.items()},
@@ -139,7 +142,7 @@ def held(row: tuple[Any, ...]) -> tuple[Held, Held, tuple[int, int]]:
     planned = engine_states(spec, layout, stage, mesh.replicas.rank, stage_of_step(spec, Row(*row).step))
     composed.engine.destroy()
     activations = kept_activation_bytes(spec, layout, find_accelerator(spec.cluster), stage.position, Row(*row).step)
-    tables = 2 * 4 * length * spec.transformer.head_dim if saved.bytes else 0  # rotary, the same for all blocks
+    tables = 2 * 4 * length * spec.transformer.rotary_dim if saved.bytes else 0  # rotary, the same for all blocks
     return (counted, watched.bytes.host), planned, (saved.bytes - tables, activations)
 
 
