@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.safe_files import open_to_read
-from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES
+from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, Architecture
 from scaletrain_cli.spec.presets import TOWERS, SourceError, merged, vision_presets
 from scaletrain_cli.spec.vision_model import VISION
 from scaletrain_cli.text import either
@@ -133,7 +133,9 @@ _DERIVED = frozenset(
 )
 # Keys whose null differs from a missing key, which has a default.
 _NULL_IS_A_VALUE = frozenset(
-    "sliding_window layer_types rope_local_base_freq attn_logit_softcapping final_logit_softcapping".split()
+    (
+        "sliding_window layer_types rope_local_base_freq attn_logit_softcapping final_logit_softcapping q_lora_rank"
+    ).split()
 )
 _SAME_NAME = (
     "hidden_size",
@@ -186,20 +188,21 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     known = ARCHITECTURES[kind]
     found = {key: config[key] for key in (*_SAME_NAME, *known.used) if key in config and key not in _DERIVED}
     found |= {key: config[theirs] for key, theirs in known.renamed.items() if theirs in config}
-    shared, width = config.get("n_shared_experts"), config.get("moe_intermediate_size")
-    if isinstance(shared, int) and isinstance(width, int):
-        found["shared_expert_intermediate_size"] = shared * width
     found |= _dropouts(config, known.family)
-    if known.renamed.get("head_dim", "head_dim") != "head_dim":
-        found |= _latent_attention(config, known.renamed["head_dim"])
     if known.family == "llama":
         found |= {**_rope(config, kind), **_windows(config, kind), **_biases(config), **_activation(config, kind)}
     if kind == "qwen3_moe":
         found |= _sparse_layers(config)
     if kind == "deepseek_v2":
         found |= _groups(config)
+    if "kv_lora_rank" in known.varies:
+        found |= _shared_experts(config, known)
+        if (head_dim := known.renamed["head_dim"]) not in config:
+            del found["head_dim"]  # that of transformers is the number of rotated channels
     given = {key: value for key, value in found.items() if value is not None or key in _NULL_IS_A_VALUE}
     whole = {"family": known.family, **known.defaults, **given, **known.fixed}
+    if "kv_lora_rank" in known.varies and _is_dense(whole):
+        whole = {key: value for key, value in whole.items() if key not in OF_EXPERTS}
     return {key: value for key, value in whole.items() if value is not None}
 
 
@@ -341,9 +344,21 @@ def _groups(config: dict[str, Any]) -> dict[str, Any]:
     return {"n_group": None, "topk_group": None} if method == "greedy" else {}
 
 
-def _latent_attention(config: dict[str, Any], head_dim: str) -> dict[str, Any]:
-    """Return the settings of latent attention; transformers' head_dim has the rotated channels, ours the others."""
-    return {"head_dim": config.get(head_dim, 128), "rope_interleave": config.get("rope_interleave")}
+def _shared_experts(config: dict[str, Any], known: Architecture) -> dict[str, Any]:
+    """Return the width of the shared experts of a DeepSeek, which are as wide as the others."""
+    shared = config.get("n_shared_experts", known.shared_experts)
+    width = config.get("moe_intermediate_size", known.defaults["moe_intermediate_size"])
+    return {"shared_expert_intermediate_size": shared * width} if _are_whole(shared, width) else {}
+
+
+def _is_dense(model: dict[str, Any]) -> bool:
+    """Return True if all layers are among the leading dense ones, so that the model has no experts."""
+    dense, layers = model.get("first_k_dense_replace", 0), model.get("num_hidden_layers", 0)
+    return _are_whole(dense, layers) and dense >= layers > 0
+
+
+def _are_whole(*values: Any) -> bool:
+    return all(isinstance(value, int) for value in values)
 
 
 def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:

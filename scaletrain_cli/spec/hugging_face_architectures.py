@@ -38,6 +38,16 @@ TRAITS = (
     "router_bias",
     "first_k_dense_replace",
     "shared_expert_intermediate_size",
+    "kv_lora_rank",
+    "rope_interleave",
+)
+# Settings of a mixture of experts, which a model without layers of experts does not have.
+OF_EXPERTS = frozenset(
+    (
+        "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size first_k_dense_replace "
+        "norm_topk_prob scoring_func topk_method n_group topk_group routed_scaling_factor router_bias "
+        "router_aux_loss_coef router_z_loss_coef capacity_factor"
+    ).split()
 )
 _SILU = {"silu": "silu", "swish": "silu"}
 _GELU_TANH = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
@@ -69,13 +79,14 @@ _GEMMA_KEYS = frozenset({"query_pre_attn_scalar", "final_logit_softcapping", "hi
 _QWEN_WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 # Values of keys that only say that a model has no sliding window.
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (), "use_sliding_window": (False,)}
-# Keys of DeepSeek's latent attention and of its training. They do not change the model's size, which is what the
-# planner needs; the engine rejects the whole architecture.
-_DEEPSEEK_PLANNED = frozenset(
-    "aux_loss_alpha ep_size num_mtp_layers num_nextn_predict_layers qk_head_dim rope_interleave seq_aux".split()
+# Keys of DeepSeek's training, and sums of other keys. The layers that predict more than the next token are not trained.
+_DEEPSEEK_IRRELEVANT = frozenset(
+    "aux_loss_alpha ep_size num_mtp_layers num_nextn_predict_layers qk_head_dim seq_aux".split()
 )
 _DEEPSEEK_ROUTER = frozenset({"n_group", "topk_group", "routed_scaling_factor"})
-_DEEPSEEK_EXPERTS = _DEEPSEEK_ROUTER | {"first_k_dense_replace", "shared_expert_intermediate_size"}
+_DEEPSEEK_VARIES = _DEEPSEEK_ROUTER | {"first_k_dense_replace", "shared_expert_intermediate_size", "kv_lora_rank"}
+_DEEPSEEK_ATTENTION = {"norm_eps": 1e-6, "head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
+_DEEPSEEK_ATTENTION |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
 _GPT2_HEADS = frozenset(
     {"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"}
 )
@@ -90,6 +101,7 @@ class Architecture:
     transformers for missing keys, where they differ from those of this package. ``used``: further keys of config.json
     that become settings; ``irrelevant``: keys without effect; ``only``: keys that may have these values, or be null.
     ``layer_types``: the pattern of layers if config.json has none. ``experts``: its MLPs are mixtures of experts.
+    ``shared_experts``: their number if config.json does not state it.
     ``model_class`` is empty if models are planned but not exported.
     """
 
@@ -105,6 +117,7 @@ class Architecture:
     activations: Mapping[str, str] = field(default_factory=lambda: _SILU | _GELU_TANH)
     layer_types: tuple[str, ...] = ()
     experts: bool = False
+    shared_experts: int = 0
     ropes: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -212,31 +225,34 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts=True,
     ),
     "deepseek_v2": Architecture(
-        "",
+        "DeepseekV2ForCausalLM",
         fixed={"norm_topk_prob": False},  # which transformers does not read
-        varies=_DEEPSEEK_EXPERTS | {"topk_method"},
+        varies=_DEEPSEEK_VARIES | {"topk_method"},
         renamed=_DEEPSEEK_KEYS,
-        defaults={"norm_eps": 1e-6},
+        defaults={**_DEEPSEEK_ATTENTION, "num_experts": 64, "moe_intermediate_size": 1407},
         used=_DEEPSEEK_ROUTER | {"n_shared_experts", "topk_method"},
-        irrelevant=_DEEPSEEK_PLANNED,
+        irrelevant=_DEEPSEEK_IRRELEVANT,
         only={**_EXPERTS, "moe_layer_freq": (1,), "scoring_func": ("softmax",)},
         activations=_SILU,
         experts=True,
+        shared_experts=2,
     ),
     "deepseek_v3": Architecture(
-        "",
+        "DeepseekV3ForCausalLM",
         fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        varies=_DEEPSEEK_EXPERTS | {"norm_topk_prob"},
+        varies=_DEEPSEEK_VARIES | {"norm_topk_prob", "rope_interleave"},
         renamed=_DEEPSEEK_KEYS,
         defaults={
-            **{"norm_eps": 1e-6, "norm_topk_prob": True},
+            **{**_DEEPSEEK_ATTENTION, "num_key_value_heads": 128, "first_k_dense_replace": 3, "norm_topk_prob": True},
+            **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
             **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
         },
-        used=_DEEPSEEK_ROUTER | {"n_shared_experts"},
-        irrelevant=_DEEPSEEK_PLANNED,
+        used=_DEEPSEEK_ROUTER | {"n_shared_experts", "rope_interleave"},
+        irrelevant=_DEEPSEEK_IRRELEVANT,
         only={**_EXPERTS, "moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         activations=_SILU,
         experts=True,
+        shared_experts=1,
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel",

@@ -8,7 +8,7 @@ from typing import Any
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.hugging_face import from_config, read_config
-from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, TRAITS
+from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, TRAITS
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.presets import SourceError
 
@@ -144,8 +144,11 @@ def _candidates(model: ModelSpec) -> list[str]:
     """Return the architectures of the same family, with experts or without."""
     if model.base_family == "gpt":
         return ["gpt2"]
+    if model.kv_lora_rank:
+        return ["deepseek_v3", "deepseek_v2"]
     sparse, found = model.num_experts > 0, ARCHITECTURES.items()
-    return [kind for kind, known in found if known.model_class and known.family == "llama" and known.experts == sparse]
+    found = [(kind, known) for kind, known in found if known.family == "llama" and "kv_lora_rank" not in known.varies]
+    return [kind for kind, known in found if known.experts == sparse]
 
 
 def _closest(model: ModelSpec) -> str:
@@ -188,6 +191,10 @@ def _effective(model: ModelSpec, key: str) -> object:
         return model.has_bias
     if key == "qkv_bias":
         return model.qkv_bias and not model.attention_bias
+    if key == "rope_interleave":
+        return model.rope_interleave or not model.kv_lora_rank
+    if key in OF_EXPERTS and not model.moe_layers:
+        return None
     if key == "qk_norm_scope":
         return model.qk_norm_scope if model.qk_norm else "head"
     return getattr(model, key)
@@ -204,7 +211,6 @@ def _llama(model: ModelSpec, kind: str) -> dict[str, Any]:
         "num_hidden_layers": model.num_hidden_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_key_value_heads,
-        "head_dim": model.head_dim,
         "intermediate_size": model.intermediate_size,
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position_embeddings,
@@ -214,6 +220,7 @@ def _llama(model: ModelSpec, kind: str) -> dict[str, Any]:
         "initializer_range": model.initializer_range,
         "tie_word_embeddings": model.tie_word_embeddings,
     }
+    config |= _latent_attention(model, kind) if model.kv_lora_rank else {"head_dim": model.head_dim}
     if kind == "llama":
         config["mlp_bias"] = model.has_bias
     if "hidden_activation" in known.used:
@@ -231,7 +238,23 @@ def _llama(model: ModelSpec, kind: str) -> dict[str, Any]:
     scaling = model.rope_scaling
     if kind == "phi3" and scaling is not None:
         config["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-    return config | (_experts(model, kind) if known.experts else {})
+    return config | (_experts(model, kind) if known.experts and model.moe_layers else {})
+
+
+def _latent_attention(model: ModelSpec, kind: str) -> dict[str, Any]:
+    """Return the keys of latent attention. transformers derives head_dim from them."""
+    found = {key: getattr(model, key) for key in ("kv_lora_rank", "qk_rope_head_dim")}
+    found |= {"q_lora_rank": model.q_lora_rank or None, "qk_nope_head_dim": model.head_dim}
+    found |= {"v_head_dim": model.value_head_dim, "first_k_dense_replace": model.num_hidden_layers - model.moe_layers}
+    if kind == "deepseek_v3":
+        found |= {"rope_interleave": model.rope_interleave, "num_nextn_predict_layers": 0}
+    return found
+
+
+def _shared_experts(model: ModelSpec) -> int:
+    """Return how many experts are as wide as the shared ones together; 0 if that is not a whole number."""
+    shared, rest = divmod(model.shared_expert_intermediate_size, model.expert_size)
+    return 0 if rest else shared
 
 
 def _windows(model: ModelSpec, kind: str) -> dict[str, Any]:
@@ -275,9 +298,8 @@ def _experts(model: ModelSpec, kind: str) -> dict[str, Any]:
     elif kind == "qwen3_moe":
         found |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.first_k_dense_replace))}
     elif kind.startswith("deepseek"):
-        found |= {"first_k_dense_replace": model.first_k_dense_replace, "moe_layer_freq": 1}
-        found |= {"scoring_func": model.scoring_func, "topk_method": model.topk_method}
-        found["n_shared_experts"] = model.shared_expert_intermediate_size // model.expert_size
+        found |= {"moe_layer_freq": 1, "scoring_func": model.scoring_func, "topk_method": model.topk_method}
+        found["n_shared_experts"] = _shared_experts(model)
     return found
 
 
@@ -311,7 +333,16 @@ def _unknown_to_all(model: ModelSpec) -> list[Problem]:
         ("bias", gpt and not model.has_bias, "must be true."),
         ("position_embedding", model.positions != usual.positions, f"must be {usual.positions}."),
         ("embedding_norm", model.embedding_norm, "must be false."),
-        ("kv_lora_rank", model.kv_lora_rank > 0, "must be 0: latent attention cannot be exported."),
+        (
+            "shared_expert_intermediate_size",
+            model.kv_lora_rank > 0 and model.moe_layers > 0 and not _shared_experts(model),
+            "must be a multiple of moe_intermediate_size above 0, as in DeepSeek.",
+        ),
+        (
+            "num_key_value_heads",
+            model.kv_lora_rank > 0 and model.num_key_value_heads != model.num_attention_heads,
+            "must equal num_attention_heads, as in DeepSeek.",
+        ),
         ("num_experts", gpt and model.num_experts > 0, "must be 0, as in GPT-2."),
         (
             "num_key_value_heads",

@@ -332,8 +332,6 @@ def _latent_problems(model: ModelSpec) -> Iterator[Rule]:
     if model.num_key_value_heads != model.num_attention_heads:
         fix = {"heads": model.num_attention_heads}
         yield Rule("model.num_key_value_heads", model.num_key_value_heads, "engine-latent-key-heads", {}, fix)
-    if model.moe_layers:
-        yield Rule("model.kv_lora_rank", model.kv_lora_rank, "engine-latent-experts")
 
 
 def _text(model: AnyModel) -> ModelSpec:

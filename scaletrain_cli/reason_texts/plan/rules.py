@@ -153,7 +153,6 @@ _ENGINE = {
     "engine-no-qk-norm": Text("this engine's {family} models do not normalize queries and keys", ("Use false.",)),
     "engine-latent-setting": Text("this engine's latent attention does not have this setting", ("Remove the key.",)),
     "engine-latent-key-heads": Text("latent attention has one key-value head per attention head", ("Use {heads}.",)),
-    "engine-latent-experts": Text("this engine has latent attention in models without experts only", ("Use 0.",)),
     "tf32-gpu": Text("needs an NVIDIA GPU", ("Use fp32 or bf16 with cluster.gpu: cpu.",)),
     "fp8-device": Text("needs an NVIDIA GPU of compute capability 8.9 or higher, and this is {device}", ("Use bf16.",)),
     "fp8-capability": Text(
