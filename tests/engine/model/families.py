@@ -44,6 +44,15 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "rope_theta": 10000.0},
+    "original_max_position_embeddings": 16,
+}
+_LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2},
+    "router_aux_loss_coef": 0.0,  # which transformers does not add
+}
 # Longer than every window and than the original context of each scaling.
 LENGTH = 24
 # By name: model_type and settings of the transformers config; windows of 8 tokens.
@@ -75,6 +84,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "deepseek v2": (
+        "deepseek_v2",
+        {
+            **{**_LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
+            **{"routed_scaling_factor": 1.5, "rope_scaling": _YARN},
+        },
+    ),
+    "deepseek v3": (
+        "deepseek_v3",
+        {**_LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_shared_experts": 2, "rope_scaling": _YARN},
+    ),
+    "deepseek dense": (
+        "deepseek_v3",
+        {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 2, "rope_interleave": False},
+    ),
     "gpt2": ("gpt2", {}),
 }
 
@@ -93,6 +117,9 @@ def reference(name: str, folder: Path) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at the start, so that every setting shows
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer))
     model.save_pretrained(folder)
     return model
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from scaletrain_cli.engine.checkpoint.export import export
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.materialization import matrices_of, stored_buffers
 from tests.engine.checkpoint.test_export import NO_TEXT, checkpoint_of
 from tests.engine.checkpoint.test_export import spec_of as run_spec_of
 from tests.engine.model.families import FAMILIES, LENGTH, loaded, logits, reference, spec_of, tokens_of
@@ -28,14 +29,18 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained(model: CausalLM, steps: int = 3) -> dict[str, torch.Tensor]:
-    """Return the weights after a few steps."""
+    """Return the weights after a few steps, under the names of the files."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         tokens = (tokens_of() + step) % 64
         optimizer.zero_grad()
         model(tokens, tokens.roll(-1, 1)).backward()
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {matrix.name: buffer for buffer, matrix in stored_buffers(model)}
+    for parameter, matrices in matrices_of(model).items():
+        flat = parameter.detach().view(-1)
+        weights |= {matrix.name: flat[matrix.start : matrix.stop].view(matrix.shape) for matrix in matrices}
+    return weights
 
 
 @families
@@ -64,7 +69,7 @@ def test_a_family_equals_transformers_before_and_after_training(name: str, tmp_p
         assert not torch.allclose(theirs(tokens).logits, again(tokens).logits, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi4-mini"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi4-mini", "deepseek dense"])
 def test_packed_documents_are_computed_as_transformers_computes_them(name: str, tmp_path: Path) -> None:
     """Windows end at documents; one position beyond the original context changes the frequencies of all documents."""
     theirs = reference(name, tmp_path)
