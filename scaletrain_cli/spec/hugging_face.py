@@ -197,7 +197,7 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
         found |= _groups(config)
     if "kv_lora_rank" in known.varies:
         found |= _shared_experts(config, known)
-        if (head_dim := known.renamed["head_dim"]) not in config:
+        if known.renamed["head_dim"] not in config:
             found.pop("head_dim", None)  # that of transformers is the number of rotated channels
     given = {key: value for key, value in found.items() if value is not None or key in _NULL_IS_A_VALUE}
     whole = {"family": known.family, **known.defaults, **given, **known.fixed}

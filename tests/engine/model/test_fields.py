@@ -99,7 +99,7 @@ NO_PART = {
     "mixture": OF_LATENT_ATTENTION | BESIDE_ANOTHER | {"max_position_embeddings", "intermediate_size"},
     "latent": OF_EXPERTS | BESIDE_ANOTHER | {"max_position_embeddings"},
 }
-NO_PART["latent"] -= {"intermediate_size", "num_experts"}
+NO_PART["latent"] -= {"intermediate_size"}
 NO_PART["llama"] -= {"intermediate_size"}  # experts are those of the mixture
 NO_PART["gpt"] -= {"intermediate_size", "num_experts"}
 
