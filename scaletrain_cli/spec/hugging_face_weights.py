@@ -146,9 +146,9 @@ def _candidates(model: ModelSpec) -> list[str]:
         return ["gpt2"]
     if model.kv_lora_rank:
         return ["deepseek_v3", "deepseek_v2"]
-    sparse, found = model.num_experts > 0, ARCHITECTURES.items()
-    found = [(kind, known) for kind, known in found if known.family == "llama" and "kv_lora_rank" not in known.varies]
-    return [kind for kind, known in found if known.experts == sparse]
+    sparse = model.num_experts > 0
+    others = {kind: known for kind, known in ARCHITECTURES.items() if "kv_lora_rank" not in known.varies}
+    return [kind for kind, known in others.items() if known.family == "llama" and known.experts == sparse]
 
 
 def _closest(model: ModelSpec) -> str:

@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         The order of the channels is the same for queries and keys, so that it does not change their products.
         """
         if self.interleaved:
-            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return rotate(x.transpose(1, 2), tables).transpose(1, 2)
 
 
