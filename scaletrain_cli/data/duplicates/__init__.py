@@ -1,0 +1,121 @@
+"""Exact and near duplicates of the documents of all sources.
+
+The work is done in phases, each of independent jobs: one job of a phase needs all of the phase before, writes one file,
+and is done if that file is there. Any process may run any job, in any order within a phase; the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from scaletrain_cli.data.duplicates.candidates import write_band, write_identical, write_pairs
+from scaletrain_cli.data.duplicates.clusters import RemovedDocument, read_removed, write_clusters
+from scaletrain_cli.data.duplicates.corpus import Corpus, Document, Settings, Texts
+from scaletrain_cli.data.duplicates.files import remove_drafts
+from scaletrain_cli.data.duplicates.signatures import write_signatures
+from scaletrain_cli.data.duplicates.verification import parts, write_shingles, write_verified
+
+__all__ = [
+    "PHASES",
+    "Corpus",
+    "Document",
+    "Phase",
+    "RemovedDocument",
+    "Settings",
+    "Texts",
+    "deduplicate",
+    "read_removed",
+    "run_job",
+]
+
+
+class Phase(NamedTuple):
+    """A phase: how many jobs it has once the phases before are done, the file of each job, and what writes it."""
+
+    name: str
+    jobs: Callable[[Corpus], int]
+    path: Callable[[Corpus, int], Path]
+    write: Callable[[Corpus, int, Texts], None]
+
+
+def _if_near(corpus: Corpus, jobs: int) -> int:
+    return jobs if corpus.settings.near else 0
+
+
+PHASES = (
+    Phase(
+        "signatures",
+        lambda corpus: corpus.tasks,
+        lambda corpus, task: corpus.signatures(task),
+        write_signatures,
+    ),
+    Phase(
+        "identical",
+        lambda _corpus: 1,
+        lambda corpus, _job: corpus.identical,
+        lambda corpus, _job, _texts: write_identical(corpus),
+    ),
+    Phase(
+        "bands",
+        lambda corpus: _if_near(corpus, corpus.settings.bands),
+        lambda corpus, band: corpus.band(band),
+        lambda corpus, band, _texts: write_band(corpus, band),
+    ),
+    Phase(
+        "pairs",
+        lambda corpus: _if_near(corpus, 1),
+        lambda corpus, _job: corpus.pairs,
+        lambda corpus, _job, _texts: write_pairs(corpus),
+    ),
+    Phase(
+        "shingles",
+        lambda corpus: _if_near(corpus, corpus.tasks),
+        lambda corpus, task: corpus.shingles(task),
+        write_shingles,
+    ),
+    Phase(
+        "verified",
+        lambda corpus: parts(corpus) if corpus.settings.near else 0,
+        lambda corpus, part: corpus.verified(part),
+        lambda corpus, part, _texts: write_verified(corpus, part),
+    ),
+    Phase(
+        "clusters",
+        lambda _corpus: 1,
+        lambda corpus, _job: corpus.report,
+        lambda corpus, _job, _texts: write_clusters(corpus),
+    ),
+)
+
+
+def run_job(corpus: Corpus, phase: int, job: int, texts: Texts) -> None:
+    """Run one job of ``PHASES[phase]`` unless its file is there. Raises UsageError if the texts have changed."""
+    found = PHASES[phase]
+    if not found.path(corpus, job).exists():
+        corpus.folder.mkdir(parents=True, exist_ok=True)
+        found.write(corpus, job, texts)
+
+
+def deduplicate(corpus: Corpus, texts: Texts, workers: int = 1) -> None:
+    """Run all phases, in ``workers`` processes, and go on where an earlier call was stopped.
+
+    No other process may work in the folder. Afterwards read_removed() gives the removed documents of each task.
+    """
+    if corpus.report.exists():
+        return
+    corpus.folder.mkdir(parents=True, exist_ok=True)
+    remove_drafts(corpus.folder)
+    if workers == 1:
+        for phase in range(len(PHASES)):
+            for job in range(PHASES[phase].jobs(corpus)):
+                run_job(corpus, phase, job, texts)
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for phase in range(len(PHASES)):
+            jobs = [job for job in range(PHASES[phase].jobs(corpus)) if not PHASES[phase].path(corpus, job).exists()]
+            for done in [pool.submit(run_job, corpus, phase, job, texts) for job in jobs]:
+                done.result()

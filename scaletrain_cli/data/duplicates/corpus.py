@@ -1,0 +1,175 @@
+"""What the phases of deduplication share: the settings, the folder of their files, and the numbers of documents.
+
+A document is known by its number: documents are counted through the signature files in the order of the tasks. Of
+documents that are the same, the one with the lowest number is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrain_cli.data.duplicates.files import Sections
+
+Ids = npt.NDArray[np.int64]
+
+VERSION = 1  # raised with every change of results
+DEFAULT_MEMORY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which documents are duplicates. ``similarity``: the least Jaccard similarity of near duplicates' shingles."""
+
+    exact: bool = True
+    near: bool = True
+    similarity: float = 0.8
+    ngram: int = 5  # words of a shingle
+    bands: int = 20
+    rows: int = 8  # hashes of a band
+    across_sources: bool = True
+
+    def key(self) -> dict[str, Any]:
+        """Return all that the results depend on beside the input, as JSON values."""
+        near = {
+            "rensa": metadata.version("rensa"),
+            "unicode": unicodedata.unidata_version,
+        }
+        return asdict(self) | {"version": VERSION} | (near if self.near else {})
+
+    def recall_at(self, similarity: float) -> float:
+        """Return the probability that two documents of a Jaccard similarity are compared: 1 - (1 - s^rows)^bands."""
+        return float(1.0 - (1.0 - similarity**self.rows) ** self.bands)
+
+
+class Texts(Protocol):
+    """Yields the documents of a task, by number of the task: (index in the task, text), indices ascending.
+
+    Each call yields the same documents. It is called in worker processes, so it can be pickled.
+    """
+
+    def __call__(self, task: int, /) -> Iterable[tuple[int, str]]: ...
+
+
+@dataclass(frozen=True, order=True)
+class Document:
+    """A document by its task's number and its index in the task."""
+
+    task: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The input and the folder of one deduplication. ``sources``: the source of each task, in order of preference."""
+
+    folder: Path
+    sources: tuple[str, ...]
+    settings: Settings
+    memory_bytes: int = DEFAULT_MEMORY_BYTES  # of one process, beside what is kept per document of a task
+
+    @property
+    def tasks(self) -> int:
+        return len(self.sources)
+
+    def signatures(self, task: int) -> Path:
+        return self.folder / "signatures" / f"{task:06d}"
+
+    @property
+    def identical(self) -> Path:
+        return self.folder / "identical"
+
+    def band(self, band: int) -> Path:
+        return self.folder / "bands" / f"{band:04d}"
+
+    @property
+    def pairs(self) -> Path:
+        return self.folder / "pairs"
+
+    def shingles(self, task: int) -> Path:
+        return self.folder / "shingles" / f"{task:06d}"
+
+    def verified(self, part: int) -> Path:
+        return self.folder / "verified" / f"{part:06d}"
+
+    def removed(self, task: int) -> Path:
+        return self.folder / "removed" / f"{task:06d}"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.json"
+
+    def read_report(self) -> dict[str, Any]:
+        """Return the report of the finished deduplication."""
+        report: dict[str, Any] = json.loads(self.report.read_text(encoding="utf-8"))
+        return report
+
+
+class Numbering:
+    """The numbers of all documents, from the signature files of all tasks."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
+        counts = [Sections(corpus.signatures(task)).rows("index") for task in range(corpus.tasks)]
+        self.starts: Ids = np.cumsum([0, *counts], dtype=np.int64)
+
+    @property
+    def documents(self) -> int:
+        return int(self.starts[-1])
+
+    def tasks_of(self, ids: Ids) -> Ids:
+        """Return the task of each document."""
+        tasks: Ids = np.searchsorted(self.starts, ids, "right").astype(np.int64) - 1
+        return tasks
+
+    @cached_property
+    def _source_of_task(self) -> Ids:
+        names = list(dict.fromkeys(self._corpus.sources))
+        return np.array([names.index(name) for name in self._corpus.sources], np.int64)
+
+    def sources_of(self, ids: Ids) -> Ids:
+        """Return the number of the source of each document, by the order in which the tasks name them."""
+        sources: Ids = self._source_of_task[self.tasks_of(ids)]
+        return sources
+
+    def take(self, name: str, ids: Ids) -> npt.NDArray[Any]:
+        """Return the rows of a section of the signature files for documents in any order."""
+        order = np.argsort(ids, kind="stable")
+        in_order = ids[order]
+        bounds = np.searchsorted(in_order, self.starts)
+        parts, filled = [], np.flatnonzero(np.diff(bounds))
+        for task in filled.tolist() or [0]:
+            local = in_order[bounds[task] : bounds[task + 1]] - self.starts[task]
+            parts.append(Sections(self._corpus.signatures(task)).take(name, local))
+        rows = np.concatenate(parts)
+        result = np.empty_like(rows)
+        result[order] = rows
+        return result
+
+    def documents_at(self, ids: Ids) -> list[Document]:
+        """Return the task and the index in it of each document."""
+        if not len(ids):
+            return []
+        indices = self.take("index", ids)
+        return [
+            Document(task, index) for task, index in zip(self.tasks_of(ids).tolist(), indices.tolist(), strict=True)
+        ]
+
+
+def source_salts(corpus: Corpus) -> npt.NDArray[np.uint64]:
+    """Return what is mixed into the keys of each task's documents: its source, unless duplicates go across sources."""
+    if corpus.settings.across_sources:
+        return np.zeros(corpus.tasks, np.uint64)
+    names = list(dict.fromkeys(corpus.sources))
+    numbers = np.array([names.index(name) + 1 for name in corpus.sources], np.uint64)
+    salts: npt.NDArray[np.uint64] = numbers * np.uint64(0xD1342543DE82EF95)
+    return salts

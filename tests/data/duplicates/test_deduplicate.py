@@ -1,0 +1,274 @@
+"""Deduplication of planted duplicates, against similarities that plain Python computes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.data.duplicates import (
+    PHASES,
+    Corpus,
+    Settings,
+    Texts,
+    candidates,
+    deduplicate,
+    read_removed,
+    verification,
+)
+from scaletrain_cli.data.duplicates.files import Sections
+from scaletrain_cli.data.duplicates.verification import parts
+from scaletrain_cli.errors import UsageError
+from tests.data.duplicates.planted import ListedTexts, PlantedTexts, content, plain_similarity
+
+PER_TASK = 200
+TASKS = 4
+SOURCES = ("web", "web", "code", "code")
+SMALL_MEMORY = 1  # byte: the least that the sort can do with
+
+
+def run(
+    folder: Path,
+    texts: Texts,
+    *,
+    sources: tuple[str, ...] = SOURCES,
+    memory_bytes: int = 1 << 26,
+    workers: int = 1,
+    **settings: object,
+) -> Corpus:
+    corpus = Corpus(folder, sources, Settings(**settings), memory_bytes)  # type: ignore[arg-type]
+    deduplicate(corpus, texts, workers)
+    return corpus
+
+
+def removed(corpus: Corpus) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the kept document of each removed one, both as (task, index)."""
+    return {
+        (task, found.index): (found.kept.task, found.kept.index)
+        for task in range(corpus.tasks)
+        for found in read_removed(corpus, task)
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return run(tmp_path_factory.mktemp("reference"), PlantedTexts(PER_TASK, words=60))
+
+
+def test_planted_duplicates_are_found_and_nothing_else(reference: Corpus) -> None:
+    texts = PlantedTexts(PER_TASK, words=60)
+    edges = {
+        (int(lower), int(higher)): (int(common), int(together))
+        for part in range(parts(reference))
+        for lower, higher, common, together in Sections(reference.verified(part)).read("edges").tolist()
+    }
+    for (lower, higher), (common, together) in edges.items():
+        assert common / together == plain_similarity(texts.text(lower), texts.text(higher)) >= 0.8
+    # All pairs of a group of ten documents; documents of different groups have random words.
+    similar = {}
+    for base in range(0, PER_TASK * TASKS, 10):
+        group = {number: texts.text(number) for number in range(base, base + 10) if number % 10 not in (4, 5)}
+        for (lower, first), (higher, second) in itertools.combinations(group.items(), 2):
+            similar[lower, higher] = plain_similarity(first, second)
+    expected = {pair for pair, similarity in similar.items() if similarity >= 0.8}
+    assert len(edges.keys() & expected) >= 0.95 * len(expected)
+    assert edges.keys() <= expected
+    assert Counter(round(similarity, 1) for pair, similarity in similar.items() if pair[0] % 10 == 0) >= Counter(
+        {0.7: 80, 0.8: 80, 0.9: 80}
+    )
+    gone = removed(reference)
+    for task, index in gone:
+        number = task * PER_TASK + index
+        assert number % 10 in (2, 3, 4, 5)
+        assert gone[task, index] == (task, index - index % 10)
+    assert sum(1 for _, index in gone if index % 10 in (4, 5)) == 2 * PER_TASK * TASKS // 10
+
+
+def test_the_report_counts_what_was_removed(reference: Corpus) -> None:
+    report = reference.read_report()
+    everything = [found for task in range(TASKS) for found in read_removed(reference, task)]
+    assert report["documents"] == {"web": 400, "code": 400}
+    assert report["removed"] == {
+        "exact": sum(not found.near for found in everything),
+        "near": sum(found.near for found in everything),
+    }
+    assert report["removed"]["exact"] == 80  # kind 4 of each group
+    sizes = Counter((found.kept.task, found.kept.index) for found in everything)
+    assert report["clusters_by_size"] == {
+        str(size): count for size, count in sorted(Counter(count + 1 for count in sizes.values()).items())
+    }
+    assert sum(pair["documents"] for pair in report["removed_between_sources"]) == len(everything)
+    assert {pair["removed_from"] == pair["kept_in"] for pair in report["removed_between_sources"]} == {True}
+    texts = PlantedTexts(PER_TASK, words=60)
+    assert len(report["examples"]) >= 10
+    for example in report["examples"]:
+        first, second = (
+            texts.text(place["task"] * PER_TASK + place["index"]) for place in (example["first"], example["second"])
+        )
+        assert example["similarity"] == round(plain_similarity(first, second), 6)
+    assert report["expected_recall"]["0.80"] == pytest.approx(0.975, abs=0.001)  # data of the formula at 20 x 8
+    assert report["expected_recall"]["0.70"] == pytest.approx(0.695, abs=0.001)
+    similarities = {round(found.similarity, 1) for found in everything}
+    assert similarities <= {0.8, 0.9, 1.0}
+
+
+def test_order_of_jobs_and_memory_do_not_change_a_byte(
+    reference: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = Corpus(tmp_path, SOURCES, Settings(), SMALL_MEMORY)
+    generator = random.Random(0)
+    for phase in PHASES:
+        jobs = list(range(phase.jobs(corpus)))
+        generator.shuffle(jobs)
+        for job in jobs:
+            phase.write(corpus, job, PlantedTexts(PER_TASK, words=60))
+    assert content(tmp_path) == content(reference.folder)
+
+
+@pytest.mark.process
+def test_workers_and_kills_in_every_phase_do_not_change_a_byte(reference: Corpus, tmp_path: Path) -> None:
+    """Each process kills itself after it has written a part of a file of a phase."""
+    program = """
+import os, signal, sys
+from pathlib import Path
+from scaletrain_cli.data import duplicates
+from scaletrain_cli.data.duplicates.files import SectionWriter
+from tests.data.duplicates.planted import PlantedTexts
+
+folder, phase, fatal = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+write, count = SectionWriter.append, 0
+
+def append(self, rows):
+    global count
+    write(self, rows)
+    if self._path.relative_to(folder).parts[0] == phase:
+        count += 1
+        if count == fatal:
+            self._file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+SectionWriter.append = append
+corpus = duplicates.Corpus(folder, ("web", "web", "code", "code"), duplicates.Settings())
+duplicates.deduplicate(corpus, PlantedTexts(200, words=60))
+"""
+    expected = content(reference.folder)
+    folder = tmp_path / "work"
+    killed = (
+        ("signatures", 60),
+        ("identical", 2),
+        ("bands", 9),
+        ("pairs", 1),
+        ("shingles", 200),
+        ("verified", 1),
+        ("removed", 4),
+    )
+    for phase, fatal in killed:
+        result = subprocess.run([sys.executable, "-c", program, str(folder), phase, str(fatal)], timeout=60)
+        assert result.returncode == -signal.SIGKILL, phase
+        left = content(folder)
+        drafts = [name for name in left if name.endswith(".draft")]
+        assert len(drafts) == 1
+        assert {name: left[name] for name in left if name not in drafts}.items() <= expected.items()
+    corpus = Corpus(folder, SOURCES, Settings())
+    assert not corpus.report.exists()
+    deduplicate(corpus, PlantedTexts(PER_TASK, words=60), workers=2)
+    assert content(folder) == expected
+
+
+def test_duplicates_across_sources_are_kept_if_so_wished(tmp_path: Path) -> None:
+    text = " ".join(f"word{'abcdefghij'[number % 10]}{'klmnopqrst'[number // 10]}" for number in range(50))
+    near = text + " end"
+    texts = ListedTexts([text, near], [near, text, text + " other"])
+    across = run(tmp_path / "across", texts, sources=("a", "b"))
+    assert removed(across) == dict.fromkeys([(0, 1), (1, 0), (1, 1), (1, 2)], (0, 0))
+    counts = across.read_report()["removed_between_sources"]
+    assert {(pair["reason"], pair["removed_from"], pair["kept_in"]): pair["documents"] for pair in counts} == {
+        ("near", "a", "a"): 1,
+        ("exact", "b", "a"): 2,
+        ("near", "b", "a"): 1,
+    }
+    within = run(tmp_path / "within", texts, sources=("a", "b"), across_sources=False)
+    assert removed(within) == {(0, 1): (0, 0), (1, 1): (1, 0), (1, 2): (1, 0)}
+    assert removed(run(tmp_path / "same", texts, sources=("a", "a"), across_sources=False)) == removed(across)
+
+
+def test_short_documents_are_compared_exactly(tmp_path: Path) -> None:
+    texts = ListedTexts(
+        ["1 + 1 = 2", "3 + 4 = 7", "1  +  1 = 2", "", "a b c d", "A b c d", "a b c d e", "A, b c d e", ""]
+    )
+    corpus = run(tmp_path / "both", texts, sources=("a",))
+    assert removed(corpus) == {(0, 2): (0, 0), (0, 7): (0, 6), (0, 8): (0, 3)}
+    assert corpus.read_report()["too_short"] == 7
+    assert removed(run(tmp_path / "exact", texts, sources=("a",), near=False)) == {(0, 2): (0, 0), (0, 8): (0, 3)}
+    assert removed(run(tmp_path / "near", texts, sources=("a",), exact=False)) == {(0, 7): (0, 6)}
+
+
+def test_no_documents_are_no_duplicates(tmp_path: Path) -> None:
+    corpus = run(tmp_path, ListedTexts([], []), sources=("a", "b"))
+    assert removed(corpus) == {}
+    assert corpus.read_report()["documents"] == {"a": 0, "b": 0}
+
+
+def template(number: int) -> str:
+    """Return a page of one template: each differs from the others in a few words."""
+    generator = random.Random(number)
+    own = " ".join("".join(generator.choices("bcdfg", k=8)) for _ in range(3))
+    return " ".join(
+        ["start", *(f"the same page {chr(97 + place % 26)}{chr(97 + place // 26)} again" for place in range(40)), own]
+    )
+
+
+def test_a_template_needs_work_in_proportion_to_its_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its documents are compared with representatives; without those a thousand would be half a million pairs."""
+    documents = 1000
+    texts = ListedTexts([template(number) for number in range(documents)])
+    assert plain_similarity(texts.tasks[0][0], texts.tasks[0][1]) > 0.9
+    whole = run(tmp_path / "whole", texts, sources=("a",))
+    assert removed(whole) == {(0, number): (0, 0) for number in range(1, documents)}
+    report = whole.read_report()
+    assert report["pairs_sharing_a_band"] < 3 * documents
+    assert report["large_buckets"]["buckets"] > 0
+    assert report["large_buckets"]["documents_beyond_representatives"] == 0
+    # The same where the bucket comes in many blocks.
+    blocks = run(tmp_path / "blocks", texts, sources=("a",), memory_bytes=SMALL_MEMORY)
+    assert content(blocks.folder) == content(whole.folder)
+    # And where the representatives are used up by documents that resemble nothing.
+    monkeypatch.setattr(candidates, "REPRESENTATIVES", 1)
+    monkeypatch.setattr(candidates, "_estimate_limits", lambda _corpus: (1.1, 1.2))
+    corpus = run(tmp_path / "few", texts, sources=("a",))
+    assert corpus.read_report()["large_buckets"]["documents_beyond_representatives"] > documents
+
+
+def test_a_changed_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = PlantedTexts(20, words=60)
+    corpus = Corpus(tmp_path, ("web",), Settings())
+    names = [phase.name for phase in PHASES]
+    for phase in PHASES[: names.index("shingles")]:
+        for job in range(phase.jobs(corpus)):
+            phase.write(corpus, job, texts)
+    for changed in (PlantedTexts(20, words=60, seed=1), ListedTexts([texts.text(0)])):
+        with pytest.raises(UsageError, match=r"source web .* changed while duplicates"):
+            verification.write_shingles(corpus, 0, changed)
+    assert not corpus.shingles(0).exists()
+
+
+def test_the_key_names_all_that_results_depend_on() -> None:
+    keys = [
+        Settings(exact=False),
+        Settings(similarity=0.7),
+        Settings(ngram=4),
+        Settings(bands=10),
+        Settings(rows=4),
+        Settings(across_sources=False),
+        Settings(),
+    ]
+    assert len({str(settings.key()) for settings in keys}) == len(keys)
+    assert Settings().key().keys() > {"rensa", "unicode", "version"}
+    assert os.fspath(Corpus(Path("a"), ("web",), Settings()).signatures(3)) == "a/signatures/000003"
