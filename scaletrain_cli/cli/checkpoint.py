@@ -174,7 +174,7 @@ def _export(
     """Export in a separate process, which keeps torch out of the command line; its stderr is passed on."""
     from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.hub.cache import HubSettings
-    from scaletrain_cli.launch.hub_files import fetched_spec
+    from scaletrain_cli.launch.hub_files import environment_here, fetched_spec
     from scaletrain_cli.rundir.base_weights import read_base
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec.hub_files import with_local_files
@@ -182,7 +182,7 @@ def _export(
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         # Files of the hub that are still in the cache; without them, files are written that the tokenizer gives.
-        settings = HubSettings.from_environment({**os.environ, **record.spec.env})
+        settings = HubSettings.from_environment(environment_here(record.spec, os.environ))
         spec = record.spec
         # Checkpoints lack the weights that never train.
         if record.hub and any(read_base(checkpoint) is not None for checkpoint in chosen):

@@ -101,8 +101,10 @@ def _drill(
     from scaletrain_cli.ui.submission import show_start
 
     if base.code.own_program:
+        key = "code.command" if base.code.command is not None else "code.engine"
+        given = " ".join(base.code.command or (base.code.engine or "",))
         raise UsageError(
-            f"code.engine = {base.code.engine}: drills inject faults into the built-in engine only. Add "
+            f"{key} = {given}: drills inject faults into the built-in engine only. Add "
             "--set code={} to run the drills with it."
         )
     small = drill_spec(base, steps)

@@ -26,6 +26,7 @@ _CHUNK_BYTES = 1 << 22
 FOLDER_MODE = 0o777  # less the umask, as huggingface_hub creates its folders: a cache is often shared
 # The variables that this module reads; spec.env passes them on to the nodes.
 VARIABLES = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE")
+CACHE_VARIABLES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"})
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 

@@ -115,7 +115,7 @@ def _ask(reference: HubReference, settings: HubSettings) -> Listing:
 def require_readable(listing: Listing, file: HubFile, settings: HubSettings) -> None:
     """Send a request for the head of one file: the list of a gated repository is public, its files are not.
 
-    Raises HubError.
+    Raises HubError and MissingPackageError.
     """
     _metadata(listing, file, settings)
 
@@ -123,7 +123,7 @@ def require_readable(listing: Listing, file: HubFile, settings: HubSettings) -> 
 def read_small_file(listing: Listing, file: HubFile, settings: HubSettings) -> Path:
     """Return the path of one file in the cache, fetched if necessary. For configs, indices and tokenizers.
 
-    Raises HubError.
+    Raises HubError and MissingPackageError.
     """
     if files_to_fetch(listing, (file,), settings):
         require_online(listing, (file,), settings)
@@ -164,6 +164,7 @@ def require_online(listing: Listing, files: tuple[HubFile, ...], settings: HubSe
 
 def read_range(listing: Listing, file: HubFile, settings: HubSettings, first: int, length: int) -> bytes:
     """Return the ``length`` bytes of a file from ``first`` on, without fetching the rest. Raises HubError."""
+    require_library()
     from huggingface_hub.file_download import http_get
 
     found = _metadata(listing, file, settings)
@@ -211,6 +212,7 @@ class _Location:
 
 
 def _metadata(listing: Listing, file: HubFile, settings: HubSettings) -> _Location:
+    require_library()
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     reference = listing.reference
@@ -239,12 +241,19 @@ def _headers(settings: HubSettings, url: str, location: str) -> dict[str, str]:
     return {**headers, "Accept-Encoding": "identity"}  # a compressed answer could not be resumed
 
 
-def _api(settings: HubSettings) -> HfApi:
+def require_library() -> None:
+    """Raise MissingPackageError if huggingface_hub, which sends every request, is not installed."""
     try:
-        from huggingface_hub import HfApi
+        import huggingface_hub  # noqa: F401
     except ImportError as error:
         what = "References that begin with hf:// require huggingface_hub, which is not installed."
         raise MissingPackageError(what, install_command("hub")) from error
+
+
+def _api(settings: HubSettings) -> HfApi:
+    require_library()
+    from huggingface_hub import HfApi
+
     return HfApi(endpoint=settings.endpoint, token=settings.token or False)
 
 
@@ -364,6 +373,7 @@ def _receive(
     listing: Listing, file: HubFile, settings: HubSettings, part: Path, on_bytes: Callable[[int], None]
 ) -> int:
     """Download to ``part`` from its present end on, and return the bytes received. Raises HubError."""
+    require_library()
     from huggingface_hub.file_download import http_get
 
     first = received = part.stat().st_size if part.exists() else 0

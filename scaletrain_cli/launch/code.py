@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -338,16 +339,27 @@ def _require_size(spec: RunSpec, sizes: Mapping[str, int]) -> None:
 
 
 def write_snapshot(run: RunDir, snapshot: Snapshot) -> list[Path]:
-    """Store the files in the run directory; return those that are new. Raises OSError."""
-    record, made = snapshot.record, []
+    """Store the files in the run directory; return those that are new. Raises OSError, and then leaves none of them."""
+    record, made = snapshot.record, list[Path]()
     contents = {"sha256": snapshot.listing.encode("utf-8", "surrogateescape"), "tar.gz": snapshot.archive}
     for suffix, content in (contents | ({"patch": snapshot.patch} if snapshot.patch else {})).items():
         path = code_file(run, record, suffix)
-        make_folder(path.parent)
-        if not path.exists():
-            replace_file(path, content)
-            made.append(path)
+        try:
+            make_folder(path.parent)
+            if not path.exists():
+                replace_file(path, content)
+                made.append(path)
+        except OSError:
+            remove_snapshot(made)
+            raise
     return made
+
+
+def remove_snapshot(files: Sequence[Path]) -> None:
+    """Remove the files that write_snapshot() returned: nothing refers to them."""
+    for path in files:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _pack(contents: Mapping[str, bytes], executable: set[str]) -> bytes:

@@ -319,6 +319,8 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
         "checkpoint.dir": "auto",
         "restarts": "{preemption: unlimited, node: 10, crash: 3, oom: 0}",
         "tracking": "[]",
+        "evaluation.tasks": "[]",  # a drill trains one run at a time, and no job beside it
+        "checkpoint.keep_best": "null",
     }
     if spec.evaluation.every:
         settings["evaluation.batches"] = 1

@@ -6,6 +6,7 @@ explained like any other. Its id is derived from the checkpoint, so that a secon
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from scaletrain_cli.errors import InfeasibleError, ScaletrainError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import is_over, run_status
-from scaletrain_cli.launch.submit import create_run, read_submission, submit_run
+from scaletrain_cli.launch.submit import LONGEST_RUN_ID, create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import list_checkpoints
@@ -29,6 +30,7 @@ from scaletrain_cli.spec.evaluation import evaluation_cluster
 ENGINE = "scaletrain_cli.engine.evaluation"
 RUN_VARIABLE, STEP_VARIABLE = "SCALETRAIN_EVALUATED_RUN", "SCALETRAIN_EVALUATED_STEP"
 _POLL_SECONDS, _RETRY_SECONDS = 5.0, 60.0
+_HASH_CHARACTERS = 12
 _ONE = ("data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel")
 
 
@@ -59,10 +61,15 @@ def _is_due(run: RunDir, step: int) -> bool:
 def evaluation_run_id(run: RunDir, step: int) -> str:
     """Return the id of the run that evaluates the checkpoint of ``step``.
 
-    A step that is trained again after a rollback has another checkpoint, and so another evaluation.
+    A step that is trained again after a rollback has another checkpoint, and so another evaluation. In the place of the
+    end of a long run id is a hash of the whole id.
     """
     again = sum(rollback.to_step < step for rollback in read_rollbacks(run))
-    return f"{run.run_id}-evaluation-{step:08d}" + (f"-{again}" if again else "")
+    end = f"-evaluation-{step:08d}" + (f"-{again}" if again else "")
+    if len(run.run_id) + len(end) <= LONGEST_RUN_ID:
+        return run.run_id + end
+    unique = f"-{hashlib.sha256(run.run_id.encode()).hexdigest()[:_HASH_CHARACTERS]}"
+    return run.run_id[: LONGEST_RUN_ID - len(unique) - len(end)] + unique + end
 
 
 def submit_evaluation(run: RunDir, step: int) -> SubmittedEvaluation:

@@ -89,7 +89,7 @@ def fetch(
 
     ``environment`` is that of the ranks: it decides on the cache, the endpoint and the token. ``is_stopped`` is
     called several times a second, and ends the fetch by returning True. Raises HubError for what a retry cannot cure,
-    FetchError for what one may, MissingPackageError, OSError for a full disk, and FetchStopped.
+    FetchError for what one may, MissingPackageError and FetchStopped.
     """
     settings = HubSettings.from_environment(environment)
     if not uses or all(_is_complete(use, commits, settings) for use in uses):
@@ -164,8 +164,6 @@ def _result(last: Mapping[str, Any], exit_code: int) -> FetchProgress:
         said = f"the process that fetches ended with {exit_code}"
         raise FetchError(Reason("hub.fetch-failed", {"said": said}))
     reason = reason_from(last["reason"])
-    if last.get("errno") is not None:
-        raise OSError(last["errno"], os.strerror(last["errno"]), last["path"])
     if last.get("command") is not None:
         raise MissingPackageError(last["what"], last["command"])
     raise FetchError(reason) if last["temporary"] else HubError(reason)
@@ -197,9 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _report({"state": "failed", "reason": error.why.to_document(), "temporary": error.temporary})
         return error.exit_code
     except OSError as error:
-        reason = Reason("hub.fetch-failed", {"said": str(error)}).to_document()
-        place = {"errno": error.errno, "path": str(error.filename or settings.cache)} if is_full(error) else {}
-        _report({"state": "failed", "reason": reason, "temporary": True, **place})
+        reason = Reason("hub.fetch-failed", {"said": str(error)})
+        if is_full(error):
+            reason = Reason("hub.disk-full", {"cache": str(settings.cache), "said": os.strerror(error.errno or 0)})
+        _report({"state": "failed", "reason": reason.to_document(), "temporary": not is_full(error)})
         return ExitCode.CRASHED
     _report(dataclasses.asdict(done))
     return ExitCode.DONE

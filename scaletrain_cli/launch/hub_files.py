@@ -10,6 +10,7 @@ from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch
 from scaletrain_cli.launch.resource_checks.files import View, is_shared
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.hub_files import environment_here as hub_environment
 from scaletrain_cli.spec.hub_files import hub_uses, with_local_files
 
 # Set for runs that only measure their nodes, which read no files.
@@ -20,8 +21,8 @@ _KEPT_ON_NODES = ("HOME", "USER")
 
 
 def environment_here(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for requests from this machine; a run on this machine also has that of the spec."""
-    return {**environment, **spec.env} if spec.cluster.traits.runs_here else dict(environment)
+    """Return the environment for requests from this machine, with the variables of the hub in ``env`` of the spec."""
+    return hub_environment(spec.env, environment, runs_here=spec.cluster.traits.runs_here)
 
 
 def environment_of_nodes(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
@@ -36,13 +37,17 @@ def resolve_commits(
 ) -> dict[str, str]:
     """Return the commit of each reference of the spec; those in ``known`` stay as they are.
 
-    Raises HubError and MissingPackageError.
+    A full commit hash needs no request. Raises HubError and MissingPackageError.
     """
     from scaletrain_cli.hub.client import resolve
 
     settings = HubSettings.from_environment(environment_here(spec, environment))
-    given = known or {}
-    return {use.text: given.get(use.text) or resolve(use.reference, settings).commit for use in hub_uses(spec)}
+    found = dict(known or {})
+    for use in hub_uses(spec):
+        if not found.get(use.text):
+            named = use.reference
+            found[use.text] = named.revision if named.is_pinned else resolve(named, settings).commit
+    return {use.text: found[use.text] for use in hub_uses(spec)}
 
 
 def shared_cache(spec: RunSpec, environment: Mapping[str, str]) -> HubSettings | None:
@@ -72,7 +77,8 @@ def fetch_to_shared_cache(
     settings = shared_cache(spec, environment)
     if settings is None or not commits or spec.env.get(MEASURES_ONLY):
         return
-    fetch(hub_uses(spec), commits, {**environment, "HF_HUB_CACHE": str(settings.cache)}, on_progress=on_progress)
+    here = environment_here(spec, environment) | {"HF_HUB_CACHE": str(settings.cache)}
+    fetch(hub_uses(spec), commits, here, on_progress=on_progress)
 
 
 def fetched_spec(
@@ -88,7 +94,7 @@ def fetched_spec(
     uses = [use for use in hub_uses(spec) if use.key in keys]
     if not uses:
         return spec
-    environment = {**os.environ, **spec.env}
+    environment = environment_here(spec, os.environ)
     commits = resolve_commits(spec, environment, known)
     fetch(uses, commits, environment, on_progress=on_progress)
     wanted = {use.text: commits[use.text] for use in uses}

@@ -30,6 +30,8 @@ _SETTINGS = (
     "env.SCALETRAIN_ONLY=preflight",
     "restarts={preemption: 0, node: 0, crash: 0, oom: 0}",
     "tracking=[]",
+    "evaluation.tasks=[]",
+    "checkpoint.keep_best=null",
 )
 
 

@@ -11,12 +11,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from scaletrain_cli.errors import ScaletrainError, SchedulerSilentError, UsageError
 from scaletrain_cli.launch.attempts import AttemptRecord, read_attempts
 from scaletrain_cli.launch.backends.base import Backend, Job
 from scaletrain_cli.launch.backends.registry import backend_for
-from scaletrain_cli.launch.code import write_snapshot
+from scaletrain_cli.launch.code import remove_snapshot, write_snapshot
 from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits
 from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.restart import forget_secrets
@@ -202,15 +203,19 @@ def _revised(run: RunDir, record: RunRecord, resize: Resize | None) -> Iterator[
     if resize is None or not resize.changes:
         yield record
         return
-    made = [] if resize.snapshot is None else write_snapshot(run, resize.snapshot)
     hub = resolve_commits(resize.spec, os.environ, record.hub)
-    revised = add_revision(run, record, resize.spec, resize.plan, resize.overrides, code=resize.after.code, hub=hub)
+    made: list[Path] = []
+    try:
+        made = [] if resize.snapshot is None else write_snapshot(run, resize.snapshot)
+        revised = add_revision(run, record, resize.spec, resize.plan, resize.overrides, code=resize.after.code, hub=hub)
+    except BaseException:
+        remove_snapshot(made)
+        raise
     try:
         yield revised
     except SchedulerSilentError:  # the scheduler may have the job, which would read this revision
         raise
     except ScaletrainError:
         withdraw_revision(run, revised.revision)
-        for path in made:
-            path.unlink()
+        remove_snapshot(made)
         raise

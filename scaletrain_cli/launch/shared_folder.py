@@ -28,6 +28,11 @@ def unshared_notes(folder: Path, nodes: int, mounts: str | None = None) -> list[
     return [Reason("launch.runs-root-local", {"folder": str(folder), "file_system": kind})]
 
 
+def is_of_one_machine(folder: Path) -> bool:
+    """Return True if the file system of the folder is on a drive or in the memory of this machine, by its type."""
+    return file_system(folder, _mounts()) in _LOCAL
+
+
 def file_system(folder: Path, mounts: str) -> str:
     """Return the type of the file system that holds the folder; ``mounts`` is the text of /proc/self/mounts."""
     found, longest = "", -1

@@ -62,7 +62,8 @@ def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:
     return plan
 
 
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+LONGEST_RUN_ID = 128
+_RUN_ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RUN_ID - 1}}}")
 _RECORDED_PACKAGES = ("torch", "deepspeed")
 
 

@@ -6,6 +6,8 @@ from scaletrain_cli.reasons import Text
 
 _TOKEN = "export HF_TOKEN of an account that may read it"
 
+_LIST = "Run `scaletrain data prepare SPEC` where the hub can be reached, which keeps the list, or name one file"
+
 TEXTS: dict[str, Text] = {
     # Why the hub does not give what a reference names.
     "gated": Text(
@@ -40,6 +42,15 @@ TEXTS: dict[str, Text] = {
         "HF_HUB_OFFLINE is set, and the cache {cache} lacks {count:of file} of {place}: {files:list}",
         ("Fetch them where the hub can be reached, unset HF_HUB_OFFLINE, or set HF_HUB_CACHE to a complete cache",),
     ),
+    "list-missing": Text(
+        "the hub was not asked, and the cache has {count:of file} of {place} without the list of all its files: others "
+        "that{path} names may be missing",
+        (_LIST,),
+    ),
+    "files-missing": Text(
+        "the hub was not asked, and the cache lacks {count:of file} of {place} that{path} names: {files:list}",
+        (_LIST,),
+    ),
     # What a reference names cannot be used.
     "no-safetensors": Text(
         "{place} has no *.safetensors files{others}",
@@ -65,6 +76,10 @@ TEXTS: dict[str, Text] = {
     "variables-not-passed": Text(
         "{names:list} of this environment decide on the hub here, but the nodes do not get them: set them in env, too"
     ),
+    "cache-not-checked": Text(
+        "HF_HUB_OFFLINE is set in env, and this machine does not see the cache of the nodes: {keys:list} were checked "
+        "as far as {cache} holds their files"
+    ),
     # The fetch.
     "size-differs": Text("{path} of {place} has {bytes} bytes, and the hub states {expected}"),
     "hash-differs": Text(
@@ -73,6 +88,10 @@ TEXTS: dict[str, Text] = {
     ),
     "no-space": Text(
         "{needed:bytes} have to be fetched to {cache}, and {free:bytes} are free there",
+        ("Free space, or set HF_HUB_CACHE to a larger file system",),
+    ),
+    "disk-full": Text(
+        "the file system of {cache} became full while files of the hub were fetched: {said}",
         ("Free space, or set HF_HUB_CACHE to a larger file system",),
     ),
     "not-writable": Text(

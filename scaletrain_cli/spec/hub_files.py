@@ -6,6 +6,8 @@ same files in the cache.
 
 import fnmatch
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.hub.cache import HubFile, HubSettings, Listing
+from scaletrain_cli.hub.cache import CACHE_VARIABLES, HubFile, HubSettings, Listing
 from scaletrain_cli.hub.reference import HubError, HubReference, is_reference, parse_reference
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import COMPRESSED, FORMATS, ROW_FORMATS, is_about_the_corpus, kind_of
@@ -42,6 +44,11 @@ _TEMPLATES = (".jinja", ".jinja2", ".j2")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 _OWN_PROGRAMS = "scaletrain_cli.engine."  # such as evaluations, which read what the run reads
 _LARGEST_INDEX_BYTES = 100_000_000
+_MORE_OF_HUB = ("HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_OFFLINE")  # without the prefix HF_
+_PATHS_ON_NODES = (*CACHE_VARIABLES, "HF_TOKEN_PATH", "HF_XET_CACHE", "HF_ASSETS_CACHE")
+# The names that the library datasets gives to the parts of a split.
+_SHARD = re.compile(r"(?P<before>.*-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>\.[a-z.]+)")
+_MOST_SHARDS, _MOST_SHOWN = 10_000, 3
 
 
 def _checked(text: str) -> str:
@@ -81,6 +88,26 @@ class HubUse:
         return parse_reference(self.text)
 
 
+def environment_here(env: Mapping[str, Any], environment: Mapping[str, str], *, runs_here: bool) -> dict[str, str]:
+    """Return the environment in which this machine uses the hub for a run with ``env`` in its spec.
+
+    The ranks of a run on this machine have all of ``env``. Of other runs only the variables of the hub apply here: an
+    endpoint or HF_HUB_OFFLINE as on the nodes. Their cache does if its folder exists here, too, and can be used.
+    """
+    given = {name: str(value) for name, value in env.items() if isinstance(value, str | int)}
+    if runs_here:
+        return {**environment, **given}
+    of_hub = {name: value for name, value in given.items() if name.startswith("HF_") or name in _MORE_OF_HUB}
+    here = {**environment, **{name: value for name, value in of_hub.items() if name not in _PATHS_ON_NODES}}
+    if not CACHE_VARIABLES & of_hub.keys():
+        return here
+    of_nodes = HubSettings.from_environment({**{k: v for k, v in here.items() if k not in CACHE_VARIABLES}, **of_hub})
+    folder = of_nodes.cache if of_nodes.cache.is_dir() else of_nodes.cache.parent
+    if folder.is_dir() and (of_nodes.offline or os.access(folder, os.W_OK | os.X_OK)):
+        here["HF_HUB_CACHE"] = str(of_nodes.cache)
+    return here
+
+
 def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     """Return the references of a RunSpec that the built-in engine reads; empty for another training program."""
     if spec.code.own_program and not (spec.code.engine or "").startswith(_OWN_PROGRAMS):
@@ -101,7 +128,8 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
 def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path]) -> tuple[HubFile, ...]:
     """Return the files of the repository that ``use`` needs; ``read`` returns the path of a small one.
 
-    Never pickled weights or code. Raises HubError if what the reference names is not there.
+    Never pickled weights or code. Raises HubError if what the reference names is not there, or if the hub has not
+    listed the files of data that a folder or a glob names.
     """
     if use.purpose == "source":
         return _source_files(use.reference, listing, use.kinds)
@@ -172,6 +200,8 @@ def _source_files(reference: HubReference, listing: Listing, kinds: tuple[str, .
     """Return the files of data as find_files() finds them in a local folder: by folder, file or glob."""
     path = reference.path
     exact = listing.find(path) if path else None
+    if exact is None and not listing.from_hub:
+        raise HubError(_part_of_the_files(reference, listing))
     below = f"{path}/" if path else ""
     in_folder = [f for f in listing.files if f.path.startswith(below)] if not path or exact is None else []
     if exact is not None:
@@ -192,6 +222,27 @@ def _source_files(reference: HubReference, listing: Listing, kinds: tuple[str, .
         }
         raise HubError(Reason("hub.no-source", params))
     return tuple(sorted(found, key=lambda file: file.path))
+
+
+def _part_of_the_files(reference: HubReference, listing: Listing) -> Reason:
+    """Return why files that another program has fetched cannot be used: others may match, too.
+
+    ``missing`` are those that the numbers in the names of the present ones prove (``train-00001-of-00004.parquet``).
+    """
+    shards = [match for file in listing.files if (match := _SHARD.fullmatch(file.path))]
+    all_names = {
+        f"{match['before']}{number:0{len(match['number'])}d}-of-{match['count']}{match['after']}"
+        for match in shards
+        for number in range(min(int(match["count"]), _MOST_SHARDS))
+    }
+    absent = all_names - {file.path for file in listing.files}
+    below, pattern = f"{reference.path}/" if reference.path else "", PurePosixPath(reference.path).parts
+    missing = sorted(name for name in absent if name.startswith(below) or _matches(PurePosixPath(name).parts, pattern))
+    params = {"place": reference.place, "path": f" {reference.path}" if reference.path else ""}
+    if missing:
+        shown = missing[:_MOST_SHOWN] + (["..."] if len(missing) > _MOST_SHOWN else [])
+        return Reason("hub.files-missing", params | {"count": len(missing), "files": shown})
+    return Reason("hub.list-missing", params | {"count": len(listing.files)})
 
 
 def _is_hidden(path: PurePosixPath) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
@@ -18,9 +18,10 @@ from pydantic import BaseModel, ValidationError
 from scaletrain_cli.errors import Problem, ScaletrainError, SpecError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster
-from scaletrain_cli.spec.hub_files import read_hub_config
+from scaletrain_cli.spec.hub_files import environment_here, read_hub_config
 from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.presets import (
     DERIVED_FROM,
@@ -176,7 +177,7 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
     problems: list[Problem] = []
     while isinstance(given, dict):
         try:
-            raw["model"] = complete(given, base_dir)
+            raw["model"] = complete(given, base_dir, _environment_of_hub(raw))
             return problems
         except SourceError as error:
             value = shown(given.get(error.key))
@@ -225,16 +226,28 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or shown(str(error))
 
 
-def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
+def _environment_of_hub(raw: dict[str, Any]) -> dict[str, str]:
+    """Return the environment in which a config.json of the hub is read, from a spec that is not validated yet."""
+    env, cluster = raw.get("env"), raw.get("cluster")
+    scheduler = cluster.get("scheduler", DEFAULT) if isinstance(cluster, dict) else DEFAULT
+    try:
+        runs_here = backend_traits(scheduler).runs_here
+    except (KeyError, TypeError, ValueError, ScaletrainError):  # reported by validation
+        runs_here = False
+    return environment_here(env if isinstance(env, dict) else {}, os.environ, runs_here=runs_here)
+
+
+def complete(model: dict[str, Any], base_dir: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the model section merged over its preset or config.json, with derived dimensions added.
 
-    Raises SourceError. Unknown keys and values are left to validation.
+    ``environment``: the variables with which a config.json of the hub is read. Raises SourceError. Unknown keys and
+    values are left to validation.
     """
     given = {key: value for key, value in model.items() if key != "hf_config"}
     if "hf_config" in model:
         if not isinstance(model["hf_config"], str) or "\0" in model["hf_config"]:
             raise SourceError("hf_config", "must be the path of a Hugging Face config.json, or hf://org/name@revision")
-        config = read_config(_config_path(model["hf_config"], base_dir))
+        config = read_config(_config_path(model["hf_config"], base_dir, environment))
         given = merged(from_config(config), given)
     preset = model.get("preset")
     if preset is not None:
@@ -246,12 +259,12 @@ def complete(model: dict[str, Any], base_dir: Path) -> dict[str, Any]:
     return given if isinstance(family, str) and family in VISION else derived_dimensions(given)
 
 
-def _config_path(given: str, base_dir: Path) -> Path:
+def _config_path(given: str, base_dir: Path, environment: Mapping[str, str]) -> Path:
     """Return the path of the config.json, fetched to the cache if it is on the hub. Raises SourceError."""
     if not is_reference(given):
         return base_dir / given
     try:
-        return read_hub_config(given, HubSettings.from_environment(os.environ))
+        return read_hub_config(given, HubSettings.from_environment(environment))
     except (ScaletrainError, ValueError, OSError) as error:
         stated = error if isinstance(error, ScaletrainError) else None
         said = str(error) if stated is None else stated.message

@@ -72,6 +72,7 @@ def test_the_kinds_are_listed_without_starting_any() -> None:
         (["--gpus-per-node", "3"], ExitCode.INFEASIBLE, "must be a multiple of 3 data-parallel ranks"),
         (["--set", "training.nonsense=1"], ExitCode.USAGE, "training.nonsense"),
         (["--set", "code.engine=mine.train"], ExitCode.USAGE, "Add --set code={} to run the drills"),
+        (["--set", "code.command=[sh, run.sh]"], ExitCode.USAGE, "code.command = sh run.sh: drills inject faults"),
     ],
 )
 def test_an_impossible_drill_is_rejected_before_anything_starts(

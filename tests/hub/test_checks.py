@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.launch import hub_files
 from scaletrain_cli.launch.backends.kubernetes.manifest import manifest
 from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits, shared_cache
+from scaletrain_cli.launch.resource_checks.checks import check_external
 from scaletrain_cli.launch.submit import create_run, make_record
 from scaletrain_cli.rundir.record import documents_of, read_record
 from scaletrain_cli.spec import RunSpec, load_spec, parse_spec
@@ -156,8 +158,6 @@ def test_a_wrong_reference_is_an_error_of_the_spec(hub: Hub, tmp_path: Path) -> 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     tiny.publish(hub)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     ended = submit(tmp_path)
@@ -245,6 +245,88 @@ def test_every_verb_works_offline_with_a_complete_cache(
     ended = submit(tmp_path, verb="plan")
     assert ended.code == 2
     assert f"does not know {tiny.MODEL}@main" in " ".join(ended.err.split())
+
+
+@pytest.mark.parametrize("verb", ["validate", "plan", "submit"])
+def test_the_endpoint_in_env_is_used_by_every_verb_as_on_the_nodes(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    tiny.publish(hub)
+    monkeypatch.delenv("HF_ENDPOINT")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # of the shell alone
+    sets = ("cluster.scheduler=slurm", f"env={{HF_ENDPOINT: '{hub.url}', HF_HUB_OFFLINE: '0'}}")
+    ended = submit(tmp_path, *sets, verb=verb)
+    assert ended.code == 0, ended.err
+    assert hub.log
+    spec = load_spec(tiny.write_spec(tmp_path), sets)
+    assert len(resolve_commits(spec, os.environ)) == 2
+
+
+def test_offline_mode_in_env_lets_no_verb_send_a_request(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache in env is used here, too, if its folder exists here."""
+    tiny.publish(hub)
+    (tmp_path / "shared").mkdir()
+    offline = ("cluster.scheduler=slurm", f"env={{HF_HOME: {tmp_path}/shared, HF_HUB_OFFLINE: '1'}}")
+    refused = submit(tmp_path, *offline, verb="plan")
+    assert refused.code == 2
+    assert f"the cache {tmp_path}/shared/hub does not know {tiny.MODEL}@main" in " ".join(refused.err.split())
+    spec = load_spec(tiny.write_spec(tmp_path), [one.replace("OFFLINE: '1'", "OFFLINE: '0'") for one in offline])
+    hub_files.fetched_spec(spec, tuple(use.key for use in hub_uses(spec)))
+    assert list((tmp_path / "shared").rglob("*.safetensors"))
+    forget()
+    hub.log.clear()
+    ended = submit(tmp_path, *offline)
+    assert ended.code == 0, ended.err
+    assert not hub.log
+
+
+def test_a_cache_that_only_offline_nodes_see_is_a_note_and_a_full_commit_hash_needs_no_request(
+    hub: Hub, tmp_path: Path
+) -> None:
+    model, _ = tiny.publish(hub)
+    sets = [
+        "model.hf_config=null",
+        "model={preset: gpt2, seq_len: 32, weights: 'hf://acme/tiny-llama@" + model + "'}",
+        "data={source: python-stdlib, tokenizer: {kind: bpe, vocab_size: 300}}",
+        "cluster.scheduler=slurm",
+        "env={HF_HOME: /no/such/folder, HF_HUB_OFFLINE: '1'}",
+    ]
+    spec = load_spec(tiny.write_spec(tmp_path), sets)
+    hub.log.clear()
+    found = check_external(spec)
+    assert [note.code for note in found.warnings].count("hub.cache-not-checked") == 1
+    assert not [problem for problem in found.problems if problem.key == "model.weights"]
+    assert resolve_commits(spec, os.environ) == {spec.transformer.weights: model}
+    assert not hub.log
+
+
+@pytest.mark.long
+def test_a_model_is_planned_by_its_name_from_the_endpoint_in_env(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.publish(hub)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert scaletrain("plan", f"hf://{tiny.MODEL}", "--set", f"env.HF_ENDPOINT={hub.url}").code == 0
+
+
+def test_without_the_library_a_pinned_listing_in_the_cache_gives_the_error_of_the_extra(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = tiny.publish(hub)
+    sets = tuple(
+        f"{key}=hf://{tiny.MODEL}@{model}" for key in ("model.hf_config", "model.weights", "data.tokenizer.path")
+    )
+    assert submit(tmp_path, *sets).code == 0
+    forget()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    ended = submit(tmp_path, *sets)
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+    shown = " ".join(ended.err.split())
+    assert "model.weights" in shown
+    assert "'.[hub]'" in shown
 
 
 def test_an_evaluation_reads_the_commit_of_its_run_although_the_branch_has_moved(hub: Hub) -> None:

@@ -207,6 +207,41 @@ def test_a_partial_snapshot_of_another_program_is_not_accepted_offline(
         fetch_here(commit)
 
 
+@pytest.mark.parametrize("unreachable", [False, True], ids=["offline", "unreachable"])
+def test_a_part_of_the_data_in_the_cache_of_another_program_is_not_taken_for_all(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, *, unreachable: bool
+) -> None:
+    """huggingface_hub keeps no list of the files of a repository."""
+    from huggingface_hub import hf_hub_download
+
+    names = [f"data/train-{number:05d}-of-00003.txt" for number in range(3)]
+    commit = hub.add(tiny.DATA, {**dict.fromkeys(names, b"text"), "more/a.txt": b"more"}, kind="dataset")
+    cache = {"cache_dir": settings().cache, "repo_type": "dataset", "revision": commit}
+    hf_hub_download(tiny.DATA, names[0], **cache, endpoint=hub.url)  # type: ignore[arg-type]
+    one = HubUse("data.source", f"hf://datasets/{tiny.DATA}@{commit}/{names[0]}", "source")
+    for use, expected in (
+        (one, None),
+        (HubUse("data.source", f"hf://datasets/{tiny.DATA}@{commit}/data/*.txt", "source"), names[1]),
+        (HubUse("data.source", f"hf://datasets/{tiny.DATA}@{commit}", "source"), names[1]),
+    ):
+        forget()
+        if unreachable:
+            hub.status = 503
+        else:
+            monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises(HubError, match=expected) if expected else contextlib.nullcontext() as caught:
+            fetch_here(commit, use)
+        assert caught is None or "lacks 2 files" in str(caught.value)
+    (folder_of(one, commit) / names[0]).rename(folder_of(one, commit) / "data/a.txt")
+    forget()
+    with pytest.raises(HubError, match=r"1 file of .* without the list of all its files"):
+        fetch_here(commit, HubUse("data.source", f"hf://datasets/{tiny.DATA}@{commit}/data/*", "source"))
+
+
+def folder_of(use: HubUse, commit: str) -> Path:
+    return settings().snapshot(use.reference, commit)
+
+
 def test_without_the_network_the_cache_answers(hub: Hub) -> None:
     commit, _ = tiny.publish(hub)
     fetch_here(commit)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scaletrain_cli.launch.attempts import attempt_outcome
+from scaletrain_cli.launch.hub_files import fetched_spec
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.spec import parse_spec
+from scaletrain_cli.spec.hub_files import hub_uses
 from scaletrain_cli.worker.failures import read_failures
 from tests.hub import tiny
 from tests.hub.server import Hub
@@ -34,9 +41,12 @@ def children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(tmp_path: Path) -> Iterator[StartAgent]:
     agents: list[Agent] = []
 
-    def start_agent(made: MadeRun, home: str, node_rank: int = 0, **environment: str) -> Agent:
+    def start_agent(made: MadeRun, home: str, node_rank: int = 0, late: str = "", **environment: str) -> Agent:
         own = {"HF_HOME": str(tmp_path / home), **environment}
-        agents.append(Agent(made, own, "--node-name", f"n{node_rank}", node_rank=node_rank))
+        options: dict[str, Any] = {"node_rank": node_rank}
+        if late:
+            options["module"] = ("tests.hub.late_view", late, str(tmp_path / "seen"))
+        agents.append(Agent(made, own, "--node-name", f"n{node_rank}", **options))
         return agents[-1]
 
     yield start_agent
@@ -107,6 +117,36 @@ def test_a_signal_ends_the_fetch_and_the_next_attempt_starts_the_ranks(
     assert (snapshot / SHARDS[0]).read_bytes() == dict(tiny.shards())[SHARDS[0]]
 
 
+def test_a_signal_after_another_node_has_started_its_ranks_reaches_the_ranks(
+    make: MakeHubRun, start: StartAgent, tmp_path: Path
+) -> None:
+    """This node does not see yet that the other one is ready; without it, the ranks there would wait for its ranks."""
+    made = make(nodes=2)
+    late, other = start(made, "shared", 0, late="fetching"), start(made, "shared", 1)
+    wait_until(lambda: "up" in made.log(1, 2), "the other node has started its ranks")
+    late.process.send_signal(signal.SIGTERM)
+    assert late.wait() == 75, late.errors
+    assert len(late.ranks) == 2
+    assert [event["node"] for event in made.events("signal")] == ["n0"]
+    assert other.wait() == 0
+
+
+def test_no_rank_starts_on_a_node_that_does_not_see_that_another_one_has_stopped(
+    hub: Hub, make: MakeHubRun, start: StartAgent
+) -> None:
+    made = make(nodes=2)
+    fetched_spec(made.record.spec, tuple(use.key for use in hub_uses(made.record.spec)))
+    hub.pause.clear()
+    stopped = start(made, "node-0", 0)
+    wait_until(lambda: made.events("hub-fetching"), "a fetch has begun")
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.wait() == 75
+    hub.pause.set()
+    late = start(made, "hf", 1, late="ready")  # a complete cache
+    assert late.wait() == 75, late.errors
+    assert not late.ranks
+
+
 def test_the_token_of_the_run_reads_a_gated_model_and_is_written_nowhere_else(
     hub: Hub, make: MakeHubRun, start: StartAgent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -138,6 +178,62 @@ def test_a_refusal_ends_the_attempt_with_its_reason_and_without_a_rank(
     (failure,) = read_failures(made.run, 1)
     assert (failure.code, failure.exit_code) == (code, exit_code)
     assert not agent.ranks
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a drive's kind that has space for the files and little more than the reserve."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=258m", "none", folder], check=False).returncode:
+        pytest.skip("cannot mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(folder: Path, *, but: int) -> None:
+    """Leave ``but`` bytes of space."""
+    while (free := shutil.disk_usage(folder).free) > but:
+        with contextlib.suppress(OSError), (folder / "filler").open("ab") as file:
+            os.posix_fallocate(file.fileno(), file.tell(), max(4096, (free - but) // 2))
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["predicted", "met"])
+@pytest.mark.parametrize(
+    ("sets", "exit_code", "reason"),
+    [
+        ((), 5, "wrong-nodes"),  # the nodes have disks of their own
+        (("cluster.scheduler=local",), 93, "disk-full"),
+    ],
+    ids=["a-disk-of-the-node", "the-only-disk"],
+)
+def test_a_full_disk_is_tried_on_another_node_if_it_is_the_nodes_own_and_else_stops_the_run(
+    hub: Hub,
+    make: MakeHubRun,
+    start: StartAgent,
+    disk: Path,
+    sets: tuple[str, ...],
+    exit_code: int,
+    reason: str,
+    *,
+    met: bool,
+) -> None:
+    made = make(1, *sets)
+    if met:
+        hub.pause.clear()
+    else:
+        fill(disk, but=1 << 22)
+    agent = start(made, "disk")
+    if met:
+        wait_until(lambda: made.events("hub-fetching"), "a fetch has begun")
+        fill(disk, but=0)
+        hub.pause.set()
+    assert agent.wait() == exit_code, agent.errors
+    (failure,) = read_failures(made.run, 1)
+    assert failure.code == ("hub.disk-full" if met else "hub.no-space")
+    outcome = attempt_outcome(made.run, made.record.spec, 1, cancelled=False)
+    assert (outcome.exit_code, outcome.reason) == (exit_code, reason)
+    assert outcome.against == (("n0",) if exit_code == 5 else ())
 
 
 def test_a_node_that_cannot_fetch_ends_the_others(hub: Hub, make: MakeHubRun, start: StartAgent) -> None:

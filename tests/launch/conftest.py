@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -95,14 +95,19 @@ class Agent:
     """A node agent, started as by a scheduler."""
 
     def __init__(
-        self, made: MadeRun, environment: dict[str, str] | None = None, *options: str, node_rank: int = 0
+        self,
+        made: MadeRun,
+        environment: dict[str, str] | None = None,
+        *options: str,
+        node_rank: int = 0,
+        module: Sequence[str] = ("scaletrain_cli.launch.node.agent",),
     ) -> None:
         self.made = made
         self.node_rank = node_rank
         if node_rank == 0:
             begin_attempt(made.run, made.record.spec, scheduler="test", job_id="1", nodes=("here",))
         self.attempt = made.run.attempts()[-1]
-        command = [sys.executable, "-m", "scaletrain_cli.launch.node.agent", str(made.run.path), "--engine", ENGINE]
+        command = [sys.executable, "-m", *module, str(made.run.path), "--engine", ENGINE]
         command += ["--attempt", str(self.attempt), "--node-rank", str(node_rank), "--master-addr", "127.0.0.1"]
         self.process = subprocess.Popen(
             [*command, "--master-port", "29500", *options],

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scaletrain_cli.errors import SchedulerError, UsageError
+from scaletrain_cli.launch import drill, preflight
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.evaluate import due_steps, evaluation_run_id, submit_due_evaluations, submit_evaluation
-from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.launch.submit import LONGEST_RUN_ID, create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.evaluations import awaited_steps, read_evaluation
 from scaletrain_cli.rundir.journal import Rollback, read_events, record_rollback
@@ -51,6 +53,45 @@ def test_each_selected_checkpoint_gets_one_job(run: RunDir, monkeypatch: pytest.
     assert (spec.world_size, spec.evaluation.tasks, spec.env["SCALETRAIN_EVALUATED_STEP"]) == (1, (), "40")
     with pytest.raises(UsageError, match="has no checkpoint of step 25; it has the steps 20, 30, 40"):
         submit_evaluation(run, 25)
+
+
+@pytest.mark.parametrize("is_drill", [False, True], ids=["preflight", "drill"])
+def test_a_short_run_of_a_spec_with_tasks_has_no_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_drill: bool
+) -> None:
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path))
+    task = "{kind: loss, name: a, source: python-stdlib}"
+    spec = load_spec(SMALL, [f"evaluation={{every: 0, tasks: [{task}]}}", "checkpoint.keep_best=a/loss"])
+    followed: list[RunDir] = []
+    monkeypatch.setattr(LocalBackend, "start_following_evaluations", lambda self, run: followed.append(run))
+    monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
+    for module in (preflight, drill):
+        monkeypatch.setattr(module, "wait_for_end", refuse)
+    if is_drill:
+        small = drill.drill_spec(spec, 12)
+        setup = drill.DrillSetup(tmp_path, small, make_plan(small), LocalBackend(), 0.0)
+        with pytest.raises(SchedulerError):
+            drill.run_drill(setup, drill.UNDISTURBED, lambda status: None)
+    else:
+        with pytest.raises(SchedulerError):
+            preflight.run_preflight(spec, make_plan(spec), LocalBackend(), 0.0, lambda status: None)
+    assert not followed
+
+
+def test_the_evaluation_of_a_run_with_the_longest_id_has_a_valid_id_of_its_own(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
+    names = [f"{'r' * 127}{last}" for last in "ab"]
+    for name in names:
+        made = create_run(read_record(run).spec, read_record(run).plan, name).run
+        shutil.copytree(run.checkpoints, made.checkpoints)
+        (one, other) = submit_due_evaluations(made)
+        assert len(one.run_id) == len(other.run_id) == LONGEST_RUN_ID
+        assert one.run_id.endswith("-evaluation-00000020")
+        assert evaluation_run_id(made, 20) == one.run_id
+    assert len(list(run.path.parent.glob("*-evaluation-00000020"))) == 2
+    assert evaluation_run_id(RunDir(run.path.with_name("r" * 108)), 20) == f"{'r' * 108}-evaluation-00000020"
 
 
 def test_a_submission_that_failed_is_tried_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 import pytest
 
@@ -18,6 +20,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revisions
 from tests.launch.conftest import MadeRun, make_spec
 from tests.launch.test_resume import Cluster, attempt, commit
+from tests.launch.working_tree import WorkingTree
 
 
 class Refusing(Cluster):
@@ -163,6 +166,24 @@ def test_a_rejected_resize_leaves_the_run_unchanged() -> None:
     assert made.run.stop_file.exists()
     assert made.run.manual_stop_file.read_text() == "the disk is to be changed"
     assert len(made.events("submitted")) == 1
+
+
+@pytest.mark.parametrize("at_fault", ["resolve_commits", "add_revision"])
+def test_a_resize_that_fails_before_its_revision_leaves_no_snapshot(
+    tree: WorkingTree, monkeypatch: pytest.MonkeyPatch, at_fault: str
+) -> None:
+    made = ended_run(f"code={{path: {json.dumps(str(tree.folder))}, engine: train}}")
+    before = sorted(made.run.path.rglob("*"))
+    tree.write("train.py", "print('two')\n")
+    resize = replan(made.run, ["cluster.gpus_per_node=1"], new_code=True)
+
+    def fail(*arguments: object, **options: object) -> NoReturn:
+        raise UsageError("the hub has no such commit.")
+
+    monkeypatch.setattr(resumption, at_fault, fail)
+    with pytest.raises(UsageError, match="no such commit"):
+        resume(made.run, resize=resize, scheduler=Cluster())
+    assert sorted(made.run.path.rglob("*")) == before
 
 
 def test_without_an_answer_of_the_scheduler_the_revision_is_kept() -> None:

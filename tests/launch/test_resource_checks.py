@@ -438,6 +438,14 @@ def test_a_program_that_only_the_nodes_may_have_is_a_note() -> None:
     assert sum("no-such-program on PATH here" in str(note) for note in found.warnings) == 1
 
 
+def test_a_program_in_the_path_of_the_spec_is_found(things: Path) -> None:
+    (things / "my-lm-eval").write_text("#!/bin/sh")
+    (things / "my-lm-eval").chmod(0o755)
+    task = "evaluation.tasks=[{kind: lm_eval, name: a, tasks: [b], command: [my-lm-eval]}]"
+    assert submit(task).code == 2
+    assert submit(task, f"env.PATH={things}").code == 0
+
+
 def test_a_module_in_the_python_path_of_the_spec_is_found(things: Path) -> None:
     (things / "mine.py").write_text("")
     assert submit("code.engine=mine").code == 2

@@ -105,7 +105,7 @@ def run_node(options: AgentOptions) -> int:
         except (ScaletrainError, OSError) as error:  # recorded; otherwise the node would count as lost
             code = error.exit_code if isinstance(error, ScaletrainError) else ExitCode.CRASHED
             code = ExitCode.DO_NOT_REQUEUE if is_full(error) else code
-            reason = "disk-full" if is_full(error) else "crash"
+            reason = "disk-full" if is_full(error) else getattr(error, "failure_reason", "crash")
             # A reason does not include the list of problems of its error.
             stated = error.reason if isinstance(error, ScaletrainError) and not error.problems else None
             cause = stated or Reason("node.start-failed", {"error": str(error)})

@@ -141,7 +141,8 @@ def evaluation_problems(view: View) -> Iterator[Problem]:
         folder = task.include_path
         if folder and not view.unseen(folder) and not (view.folder / expand_home(folder)).is_dir():
             yield view.problem(f"{key}.include_path", Reason("checks.no-folder", {"path": folder}), folder)
-        if view.spec.cluster.traits.runs_here and not shutil.which(task.command[0]):
+        path = view.spec.env.get("PATH", view.environment.get("PATH"))
+        if view.spec.cluster.traits.runs_here and not shutil.which(task.command[0], path=path):
             params = {"program": task.command[0]}
             yield view.problem(f"{key}.command", Reason("checks.no-program", params), task.command[0])
 

@@ -32,6 +32,7 @@ _FIRST_BYTES = 1 << 17  # holds the header of most files
 _LARGEST_HEADER_BYTES = 100_000_000
 _REQUESTS = 8  # at a time
 _MOST_SHOWN = 3
+_OFFLINE = ("hub.offline-commit", "hub.offline-files")
 _NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -47,20 +48,31 @@ def hub_problems(view: View) -> Iterator[Problem]:
             for reason in _problems(view, use, settings):
                 yield view.problem(use.key, reason, use.text)
         except HubError as error:
-            yield view.problem(use.key, error.why, use.text)
+            if error.why.code not in _OFFLINE or not _is_cache_of_nodes(view, settings):
+                yield view.problem(use.key, error.why, use.text)
         except MissingPackageError as error:
             yield view.problem(use.key, Reason("hub.no-package", {"command": error.command}), use.text)
         except OSError as error:
             yield view.problem(use.key, Reason("hub.fetch-failed", {"said": str(error)}), use.text)
 
 
+def _is_cache_of_nodes(view: View, settings: HubSettings) -> bool:
+    """Return True if the nodes send no request, and only they see the cache that they read."""
+    own = not view.spec.cluster.traits.runs_here and shared_cache(view.spec, view.environment) is None
+    return settings.offline and own
+
+
 def hub_notes(view: View) -> Iterator[Reason]:
-    """Yield a note on variables of this environment that decide on the hub here, but are not those of the nodes."""
+    """Yield notes on variables that decide on the hub here and not on the nodes, and on a cache that only they see."""
     if view.on_node or view.spec.cluster.traits.runs_here or not hub_uses(view.spec):
         return
     differing = [name for name in VARIABLES if view.environment.get(name) and name not in view.spec.env]
     if differing:
         yield Reason("hub.variables-not-passed", {"names": differing})
+    settings = HubSettings.from_environment(environment_here(view.spec, view.environment))
+    if _is_cache_of_nodes(view, settings):
+        keys = [f"{use.key} = {use.text}" for use in hub_uses(view.spec)]
+        yield Reason("hub.cache-not-checked", {"keys": keys, "cache": str(settings.cache)})
 
 
 def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from scaletrain_cli.hub.cache import CACHE_VARIABLES
 from scaletrain_cli.launch.backends.kubernetes.names import MASTER_PORT, NODE, Workload
 from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.plan.result import RunPlan
@@ -314,7 +315,7 @@ def _mounts(spec: RunSpec) -> Iterator[dict[str, Any]]:
 
 def _has_hub_volume(spec: RunSpec) -> bool:
     """Return whether files of the Hugging Face Hub go to a volume of the pod: env names no other cache."""
-    return bool(hub_uses(spec)) and not {"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"} & spec.env.keys()
+    return bool(hub_uses(spec)) and not CACHE_VARIABLES & spec.env.keys()
 
 
 def _below(sub_path: str | None) -> dict[str, str]:
