@@ -10,11 +10,21 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from scaletrain_cli.spec.quantities import Matching, Text, Whole, WholeOrZero, not_a_switch
 from scaletrain_cli.spec.section import Section
+from scaletrain_cli.text import did_you_mean
 
 # From nothing to everything, both included: a share of the lines, of the words or of the characters of a document.
 Share = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
+SomeShare = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)]
 Number = Annotated[float, BeforeValidator(not_a_switch), Field(ge=-1e12, le=1e12)]
 Language = Annotated[str, Matching(r"[a-z]{2,3}", 3, "must be a language code of ISO 639, such as en")]
+# What py3langid 0.4 tells apart; zxx is no language. A test compares.
+LANGUAGES = (
+    "ace af am an ar ary arz as az ba bcl be bg bn br bs ca crh cs cy da de dz el en eo es et eu ext fa fi fo fr "
+    "fuv fy ga gcf gcr gd gl gom grc gu gug guw ha hbo he hi hr ht hu hy id ig is it ja jv ka kab kik kk km kn ko "
+    "ku ky la lb lg lij ln lo lt ltg lv mg mk ml mn mr ms mt my ne nl nn no nso oc om or pa pcm pl ps pt qu ro ru "
+    "rw sa sdh se si sk sl sn so sq sr st sv sw ta te tg th tk tl tr tt ug uk ur uz uzs vec vi vo wa wuu xh yo "
+    "yue zh zu zxx"
+).split()
 _Texts = Annotated[tuple[Text, ...], Field(min_length=1, max_length=1000)]
 
 
@@ -60,8 +70,15 @@ class LanguageSpec(PreparationStep):
     step: Literal["language"]
     keep: Annotated[tuple[Language, ...], Field(min_length=1, max_length=200)]
     min_probability: Share = Field(default=0.65, description="least probability of the most likely language")
-    model: Literal["py3langid"] = Field(default="py3langid", description="97 languages, installed with the extra data")
+    model: Literal["py3langid"] = Field(default="py3langid", description="140 languages, installed with the extra data")
     characters: Whole = Field(default=2000, description="the language is that of the first so many characters")
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one."""
+        for language in self.keep:
+            if language not in LANGUAGES:
+                guess = did_you_mean(language, LANGUAGES)
+                yield "keep", f"{language} is no language of {self.model}. {guess}Use some of {', '.join(LANGUAGES)}."
 
 
 class _QualitySpec(PreparationStep):
@@ -96,7 +113,7 @@ class GopherQualitySpec(_QualitySpec):
 
 
 class GopherRepetitionSpec(_QualitySpec):
-    """The repetition rules of Gopher (arXiv 2112.11446, table A1). Shares are of the characters of all words."""
+    """The repetition rules of Gopher (arXiv 2112.11446, table A1). Whitespace around words and lines does not count."""
 
     rules: Literal["gopher_repetition"]
     max_duplicate_lines: Share | None = Field(default=0.30, description="share of the lines that occurred before")
@@ -142,7 +159,7 @@ class C4Spec(_QualitySpec):
         description="a line with one of these is dropped, in any case",
     )
     document_phrases: tuple[Text, ...] = Field(
-        default=("lorem ipsum", "{", "}"),
+        default=("lorem ipsum", "{"),
         max_length=1000,
         description="a document with one of these is removed, in any case",
     )
@@ -166,10 +183,10 @@ class FineWebSpec(_QualitySpec):
     min_punctuated_lines: Share | None = Field(
         default=0.12, description="a document is removed if this share of its lines, or less, ends with punctuation"
     )
-    max_duplicate_line_characters: Share | None = Field(
+    max_duplicate_line_characters: SomeShare | None = Field(
         default=0.1, description="removed from this share on; 0.1 in the paper, 0.01 in the published pipeline"
     )
-    max_short_lines: Share | None = Field(default=0.67, description="removed from this share on")
+    max_short_lines: SomeShare | None = Field(default=0.67, description="removed from this share on")
     short_line_length: Whole = Field(default=30, description="a line of fewer characters is short")
     max_newlines_per_word: Number | None = Field(
         default=None, description="0.3 in the published pipeline, not in the paper"

@@ -6,12 +6,46 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
-from scaletrain_cli.spec.preparation import PreparationStep
+from scaletrain_cli.data.steps.c4 import C4, FineWeb
+from scaletrain_cli.data.steps.gopher import GopherQuality, GopherRepetition
+from scaletrain_cli.data.steps.identifiers import Identifiers
+from scaletrain_cli.data.steps.language import Language
+from scaletrain_cli.data.steps.normalization import Normalization
+from scaletrain_cli.data.steps.score import Score
+from scaletrain_cli.spec.preparation import (
+    C4Spec,
+    ContaminationSpec,
+    FineWebSpec,
+    GopherQualitySpec,
+    GopherRepetitionSpec,
+    IdentifiersSpec,
+    LanguageSpec,
+    NormalizationSpec,
+    PreparationStep,
+    ScoreSpec,
+)
 
 __all__ = ["STEPS", "Document", "DocumentError", "Kept", "Removed", "Step", "apply", "identity", "step_of", "steps_for"]
 
+
+def _contamination(section: ContaminationSpec) -> Step:
+    from scaletrain_cli.data.steps.contamination import Contamination  # loads numpy
+
+    return Contamination(section)
+
+
 # What builds the step of a section. A builder loads models and files, so that it runs once in each worker process.
-STEPS: dict[type[PreparationStep], Callable[[Any], Step]] = {}
+STEPS: dict[type[PreparationStep], Callable[[Any], Step]] = {
+    NormalizationSpec: Normalization,
+    LanguageSpec: Language,
+    GopherQualitySpec: GopherQuality,
+    GopherRepetitionSpec: GopherRepetition,
+    C4Spec: C4,
+    FineWebSpec: FineWeb,
+    ScoreSpec: Score,
+    ContaminationSpec: _contamination,
+    IdentifiersSpec: Identifiers,
+}
 
 
 def step_of(section: PreparationStep) -> Step:

@@ -50,12 +50,25 @@ class Removed(NamedTuple):
 class Step(Protocol):
     """A step, as ``step_of`` builds it from its section of the spec."""
 
-    # Raised with every change of the results, so that outputs of an earlier version are not used.
-    version: int
-    changes_text: bool
-    removes: bool
-    # What else the results depend on, as JSON values: versions of libraries and of Unicode, hashes of files.
-    depends_on: Mapping[str, Any]
+    @property
+    def version(self) -> int:
+        """Return a number that is raised with every change of the results, so that earlier outputs are not used."""
+        ...
+
+    @property
+    def changes_text(self) -> bool:
+        """Return True if the text of a document may change."""
+        ...
+
+    @property
+    def removes(self) -> bool:
+        """Return True if documents may be removed."""
+        ...
+
+    @property
+    def depends_on(self) -> Mapping[str, Any]:
+        """Return what else the results depend on: versions of libraries and of Unicode, hashes of files."""
+        ...
 
     def __call__(self, document: Document) -> Kept | Removed:
         """Return what becomes of a document. Raises DocumentError if its row does not have what the step needs."""

@@ -1,0 +1,117 @@
+"""The rules of C4 (JMLR 21/140, section 2.2) and those that FineWeb adds (arXiv 2406.17557, section 3.6).
+
+Words and lines are those of ``gopher``. A sentence ends at the end of a line, or with ``.``, ``!``, ``?`` or ``…`` and
+closing quotes or brackets before whitespace that no small letter follows; no model finds sentences, so that
+abbreviations before a capital letter (``Dr. Smith``) end one too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from scaletrain_cli.data.steps.base import NOTHING, Document, Kept, Removed
+from scaletrain_cli.data.steps.gopher import ELLIPSES, lines_of, repeated, share
+from scaletrain_cli.spec.preparation import C4Spec, FineWebSpec
+
+_CITATION = re.compile(r"\[(?:\d{1,9}|edit|citation needed)\]")
+_SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]{0,3}\s+(?=\S)""")
+# Sentence marks, with the closing quotes that C4 accepts, and those of scripts that have marks of their own.
+_END_MARKS = (".", "!", "?", "…", '"', "'", "”", "’", "。", "！", "？", "．", "।", "॥", "؟", "۔", "։", "።", "។", "။")
+
+
+def sentences_in(line: str) -> int:
+    """Return the number of sentences of a line with text."""
+    return 1 + sum(not line[match.end()].islower() for match in _SENTENCE_END.finditer(line))
+
+
+class C4:
+    """Drops lines; removes a document with a forbidden phrase, or with too little left."""
+
+    version = 1
+    changes_text = True
+    removes = True
+    depends_on = NOTHING
+
+    def __init__(self, spec: C4Spec) -> None:
+        self.spec = spec
+        self.document_phrases = tuple(phrase.lower() for phrase in spec.document_phrases)
+        self.line_phrases = tuple(phrase.lower() for phrase in spec.line_phrases)
+
+    def __call__(self, document: Document) -> Kept | Removed:
+        """Return the lines that are left, joined, or why the document is removed."""
+        spec, lower = self.spec, document.text.lower()
+        for phrase in self.document_phrases:
+            if phrase in lower:
+                return Removed("c4.document_phrases", phrase, "none")
+        counts: dict[str, int] = {}
+        kept: list[str] = []
+        for line in lines_of(document.text):
+            if spec.remove_citations and "[" in line:
+                line = _CITATION.sub("", line).strip()
+            rule = self._broken_by(line)
+            if rule is None:
+                kept.append(line)
+            else:
+                counts[f"c4.{rule}"] = counts.get(f"c4.{rule}", 0) + 1
+        if spec.min_sentences is not None:
+            sentences = sum(map(sentences_in, kept))
+            if sentences < spec.min_sentences:
+                return Removed("c4.min_sentences", sentences, spec.min_sentences)
+        if spec.min_paragraphs is not None:
+            paragraphs = sum(len(line) >= spec.min_paragraph_length for line in kept)
+            if paragraphs < spec.min_paragraphs:
+                return Removed("c4.min_paragraphs", paragraphs, spec.min_paragraphs)
+        text = "\n".join(kept)
+        return Kept(document.text if text == document.text else text, counts)
+
+    def _broken_by(self, line: str) -> str | None:
+        """Return the key of the first rule by which a line is dropped, None if it stays."""
+        spec = self.spec
+        if spec.end_marks is not None and (not line.endswith(spec.end_marks) or line.endswith(ELLIPSES)):
+            return "end_marks"
+        words = line.split()
+        if spec.min_words_per_line is not None and len(words) < spec.min_words_per_line:
+            return "min_words_per_line"
+        longest = spec.max_word_length
+        if longest is not None and len(line) > longest and max(map(len, words)) > longest:
+            return "max_word_length"
+        lower = line.lower()
+        return "line_phrases" if any(phrase in lower for phrase in self.line_phrases) else None
+
+
+class FineWeb:
+    """Lines that end with punctuation, repeated lines, short lines."""
+
+    version = 1
+    changes_text = False
+    removes = True
+    depends_on = NOTHING
+
+    def __init__(self, spec: FineWebSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, document: Document) -> Kept | Removed:
+        """Return the first rule that the document breaks, in the order of the paper."""
+        for key, measured, breaks in self._measures(document.text):
+            limit = getattr(self.spec, key)
+            if breaks:
+                return Removed(f"fineweb.{key}", measured, limit)
+        return Kept(document.text)
+
+    def _measures(self, text: str) -> Iterator[tuple[str, float, bool]]:
+        """Yield each key with the value of the text, and True if the document is removed by it."""
+        spec, lines = self.spec, lines_of(text)
+        limit = spec.min_punctuated_lines
+        punctuated = share(sum(line.endswith(_END_MARKS) for line in lines), len(lines))
+        yield "min_punctuated_lines", punctuated, limit is not None and punctuated <= limit
+        limit = spec.max_duplicate_line_characters
+        duplicate = share(repeated(lines)[1], sum(map(len, lines)))
+        yield "max_duplicate_line_characters", duplicate, limit is not None and duplicate >= limit
+        limit = spec.max_short_lines
+        short = share(sum(len(line) < spec.short_line_length for line in lines), len(lines))
+        yield "max_short_lines", short, limit is not None and short >= limit
+        limit = spec.max_newlines_per_word
+        if limit is not None:
+            newlines = share(text.count("\n"), len(text.split()))
+            yield "max_newlines_per_word", newlines, newlines > limit

@@ -1,0 +1,258 @@
+"""The step ``contamination``: remove texts that evaluation files have too.
+
+The definition of GPT-3 (arXiv 2005.14165, appendix C): words are what is between whitespace, in lower case and without
+punctuation; a sequence of ``ngram`` words that an item of the evaluation has too is a match. Matches are cut out with
+their surroundings, or their documents are dropped. An n-gram of the evaluation is one number of 64 bits, a polynomial
+over the hashes of its words, so that millions of n-grams take 8 bytes each and a document is one search among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import gzip
+import hashlib
+import json
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaletrain_cli.data.steps.base import Document, Kept, Removed
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.preparation import ContaminationSpec
+
+_WORD = re.compile(r"\S+")
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
+_CACHED_WORDS = 1_000_000
+_Numbers = Any  # numpy array of uint64
+
+
+class Contamination:
+    """The n-grams of the evaluation files, and what becomes of documents that have them."""
+
+    version = 1
+    changes_text = True
+    removes = True
+
+    def __init__(self, spec: ContaminationSpec) -> None:
+        self.spec = spec
+        self.hashes = _WordHashes()
+        files = _files(spec.files)
+        digest = hashlib.sha256()
+        found: dict[int, list[_Numbers]] = {}  # number of words: n-grams of each item, each once
+        for item in _items(files, spec.fields):
+            words = item.lower().translate(_punctuation()).split()
+            length = min(len(words), spec.ngram)
+            if length >= spec.min_item_words:
+                ngrams = np.unique(_sequences(self.hashes.of(words), length)[-1])
+                found.setdefault(length, []).append(ngrams)
+                digest.update(ngrams.astype("<u8").tobytes())
+        if not found:
+            raise UsageError(Reason("document_steps.no-items", {"files": len(files), "words": spec.min_item_words}))
+        self.indexes = {length: _Index(items) for length, items in sorted(found.items())}
+        self.depends_on = {"evaluation": digest.hexdigest()}
+
+    def __call__(self, document: Document) -> Kept | Removed:
+        """Return the document without the texts of the evaluation, or why it is removed."""
+        spec, text = self.spec, document.text
+        starts = self._matches(text)
+        if not starts:
+            return Kept(text)
+        if spec.action == "drop":
+            if spec.min_matching_share is None:
+                return Removed("contamination.ngram", len(starts), 0)
+            share = self._share(text)
+            return (
+                Removed("contamination.min_matching_share", share, spec.min_matching_share)
+                if (share >= spec.min_matching_share)
+                else Kept(text)
+            )
+        matches = 0
+        while starts:  # pieces that are joined may have a match where they meet
+            matches += len(starts)
+            pieces = _pieces(text, _widened(text, starts, spec.margin))
+            long = [piece for piece in pieces if len(piece) >= max(1, spec.min_piece)]
+            if len(pieces) > spec.max_pieces:
+                return Removed("contamination.max_pieces", len(pieces), spec.max_pieces)
+            if not long:
+                return Removed("contamination.min_piece", max(map(len, pieces), default=0), spec.min_piece)
+            text = "\n".join(long)
+            starts = self._matches(text)
+        cut = len(document.text) - len(text)
+        return Kept(text, {"contamination.cut": 1, "contamination.matches": matches, "contamination.characters": cut})
+
+    def _matches(self, text: str) -> list[tuple[int, int]]:
+        """Return (first word, number of words) of each match; words without a letter or a digit are not counted."""
+        words = text.lower().translate(_punctuation()).split()
+        found: list[tuple[int, int]] = []
+        sequences = _sequences(self.hashes.of(words), max(self.indexes))
+        for length, index in self.indexes.items():
+            if length <= len(sequences):
+                found += [(int(start), length) for start in np.flatnonzero(index.contains(sequences[length - 1]))]
+        return sorted(found)
+
+    def _share(self, text: str) -> float:
+        """Return the largest share of the n-grams of one item that the text has."""
+        words = text.lower().translate(_punctuation()).split()
+        sequences = _sequences(self.hashes.of(words), max(self.indexes))
+        return max(
+            (
+                index.largest_share(sequences[length - 1])
+                for length, index in self.indexes.items()
+                if length <= len(sequences)
+            ),
+            default=0.0,
+        )
+
+
+class _Index:
+    """The n-grams of one length, and the items that each of them is in."""
+
+    def __init__(self, items: list[_Numbers]) -> None:
+        numbers = np.concatenate(items)
+        owners = np.repeat(np.arange(len(items), dtype=np.uint32), [len(item) for item in items])
+        order = np.argsort(numbers, kind="stable")
+        self.owners = owners[order]
+        self.numbers, self.first = np.unique(numbers[order], return_index=True)
+        self.ends = np.append(self.first[1:], len(numbers))
+        self.sizes = np.array([len(item) for item in items])
+
+    def contains(self, numbers: _Numbers) -> Any:
+        """Return for each number True if an item has it."""
+        positions = np.minimum(np.searchsorted(self.numbers, numbers), len(self.numbers) - 1)
+        return self.numbers[positions] == numbers
+
+    def largest_share(self, numbers: _Numbers) -> float:
+        """Return the largest share of the n-grams of one item that are among ``numbers``."""
+        known = np.unique(numbers[self.contains(numbers)])
+        if not len(known):
+            return 0.0
+        positions = np.searchsorted(self.numbers, known)
+        owners = np.concatenate([self.owners[self.first[at] : self.ends[at]] for at in positions])
+        items, counts = np.unique(owners, return_counts=True)
+        return float(np.max(counts / self.sizes[items]))
+
+
+class _WordHashes(dict[str, int]):
+    """The 64-bit hash of each word, the same in every process and on every machine."""
+
+    def __missing__(self, word: str) -> int:
+        digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        number = self[word] = int.from_bytes(digest, "little")
+        return number
+
+    def of(self, words: list[str]) -> _Numbers:
+        """Return the hashes of words."""
+        if len(self) > _CACHED_WORDS:
+            self.clear()
+        return np.fromiter(map(self.__getitem__, words), dtype=np.uint64, count=len(words))
+
+
+def _sequences(hashes: _Numbers, longest: int) -> list[_Numbers]:
+    """Return the numbers of all sequences of 1, 2, ... ``longest`` words, as far as there are so many words."""
+    found = [hashes] if len(hashes) else []
+    for length in range(2, min(longest, len(hashes)) + 1):
+        found.append(found[-1][:-1] * _FACTOR + hashes[length - 1 :])
+    return found
+
+
+@functools.cache
+def _punctuation() -> dict[int, None]:
+    """Return the table for ``str.translate`` that deletes punctuation and symbols (Unicode categories P and S)."""
+    return {code: None for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code))[0] in "PS"}
+
+
+def _widened(text: str, starts: list[tuple[int, int]], margin: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of characters to cut: each match with its margin, up to the next end of a word."""
+    table = _punctuation()
+    spans = [match.span() for match in _WORD.finditer(text)]
+    counted = [span for span in spans if text[span[0] : span[1]].lower().translate(table)]
+    for first, length in starts:
+        start, end = counted[first][0] - margin, counted[first + length - 1][1] + margin
+        yield _word_start(text, start), _word_end(text, end)
+
+
+def _word_start(text: str, at: int) -> int:
+    at = max(0, at)
+    while at > 0 and not text[at - 1].isspace():
+        at -= 1
+    return at
+
+
+def _word_end(text: str, at: int) -> int:
+    at = min(len(text), at)
+    while at < len(text) and not text[at].isspace():
+        at += 1
+    return at
+
+
+def _pieces(text: str, cuts: Iterable[tuple[int, int]]) -> list[str]:
+    """Return what is left between cuts, without whitespace at its ends; nothing that is empty."""
+    pieces, end = [], 0
+    for start, stop in cuts:
+        pieces.append(text[end : max(start, end)].strip())
+        end = max(end, stop)
+    pieces.append(text[end:].strip())
+    return [piece for piece in pieces if piece]
+
+
+# ---- evaluation files --------------------------------------------------------------------------------------------
+
+
+def _files(patterns: Iterable[str]) -> list[Path]:
+    found: list[Path] = []
+    for pattern in patterns:
+        matches = sorted(Path(path) for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+        if not matches:
+            raise UsageError(Reason("document_steps.files-missing", {"pattern": pattern}), file=pattern)
+        found += matches
+    return list(dict.fromkeys(found))
+
+
+def _items(files: Iterable[Path], fields: Iterable[str]) -> Iterator[str]:
+    """Yield the texts of evaluation files: each line of a text file, each of the fields of a row."""
+    for file in files:
+        kind = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
+        if kind not in (".txt", ".jsonl"):
+            raise UsageError(Reason("document_steps.file-format", {"file": str(file)}), file=str(file))
+        for number, line in enumerate(_lines(file), start=1):
+            if kind == ".txt":
+                yield line
+            elif line.strip():
+                yield from _texts(line, file, number, tuple(fields))
+
+
+def _lines(file: Path) -> Iterator[str]:
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
+            yield from lines
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UsageError(
+            Reason("document_steps.file-unreadable", {"file": str(file), "error": str(error)}), file=str(file)
+        ) from error
+
+
+def _texts(line: str, file: Path, number: int, fields: tuple[str, ...]) -> Iterator[str]:
+    place: dict[str, Any] = {"file": str(file), "line": number}
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise UsageError(Reason("document_steps.item-not-object", place), file=str(file))
+    if not any(field in row for field in fields):
+        params = place | {"fields": list(fields), "columns": sorted(row)}
+        raise UsageError(Reason("document_steps.item-without-fields", params), file=str(file))
+    for field in fields:
+        value = row.get(field)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                yield text
+            elif text is not None:
+                raise UsageError(Reason("document_steps.item-not-text", place | {"field": field}), file=str(file))

@@ -1,0 +1,193 @@
+"""The quality and repetition rules of Gopher (Rae et al. 2021, arXiv 2112.11446, appendix A.1.1 and table A1).
+
+A word is a run of characters other than whitespace, so that punctuation is a part of the word that it touches. A line
+is a line with text: empty lines are no lines. A share of an empty document is 0. The rules fit prose of languages that
+put spaces between words; code, tables and verse need ``only``, which leaves their sources out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from scaletrain_cli.data.steps.base import NOTHING, Document, Kept, Removed
+from scaletrain_cli.spec.preparation import GopherQualitySpec, GopherRepetitionSpec
+
+ELLIPSES = ("...", "…")
+_ASCII_LETTER = re.compile("[A-Za-z]").search
+_PARAGRAPH_END = re.compile(r"\n[^\S\n]*(?:\n[^\S\n]*)+")
+
+
+def share(part: float, whole: float) -> float:
+    """Return the quotient of two counts; 0 if there is nothing to count."""
+    return part / whole if whole else 0.0
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines with text, without the whitespace around them."""
+    return [line for line in map(str.strip, text.split("\n")) if line]
+
+
+def repeated(parts: Sequence[str]) -> tuple[int, int]:
+    """Return the number of parts that are equal to an earlier one, and their characters."""
+    different = set(parts)
+    return len(parts) - len(different), sum(map(len, parts)) - sum(map(len, different))
+
+
+class GopherQuality:
+    """Length, word length, symbols, bullets, ellipses, letters and stop words."""
+
+    version = 1
+    changes_text = False
+    removes = True
+    depends_on = NOTHING
+
+    def __init__(self, spec: GopherQualitySpec) -> None:
+        self.spec = spec
+        words = sorted({re.escape(word.lower()) for word in spec.stop_words}, key=len, reverse=True)
+        self.stop_word = re.compile(rf"(?<!\w)(?:{'|'.join(words)})(?!\w)").finditer
+
+    def __call__(self, document: Document) -> Kept | Removed:
+        """Return the first rule that the document breaks, in the order of the paper."""
+        for key, measured in self._measures(document.text):
+            limit = getattr(self.spec, key)
+            if limit is not None and (measured < limit if key.startswith("min_") else measured > limit):
+                return Removed(f"gopher_quality.{key}", measured, limit)
+        return Kept(document.text)
+
+    def _measures(self, text: str) -> Iterator[tuple[str, float]]:
+        """Yield each key of the spec with the value of the text; what costs time is computed when it is needed."""
+        words = text.split()
+        without_ascii_letter = [word for word in words if not _ASCII_LETTER(word)]
+        without_letter = [word for word in without_ascii_letter if not any(map(str.isalpha, word))]
+        symbols = [word for word in without_letter if not any(map(str.isalnum, word))]
+        count = len(words) - len(symbols)
+        yield "min_words", count
+        yield "max_words", count
+        length = share(sum(map(len, words)) - sum(map(len, symbols)), count)
+        yield "min_mean_word_length", length
+        yield "max_mean_word_length", length
+        yield "max_hashes_per_word", share(text.count("#"), len(words))
+        yield "max_ellipses_per_word", share(sum(map(text.count, ELLIPSES)), len(words))
+        lines = lines_of(text)
+        yield "max_bullet_lines", share(sum(line.startswith(self.spec.bullets) for line in lines), len(lines))
+        yield "max_ellipsis_lines", share(sum(line.endswith(ELLIPSES) for line in lines), len(lines))
+        yield "min_alphabetic_words", share(len(words) - len(without_letter), len(words))
+        yield "min_stop_words", self._stop_words(text)
+
+    def _stop_words(self, text: str) -> int:
+        """Return the number of different stop words in the text, up to the number that is needed."""
+        found: set[str] = set()
+        for match in self.stop_word(text.lower()):
+            found.add(match[0])
+            if len(found) >= (self.spec.min_stop_words or 0):
+                break
+        return len(found)
+
+
+class GopherRepetition:
+    """Repeated lines, paragraphs and sequences of words.
+
+    A part is repeated if an equal one comes before it, so that the first of several equal parts does not count. A
+    character in several repeated sequences counts once. The most frequent sequence of n words counts with all its
+    occurrences, if there is more than one. Shares of lines are of the characters of all lines, shares of sequences of
+    the characters of all words.
+    """
+
+    version = 1
+    changes_text = False
+    removes = True
+    depends_on = NOTHING
+
+    def __init__(self, spec: GopherRepetitionSpec) -> None:
+        self.spec = spec
+        self.limits = {
+            n: (key, getattr(spec, key))
+            for n in range(2, 11)
+            for key in (f"max_top_{n}gram" if n < 5 else f"max_duplicate_{n}grams",)
+        }
+        self.longest = max((n for n, (_, limit) in self.limits.items() if limit is not None), default=0)
+
+    def __call__(self, document: Document) -> Kept | Removed:
+        """Return the first limit of table A1 that the document exceeds."""
+        for key, measured, limit in self._measures(document.text):
+            if limit is not None and measured > limit:
+                return Removed(f"gopher_repetition.{key}", measured, limit)
+        return Kept(document.text)
+
+    def _measures(self, text: str) -> Iterator[tuple[str, float, float | None]]:
+        spec, lines = self.spec, lines_of(text)
+        count, characters = repeated(lines)
+        yield "max_duplicate_lines", share(count, len(lines)), spec.max_duplicate_lines
+        line_share = share(characters, sum(map(len, lines)))
+        yield "max_duplicate_line_characters", line_share, spec.max_duplicate_line_characters
+        paragraphs = [part for part in map(str.strip, _PARAGRAPH_END.split(text)) if part]
+        count, characters = repeated(paragraphs)
+        yield "max_duplicate_paragraphs", share(count, len(paragraphs)), spec.max_duplicate_paragraphs
+        paragraph_share = share(characters, sum(map(len, paragraphs)))
+        yield "max_duplicate_paragraph_characters", paragraph_share, spec.max_duplicate_paragraph_characters
+        yield from self._sequences(text.split())
+
+    def _sequences(self, words: list[str]) -> Iterator[tuple[str, float, float | None]]:
+        """Yield the share of the top or of the repeated sequences of 2, 3, ... words.
+
+        A sequence of n words occurs twice only if its first n - 1 words and its last n - 1 words do, so that each
+        length looks only at the few positions that the one before has left.
+        """
+        lengths = [len(word) for word in words]
+        total = sum(lengths)
+        starts: Sequence[int] = range(len(words) - 1)
+        names: dict[int, int] = {}  # start of a repeated sequence of n - 1 words: the number of that sequence
+        for n in range(2, self.longest + 1):
+            if n == 2:
+                grams: list[tuple[object, object]] = list(pairwise(words))
+            else:
+                starts = [start for start in starts if start + 1 in names and start + n <= len(words)]
+                grams = [(names[start], names[start + 1]) for start in starts]
+            counts = Counter(grams)
+            frequent = {gram: number for number, (gram, count) in enumerate(counts.items()) if count > 1}
+            key, limit = self.limits[n]
+            if limit is not None:
+                if n < 5:
+                    covered = _top(starts, grams, counts, n, lengths) if frequent else 0
+                else:
+                    covered = _repeats(starts, grams, n, lengths)
+                yield key, share(covered, total), limit
+            names = {start: frequent[gram] for start, gram in zip(starts, grams, strict=True) if gram in frequent}
+            starts = sorted(names)
+            if not names:
+                break
+
+
+def _top(
+    starts: Sequence[int],
+    grams: list[tuple[object, object]],
+    counts: Counter[tuple[object, object]],
+    n: int,
+    lengths: list[int],
+) -> int:
+    """Return the characters in the most frequent sequence; of several that are equally frequent in the longest."""
+    most = max(counts.values())
+    positions: dict[tuple[object, object], list[int]] = {}
+    for start, gram in zip(starts, grams, strict=True):
+        if counts[gram] == most:
+            positions.setdefault(gram, []).append(start)
+    return max(_covered(found, n, lengths) for found in positions.values())
+
+
+def _repeats(starts: Sequence[int], grams: list[tuple[object, object]], n: int, lengths: list[int]) -> int:
+    """Return the characters in sequences that are equal to an earlier one."""
+    seen: set[tuple[object, object]] = set()
+    again = [start for start, gram in zip(starts, grams, strict=True) if gram in seen or seen.add(gram)]  # type: ignore[func-returns-value]
+    return _covered(again, n, lengths)
+
+
+def _covered(starts: list[int], n: int, lengths: list[int]) -> int:
+    """Return the characters of the words in sequences of n words at ascending starts, each word once."""
+    total, end = 0, 0
+    for start in starts:
+        total += sum(lengths[max(start, end) : start + n])
+        end = start + n
+    return total

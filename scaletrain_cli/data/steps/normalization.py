@@ -1,0 +1,57 @@
+"""The step ``normalization``: one form for the same text."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from scaletrain_cli.data.steps.base import Document, Kept
+from scaletrain_cli.spec.preparation import NormalizationSpec
+
+# CR LF, CR, vertical tab, form feed, next line, line separator, paragraph separator.
+_LINE_END = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
+# Controls (Cc) except for tabs and line ends, lone surrogates, and noncharacters: those that end in FFFE and FFFF too.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufdd0-\ufdef"
+    + "".join(f"{chr(plane + 0xFFFE)}{chr(plane + 0xFFFF)}" for plane in range(0, 0x110000, 0x10000))
+    + "]"
+)
+# Byte order mark, zero-width space, word joiner, soft hyphen, Mongolian vowel separator. The joiners U+200C and U+200D
+# stay: Persian, the scripts of India and emoji are written with them.
+_ZERO_WIDTH = re.compile("[\ufeff\u200b\u2060\u00ad\u180e]")
+_CHANGED = {"normalization.changed": 1}
+
+
+class Normalization:
+    """Line ends, invisible characters, then the Unicode form; a second time changes nothing."""
+
+    version = 1
+    changes_text = True
+    removes = False
+
+    def __init__(self, spec: NormalizationSpec) -> None:
+        self.spec = spec
+        # The same for ASCII, where translate is many times faster than expressions.
+        ends = dict.fromkeys("\r\x0b\x0c", "\n") if spec.line_ends == "lf" else {}
+        new = {"keep": None, "remove": "", "space": " "}[spec.control_characters]
+        controls = {} if new is None else {chr(code): new for code in range(128) if _CONTROL.match(chr(code))}
+        self.ascii = str.maketrans({**ends, **controls})
+        self.depends_on = {"unicode": unicodedata.unidata_version}
+
+    def __call__(self, document: Document) -> Kept:
+        """Return the normalized text."""
+        text = self._normalized(document.text)
+        return Kept(document.text) if text == document.text else Kept(text, _CHANGED)
+
+    def _normalized(self, text: str) -> str:
+        spec = self.spec
+        if text.isascii():
+            text = text.replace("\r\n", "\n") if spec.line_ends == "lf" else text
+            return text.translate(self.ascii) if self.ascii else text
+        if spec.line_ends == "lf":
+            text = _LINE_END.sub("\n", text)
+        if spec.control_characters != "keep":
+            text = _CONTROL.sub("" if spec.control_characters == "remove" else " ", text)
+        if spec.zero_width == "remove":
+            text = _ZERO_WIDTH.sub("", text)
+        return text if spec.unicode == "none" else unicodedata.normalize(spec.unicode, text)

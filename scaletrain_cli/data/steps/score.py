@@ -1,0 +1,56 @@
+"""The step ``score``: keep documents by a number that their rows carry."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from scaletrain_cli.data.steps.base import NOTHING, Document, DocumentError, Kept, Removed
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.preparation import ScoreSpec
+
+
+class Score:
+    """Limits of one column."""
+
+    version = 1
+    changes_text = False
+    removes = True
+    depends_on = NOTHING
+
+    def __init__(self, spec: ScoreSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, document: Document) -> Kept | Removed:
+        """Keep the document if its score is between ``min`` and ``max``, both included."""
+        score, spec = self._score(document), self.spec
+        if spec.min is not None and score < spec.min:
+            return Removed("score.min", score, spec.min)
+        if spec.max is not None and score > spec.max:
+            return Removed("score.max", score, spec.max)
+        return Kept(document.text)
+
+    def _score(self, document: Document) -> float:
+        column = self.spec.column
+        if column not in document.columns:
+            params = {"place": document.place, "column": column, "columns": sorted(map(str, document.columns))}
+            raise DocumentError(document.place, Reason("document_steps.column-missing", params))
+        value = document.columns[column]
+        if not _is_number(value):
+            params = {"place": document.place, "column": column, "kind": _kind(value)}
+            raise DocumentError(document.place, Reason("document_steps.column-not-number", params))
+        return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return not math.isnan(float(value))
+    except OverflowError:  # an integer of more than 300 digits
+        return False
+
+
+def _kind(value: Any) -> str:
+    """Return what the value is, without its text, which may be of the document."""
+    return "null" if value is None else f"a value of type {type(value).__name__}"

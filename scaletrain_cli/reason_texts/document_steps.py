@@ -1,0 +1,32 @@
+"""The texts of the steps that prepare documents: a column that is not there, and evaluation files."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+TEXTS: dict[str, Text] = {
+    "column-missing": Text(
+        "{place}: the row has no column {column}, which data.prepare with step: score reads; it has {columns:list}",
+        ("Change the column, or limit the step to the sources that have it with only",),
+    ),
+    "column-not-number": Text("{place}: the column {column} must be a number, and is {kind}"),
+    "files-missing": Text(
+        "data.prepare with step: contamination: {pattern} matches no file", ("Check the path of the evaluation files",)
+    ),
+    "file-unreadable": Text("{file}: cannot be read: {error}"),
+    "file-format": Text("{file}: must be a .txt or .jsonl file, which may be compressed with gzip (.gz)"),
+    "item-not-object": Text("{file}:{line}: each line must be a JSON object"),
+    "item-without-fields": Text(
+        "{file}:{line}: the row has none of the fields {fields:list}; it has {columns:list}",
+        ("Set fields to the columns with the text of the evaluation",),
+    ),
+    "item-not-text": Text("{file}:{line}: the field {field} must be text or a list of texts"),
+    "no-items": Text(
+        "data.prepare with step: contamination: no item of {files} files has {words} words",
+        ("Lower min_item_words, or set fields to the columns with the text",),
+    ),
+    "placeholder-matches": Text(
+        "data.prepare with step: identifiers: the placeholder {placeholder} would be replaced itself",
+        ("Use a placeholder that is no identifier, such as <EMAIL>",),
+    ),
+}
