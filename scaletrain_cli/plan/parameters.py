@@ -224,7 +224,7 @@ def _mlp(model: ModelSpec, path: str, name: str, block: int, inner: int) -> Iter
 
 
 def _experts(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
-    """Yield router, routed experts and shared experts; the engine stacks the routed ones in two tensors."""
+    """Yield router, routed experts and shared experts; the engine stacks the routed ones."""
     hidden, inner = model.hidden_size, model.expert_size
     yield from _linear(path, block, _Linear("gate", model.num_experts, hidden, None, model.router_bias))
     stacks = (
@@ -236,6 +236,11 @@ def _experts(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
             for name in names:
                 full = f"{path}.experts.{expert}.{name}.weight"
                 yield Parameter(full, shape, "block", block, dim, f"{path}.experts.{stack}")
+    for stack, names, (outputs, _), dim in stacks if model.has_bias else ():
+        for expert in range(model.num_experts):
+            for name in names:
+                full, own = f"{path}.experts.{expert}.{name}.bias", None if dim else 0
+                yield Parameter(full, (outputs,), "block", block, own, f"{path}.experts.{stack}_bias")
     if model.shared_expert_intermediate_size:
         yield from _mlp(model, path, "shared_experts", block, model.shared_expert_intermediate_size)
 

@@ -28,6 +28,7 @@ TRAITS = (
     "scale_embedding",
     "norm_position",
     "zero_centered_norm",
+    "swiglu_limit",
     "hidden_activation",
     "norm_topk_prob",
     "scoring_func",

@@ -31,6 +31,7 @@ _ABSENCE_IS_A_VALUE = (
     "final_logit_softcapping",
     "partial_rotary_factor",
     "scale_embedding",
+    "swiglu_limit",
     "norm_position",
     "zero_centered_norm",
     "scoring_func",

@@ -105,6 +105,11 @@ class ModelSpec(Section):
         default=0.001, description="coefficient of the load-balancing loss"
     )
     router_z_loss_coef: NonNegative = Field(default=0.0, description="coefficient of the router z-loss")
+    swiglu_limit: Positive | None = Field(
+        default=None,
+        description="experts compute g sigmoid(1.702 g) (u + 1) from gates g up to this limit and u within it on both "
+        "sides, as in GPT-OSS; null: silu(g) u",
+    )
     norm_topk_prob: bool = Field(default=False, description="normalize the weights of a token's experts to sum to 1")
     scoring_func: Annotated[Literal["softmax", "sigmoid"], _EXPERTS] = Field(
         default="softmax", description="scores of experts; GPT-OSS's softmax over the chosen ones is norm_topk_prob"
@@ -290,6 +295,8 @@ class ModelSpec(Section):
                 "num_experts",
                 "must be at least 1 when shared_expert_intermediate_size or first_k_dense_replace is set.",
             )
+        if self.num_experts == 0 and self.swiglu_limit is not None:
+            yield "num_experts", "must be at least 1 when swiglu_limit is set."
         if self.num_experts == 0 and (self.num_experts_per_tok or self.moe_intermediate_size):
             yield "num_experts", "must be at least 1 when num_experts_per_tok or moe_intermediate_size is set."
         if self.num_experts == 0 and (self.capacity_factor or self.router_z_loss_coef or self.norm_topk_prob):

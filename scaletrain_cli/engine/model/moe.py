@@ -40,19 +40,31 @@ class Experts(nn.Module):
     """SwiGLU MLPs with stacked matrices, for one grouped product instead of one product per expert.
 
     Grouped products need rows of multiples of 16 bytes. ``members`` are the numbers of the experts on this rank.
+    ``limit``: see ``clamped_swiglu``; None: SwiGLU. ``share_bias`` returns what a rank adds of the bias of the second
+    product, whose sum over tensor ranks is the output.
     """
 
     joined: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # by rows
 
-    def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
+    def __init__(
+        self, experts: int, hidden: int, intermediate: int, *, bias: bool = False, limit: float | None = None
+    ) -> None:
         super().__init__()
         self.members = range(experts)  # ZeRO-3 empties parameters that are not in use, so no shape has their number
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
+        self.limit, self.has_bias = limit, bias
+        if bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * intermediate))
+            self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden))
+        self.share_bias: Callable[[Tensor], Tensor] = lambda bias: bias
         self.updates: dict[str, Update] = {}  # of adapters, by the name of the stack
 
     def matrices(self, parameter: str) -> list[list[str]]:
         """Return the Hugging Face names of the matrices in a parameter: for each expert, those joined by rows."""
+        if parameter.endswith("_bias"):
+            names = self.joined[parameter.removesuffix("_bias")]
+            return [[f"{number}.{matrix}.bias" for matrix in names] for number in self.members]
         stack, _, factor = parameter.partition("_lora_")
         if factor == "A":
             return [[f"{number}.{stack}.lora_A.weight"] for number in self.members]
@@ -62,8 +74,18 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs of rows [n, hidden], sorted by expert; ``counts`` [experts] counts each expert's rows."""
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = self._product("gate_up_proj", rows, ends).chunk(2, dim=-1)
-        return self._product("down_proj", F.silu(gate) * up, ends)
+        gate_up = self._product("gate_up_proj", rows, ends)
+        if self.has_bias:
+            gate_up = _Biased.apply(gate_up, self.gate_up_proj_bias, ends)  # type: ignore[no-untyped-call]
+        if self.limit is None:
+            gate, up = gate_up.chunk(2, dim=-1)
+            activated = F.silu(gate) * up
+        else:
+            activated = clamped_swiglu(gate_up, self.limit)
+        result = self._product("down_proj", activated, ends)
+        if self.has_bias:
+            result = _Biased.apply(result, self.share_bias(self.down_proj_bias), ends)  # type: ignore[no-untyped-call]
+        return result
 
     def _product(self, stack: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Return the products of rows with the matrices of their experts, and with those of an adapter."""
@@ -87,7 +109,9 @@ class MoELayer(nn.Module):
     def __init__(self, spec: ModelSpec, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.gate = Router(spec)
-        self.experts = Experts(spec.num_experts, spec.hidden_size, spec.expert_size)
+        self.experts = Experts(
+            spec.num_experts, spec.hidden_size, spec.expert_size, bias=spec.has_bias, limit=spec.swiglu_limit
+        )
         self.shared_experts = shared
         self.num_experts = spec.num_experts
         self.capacity_factor = spec.capacity_factor
@@ -222,6 +246,65 @@ class _Product(Function):
 
 # torch.compile supports grouped products in bf16 only
 _uncompiled_product = torch.compiler.disable(_Product.apply)  # type: ignore[no-untyped-call]
+
+
+_BIAS_COLUMNS = 8  # a row of 16 bytes in 16 bits
+
+
+class _Biased(Function):
+    """Rows [n, out], sorted by expert, plus the bias of their expert [experts, out].
+
+    The gradient of a bias is a sum over its rows: as a grouped product, in a fixed order; indexing would use atomics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, biases: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        numbers = torch.arange(len(rows), device=rows.device, dtype=ends.dtype)
+        return rows + biases.index_select(0, torch.searchsorted(ends, numbers, right=True))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (ends,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None
+        gradient = gradient.contiguous()
+        ones = gradient.new_ones(len(gradient), _BIAS_COLUMNS)
+        return gradient, F.grouped_mm(gradient.t(), ones, offs=ends)[..., 0], None
+
+
+_SIGMOID_SCALE = 1.702  # of GPT-OSS: gate * sigmoid(1.702 gate) is close to GELU (arXiv:1606.08415)
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """Return g sigmoid(1.702 g) (u + 1) [n, width], for gates g at most ``limit`` and u within it on both sides.
+
+    ``gate_up``: [n, 2 x width], gates first (arXiv:2508.10925, section 2.2).
+    """
+    return _ClampedSwiGLU.apply(gate_up, limit)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ClampedSwiGLU(Function):
+    """Saves its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.limit = limit
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(gate * _SIGMOID_SCALE) * (up.clamp(-limit, limit) + 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        raw_gate, raw_up = gate_up.chunk(2, dim=-1)
+        gate, up = raw_gate.clamp(max=ctx.limit), raw_up.clamp(-ctx.limit, ctx.limit)
+        share = torch.sigmoid(gate * _SIGMOID_SCALE)
+        slope = share * (1 + _SIGMOID_SCALE * gate * (1 - share))
+        of_gate = (gradient * (up + 1) * slope).masked_fill_(raw_gate > ctx.limit, 0.0)
+        of_up = (gradient * gate * share).masked_fill_(raw_up.abs() > ctx.limit, 0.0)
+        return torch.cat((of_gate, of_up), dim=-1), None
 
 
 class _WithLoss(Function):

@@ -42,8 +42,9 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
         kept = set() if settings.decay_embeddings else _embeddings(model)
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
-        for parameter in model.parameters():
-            (decayed if _is_matrix(parameter) and id(parameter) not in kept else others).append(parameter)
+        for name, parameter in model.named_parameters():
+            decays = _is_matrix(parameter) and id(parameter) not in kept and not name.endswith("bias")
+            (decayed if decays else others).append(parameter)  # biases of experts are stacked
         return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     members: dict[tuple[int, tuple[Settings, ...]], list[nn.Parameter]] = {}
     for parameter, (name, *_) in names_of_parameters(model).items():

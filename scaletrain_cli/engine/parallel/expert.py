@@ -38,15 +38,18 @@ def _shard_layer(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None)
     expert, tensor = mesh.expert, mesh.tensor
     held = len(experts.members) // expert.size
     experts.members = experts.members[expert.rank * held : (expert.rank + 1) * held]
-    for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
+    biases = {"gate_up_proj_bias": 1, "down_proj_bias": None} if experts.has_bias else {}
+    for name, dim in {"gate_up_proj": 1, "down_proj": 2, **biases}.items():
         shard = getattr(experts, name)[experts.members.start : experts.members.stop]
-        spec = ShardSpec(dim, tensor.size, tensor.rank, parts=len(experts.joined[name]) if dim == 1 else 1)
-        parameter = nn.Parameter(spec.take(shard))
-        if tensor.group is not None:
+        spec = None if dim is None else ShardSpec(dim, tensor.size, tensor.rank, parts=2 if dim == 1 else 1)
+        parameter = nn.Parameter(shard.clone() if spec is None else spec.take(shard))
+        if tensor.group is not None and spec is not None:
             mark_sharded(parameter, spec)
         if shards is not None:
             _mark_for_deepspeed(parameter, expert, shards)
         setattr(experts, name, parameter)
+    if tensor.group is not None:  # every rank has this bias, and the first one adds it
+        experts.share_bias = lambda bias: copy_to_ranks(bias, tensor) * (1.0 if tensor.rank == 0 else 0.0)
 
 
 class DispatchOverRanks:

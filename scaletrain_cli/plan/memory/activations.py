@@ -112,7 +112,8 @@ def token_activations(
     mlp, mlp_gradients = _mlp(model, -(-model.intermediate_size // t), compiled)
     if model.num_experts and experts is not False:
         routed = model.num_experts_per_tok  # for each, the dispatched input and the output are saved too
-        mlp, mlp_gradients = _mlp(model, -(-model.expert_size // t), compiled)
+        inner = -(-model.expert_size // t)
+        mlp, mlp_gradients = (3 * inner, 3 * inner) if model.swiglu_limit else _mlp(model, inner, compiled)
         copies = 3 if compiled else 2  # compiled: also the output before it is returned to the token's position
         mlp, mlp_gradients = routed * (mlp + copies * hidden), routed * mlp_gradients
         mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), compiled)[0]

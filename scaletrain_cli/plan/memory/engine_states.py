@@ -51,12 +51,14 @@ from scaletrain_cli.spec import ModelSpec, RunSpec
 class Tensors(NamedTuple):
     """Elements of each parameter tensor in a part of the model, by the optimizer's parameter groups.
 
-    Matrices have weight decay, vectors do not. ``experts`` are matrices that fewer ranks replicate than the others.
+    Matrices have weight decay, vectors do not. ``experts`` are matrices that fewer ranks replicate than the others, and
+    ``expert_biases`` their vectors.
     """
 
     matrices: tuple[int, ...] = ()
     vectors: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
+    expert_biases: tuple[int, ...] = ()
 
 
 class Group(NamedTuple):
@@ -120,11 +122,12 @@ class StageGroups(NamedTuple):
     matrices: Group
     vectors: Group
     experts: Group
+    expert_biases: Group
 
     @property
     def shared(self) -> tuple[SharedGroup, ...]:
         """Return the groups that are not empty."""
-        marked = zip(self, (False, False, True), strict=True)
+        marked = zip(self, (False, False, True, True), strict=True)
         return tuple(SharedGroup(group, experts) for group, experts in marked if group.runs)
 
 
@@ -232,6 +235,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     if model.qk_norm:
         attention += [model.head_dim] * 2 if model.qk_norm_scope == "head" else [heads, keys]
     offloaded: tuple[int, ...] = ()
+    biases: list[int] = []
     if experts and model.num_experts:
         inner, held = -(-model.expert_size // tensor), -(-model.num_experts // expert)
         joined, down = _mlp(model, inner)
@@ -240,9 +244,11 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         shared = model.shared_expert_intermediate_size
         first, second = _mlp(model, -(-shared // tensor)) if shared else ((), 0)
         matrices += [hidden * model.num_experts, *(() if offloaded else stacked), *first, *([second] if shared else [])]
+        *ahead, behind = _mlp_bias(model, inner) or [0]
+        biases = [held * sum(ahead), held * behind] if behind else []
         mlp = [model.num_experts] if model.router_bias else []
+        mlp += [] if expert > 1 else biases
         mlp += _mlp_bias(model, -(-shared // tensor)) if shared else []
-        mlp += [held * size for size in _mlp_bias(model, inner)]
     else:
         inner = -(-model.intermediate_size // tensor)
         first, second = _mlp(model, inner)
@@ -251,7 +257,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
     vectors = [*norm, *attention, *norm, *mlp]
     if not model.has_fused_qkv:
         vectors = [*sinks, *attention, *mlp, *norm * model.norms_per_block]
-    return Tensors(tuple(matrices), tuple(vectors), offloaded)
+    return Tensors(tuple(matrices), tuple(vectors), offloaded, tuple(biases) if offloaded else ())
 
 
 def _latent_attention(model: ModelSpec, heads: int) -> tuple[list[int], list[int]]:

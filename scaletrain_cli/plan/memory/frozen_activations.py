@@ -261,7 +261,8 @@ class _Count:
             learns = arriving or training.learns(down.name)
             rows = (model.hidden_size if arriving else 0) + (model.hidden_size if routes else 0)
             arrived = [arriving] * (2 if model.has_gated_mlp else 1)
-            saved += layer.copies * element * (rows + width * self._gates(arrived, learns))
+            gates = self._gates(arrived, learns) - (arriving if model.swiglu_limit else 0)  # its input is one tensor
+            saved += layer.copies * element * (rows + width * gates)
             saved += self._adapter(layer, model.hidden_size, 0) + self._adapter(down, width, 0)
             saved += 2 * _FP32 * model.num_experts if routes else 0
             if element < _FP32 and training.learns(graph.router.name):

@@ -254,7 +254,7 @@ class TextWorkload(Workload):
         if model.num_experts and not built.experts:
             yield Rule("model.num_experts", model.num_experts, "engine-family-no-experts", family)
         own = model.model_copy(update=dict.fromkeys(("gated_mlp", "norm", "norm_bias", "bias", "position_embedding")))
-        has_biases = own.has_bias or (model.base_family == "llama" and model.has_bias and not model.num_experts)
+        has_biases = own.has_bias or (model.base_family == "llama" and model.has_bias)
         for key, wanted, default in (
             ("gated_mlp", model.has_gated_mlp, own.has_gated_mlp),
             ("norm", model.norm_kind, own.norm_kind),

@@ -60,6 +60,7 @@ CHANGED: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "capacity_factor": 0.5,
     "norm_topk_prob": True,
+    "swiglu_limit": 1.0,
     "kv_lora_rank": 8,
     "q_lora_rank": 8,
     "qk_rope_head_dim": 8,
@@ -85,7 +86,7 @@ ELSEWHERE = {
     "router_z_loss_coef": "tests/engine/model/test_moe.py",
 }
 OF_EXPERTS = {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"}
-OF_EXPERTS |= {"first_k_dense_replace", "capacity_factor", "num_experts", "intermediate_size"}
+OF_EXPERTS |= {"swiglu_limit", "first_k_dense_replace", "capacity_factor", "num_experts", "intermediate_size"}
 # Fields that have an effect only beside another one, or after the first step: tests/engine/model/test_families.py
 BESIDE_ANOTHER = {"qk_norm_scope", "layer_types", "rope_local_base_freq", "zero_centered_norm"}
 OF_LATENT_ATTENTION = {"q_lora_rank", "qk_rope_head_dim", "v_head_dim", "rope_interleave"}
