@@ -186,7 +186,8 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
         raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {names}")
     _require_known(config, known_keys(kind))
     known = ARCHITECTURES[kind]
-    found = {key: config[key] for key in (*_SAME_NAME, *known.used) if key in config and key not in _DERIVED}
+    keys = [key for key in (*_SAME_NAME, *known.used) if key not in _DERIVED and key not in known.irrelevant]
+    found = {key: config[key] for key in keys if key in config}
     found |= {key: config[theirs] for key, theirs in known.renamed.items() if theirs in config}
     found |= _dropouts(config, known.family)
     if known.family == "llama":
@@ -219,7 +220,7 @@ def _require_known(config: dict[str, Any], known: KnownKeys, where: str = "") ->
 def _rope(config: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the settings of rotary positions. Raises SourceError for unsupported ones."""
     # transformers 5 keeps all rotary settings here; before, rope_scaling was next to rope_theta.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or ARCHITECTURES[kind].default_rope
     if not isinstance(rope, dict):
         raise SourceError("hf_config", "has rope_scaling or rope_parameters that is not a mapping")
     found: dict[str, Any] = {}

@@ -103,6 +103,7 @@ class Architecture:
     that become settings; ``irrelevant``: keys without effect; ``only``: keys that may have these values, or be null.
     ``layer_types``: the pattern of layers if config.json has none. ``experts``: its MLPs are mixtures of experts.
     ``shared_experts``: their number if config.json does not state it.
+    ``default_rope``: the settings of rotary positions if config.json has none.
     ``model_class`` is empty if models are planned but not exported.
     """
 
@@ -120,6 +121,7 @@ class Architecture:
     experts: bool = False
     shared_experts: int = 0
     ropes: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
 
 
 _DENSE = frozenset({"hidden_activation"})
@@ -254,6 +256,31 @@ ARCHITECTURES: dict[str, Architecture] = {
         activations=_SILU,
         experts=True,
         shared_experts=1,
+    ),
+    "gpt_oss": Architecture(
+        "GptOssForCausalLM",
+        fixed={
+            **{"bias": True, "attention_bias": False, "attention_sinks": True},
+            **{"router_bias": True, "norm_topk_prob": True},
+        },
+        varies=frozenset({"sliding_window", "layer_types", "swiglu_limit"}),
+        defaults={
+            **{"num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201_088},
+            **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072},
+            **{"num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "sliding_window": 128},
+            "rope_theta": 150_000.0,
+        },
+        used=frozenset({"sliding_window", "layer_types", "swiglu_limit"}),
+        # OpenAI's files have a router_aux_loss_coef of 0.9, which transformers reads only with output_router_logits
+        irrelevant=frozenset({"experts_per_token", "initial_context_length", "router_aux_loss_coef"}),
+        only={"attention_bias": (True,), "mlp_bias": (True,), "swiglu_alpha": (1.702,)},
+        activations=_SILU,
+        layer_types=("sliding_attention", "full_attention"),
+        experts=True,
+        default_rope={
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel",

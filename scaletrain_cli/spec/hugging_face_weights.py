@@ -239,6 +239,8 @@ def _llama(model: ModelSpec, kind: str) -> dict[str, Any]:
     scaling = model.rope_scaling
     if kind == "phi3" and scaling is not None:
         config["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if known.default_rope and scaling is None:
+        config["rope_scaling"] = {"rope_type": "default", "rope_theta": model.rope_theta}
     return config | (_experts(model, kind) if known.experts and model.moe_layers else {})
 
 
@@ -294,7 +296,9 @@ def _experts(model: ModelSpec, kind: str) -> dict[str, Any]:
     for key in ("norm_topk_prob", "topk_method", "n_group", "topk_group", "routed_scaling_factor"):
         if key in known.varies:
             found[key] = getattr(model, key)
-    if kind == "mixtral":
+    if kind == "gpt_oss":
+        found |= {"attention_bias": True, "swiglu_limit": model.swiglu_limit}
+    if kind in ("mixtral", "gpt_oss"):
         found["intermediate_size"] = found.pop("moe_intermediate_size")
     elif kind == "qwen3_moe":
         found |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.first_k_dense_replace))}

@@ -56,6 +56,8 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224,
     # The hub's 671,026,419,200 without 256 score corrections in each of 58 routers, which no gradient trains.
     "deepseek-v3": 671_026_419_200 - 58 * 256,
@@ -84,6 +86,14 @@ def test_deepseek_v3_uses_37_of_its_671_billion_parameters_per_token() -> None:
     model = model_of("deepseek-v3")
     active = active_parameter_count(model) - model.vocab_size * model.hidden_size
     assert active == pytest.approx(37e9, rel=0.02)
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)])
+def test_gpt_oss_uses_the_published_parameters_per_token(preset: str, billions: float) -> None:
+    # arXiv:2508.10925, table 1, which leaves the input embedding out
+    model = model_of(preset)
+    active = active_parameter_count(model) - model.vocab_size * model.hidden_size
+    assert round(active / 1e9, 2) == billions
 
 
 def test_a_dense_model_uses_all_of_its_parameters() -> None:

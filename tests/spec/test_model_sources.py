@@ -31,6 +31,7 @@ PUBLISHED = {
     "gemma3_text": 999_885_952,
     "phi3": 3_836_021_760,
     "olmo2": 7_298_617_344,
+    "gpt_oss": 20_914_757_184,
 }
 PRESETS = {
     "gpt2": 124_439_808,
@@ -74,6 +75,8 @@ PRESETS = {
     "olmo-2-7b": 7_298_617_344,
     "olmo-2-13b": 13_716_198_400,
     "olmo-2-32b": 32_234_279_936,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,
 }
@@ -113,7 +116,7 @@ def test_settings_of_each_architecture_are_read() -> None:
 
 
 FAMILIES = (
-    "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 deepseek_v2 deepseek_v3 gpt2 "
+    "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 gpt_oss deepseek_v2 deepseek_v3 gpt2 "
     "resnet convnext vit clip"
 ).split()
 # Settings of transformers' classes under which a model computes something else, each refused by name.
@@ -123,6 +126,7 @@ OTHERWISE = {
     "gemma2": {"hidden_activation": "gelu", "use_bidirectional_attention": True},
     "gemma3_text": {"attn_logit_softcapping": 50.0},
     "phi3": {"resid_pdrop": 0.1, "lm_head_bias": True},
+    "gpt_oss": {"attention_bias": False, "swiglu_alpha": 2.0},
     "mixtral": {"router_jitter_noise": 0.1},
     "qwen3_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
     "deepseek_v2": {"moe_layer_freq": 2},
@@ -159,7 +163,7 @@ def test_every_key_of_a_transformers_config_is_used_or_known_to_have_no_effect(f
         ), key
 
 
-@pytest.mark.parametrize("family", [*FAMILIES[:10], "gpt2"])
+@pytest.mark.parametrize("family", [*FAMILIES[:11], "gpt2"])
 def test_keys_missing_in_a_config_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -185,8 +189,14 @@ def test_keys_missing_in_a_config_have_the_defaults_of_transformers(family: str,
         assert (ours.hidden_dropout, ours.attention_dropout) == (theirs.resid_pdrop, theirs.attn_pdrop)
     else:
         assert ours.num_key_value_heads == theirs.num_key_value_heads
-        assert (ours.attention_dropout, ours.rope_scaling) == (theirs.attention_dropout, None)
         rope = theirs.rope_parameters
+        scaling = None if ours.rope_scaling is None else ours.rope_scaling.to_hugging_face()
+        assert ours.attention_dropout == theirs.attention_dropout
+        if family == "gpt_oss":
+            assert {**(scaling or {}), "rope_theta": ours.rope_theta} == rope
+            assert (ours.swiglu_limit, ours.num_experts) == (theirs.swiglu_limit, theirs.num_local_experts)
+        else:
+            assert scaling is None
         if family != "mixtral":  # whose default has changed between versions of transformers
             assert ours.rope_theta == rope.get("full_attention", rope)["rope_theta"]
         slides = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", None) or []]

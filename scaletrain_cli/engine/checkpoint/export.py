@@ -33,6 +33,7 @@ from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
 from scaletrain_cli.engine.data.prepared import data_folder
 from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.gpt_oss_files import Stored, stored_tensors
 from scaletrain_cli.engine.model.materialization import named_weights, stored_buffers
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder, mixtral_name
 from scaletrain_cli.errors import ScaletrainError, UsageError
@@ -235,14 +236,16 @@ def export(
             create_file(draft / name, content, public=True)
         whole = outline(model)
         shapes, exact = named_weights(whole), {matrix.name: buffer.dtype for buffer, matrix in stored_buffers(whole)}
-        rename = mixtral_name if config["model_type"] == "mixtral" else str
-        files = list(_files(shapes, dtype.itemsize, largest_file_bytes))
+        stored = stored_layout(shapes, model, config["model_type"])
+        files = list(_files({name: each.shape for name, each in stored.items()}, dtype.itemsize, largest_file_bytes))
+
+        def read(matrix: str) -> Tensor:
+            return _mean(sources, matrix, shapes[matrix], exact.get(matrix, dtype))
+
         place: dict[str, str] = {}
         for number, names in enumerate(files, start=1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {
-                rename(matrix): _mean(sources, matrix, shapes[matrix], exact.get(matrix, dtype)) for matrix in names
-            }
+            tensors = {tensor: stored[tensor].joined(read, dtype) for tensor in names}
             save_file(tensors, draft / name, metadata={"format": "pt"})  # required by transformers
             (draft / name).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only
             place |= dict.fromkeys(tensors, name)
@@ -292,8 +295,16 @@ def _draft_of(output: Path) -> Generator[Path]:
         raise
 
 
+def stored_layout(shapes: dict[str, tuple[int, ...]], model: ModelSpec, model_type: str) -> dict[str, Stored]:
+    """Return the tensors of an architecture's files by name, for parameters of these names and shapes."""
+    if model_type == "gpt_oss":
+        return stored_tensors(shapes, model.num_experts)
+    rename = mixtral_name if model_type == "mixtral" else str
+    return {rename(name): Stored(shape, ((name, None),)) for name, shape in shapes.items()}
+
+
 def _files(shapes: dict[str, tuple[int, ...]], element_bytes: int, most_bytes: int) -> Iterator[list[str]]:
-    """Yield the names of each file's matrices, in the order of the model, up to ``most_bytes`` per file."""
+    """Yield the names of each file's tensors, in the order of the model, up to ``most_bytes`` per file."""
     names: list[str] = []
     held = 0
     for name, shape in shapes.items():

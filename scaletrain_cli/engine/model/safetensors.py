@@ -16,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.gpt_oss_files import Place, place_of, read_expert, router_name
 from scaletrain_cli.engine.model.materialization import named_weights
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from scaletrain_cli.text import either
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _MOST_SHOWN = 8  # differences; a wrong number of layers would list hundreds
@@ -48,7 +50,7 @@ class HuggingFaceFolder:
     """
 
     def __init__(self, folder: Path, model: CausalLM) -> None:
-        self._folder = folder
+        self._folder, self._experts = folder, model.spec.num_experts
         self._files: dict[Path, Any] = {}
         self._file_of = _index(folder)
         try:
@@ -63,6 +65,8 @@ class HuggingFaceFolder:
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of a parameter, as stored."""
         stored = self._stored(name)
+        if stored is None and (place := self._place(name, whole_shape)) is not None:
+            return read_expert(place, whole_shape, spec, self._named_slice, packed=self._is_packed(place))
         if stored is None:
             raise UsageError(Reason("engine.weights-missing", {"folder": str(self._folder), "name": name}))
         values = self._slice(stored)
@@ -75,10 +79,25 @@ class HuggingFaceFolder:
 
     def _stored(self, name: str) -> str | None:
         """Return the name of a parameter in the files; None if they do not have it."""
-        for candidate in (name, _BASE.sub("", name), mixtral_name(name)):
+        in_gpt_oss = router_name(name)
+        for candidate in (name, _BASE.sub("", name), mixtral_name(name), in_gpt_oss, _BASE.sub("", in_gpt_oss)):
             if candidate in self._file_of:
                 return candidate
         return None
+
+    def _place(self, name: str, shape: tuple[int, ...]) -> Place | None:
+        """Return the place of an expert's parameter if the files have all experts of a layer in one tensor."""
+        place = place_of(name, shape, self._experts)
+        found = place is not None and (self._stored(place.stack) or self._stored(place.blocks))
+        return place if found else None
+
+    def _is_packed(self, place: Place) -> bool:
+        return self._stored(place.stack) is None
+
+    def _named_slice(self, name: str) -> Any:
+        stored = self._stored(name)
+        assert stored is not None, "compared with the files before"
+        return self._slice(stored)
 
     def _slice(self, stored: str) -> Any:
         """Return the tensor in its file, not yet read; shape and dtype come from the header."""
@@ -94,6 +113,9 @@ class HuggingFaceFolder:
         expected, used = named_weights(model), set()
         for name, shape in expected.items():
             stored = self._stored(name)
+            if stored is None and (place := self._place(name, shape)) is not None:
+                yield from self._stack_mismatches(place, used)
+                continue
             used.add(stored)
             if stored is None:
                 hint = "Set model.tie_word_embeddings: true." if name == _HEAD else None
@@ -108,6 +130,24 @@ class HuggingFaceFolder:
         for stored in sorted(self._file_of.keys() - used):
             if not _CONSTANTS.search(stored) and not (stored == _HEAD and self._is_tied(expected)):
                 yield Problem(str(self._file_of[stored]), stored, "is in the files but not in the model.")
+
+    def _stack_mismatches(self, place: Place, used: set[str | None]) -> Iterator[Problem]:
+        """Yield how the tensors of a layer's experts differ from the model, once for all experts."""
+        packed = self._is_packed(place)
+        for name, shape in place.stored_shapes(packed=packed).items():
+            stored = self._stored(name)
+            if stored in used and stored is not None:
+                continue
+            used.add(stored)
+            if stored is None:
+                yield Problem(str(self._folder), name, "is in the model but in none of the files.")
+                continue
+            path, header = self._file_of[stored], self._slice(stored)
+            if tuple(header.get_shape()) != shape:
+                yield Problem(str(path), stored, f"the model has {list(shape)}.", str(header.get_shape()))
+            allowed = ("U8",) if packed else _DTYPES
+            if header.get_dtype() not in allowed:
+                yield Problem(str(path), stored, f"must be {either(allowed)}.", header.get_dtype())
 
     def _is_tied(self, expected: dict[str, tuple[int, ...]]) -> bool:
         """Return True if the head in the files is a copy of the embedding, which is the first parameter."""

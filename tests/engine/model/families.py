@@ -37,6 +37,10 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2],
     "long_factor": [1.5, 3.0, 6.0],
 }
+_UNROUNDED_YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    **{"original_max_position_embeddings": 16, "rope_theta": 1000.0},
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -98,6 +102,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek dense": (
         "deepseek_v3",
         {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 2, "rope_interleave": False},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8},
+            **{"rope_parameters": _UNROUNDED_YARN, "swiglu_limit": 1.0},
+        },
     ),
     "gpt2": ("gpt2", {}),
 }
