@@ -136,9 +136,9 @@ class HuggingFaceFolder:
         packed = self._is_packed(place)
         for name, shape in place.stored_shapes(packed=packed).items():
             stored = self._stored(name)
-            if stored in used and stored is not None:
+            if (stored or name) in used:
                 continue
-            used.add(stored)
+            used.add(stored or name)
             if stored is None:
                 yield Problem(str(self._folder), name, "is in the model but in none of the files.")
                 continue

@@ -114,10 +114,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reference(name: str, folder: Path) -> nn.Module:
+def reference(name: str, folder: Path, **changes: Any) -> nn.Module:
     """Save and return a random model of a family, in fp32 and for evaluation."""
     kind, settings = FAMILIES[name]
-    sizes = {**SIZES, **settings}
+    sizes = {**SIZES, **settings, **changes}
     if kind == "gpt2":
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}
         sizes |= {"bos_token_id": 1, "eos_token_id": 2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
