@@ -110,7 +110,8 @@ class HuggingFaceFolder:
             raise UsageError(Reason("engine.weights-unreadable", {"path": str(path), "error": str(error)})) from error
 
     def _mismatches(self, model: CausalLM) -> Iterator[Problem]:
-        expected, used = named_weights(model), set()
+        expected = named_weights(model)
+        used: set[str | None] = set()
         for name, shape in expected.items():
             stored = self._stored(name)
             if stored is None and (place := self._place(name, shape)) is not None:

@@ -95,6 +95,9 @@ def test_packed_documents_are_computed_as_transformers_computes_them(name: str, 
         numbers = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))[None]
         context = TokenContext(positions, torch.arange(1), numbers)
         with torch.no_grad():
-            expected = theirs(tokens, position_ids=positions, use_cache=False).logits
+            if name == "gpt-oss":  # transformers does not see documents here, and its frequencies are constant
+                expected = torch.cat([theirs(part).logits for part in tokens.split(lengths, 1)], 1)
+            else:
+                expected = theirs(tokens, position_ids=positions, use_cache=False).logits
             close(logits(ours, tokens, context), expected)
             assert not torch.allclose(logits(ours, tokens), expected, atol=1e-2)
