@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.model.attention import TokenContext
+from scaletrain_cli.engine.model.document_attention import Segments, segments_of
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 
@@ -108,6 +110,7 @@ class MicroBatch(NamedTuple):
     weights: [rows, local length] fp32, weight of each label in the loss; None: 1 where the label is not -100.
     documents: [rows, whole length] int64, number of the document that each position of the whole sequence belongs to,
     -1 for padding; attention stays within a document. None: one document per row, padded at its end.
+    segments: the same documents; None if ``documents`` is.
     numbers: [micro_batch_size] int64, numbers of the rows or pairs in the split; None for text.
     reference: [rows] fp32, log-probabilities of the answers under the reference model; None unless they were computed.
     """
@@ -119,24 +122,25 @@ class MicroBatch(NamedTuple):
     divisor: Tensor | None
     weights: Tensor | None = None
     documents: Tensor | None = None
+    segments: Segments | None = None
     numbers: Tensor | None = None
     reference: Tensor | None = None
 
     @property
     def context(self) -> TokenContext:
         """The positions, sample numbers and documents of the tokens, which blocks get beside the hidden states."""
-        return TokenContext(self.positions, self.samples, self.documents)
+        return TokenContext(self.positions, self.samples, self.documents, self.segments)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on another device."""
-        return MicroBatch._make(None if part is None else part.to(device) for part in self)
+        return MicroBatch._make(_moved(part, lambda tensor: tensor.to(device)) for part in self)
 
 
 class StepBatch(NamedTuple):
     """All micro-batches of one step in few tensors.
 
     The first dimension counts them, except in ``divisor`` and in ``positions`` of one dimension, which are the same in
-    all.
+    all. The ``segments`` of a micro-batch with fewer documents than another one have empty ones at their end.
     """
 
     tokens: Tensor
@@ -146,6 +150,7 @@ class StepBatch(NamedTuple):
     divisor: Tensor | None
     weights: Tensor | None = None
     documents: Tensor | None = None
+    segments: Segments | None = None
     numbers: Tensor | None = None
     reference: Tensor | None = None
 
@@ -164,11 +169,19 @@ class StepBatch(NamedTuple):
                 divisor=self.divisor,
                 weights=part(self.weights, i),
                 documents=part(self.documents, i),
+                segments=None if self.segments is None else Segments(self.segments.bounds[i], self.segments.longest),
                 numbers=part(self.numbers, i),
                 reference=part(self.reference, i),
             )
             for i in range(len(self.tokens))
         ]
+
+
+def _moved(part: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """Return a part of a batch with its tensors moved."""
+    if isinstance(part, Segments):
+        return Segments(move(part.bounds), part.longest)
+    return move(part) if isinstance(part, Tensor) else part
 
 
 @dataclass(frozen=True)
@@ -299,6 +312,7 @@ class BatchReader:
             divisor=divisor,
             weights=_tensor(np.stack(weights)[..., part]) if weights else None,
             documents=_tensor(np.stack(documents)) if documents else None,
+            segments=_joined([segments_of(torch.from_numpy(each)) for each in documents]) if documents else None,
             numbers=numbers,
             reference=reference,
         )
@@ -315,6 +329,13 @@ class BatchReader:
         for row, index in zip(masked, indices, strict=True):
             row[self.sequences.document_ends_within(index, index + 1)] = NOT_COUNTED
         return masked
+
+
+def _joined(segments: list[Segments]) -> Segments:
+    """Return the segments of several micro-batches, with bounds [micro-batches, documents + 1]."""
+    most = max(len(each.bounds) for each in segments)
+    bounds = [F.pad(each.bounds, (0, most - len(each.bounds)), value=int(each.bounds[-1])) for each in segments]
+    return Segments(torch.stack(bounds), max(each.longest for each in segments))
 
 
 def _tensor(values: npt.NDArray[Any]) -> Tensor:
@@ -355,8 +376,7 @@ class Prefetcher:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrival.copied)
             for part in arrival.batch:
-                if part is not None:
-                    part.record_stream(stream)  # keeps the copying stream from reusing the memory too early
+                _moved(part, partial(_recorded, stream))
         return arrival.batch.micro_batches()
 
     def close(self) -> None:
@@ -372,8 +392,14 @@ class Prefetcher:
             return _Prefetched(batch, None)
         with torch.cuda.stream(self._stream):
             on_device = StepBatch._make(
-                None if part is None else part.pin_memory().to(self._device, non_blocking=True) for part in batch
+                _moved(part, lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True)) for part in batch
             )
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         return _Prefetched(on_device, copied)
+
+
+def _recorded(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
+    """Return the tensor, whose memory the copying stream then does not reuse too early."""
+    tensor.record_stream(stream)
+    return tensor

@@ -86,7 +86,8 @@ def generate(
 def next_token_logits(model: CausalLM, tokens: Tensor) -> Tensor:
     """Return the fp32 logits [batch, vocabulary] after the last of ``tokens`` [batch, length]."""
     batch, length = tokens.shape
-    context = TokenContext(*(torch.arange(size, device=tokens.device) for size in (length, batch)))
+    positions, samples = (torch.arange(size, device=tokens.device) for size in (length, batch))
+    context = TokenContext(positions, samples)
     hidden = model.embed(tokens, context)
     hidden = model.transform(hidden, model.with_masks(context, hidden))
     head: Any = model.lm_head

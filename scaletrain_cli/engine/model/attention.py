@@ -19,8 +19,15 @@ from torch.nn.attention import SDPBackend
 
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.model.attention_sinks import fused_attention_with_sinks, fused_kernel, repeated
+from scaletrain_cli.engine.model.document_attention import (
+    Segments,
+    document_attention,
+    is_supported,
+    segments_of,
+    whole_rows,
+)
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 
 
 class TokenContext(NamedTuple):
@@ -31,19 +38,28 @@ class TokenContext(NamedTuple):
     documents: [batch, whole length] int64, the number of the document of each position, padding with its own; None if
     each sequence is one document. A token attends to earlier tokens of its document. On sequence-parallel ranks,
     positions are those of the rank's part, documents those of the whole length.
+    segments: the same documents as ``document_attention`` needs them; None if they are to be found in ``documents``.
     mask, window_mask: see ``with_masks``.
     """
 
     positions: Tensor
     samples: Tensor
     documents: Tensor | None = None
+    segments: Segments | None = None
     mask: Tensor | None = None
     window_mask: Tensor | None = None
+
+    def with_segments(self) -> TokenContext:
+        """Return the context with the segments of its documents, so that all blocks share them."""
+        if self.documents is None or self.segments is not None:
+            return self
+        return self._replace(segments=segments_of(self.documents))
 
     def with_masks(self, dtype: torch.dtype, length: int, window: int | None) -> TokenContext:
         """Return the context with the masks of its documents and of a window, so that all blocks share them.
 
-        ``dtype`` of the queries; ``length``: the whole length; ``window``: of layers with sliding attention, in tokens.
+        For attention that needs masks: see ``needs_mask``. ``dtype`` of the queries; ``length``: the whole length;
+        ``window``: of layers with sliding attention, in tokens.
         """
         return self._replace(
             mask=self.mask_for(dtype, length, None),
@@ -95,6 +111,20 @@ class AttentionSettings(NamedTuple):
 PLAIN = AttentionSettings()
 
 
+def needs_mask(model: ModelSpec, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if attention within documents or windows takes a mask of all pairs of positions.
+
+    That is so with a cap of scores and with dropout, whose attention is unfused, with sinks, and on a GPU in fp32 or
+    with heads that torch's variable-length kernel does not have.
+    """
+    unfused = model.attn_logit_softcapping is not None or model.attention_dropout > 0
+    return (
+        unfused
+        or model.attention_sinks
+        or not is_supported(device, dtype, max(model.qk_head_dim, model.value_head_dim))
+    )
+
+
 def causal_attention(
     query: Tensor,
     key: Tensor,
@@ -119,16 +149,32 @@ def causal_attention(
         else:
             query, key = (F.pad(x, (0, width - head_dim)) for x in (query, key))
         return causal_attention(query, key, value, context, settings, sinks)[..., :width]
-    mask, grouped = context.mask_for(query.dtype, query.shape[2], settings.window), query.shape[1] != key.shape[1]
-    scale = settings.scale
+    rows, length = query.shape[0], query.shape[2]
+    window = None if settings.window is None or settings.window >= length else settings.window
     if sinks is not None:
-        fused = fused_attention_with_sinks(query, key, value, sinks, mask, scale)
+        mask = context.mask_for(query.dtype, length, window)
+        fused = fused_attention_with_sinks(query, key, value, sinks, mask, settings.scale)
         return _mixed(attention_weights(query, key, context, settings, sinks), value) if fused is None else fused
-    if mask is None:
+    if context.documents is None and window is None:
+        grouped = query.shape[1] != key.shape[1]
+        scale = settings.scale
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped, scale=scale)
+    if not is_supported(query.device, query.dtype, head_dim):
+        return masked_attention(query, key, value, context, settings)
+    segments = context.with_segments().segments or whole_rows(rows, length, query.device)
+    return document_attention(query, key, value, segments, settings.scale, window)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, context: TokenContext, settings: AttentionSettings = PLAIN
+) -> Tensor:
+    """Return ``causal_attention`` without a cap or sinks, computed with a mask of all pairs of positions."""
+    mask, grouped = context.mask_for(query.dtype, query.shape[2], settings.window), query.shape[1] != key.shape[1]
     if grouped and query.is_cuda:  # of the kernels there that take a mask, only the unfused one has grouped queries
         key, value, grouped = repeated(key, query), repeated(value, query), False
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped, scale=scale)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=settings.scale
+    )
 
 
 def attention_weights(
@@ -196,6 +242,7 @@ def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> 
         length=model.seq_len,
         head_dim=max(model.qk_head_dim, model.value_head_dim),
         dropout=model.attention_dropout,
+        capped=model.attn_logit_softcapping is not None,
         masked=spec.data.packing != "none" or model.windowed_layers > 0,
         sinks=model.attention_sinks,
     )
@@ -211,18 +258,22 @@ def attention_kernel(
     length: int,
     head_dim: int,
     dropout: float = 0.0,
+    capped: bool = False,
     masked: bool = False,
     sinks: bool = False,
 ) -> str:
     """Return flash, memory-efficient, cudnn or math (which materializes all scores), for one rank's share of the heads.
 
-    ``unfused`` with dropout, which has its own attention. ``masked``: rows may have several documents. ``sinks``: see
-    ``attention_sinks``. Allocates a query, a key and a value, and the mask.
+    ``unfused`` with dropout or a cap of scores. ``masked``: rows may have several documents, or layers a window; the
+    kernel is then flash by document if possible (``document_attention``). ``sinks``: see ``attention_sinks``. Allocates
+    a query, a key and a value, and the mask.
     """
-    if dropout:
+    if dropout or capped:
         return "unfused"
+    if masked and not sinks and is_supported(device, dtype, head_dim):
+        return "flash by document"
     if masked and device.type == "cuda":
-        kv_heads = heads  # repeated, see causal_attention
+        kv_heads = heads  # repeated, see masked_attention
     documents = torch.zeros(batch, length, dtype=torch.int64, device=device)
     mask = attention_mask(documents, dtype) if masked else None
     query, key, value = (

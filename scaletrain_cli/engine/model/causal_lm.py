@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.attention import TokenContext
+from scaletrain_cli.engine.model.attention import TokenContext, needs_mask
 from scaletrain_cli.engine.model.loss import LanguageModelHead
 from scaletrain_cli.spec import ModelSpec
 
@@ -91,13 +91,16 @@ class CausalLM(nn.Module, ABC):
         """
         if context is None:
             batch, length = tokens.shape
-            context = TokenContext(*(torch.arange(size, device=tokens.device) for size in (length, batch)))
+            positions, samples = (torch.arange(size, device=tokens.device) for size in (length, batch))
+            context = TokenContext(positions, samples)
         hidden = self.embed(tokens, context)
         hidden = self.transform(hidden, self.with_masks(context, hidden))
         return self.loss(hidden, labels, divisor) if output is None else output(self, hidden)
 
     def with_masks(self, context: TokenContext, hidden: Tensor) -> TokenContext:
-        """Return the context with the attention masks that the blocks share; ``hidden`` enters the first of them."""
+        """Return the context with what the blocks share: documents or masks. ``hidden`` enters the first block."""
+        if not needs_mask(self.spec, hidden.device, hidden.dtype):
+            return context.with_segments()
         return context.with_masks(hidden.dtype, hidden.shape[1] * self.sequence_ranks, self.spec.sliding_window)
 
     def tie(self) -> None:

@@ -51,7 +51,7 @@ _PROFILE = FrameworkProfile(
     attention_speed=1.0,
     pipeline_overlap=0.0,
     zero_host=5e-3,
-    skips_windows=False,  # torch's scaled_dot_product_attention with a mask
+    skips_windows=False,  # with a mask; without one see RankWork.by_document
 )
 
 

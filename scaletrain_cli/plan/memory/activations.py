@@ -31,22 +31,42 @@ _FP32 = 4
 
 
 def has_documents(spec: RunSpec) -> bool:
-    """Return whether a row of a batch holds several documents, so that attention has a mask."""
+    """Return whether a row of a batch holds several documents, within which attention stays."""
     return spec.data.packing != "none"
+
+
+_LARGEST_HEAD = 256  # FlashAttention 2
+
+
+def attends_by_document(spec: RunSpec, device: Accelerator) -> bool:
+    """Return whether the engine computes attention within documents and windows without a mask of all pairs.
+
+    As engine/model/document_attention.py ``is_supported``: on the CPU, and on CUDA of compute capability 8 in 16 bits;
+    not with dropout, a cap of scores or sinks. Devices that the spec describes count as CUDA.
+    """
+    model = spec.transformer
+    if materializes_scores(model) or model.attention_sinks:
+        return False
+    if device.is_cpu:
+        return True
+    has_kernel = not device.compute_capability.startswith("gfx") and not 0 < device.cuda_capability < 8.0
+    head = max(model.qk_head_dim, model.value_head_dim)
+    fits = head % 8 == 0 and head <= _LARGEST_HEAD
+    return has_kernel and fits and spec.training.precision not in ("fp32", "tf32")
 
 
 def fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
     """Return whether attention without dropout has a fused kernel: by planner.attention, or for auto by the device.
 
-    Of torch's kernels, the memory-efficient one takes a mask, but no grouped heads, and flash attention takes no mask
-    (torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). The engine repeats keys and values for it
-    (``repeats_keys``).
+    Where attention within documents and windows takes a mask: of torch's kernels, the memory-efficient one takes a
+    mask, but no grouped heads, and flash attention takes no mask (torch 2.13,
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). The engine repeats keys and values for it (``repeats_keys``).
     """
     model, wanted = spec.transformer, spec.planner.attention
     if wanted != "auto":
         return wanted == "flash"
     grouped = model.num_key_value_heads != model.num_attention_heads
-    grouped = grouped and not _has_mask(spec) and not model.attention_sinks
+    grouped = grouped and not _has_mask(spec, device) and not model.attention_sinks
     return device.fuses_attention(spec.training.precision, max(model.qk_head_dim, model.value_head_dim), grouped)
 
 
@@ -61,11 +81,12 @@ def repeats_keys(spec: RunSpec, device: Accelerator) -> bool:
         device.is_cpu or not device.fuses_attention(spec.training.precision, model.head_dim, True)
     ):
         return True
-    return _has_mask(spec) and not device.is_cpu
+    return _has_mask(spec, device) and not device.is_cpu
 
 
-def _has_mask(spec: RunSpec) -> bool:
-    return has_documents(spec) or spec.transformer.windowed_layers > 0
+def _has_mask(spec: RunSpec, device: Accelerator) -> bool:
+    wanted = has_documents(spec) or spec.transformer.windowed_layers > 0
+    return wanted and not attends_by_document(spec, device)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.activations import (
     Recomputation,
     TokenActivations,
+    attends_by_document,
     block_backward_bytes,
     fuses_attention,
     has_documents,
@@ -73,7 +74,7 @@ def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, st
     held = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
     saved = _Activations(spec, layout, device).saved(held, stage_of_step(spec, step), 1)
     whole = layout.activation_checkpointing != "full"  # recomputed blocks save no mask
-    return saved + (window_mask_bytes(spec, layout) if whole and not has_documents(spec) else 0)
+    return saved + (window_mask_bytes(spec, layout, device) if whole and not has_documents(spec) else 0)
 
 
 def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
@@ -173,7 +174,7 @@ def _size_of_stage(
     own, grads = trained_bytes(spec)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
-    mask = document_mask_bytes(spec, layout) + window_mask_bytes(spec, layout)
+    mask = document_mask_bytes(spec, layout, device) + window_mask_bytes(spec, layout, device)
 
     def fixed_bytes(stage: Stage) -> _FixedBytes:
         """Return the bytes that do not depend on the micro-batches in flight."""
@@ -229,25 +230,26 @@ def _size_of_stage(
     return size
 
 
-def window_mask_bytes(spec: RunSpec, layout: Layout) -> int:
+def window_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
     """Return the bytes of the mask of the sliding window, which all blocks and, without documents, all rows share.
 
-    Attention with a cap of scores does not save it, and makes its own.
+    0 where attention needs none (``attends_by_document``). Attention with a cap of scores does not save it, and makes
+    its own.
     """
     model = spec.transformer
-    if not model.windowed_layers or materializes_scores(model):
+    if not model.windowed_layers or materializes_scores(model) or attends_by_document(spec, device):
         return 0
     rows = layout.micro_batch_size * rows_per_sample(spec) if has_documents(spec) else 1
     return weight_bytes(spec.training.precision) * rows * model.seq_len**2
 
 
-def document_mask_bytes(spec: RunSpec, layout: Layout) -> int:
+def document_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
     """Return the bytes of the mask of one micro-batch whose rows have several documents, which all blocks share.
 
     One element of the compute dtype per pair of positions (engine/model/attention.py ``attention_mask``); each sequence
-    rank has the whole mask.
+    rank has the whole mask. 0 where attention needs none (``attends_by_document``).
     """
-    if not has_documents(spec):
+    if not has_documents(spec) or attends_by_document(spec, device):
         return 0
     rows = layout.micro_batch_size * rows_per_sample(spec)
     return weight_bytes(spec.training.precision) * rows * spec.transformer.seq_len**2

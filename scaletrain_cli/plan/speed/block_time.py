@@ -41,6 +41,7 @@ class RankWork:
     sharded_norms: bool  # norms and residuals are sharded over the tensor ranks too
     flash: bool  # attention has a fused kernel
     compiled: bool  # torch.compile
+    by_document: bool = False  # fused attention skips the scores outside documents and windows
 
 
 @dataclass(frozen=True)
@@ -237,20 +238,20 @@ def _attention_core(
     if work.flash:
         biased = model.positions == "alibi"
         forward, backward = flash_attention_seconds(queries, work.keys, local, scores, values, biased, rate)
-        factor = _window_factor(model, profile) / profile.attention_speed
+        factor = _window_factor(model, work, profile) / profile.attention_speed
         return forward * factor, backward * factor
     dropout = model.attention_dropout > 0
     return materialized_attention_seconds(queries, work.keys, local, scores, values, profile.scores, dropout, rate)
 
 
-def _window_factor(model: ModelSpec, profile: FrameworkProfile) -> float:
+def _window_factor(model: ModelSpec, work: RankWork, profile: FrameworkProfile) -> float:
     """Return the mean time of fused attention over the layers, over that of full causal attention.
 
     A kernel with windows skips the scores outside; one that takes them as a mask computes all scores, also those that
     full causal attention skips.
     """
     share = model.windowed_layers / model.num_hidden_layers
-    windowed = window_keys(model) / model.seq_len if profile.skips_windows else 2.0
+    windowed = window_keys(model) / model.seq_len if profile.skips_windows or work.by_document else 2.0
     return 1 - share + share * windowed
 
 

@@ -13,7 +13,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.memory.activations import fuses_attention, loss_chunks
+from scaletrain_cli.plan.memory.activations import attends_by_document, fuses_attention, loss_chunks
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import stage_tensors
 from scaletrain_cli.plan.memory.states import (
@@ -333,4 +333,5 @@ def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:
         sharded_norms=framework.shards_norms(spec, layout),
         flash=fuses_attention(spec, device) and not framework.drops_scores(spec) and not capped,
         compiled=layout.compile,
+        by_document=framework.is_engine and attends_by_document(spec, device),
     )

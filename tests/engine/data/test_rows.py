@@ -11,6 +11,7 @@ import torch
 
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, RowSequences
+from scaletrain_cli.engine.model.document_attention import segments_of
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from tests.engine.data.test_batches import CUTS, GLOBAL_BATCH, WHOLE
 
@@ -121,6 +122,11 @@ def test_every_layout_reads_the_same_rows_and_divides_by_the_weights_of_the_glob
     assert np.mean([float(s / p.divisor) for s, p in zip(sums, parts, strict=True)]) == pytest.approx(1.0)
     for part in parts:
         assert part.documents is None or part.documents.shape == (len(part.tokens), LENGTH)
+        assert (part.segments is None) == (part.documents is None)
+        if part.segments is not None and part.documents is not None:
+            bounds, longest = segments_of(part.documents)
+            assert part.segments.bounds.unique().tolist() == bounds.tolist()
+            assert part.segments.longest >= longest
         assert len(part.tokens) == cut[2] * (2 if "pairs" in kind else 1)
 
 

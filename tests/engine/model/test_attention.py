@@ -51,8 +51,10 @@ def test_the_reported_kernel_is_the_one_that_runs(
         with Operations() as ran:
             causal_attention(query, key, key.detach(), context)
     fused = any("flash_attention" in name for name in ran.names)
-    assert reported == ("flash" if fused else "math")
-    assert fused or SDPBackend.FLASH_ATTENTION not in allowed or kv_heads == 2
+    by_document = "scaletrain.document_attention.default" in ran.names
+    assert by_document == masked
+    assert reported == ("flash by document" if by_document else "flash" if fused else "math")
+    assert fused or by_document or SDPBackend.FLASH_ATTENTION not in allowed or kv_heads == 2
 
 
 def test_attention_with_dropout_is_reported_as_unfused() -> None:
