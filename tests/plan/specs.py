@@ -13,7 +13,7 @@ DATA_ALONE = {"layout__tensor_parallel": 1, "layout__pipeline_parallel": 1, "lay
 
 
 def model_of(preset: str, **overrides: Any) -> ModelSpec:
-    return ModelSpec.model_validate(complete({"preset": preset, **overrides}, Path()))
+    return ModelSpec.model_validate(complete({"preset": preset, **overrides}, Path(), {}))
 
 
 def spec_of(preset: str = "llama-7b", **overrides: Any) -> RunSpec:
@@ -28,5 +28,5 @@ def spec_of(preset: str = "llama-7b", **overrides: Any) -> RunSpec:
     for dotted, value in overrides.items():
         section, key = dotted.split("__")
         raw.setdefault(section, {})[key] = value
-    raw["model"] = complete(raw["model"], Path())
+    raw["model"] = complete(raw["model"], Path(), {})
     return RunSpec.model_validate({"schema": "scaletrain/v1", "name": "test", **raw})

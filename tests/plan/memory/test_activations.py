@@ -124,7 +124,7 @@ def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precis
     }
 
     def saved_bytes(layers: int) -> tuple[ModelSpec, int]:
-        model_spec = ModelSpec.model_validate(complete({**dims, "num_hidden_layers": layers}, Path()))
+        model_spec = ModelSpec.model_validate(complete({**dims, "num_hidden_layers": layers}, Path(), {}))
         model = build_model(model_spec, seed=0)
         model = model.to(torch.bfloat16) if precision == "bf16" else model
         weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
