@@ -124,6 +124,10 @@ TEXTS: dict[str, Text] = {
         "model.adapter.weights: {folder} does not hold this adapter; {shown} of {differences:of difference}"
     ),
     "weights-missing": Text("model.weights: {folder} has no {name}"),
+    "weights-not-loaded": Text(
+        "model.weights: {tensors:of tensor} in {folder} are not loaded, of {layers:of layer} that predict tokens after "
+        "the next one"
+    ),
     "weights-differ": Text("model.weights: {folder} does not hold this model; {shown} of {differences:of difference}"),
     # Libraries and devices that a setting needs.
     "optimizer-needs-matrices": Text(

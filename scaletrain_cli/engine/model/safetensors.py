@@ -6,27 +6,36 @@ All names and shapes are first compared with the whole model, by the files' head
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from scaletrain_cli.engine.model import fp8_files
 from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.fp8_files import ScaledMatrix, block_of, scales_of, scales_shape
 from scaletrain_cli.engine.model.gpt_oss_files import Place, place_of, read_expert, router_name
 from scaletrain_cli.engine.model.materialization import named_weights
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.text import either
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _MOST_SHOWN = 8  # differences; a wrong number of layers would list hundreds
 _HEAD = "lm_head.weight"
+_MOST_FURTHER = 16  # layers that predict further tokens
 _ROWS = 4096  # of a matrix that need not be read whole, at a time
 # Constants in older files: causal masks and rotary frequencies.
 _CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
@@ -53,6 +62,9 @@ class HuggingFaceFolder:
         self._folder, self._experts = folder, model.spec.num_experts
         self._files: dict[Path, Any] = {}
         self._file_of = _index(folder)
+        config = _config(folder)
+        self._block = block_of(config)
+        self._untrained = _untrained_layers(config, model.spec.num_hidden_layers)
         try:
             differing = list(config_mismatches(folder, model.spec))
         except UsageError as error:
@@ -69,7 +81,7 @@ class HuggingFaceFolder:
             return read_expert(place, whole_shape, spec, self._named_slice, packed=self._is_packed(place))
         if stored is None:
             raise UsageError(Reason("engine.weights-missing", {"folder": str(self._folder), "name": name}))
-        values = self._slice(stored)
+        values = self._values(stored)
         if spec is None:
             return values[:]  # type: ignore[no-any-return]
         before = (slice(None),) * spec.dim
@@ -99,6 +111,13 @@ class HuggingFaceFolder:
         assert stored is not None, "compared with the files before"
         return self._slice(stored)
 
+    def _values(self, stored: str) -> Any:
+        """Return what reads parts of a tensor, by slices: the tensor in its file, or a matrix in fp8 with its scales."""
+        values, scales = self._slice(stored), scales_of(stored)
+        if scales not in self._file_of:
+            return values
+        return ScaledMatrix(values, self._slice(scales), self._block)
+
     def _slice(self, stored: str) -> Any:
         """Return the tensor in its file, not yet read; shape and dtype come from the header."""
         path = self._file_of[stored]
@@ -126,11 +145,30 @@ class HuggingFaceFolder:
             if tuple(header.get_shape()) != shape:
                 given = str(header.get_shape())
                 yield Problem(str(path), stored, f"the model has {list(shape)}.", given)
-            if header.get_dtype() not in _DTYPES:
+            if header.get_dtype() == fp8_files.DTYPE and scales_of(stored) in self._file_of:
+                used.add(scales_of(stored))
+                yield from self._scales_mismatches(stored, shape)
+            elif header.get_dtype() not in _DTYPES:
                 yield Problem(str(path), stored, f"must be one of {', '.join(_DTYPES)}.", header.get_dtype())
+        ignored = 0
         for stored in sorted(self._file_of.keys() - used):
+            if self._untrained and stored.startswith(self._untrained):
+                ignored += 1
+                continue
             if not _CONSTANTS.search(stored) and not (stored == _HEAD and self._is_tied(expected)):
                 yield Problem(str(self._file_of[stored]), stored, "is in the files but not in the model.")
+        if ignored and (not dist.is_initialized() or dist.get_rank() == 0):
+            params = {"folder": str(self._folder), "tensors": ignored, "layers": len(self._untrained)}
+            logger.info("%s", Reason("engine.weights-not-loaded", params))
+
+    def _scales_mismatches(self, stored: str, shape: tuple[int, ...]) -> Iterator[Problem]:
+        """Yield how the scales of a matrix in fp8 differ from its blocks."""
+        name = scales_of(stored)
+        found, expected = tuple(self._slice(name).get_shape()), scales_shape(shape, self._block)
+        if found != expected:
+            rows, columns = self._block
+            message = f"blocks of {rows} x {columns} have scales {list(expected)}."
+            yield Problem(str(self._file_of[name]), name, message, str(list(found)))
 
     def _stack_mismatches(self, place: Place, used: set[str | None]) -> Iterator[Problem]:
         """Yield how the tensors of a layer's experts differ from the model, once for all experts."""
@@ -160,6 +198,24 @@ class HuggingFaceFolder:
             return False
         rows = (slice(first, first + _ROWS) for first in range(0, head.get_shape()[0], _ROWS))
         return all(torch.equal(head[part], table[part]) for part in rows)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return the parsed config.json; empty without one. Whether it is right, ``config_mismatches`` checks."""
+    try:
+        return read_config(folder)
+    except SourceError:
+        return {}
+
+
+def _untrained_layers(config: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """Return the beginnings of the names of layers that predict further tokens (DeepSeek-V3, section 2.2).
+
+    They come after the others in the files, and are not loaded, as in transformers.
+    """
+    further = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
+    numbers = range(layers, layers + min(further, _MOST_FURTHER)) if isinstance(further, int) else range(0)
+    return tuple(f"model.layers.{number}." for number in numbers)
 
 
 def _index(folder: Path) -> dict[str, Path]:

@@ -129,11 +129,20 @@ _LONGROPE = (
 )
 _PHI3 = ("model.fused_projections=true", "model.partial_rotary_factor=0.75", "model.sliding_window=8", _LONGROPE)
 _OLMO2 = ("model.norm_position=post", "model.qk_norm=true", "model.qk_norm_scope=projection")
+_DEEPSEEK = (
+    *("model.num_key_value_heads=4", "model.kv_lora_rank=24", "model.q_lora_rank=32", "model.qk_rope_head_dim=8"),
+    *("model.v_head_dim=12", *_MIXTURE, "model.first_k_dense_replace=1", "model.shared_expert_intermediate_size=48"),
+    *("model.scoring_func=sigmoid", "model.topk_method=noaux_tc", "model.n_group=2", "model.topk_group=1"),
+    *("model.norm_topk_prob=true", "model.routed_scaling_factor=2.5"),
+    "model.rope_scaling={rope_type: yarn, factor: 4, mscale: 1, mscale_all_dim: 1, "
+    "original_max_position_embeddings: 16}",
+)
 FAMILIES = {
     "gemma2": (*_GEMMA, *_CAPS),
     "gemma3": (*_GEMMA, *_LOCAL),
     "phi3": _PHI3,
     "olmo2": _OLMO2,
+    "deepseek": _DEEPSEEK,
     "biases": ("model.bias=true",),
     "mistral": ("model.sliding_window=8",),
 }
