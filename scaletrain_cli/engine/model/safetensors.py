@@ -112,7 +112,7 @@ class HuggingFaceFolder:
         return self._slice(stored)
 
     def _values(self, stored: str) -> Any:
-        """Return what reads parts of a tensor, by slices: the tensor in its file, or a matrix in fp8 with its scales."""
+        """Return what reads parts of a tensor by slices: the tensor in its file, or a matrix in fp8 with its scales."""
         values, scales = self._slice(stored), scales_of(stored)
         if scales not in self._file_of:
             return values
