@@ -239,6 +239,40 @@ class ContaminationSpec(PreparationStep):
             yield "min_item_words", f"must be at most ngram, which is {self.ngram}."
 
 
+class DuplicatesSpec(PreparationStep):
+    """Keep one of all documents that are the same, or nearly the same: the first in the order of the sources.
+
+    Near duplicates have at least ``similarity`` of their sequences of words in common (Jaccard, verified exactly). The
+    pairs to verify are found by MinHash: one of similarity s with probability 1 - (1 - s^rows)^bands.
+    """
+
+    step: Literal["duplicates"]
+    exact: bool = Field(default=True, description="texts that differ in white space and Unicode composition alone")
+    near: bool = Field(default=True, description="texts that share most sequences of words, without case and marks")
+    similarity: Annotated[float, BeforeValidator(not_a_switch), Field(ge=0.3, le=1)] = Field(
+        default=0.8, description="least Jaccard similarity of near duplicates"
+    )
+    ngram: Whole = Field(default=5, le=100, description="words of a sequence; shorter texts are compared exactly")
+    bands: Whole = Field(default=20, le=1000, description="more bands find more pairs, and need more space")
+    rows: Whole = Field(default=8, le=100, description="hashes of a band; more find fewer pairs of low similarity")
+    across_sources: bool = Field(default=True, description="false: duplicates are removed within each source alone")
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one."""
+        if not self.exact and not self.near:
+            yield "exact", "must be true unless near is, or the step removes nothing."
+        if not self.near:
+            yield from self._ineffective("near: false", "similarity", "ngram", "bands", "rows")
+        else:
+            recall = 1 - (1 - self.similarity**self.rows) ** self.bands
+            if recall < 0.5:
+                yield (
+                    "bands",
+                    f"with {self.rows} rows find {recall:.0%} of the pairs of similarity {self.similarity:g}. Use more "
+                    "bands or fewer rows.",
+                )
+
+
 IDENTIFIERS = ("email", "ip", "phone", "key")
 Identifier = Literal["email", "ip", "phone", "key"]
 

@@ -34,12 +34,18 @@ _PAIRS_AT_ONCE = 1 << 16
 def write_identical(corpus: Corpus) -> None:
     """Write the identical documents: pairs (document, lowest one that is the same), and who goes on to the bands.
 
-    Sections: ``exact``, ``words`` (pairs), ``goes on`` (a byte per document).
+    Sections: ``starts`` (the number of each task's first document), ``index`` (of each document in its task),
+    ``exact``, ``words`` (pairs), ``goes on`` (a byte per document).
     """
     settings = corpus.settings
-    numbering = Numbering(corpus)
+    counts = [Sections(corpus.signatures(task)).rows("index") for task in range(corpus.tasks)]
+    numbering = Numbering(corpus, np.cumsum([0, *counts], dtype=np.int64))
     salts = source_salts(corpus)
     with SectionWriter(corpus.identical) as file:
+        file.add("starts", "<i8", numbering.starts)
+        file.begin("index", "<i8")
+        for task in range(corpus.tasks):
+            file.append(Sections(corpus.signatures(task)).read("index"))
         file.begin("exact", "<i8", 2)
         if settings.exact:
             for pairs in _same(corpus, numbering, salts, "exact"):
@@ -48,8 +54,8 @@ def write_identical(corpus: Corpus) -> None:
         goes_on = np.zeros(numbering.documents if settings.near else 0, np.uint8)
         if settings.near:
             for task in range(corpus.tasks):
-                counts = Sections(corpus.signatures(task)).read("shingles")
-                goes_on[numbering.starts[task] : numbering.starts[task + 1]] = counts > 0
+                shingles = Sections(corpus.signatures(task)).read("shingles")
+                goes_on[numbering.starts[task] : numbering.starts[task + 1]] = shingles > 0
             for pairs in _same(corpus, numbering, salts, "words"):
                 goes_on[pairs[:, 0]] = 0
                 file.append(pairs)

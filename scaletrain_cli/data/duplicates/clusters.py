@@ -147,7 +147,7 @@ def _write_removed(corpus: Corpus, numbering: Numbering, task: int, table: _Tabl
     removed = np.flatnonzero(roots != np.arange(start, start + len(roots)))
     indices = Sections(corpus.signatures(task)).read("index")[removed]
     near = table.exact[start + removed] == 0
-    kept = np.column_stack([numbering.tasks_of(roots[removed]), numbering.take("index", roots[removed])])
+    kept = numbering.places_of(roots[removed])
     similarities = np.where(near, table.similarities[start + removed], np.float32(1))
     with SectionWriter(corpus.removed(task)) as file:
         file.add("removed", "<i8", np.column_stack([indices, near.astype(np.int64), kept]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.duplicates.files import Sections
+from scaletrain_cli.spec.preparation import DuplicatesSpec
 
 Ids = npt.NDArray[np.int64]
 
@@ -37,6 +38,11 @@ class Settings:
     bands: int = 20
     rows: int = 8  # hashes of a band
     across_sources: bool = True
+
+    @classmethod
+    def of(cls, section: DuplicatesSpec) -> Settings:
+        """Return the settings that a spec gives."""
+        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     def key(self) -> dict[str, Any]:
         """Return all that the results depend on beside the input, as JSON values."""
@@ -115,12 +121,12 @@ class Corpus:
 
 
 class Numbering:
-    """The numbers of all documents, from the signature files of all tasks."""
+    """The numbers of all documents. ``starts``: the number of the first document of each task, and the end."""
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: Corpus, starts: Ids | None = None) -> None:
+        """Take ``starts`` from the file of identical documents unless it is given."""
         self._corpus = corpus
-        counts = [Sections(corpus.signatures(task)).rows("index") for task in range(corpus.tasks)]
-        self.starts: Ids = np.cumsum([0, *counts], dtype=np.int64)
+        self.starts: Ids = Sections(corpus.identical).read("starts") if starts is None else starts
 
     @property
     def documents(self) -> int:
@@ -155,14 +161,13 @@ class Numbering:
         result[order] = rows
         return result
 
+    def places_of(self, ids: Ids) -> Ids:
+        """Return the task and the index in it of each document, shape (documents, 2)."""
+        return np.column_stack([self.tasks_of(ids), Sections(self._corpus.identical).take("index", ids)])
+
     def documents_at(self, ids: Ids) -> list[Document]:
         """Return the task and the index in it of each document."""
-        if not len(ids):
-            return []
-        indices = self.take("index", ids)
-        return [
-            Document(task, index) for task, index in zip(self.tasks_of(ids).tolist(), indices.tolist(), strict=True)
-        ]
+        return [Document(task, index) for task, index in self.places_of(ids).tolist()]
 
 
 def source_salts(corpus: Corpus) -> npt.NDArray[np.uint64]:

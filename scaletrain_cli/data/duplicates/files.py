@@ -119,13 +119,16 @@ class Sections:
 
     def take(self, name: str, places: Numbers) -> Numbers:
         """Return the rows at the given places."""
-        section = self._sections[name]
-        if not len(places):
-            return self.read(name, 0, 0)
-        shape = (section["rows"], *section["shape"])
-        mapped = np.memmap(self.path, section["dtype"], "r", section["offset"], shape)
-        taken: Numbers = np.array(mapped[places])
+        taken: Numbers = np.array(self.mapped(name)[places])
         return taken
+
+    def mapped(self, name: str) -> Numbers:
+        """Return a section, of which what is looked at is read."""
+        section = self._sections[name]
+        shape = (section["rows"], *section["shape"])
+        if not section["rows"]:
+            return np.empty(shape, section["dtype"])
+        return np.memmap(self.path, section["dtype"], "r", section["offset"], shape)
 
 
 def remove_drafts(folder: Path) -> None:

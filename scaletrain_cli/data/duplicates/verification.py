@@ -92,12 +92,12 @@ def write_verified(corpus: Corpus, part: int) -> None:
 
 
 class _TaskShingles:
-    """The file of shingles of one task, with the table of its documents in memory."""
+    """The file of shingles of one task."""
 
     def __init__(self, corpus: Corpus, task: int) -> None:
         self._file = Sections(corpus.shingles(task))
-        self._rows: Ids = self._file.read("rows")
-        self._ends: Ids = self._file.read("ends")
+        self._rows: Ids = self._file.mapped("rows")
+        self._ends: Ids = self._file.mapped("ends")
 
     def of(self, row: int) -> U64:
         place = int(np.searchsorted(self._rows, row))

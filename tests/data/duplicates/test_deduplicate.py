@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from scaletrain_cli.data.duplicates import (
 from scaletrain_cli.data.duplicates.files import Sections
 from scaletrain_cli.data.duplicates.verification import parts
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec.preparation import DuplicatesSpec
 from tests.data.duplicates.planted import ListedTexts, PlantedTexts, content, plain_similarity
 
 PER_TASK = 200
@@ -138,6 +140,7 @@ def test_workers_and_kills_in_every_phase_do_not_change_a_byte(reference: Corpus
     program = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from scaletrain_cli.data import duplicates
 from scaletrain_cli.data.duplicates.files import SectionWriter
 from tests.data.duplicates.planted import PlantedTexts
@@ -257,6 +260,24 @@ def test_a_changed_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(UsageError, match=r"source web .* changed while duplicates"):
             verification.write_shingles(corpus, 0, changed)
     assert not corpus.shingles(0).exists()
+
+
+def test_settings_are_those_of_the_spec() -> None:
+    assert Settings.of(DuplicatesSpec(step="duplicates")) == Settings()
+    assert Settings.of(DuplicatesSpec(step="duplicates", rows=4, near=False)) == Settings(rows=4, near=False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"exact": False, "near": False}, "exact"),
+        ({"near": False, "ngram": 3}, "ngram"),
+        ({"bands": 9, "rows": 13}, "bands"),  # finds 40 % of the pairs at 0.8
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(keys: dict[str, Any], key: str) -> None:
+    assert [found for found, _ in DuplicatesSpec(step="duplicates", **keys).inconsistencies()] == [key]
+    assert list(DuplicatesSpec(step="duplicates").inconsistencies()) == []
 
 
 def test_the_key_names_all_that_results_depend_on() -> None:
