@@ -1,7 +1,8 @@
 """Checks of the training recipe: batch, learning rate, warm-up, data, precision and dimensions.
 
 Scaling rules: linear for SGD (Goyal et al., arXiv:1706.02677), square root for Adam (Malladi et al., arXiv:2205.10287).
-A run that starts from weights is compared with fine-tuning instead.
+A run that starts from weights is compared with
+fine-tuning instead (fine_tuning_checks.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from scaletrain_cli.plan.advice.fine_tuning_checks import (
+    check_fine_tuning,
+    check_rate,
+    check_what_trains,
+    starts_from_weights,
+)
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Layout, ModelSize, Sanity
 from scaletrain_cli.plan.workloads.registry import workload_of
@@ -25,16 +32,6 @@ _LINEAR = ("sgd", "momentum")
 _NEAR, _FAR = 2.0, 4.0
 # Goyal et al. scale a batch of 256 linearly up to 8,192; at 16,384 the error rises (section 5.2, figure 1).
 _LINEAR_SCALING_LIMIT = 32.0
-# Full fine-tuning of language models: TRL's default is 2e-5; LIMA (arXiv:2305.11206) and Llama 2 chat
-# (arXiv:2307.09288, section 3.1) took 1e-5 and 2e-5. Ten times as much is of the order of pre-training.
-_FINE_TUNING_LR, _PRE_TRAINING_LR = 2e-5, 2e-4
-# LoRA: QLoRA (arXiv:2305.14314, table 9) took 2e-4 up to 13B and 1e-4 for 33B and 65B, about ten times the rate of full
-# fine-tuning, which learns little with an adapter.
-_ADAPTER_LR, _LARGE_ADAPTER_LR, _LARGE_PARAMETERS = 2e-4, 1e-4, 30e9
-_LOW_ADAPTER_LR, _HIGH_ADAPTER_LR = 2e-5, 2e-3
-# DPO: Zephyr 7B (arXiv:2310.16944) and Tulu 3 8B (arXiv:2411.15124) took 5e-7; the authors (arXiv:2305.18290) 1e-6.
-# With an adapter about ten times as much.
-_PREFERENCE_LR, _HIGH_PREFERENCE_LR = 5e-7, 5e-6
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,8 @@ def critical_batch_tokens(parameters: int, tokens: float) -> float:
 
 def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
     """Yield the learning rate compared with the published recipe at this batch size, or with fine-tuning."""
-    if getattr(spec.model, "weights", None) is not None:
-        yield _fine_tuning(spec)
+    if starts_from_weights(spec):
+        yield check_rate(spec)
         return
     optimizer, batch = spec.training.optimizer, spec.training.global_batch_size * spec.units_per_sample
     recipe = published_recipe(spec.model.preset)
@@ -109,50 +106,9 @@ def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
     yield Sanity("learning rate", value, verdict, reason)
 
 
-def _fine_tuning(spec: RunSpec) -> Sanity:
-    """Return the learning rate compared with published ones for the objective, the method and the size."""
-    rate, usual = spec.training.optimizer.lr, {"usual": _FINE_TUNING_LR}
-    if spec.training.optimizer.name in _LINEAR:
-        return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.fine-tuning-sgd", usual))
-    with_adapter = getattr(spec.model, "adapter", None) is not None
-    if spec.training.objective == "dpo":
-        times = 10 if with_adapter else 1
-        high = rate > times * _HIGH_PREFERENCE_LR
-        code = "plan.preference-rate-high" if high else "plan.preference-rate"
-        reason = Reason(code, {"usual": times * _PREFERENCE_LR})
-        return Sanity("learning rate", f"{rate:g}", "note" if high else "ok", reason)
-    if with_adapter:
-        large = workload_of(spec.model).parameter_count(spec.model) > _LARGE_PARAMETERS
-        usual = {"usual": _LARGE_ADAPTER_LR if large else _ADAPTER_LR}
-        if rate < _LOW_ADAPTER_LR:
-            return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.adapter-rate-low", usual))
-        if rate > _HIGH_ADAPTER_LR:
-            return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.adapter-rate-high", usual))
-        return Sanity("learning rate", f"{rate:g}", "ok", Reason("plan.adapter-rate", usual))
-    if rate < _PRE_TRAINING_LR:
-        return Sanity("learning rate", f"{rate:g}", "ok", Reason("plan.fine-tuning-rate", usual))
-    return Sanity("learning rate", f"{rate:g}", "note", Reason("plan.fine-tuning-rate-high", usual))
-
-
-def _what_trains(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
-    """Yield the share of the parameters that trains, and a note if an adapter leaves the MLPs out."""
-    if not size.trainable_parameters or size.trainable_parameters == size.parameters:
-        return
-    share = size.trainable_parameters / size.parameters
-    value = f"{size.trainable_parameters:,}, {100 * share:.2g} % of {size.parameters:,}"
-    adapter = getattr(spec.model, "adapter", None)
-    if adapter is not None and set(adapter.targets) <= _ATTENTION:
-        yield Sanity("trained parameters", value, "note", Reason("plan.adapter-without-mlp"))
-    else:
-        yield Sanity("trained parameters", value, "ok", Reason("plan.trained-parameters"))
-
-
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "c_attn"}
-
-
 def check_critical_batch(spec: RunSpec, parameters: int) -> Iterator[Sanity]:
     """Yield the batch size compared with the critical batch size, for language models trained from random weights."""
-    if not workload_of(spec.model).counts_tokens or getattr(spec.model, "weights", None) is not None:
+    if not workload_of(spec.model).counts_tokens or starts_from_weights(spec):
         return
     batch = spec.training.global_batch_size * spec.units_per_sample
     critical = critical_batch_tokens(parameters, float(batch) * spec.total_steps)
@@ -188,7 +144,8 @@ def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Acceler
         _batch(spec, layout),
         *check_critical_batch(spec, size.parameters),
         *check_learning_rate(spec),
-        *_what_trains(spec, size),
+        *check_what_trains(spec, size),
+        *check_fine_tuning(spec, size),
         _warmup(spec),
         *_data(spec, size),
         *_validation(spec),
@@ -228,7 +185,7 @@ def _warmup(spec: RunSpec) -> Sanity:
 
 
 def _data(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
-    if not workload_of(spec.model).counts_tokens or getattr(spec.model, "weights", None) is not None:
+    if not workload_of(spec.model).counts_tokens or starts_from_weights(spec):
         return  # the ratio does not apply to a run that starts from pretrained weights
     tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
     ratio = tokens / max(1, size.active_parameters)

@@ -158,34 +158,94 @@ _RECIPE = {
         "fine-tuning from given weights usually takes about {usual:g} with Adam (TRL's default); for SGD there is no "
         "usual value"
     ),
-    "fine-tuning-rate": Text("fine-tuning from given weights usually takes about {usual:g} with Adam (TRL's default)"),
+    "fine-tuning-rate": Text(
+        "fine-tuning from given weights usually takes about {usual:g} with Adam at this size (2e-5: TRL's default and "
+        "Zephyr; 5e-6 for 8 B parameters and 2e-6 for 70 B: Tulu 3, arXiv:2411.15124)"
+    ),
     "fine-tuning-rate-high": Text(
-        "fine-tuning from given weights usually takes about {usual:g} with Adam (TRL's default); this one is of the "
-        "order of pre-training, and may undo what the weights have learned"
+        "fine-tuning from given weights usually takes about {usual:g} with Adam at this size (2e-5: TRL's default and "
+        "Zephyr; 5e-6 for 8 B parameters and 2e-6 for 70 B: Tulu 3, arXiv:2411.15124); this one is of the order of "
+        "pre-training, and may undo what the weights have learned"
     ),
     "adapter-rate": Text(
-        "published LoRA runs of this size used about {usual:g}, several times the rate of full fine-tuning (QLoRA, "
-        "arXiv:2305.14314)"
+        "published LoRA runs of this size used about {usual:g} (QLoRA, arXiv:2305.14314); the best rate is about ten "
+        "times that of full fine-tuning (LoRA Without Regret, Thinking Machines Lab, 2025)"
     ),
     "adapter-rate-low": Text(
-        "published LoRA runs of this size used about {usual:g}, several times the rate of full fine-tuning (QLoRA, "
-        "arXiv:2305.14314); this rate is probably too low for an adapter"
+        "published LoRA runs of this size used about {usual:g} (QLoRA, arXiv:2305.14314); the best rate is about ten "
+        "times that of full fine-tuning (LoRA Without Regret, Thinking Machines Lab, 2025), and this one is probably "
+        "too low for an adapter"
     ),
     "adapter-rate-high": Text(
         "published LoRA runs of this size used about {usual:g} (QLoRA, arXiv:2305.14314); this one may diverge"
     ),
     "preference-rate": Text(
-        "DPO usually uses about {usual:g}: published runs without adapters 5e-7 (Zephyr, arXiv:2310.16944; Tulu 3, "
-        "arXiv:2411.15124), with an adapter about ten times as much"
+        "DPO usually uses about {usual:g} at this size: published runs without adapters 5e-7 for 7 B and 8 B "
+        "parameters (Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124), 2e-7 for 70 B (Tulu 3); with an adapter "
+        "about ten times as much"
     ),
     "preference-rate-high": Text(
-        "DPO usually uses about {usual:g}: published runs without adapters 5e-7 (Zephyr, arXiv:2310.16944; Tulu 3, "
-        "arXiv:2411.15124), with an adapter about ten times as much; at this one the model may degenerate, because "
-        "preferences alone do not keep it near its start"
+        "DPO usually uses about {usual:g} at this size: published runs without adapters 5e-7 for 7 B and 8 B "
+        "parameters (Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124), 2e-7 for 70 B (Tulu 3); with an adapter "
+        "about ten times as much. At this one the model may degenerate, because preferences alone do not keep it near "
+        "its start"
     ),
     "trained-parameters": Text("the others are frozen, and have no gradients and no optimizer states"),
     "adapter-without-mlp": Text(
-        "adapters on attention alone learn less than on all linear layers (QLoRA, arXiv:2305.14314, figure 2)"
+        "adapters on attention alone learn less than on all linear layers, also with a higher rank (QLoRA, "
+        "arXiv:2305.14314, figure 2; LoRA Without Regret, Thinking Machines Lab, 2025)"
+    ),
+    "usual-epochs": Text(
+        "published recipes read instructions 1 to 4 times (Zephyr 1, Tulu 3 2, TRL and LLaMA-Factory 3, Axolotl 4)"
+    ),
+    "epochs-many": Text(
+        "published recipes read instructions 1 to 4 times (Zephyr 1, Tulu 3 2, TRL and LLaMA-Factory 3, Axolotl 4); "
+        "more epochs memorize the rows. Watch the validation loss, or set checkpoint.keep_best"
+    ),
+    "preference-epochs": Text(
+        "published DPO runs read the pairs once (Zephyr, Tulu 3) to three times (OLMo 7B Instruct)"
+    ),
+    "preference-epochs-many": Text(
+        "published DPO runs read the pairs once (Zephyr, Tulu 3) to three times (OLMo 7B Instruct); more epochs "
+        "overfit. Watch the validation loss, or set checkpoint.keep_best"
+    ),
+    "repeated-text": Text("repeated text is almost as good as new text up to 4 epochs (arXiv:2305.16264)"),
+    "repeated-text-many": Text(
+        "repeated text is almost as good as new text up to 4 epochs, and much less beyond (arXiv:2305.16264)"
+    ),
+    "fine-tuning-batch": Text("published runs of full fine-tuning have about 128 samples (Tulu 3, Zephyr)"),
+    "fine-tuning-batch-large": Text(
+        "published runs of full fine-tuning have about 128 samples (Tulu 3, Zephyr); so large a batch leaves few "
+        "updates"
+    ),
+    "fine-tuning-batch-small": Text(
+        "published runs of full fine-tuning have about 128 samples (Tulu 3, Zephyr); the gradient of so small a batch "
+        "is noisy, and needs a lower learning rate"
+    ),
+    "adapter-batch": Text("published LoRA runs have 8 to 32 samples (QLoRA 16, Axolotl and LLaMA-Factory 8)"),
+    "adapter-batch-large": Text(
+        "published LoRA runs have 8 to 32 samples (QLoRA 16, Axolotl and LLaMA-Factory 8); large batches hurt an "
+        "adapter more than full fine-tuning, whatever its rank (LoRA Without Regret, Thinking Machines Lab, 2025)"
+    ),
+    "fine-tuning-decay-high": Text(
+        "published fine-tuning takes 0 (Tulu 3, Zephyr, QLoRA, Axolotl) to 0.1 (Llama 2 chat, arXiv:2307.09288)"
+    ),
+    "adapter-scale": Text(
+        "published runs have 0.06 to 2 (QLoRA 16 / 64, Axolotl 16 / 32, PEFT 8 / 8, LLaMA-Factory 16 / 8); it "
+        "multiplies the learning rate of the adapter"
+    ),
+    "adapter-scale-unusual": Text(
+        "published runs have 0.06 to 2 (QLoRA 16 / 64, Axolotl 16 / 32, PEFT 8 / 8, LLaMA-Factory 16 / 8); it "
+        "multiplies the learning rate of the adapter, so this one is probably a mistake"
+    ),
+    "adapter-rank": Text(
+        "{parameters:count} parameters for {tokens:count} tokens: enough, at about 2 bits per parameter "
+        "(arXiv:2404.05405) and one bit per token"
+    ),
+    "adapter-rank-low": Text(
+        "{parameters:count} parameters for {tokens:count} tokens: at about 2 bits per parameter (arXiv:2404.05405) and "
+        "one bit per token the adapter cannot hold the data, and falls behind full fine-tuning (LoRA Without Regret, "
+        "Thinking Machines Lab, 2025); a rank of {enough} can hold more"
     ),
     "no-warm-up": Text("large batches and Adam's first steps need a warm-up (arXiv:1706.02677, arXiv:1908.03265)"),
     "warm-up-most-of-the-run": Text("the learning rate rises for most of the run"),
