@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,8 +40,8 @@ class Architecture:
     """Parameters of a transformer by part.
 
     ``table``: the token embedding; ``embedding``: with positions and norm. ``head`` is 0 if it is tied to the table.
-    The first ``dense_layers`` of the ``layers`` blocks are ``dense_block``; the others are ``block``, which may have
-    experts.
+    Of the ``layers`` blocks ``dense_blocks(first, count)`` are ``dense_block``; the others are ``block``, which may
+    have experts.
     """
 
     embedding: int
@@ -48,7 +49,7 @@ class Architecture:
     block: Block
     dense_block: Block
     layers: int
-    dense_layers: int
+    dense_blocks: Callable[[int, int], int]
     final_norm: int
     head: int
 
@@ -58,7 +59,7 @@ class Architecture:
 
     def blocks_parameters(self, first: int, count: int) -> int:
         """Return the parameters of ``count`` consecutive blocks that begin with block ``first``."""
-        dense = max(0, min(first + count, self.dense_layers) - first)
+        dense = self.dense_blocks(first, count)
         return dense * self.dense_block.parameters + (count - dense) * self.block.parameters
 
 
@@ -83,6 +84,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
         shared, shared_bias = 0, 0
         if model.shared_expert_intermediate_size:
             shared, shared_bias = _mlp(model, _share(model.shared_expert_intermediate_size, t))
+            shared += hidden if model.shared_expert_gate else 0
         shared_bias += model.num_experts if model.router_bias else 0
         block = Block(attention, shared, hidden * model.num_experts, expert, held, vectors + shared_bias)
     table = _share(model.vocab_size, t) * hidden
@@ -93,7 +95,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
         block=block,
         dense_block=dense,
         layers=model.num_hidden_layers,
-        dense_layers=model.first_k_dense_replace if model.num_experts else model.num_hidden_layers,
+        dense_blocks=model.dense_blocks,
         final_norm=norm,
         head=0 if model.tie_word_embeddings else table,
     )
@@ -158,7 +160,8 @@ def mlp_matmul_flops(model: ModelSpec, experts: bool) -> int:
         return 2 * _mlp(model, model.intermediate_size)[0]
     shared = _mlp(model, model.shared_expert_intermediate_size)[0] if model.shared_expert_intermediate_size else 0
     routed = min(model.num_experts_per_tok, model.num_experts) * _mlp(model, model.expert_size)[0]
-    return 2 * (shared + routed + model.hidden_size * model.num_experts)
+    gates = model.num_experts + (1 if model.shared_expert_gate else 0)
+    return 2 * (shared + routed + model.hidden_size * gates)
 
 
 def attention_flops(model: ModelSpec) -> int:

@@ -71,8 +71,9 @@ class BlockGraph(NamedTuple):
     """The linear layers and norms of one block, by the order in which gradients pass them.
 
     ``branches``: chains of layers from the first norm to attention: queries, keys, values. ``mlp``: chains from the
-    second norm to the last MLP product; ``routed``: those of the routed experts. ``head_norms``: norms after the first
-    branches, of queries and keys. ``latent_norms``: for each branch, the norm between its two layers.
+    second norm to the last MLP product; ``routed``: those of the routed experts. ``shared_gate``: multiplies the output
+    of the MLP beside the routed experts. ``head_norms``: norms after the first branches, of queries and keys.
+    ``latent_norms``: for each branch, the norm between its two layers.
     ``after_attention`` and ``after_mlp``: norms before the residual sums. ``sinks``: the module with the logits of
     sinks. "" stands for what the block does not have.
     """
@@ -86,6 +87,7 @@ class BlockGraph(NamedTuple):
     router: Linear | None = None
     routed: tuple[Linear, ...] = ()
     routed_down: Linear | None = None
+    shared_gate: Linear | None = None
     head_norms: tuple[str, ...] = ()
     latent_norms: tuple[str, ...] = ()
     after_attention: str = ""
@@ -99,7 +101,7 @@ class BlockGraph(NamedTuple):
     @property
     def linears(self) -> tuple[Linear, ...]:
         """All linear layers of the block."""
-        ends = (self.output, *self.mlp, self.down, self.router, *self.routed, self.routed_down)
+        ends = (self.output, *self.mlp, self.down, self.router, *self.routed, self.routed_down, self.shared_gate)
         return (*(layer for chain in self.branches for layer in chain), *(each for each in ends if each is not None))
 
 
@@ -165,7 +167,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
             after_mlp=after_mlp,
         )
     shared = model.shared_expert_intermediate_size
-    first, down = mlp("mlp.shared_experts", shared) if shared else ((), None)
+    first, down = mlp(f"mlp.{model.shared_expert_name}", shared) if shared else ((), None)
     inner, copies = model.expert_size, min(model.num_experts_per_tok, model.num_experts)
     return BlockGraph(
         *start,
@@ -174,6 +176,7 @@ def block_graph(model: ModelSpec, experts: bool) -> BlockGraph:
         router=Linear("mlp.gate", hidden, model.num_experts),
         routed=(Linear("mlp.experts.gate_up_proj", hidden, len(joined) * inner, copies),),
         routed_down=Linear("mlp.experts.down_proj", inner, hidden, copies),
+        shared_gate=Linear("mlp.shared_expert_gate", hidden, 1) if model.shared_expert_gate else None,
         head_norms=norms,
         sinks=sinks,
         latent_norms=latent_norms,
@@ -229,8 +232,9 @@ def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) 
         if last is not None:
             inner = [through(layer, normed) for layer in first]
             after = through(last, any(inner)) or after
-    if graph.router is not None:
-        after = through(graph.router, normed) or after
+    for layer in (graph.router, graph.shared_gate):
+        if layer is not None:
+            after = through(layer, normed) or after
     after = after or training.trains(graph.after_mlp)
     return BackwardProducts(inputs, weights, adapters, attention, after)
 

@@ -206,7 +206,7 @@ def _llama_block(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]
         for name, size in (("q_norm", queries), ("k_norm", keys)) if model.qk_norm else ():
             path_of_norm = f"{path}.self_attn.{name}.weight"
             yield _vector(path_of_norm, model.head_dim if over_heads else size, block, None if over_heads else 0)
-    if model.num_experts and block >= model.num_hidden_layers - model.moe_layers:
+    if model.has_experts(block):
         yield from _experts(model, f"{path}.mlp", block)
     else:
         yield from _mlp(model, path, "mlp", block, model.intermediate_size)
@@ -242,7 +242,9 @@ def _experts(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
                 full, own = f"{path}.experts.{expert}.{name}.bias", None if dim else 0
                 yield Parameter(full, (outputs,), "block", block, own, f"{path}.experts.{stack}_bias")
     if model.shared_expert_intermediate_size:
-        yield from _mlp(model, path, "shared_experts", block, model.shared_expert_intermediate_size)
+        yield from _mlp(model, path, model.shared_expert_name, block, model.shared_expert_intermediate_size)
+    if model.shared_expert_gate:
+        yield from _linear(path, block, _Linear("shared_expert_gate", 1, hidden, None, False))
 
 
 def _latent_attention(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:

@@ -102,7 +102,6 @@ def stages_of(
 ) -> tuple[Stage, ...]:
     """Return the pipeline stages; ``blocks_by_stage(model, stages)`` returns the number of blocks on each."""
     layers, last = model.num_hidden_layers, stages - 1
-    plain = model.first_k_dense_replace if model.num_experts else layers
     if layers <= MOST_BLOCKS:
         counts = dict(enumerate(blocks_by_stage(model, stages)))
         starts = dict(enumerate(accumulate(counts.values(), initial=0)))
@@ -114,7 +113,7 @@ def stages_of(
         Stage(
             index,
             count,
-            max(0, min(starts[index] + count, plain) - starts[index]),
+            model.dense_blocks(starts[index], count),
             index == 0,
             index == last,
             starts[index],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import head_flops, parameter_count, training_flops_per_token
@@ -127,10 +127,12 @@ class TrainedStage(NamedTuple):
     def blocks_of(self, model: ModelSpec, stage: Stage) -> tuple[BlockRun, ...]:
         """Return the runs on one pipeline stage."""
         if not self.runs:
-            moe = stage.blocks - stage.dense
-            parts = ((stage.start, stage.dense, False), (stage.start + stage.dense, moe, True))
-            nothing = PartTensors((), ())
-            return tuple(BlockRun(start, count, moe, WHOLE, nothing) for start, count, moe in parts if count)
+            kinds, nothing = model.block_runs(stage.start, stage.blocks), PartTensors((), ())
+            starts = accumulate((count for _, count in kinds), initial=stage.start)
+            return tuple(
+                BlockRun(start, count, experts, WHOLE, nothing)
+                for start, (experts, count) in zip(starts, kinds, strict=False)
+            )
         found, end = [], stage.start + stage.blocks
         for run in self.runs:
             first, last = max(run.start, stage.start), min(run.start + run.blocks, end)
@@ -202,7 +204,7 @@ def _stage(model: ModelSpec, stage: NamedStage) -> TrainedStage:
     shared: dict[PartTensors, PartTensors] = {}  # equal parts are one object, which compares faster
     for index, found in enumerate(blocks):
         part = shared.setdefault(found, found)
-        moe = bool(model.num_experts) and index >= model.first_k_dense_replace
+        moe = model.has_experts(index)
         training = _block_training(part, reached)
         reached = backward_products(model, training, moe).reached
         last = runs[-1] if runs else None

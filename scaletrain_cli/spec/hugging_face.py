@@ -192,7 +192,7 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     found |= _dropouts(config, known.family)
     if known.family == "llama":
         found |= {**_rope(config, kind), **_windows(config, kind), **_biases(config), **_activation(config, kind)}
-    if kind == "qwen3_moe":
+    if "decoder_sparse_step" in known.used:
         found |= _sparse_layers(config)
     if kind == "deepseek_v2":
         found |= _groups(config)
@@ -282,7 +282,11 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
         if not isinstance(first, int) or first < 0:
             raise SourceError("hf_config", f"has max_window_layers = {str(first)[:80]}, which is not a whole number")
         full = min(first, layers)
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+        if kind == "qwen2_moe":  # every second one of the first layers slides
+            kinds = ["full_attention" if index % 2 else "sliding_attention" for index in range(full)]
+            kinds += ["full_attention"] * (layers - full)
+        else:
+            kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     elif not kinds:
         kinds = list(known.layer_types)
         every = config.get("sliding_window_pattern")
@@ -363,15 +367,16 @@ def _are_whole(*values: Any) -> bool:
 
 
 def _sparse_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the number of dense leading blocks of a Qwen3-MoE. Raises SourceError for other patterns."""
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if step not in (None, 1):
-        raise SourceError("hf_config", f"has decoder_sparse_step = {str(step)[:80]}, but only 1 is supported")
-    if not isinstance(dense, list) or sorted(map(str, dense)) != sorted(map(str, range(len(dense)))):
-        raise SourceError(
-            "hf_config", f"has mlp_only_layers = {str(dense)[:80]}, but only leading dense layers are supported"
-        )
-    return {"first_k_dense_replace": len(dense)} if dense else {}
+    """Return which blocks of a Qwen have experts. Raises SourceError for values that are no numbers of blocks."""
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(block, int) and block >= 0 for block in dense):
+        raise SourceError("hf_config", f"has mlp_only_layers = {str(dense)[:80]}, which are no numbers of layers")
+    leading = sorted(dense) == list(range(len(dense)))
+    return {
+        "decoder_sparse_step": step,
+        "first_k_dense_replace": len(dense) if leading else None,
+        "mlp_only_layers": None if leading else sorted(set(dense)),
+    }
 
 
 def read_config(path: Path) -> dict[str, Any]:

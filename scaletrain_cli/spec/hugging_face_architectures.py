@@ -38,7 +38,10 @@ TRAITS = (
     "routed_scaling_factor",
     "router_bias",
     "first_k_dense_replace",
+    "decoder_sparse_step",
+    "mlp_only_layers",
     "shared_expert_intermediate_size",
+    "shared_expert_gate",
     "kv_lora_rank",
     "rope_interleave",
 )
@@ -47,7 +50,8 @@ OF_EXPERTS = frozenset(
     (
         "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size first_k_dense_replace "
         "norm_topk_prob scoring_func topk_method n_group topk_group routed_scaling_factor router_bias "
-        "router_aux_loss_coef router_z_loss_coef capacity_factor"
+        "router_aux_loss_coef router_z_loss_coef capacity_factor decoder_sparse_step mlp_only_layers "
+        "shared_expert_gate"
     ).split()
 )
 _SILU = {"silu": "silu", "swish": "silu"}
@@ -77,6 +81,7 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 _GEMMA_KEYS = frozenset({"query_pre_attn_scalar", "final_logit_softcapping", "hidden_activation"})
+_QWEN_EXPERTS = frozenset({"norm_topk_prob", "first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers"})
 _QWEN_WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 # Values of keys that only say that a model has no sliding window.
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (), "use_sliding_window": (False,)}
@@ -216,10 +221,23 @@ ARCHITECTURES: dict[str, Architecture] = {
         activations=_SILU,
         experts=True,
     ),
+    "qwen2_moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        fixed={"shared_expert_gate": True},
+        varies=_QWEN_EXPERTS | {"qkv_bias", "sliding_window", "layer_types", "shared_expert_intermediate_size"},
+        defaults={
+            **{"norm_eps": 1e-6, "sliding_window": 4096, "qkv_bias": True, "num_experts": 60},
+            **{"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+        },
+        used=_QWEN_WINDOW | {"decoder_sparse_step", "mlp_only_layers", "qkv_bias", "shared_expert_intermediate_size"},
+        only={"attention_bias": (False,), "mlp_bias": (False,)},
+        activations=_SILU,
+        experts=True,
+    ),
     "qwen3_moe": Architecture(  # num_experts, or from transformers 5 num_local_experts
         "Qwen3MoeForCausalLM",
         fixed={"qk_norm": True},
-        varies=frozenset({"sliding_window", "norm_topk_prob", "first_k_dense_replace"}),
+        varies=_QWEN_EXPERTS | {"sliding_window"},
         defaults={"norm_eps": 1e-6, "sliding_window": 4096},
         used=frozenset({"decoder_sparse_step", "mlp_only_layers", "sliding_window", "use_sliding_window"}),
         irrelevant=frozenset({"max_window_layers"}),

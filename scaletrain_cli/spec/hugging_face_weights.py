@@ -21,10 +21,10 @@ _HIDDEN_FROM_SHAPES = (
     "rope_theta",
     "norm_eps",
     "num_experts_per_tok",
-    "first_k_dense_replace",
     "norm_topk_prob",
     "rope_interleave",
 )
+_DENSE_BLOCKS = ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
 _ABSENCE_IS_A_VALUE = (
     "qk_norm_scope",
     "attn_logit_softcapping",
@@ -40,7 +40,7 @@ _ABSENCE_IS_A_VALUE = (
     "topk_group",
     "routed_scaling_factor",
 )
-_MOST_LAYERS = 10_000  # compared for their windows
+_MOST_LAYERS = 10_000  # compared for their windows and experts
 
 
 def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
@@ -81,6 +81,7 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
     if theirs != spec.max_position_embeddings and _scales_by_longest(spec):
         yield differs("max_position_embeddings", spec.max_position_embeddings, theirs)
     yield from (differs(key, ours, theirs) for key, ours, theirs in _window_differences(spec, trained))
+    yield from (differs(key, ours, theirs) for key, ours, theirs in _dense_differences(spec, trained))
 
 
 def _scales_by_longest(spec: ModelSpec) -> bool:
@@ -92,13 +93,29 @@ def _scales_by_longest(spec: ModelSpec) -> bool:
     return scaling.rope_type == "dynamic" or (scaling.rope_type == "longrope" and not given)
 
 
+def _dense_differences(spec: ModelSpec, trained: dict[str, Any]) -> Iterator[tuple[str, object, object]]:
+    """Yield the settings that differ, if other blocks then have experts."""
+    theirs = {key: trained.get(key, ModelSpec.model_fields[key].default) for key in _DENSE_BLOCKS}
+    theirs["mlp_only_layers"] = tuple(theirs["mlp_only_layers"])
+    other = spec.model_copy(update=theirs)
+    if any(spec.has_experts(block) != other.has_experts(block) for block in range(_compared_layers(spec))):
+        for key in _DENSE_BLOCKS:
+            ours = getattr(spec, key)
+            if ours != theirs[key]:
+                yield key, *(list(value) if isinstance(value, tuple) else value for value in (ours, theirs[key]))
+
+
+def _compared_layers(spec: ModelSpec) -> int:
+    return min(spec.num_hidden_layers, _MOST_LAYERS)
+
+
 def _window_differences(spec: ModelSpec, trained: dict[str, Any]) -> Iterator[tuple[str, object, object]]:
     """Yield the window settings that differ, if any layer then attends to other tokens of a sequence of seq_len."""
     keys = ("sliding_window", "layer_types", "rope_local_base_freq")
     theirs = {key: trained.get(key) for key in keys}
     theirs["layer_types"] = tuple(theirs["layer_types"] or ())
     other = spec.model_copy(update=theirs)
-    layers = range(min(spec.num_hidden_layers, _MOST_LAYERS))
+    layers = range(_compared_layers(spec))
     local = [model.rope_local_base_freq or model.rope_theta for model in (spec, other)]
     kinds = [[model.slides(layer) for layer in layers] for model in (spec, other)]
     windows = [model.sliding_window if model.windowed_layers else None for model in (spec, other)]
@@ -288,7 +305,7 @@ def _experts(model: ModelSpec, kind: str) -> dict[str, Any]:
     """Return the keys of a mixture of experts."""
     known = ARCHITECTURES[kind]
     found: dict[str, Any] = {
-        "num_experts" if kind == "qwen3_moe" else known.renamed["num_experts"]: model.num_experts,
+        "num_experts" if kind.startswith("qwen") else known.renamed["num_experts"]: model.num_experts,
         "num_experts_per_tok": model.num_experts_per_tok,
         "moe_intermediate_size": model.expert_size,
         "router_aux_loss_coef": model.router_aux_loss_coef,
@@ -300,9 +317,12 @@ def _experts(model: ModelSpec, kind: str) -> dict[str, Any]:
         found |= {"attention_bias": True, "swiglu_limit": model.swiglu_limit}
     if kind in ("mixtral", "gpt_oss"):
         found["intermediate_size"] = found.pop("moe_intermediate_size")
-    elif kind == "qwen3_moe":
-        found |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(model.first_k_dense_replace))}
-    elif kind.startswith("deepseek"):
+    elif kind.startswith("qwen"):
+        dense = {*range(model.first_k_dense_replace), *model.mlp_only_layers}
+        found |= {"decoder_sparse_step": model.decoder_sparse_step, "mlp_only_layers": sorted(dense)}
+    if kind == "qwen2_moe":
+        found |= {"qkv_bias": model.qkv_bias, "shared_expert_intermediate_size": model.shared_expert_intermediate_size}
+    if kind.startswith("deepseek"):
         found |= {"moe_layer_freq": 1, "scoring_func": model.scoring_func, "topk_method": model.topk_method}
         found["n_shared_experts"] = _shared_experts(model)
     return found

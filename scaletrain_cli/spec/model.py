@@ -1,6 +1,7 @@
 """The model section: dimensions of transformers under their Hugging Face names."""
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Annotated, Literal
 
 from pydantic import Field, WithJsonSchema
@@ -15,6 +16,7 @@ from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
 # A share of a whole, without zero.
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
+_MOST_LAYERS = 4096  # of a model whose blocks are looked at one by one
 AttentionKind = Literal["full_attention", "sliding_attention"]
 _ROTARY = where("model.positions", "rotary", setting="model.position_embedding")
 _EXPERTS = used_when(where_not("model.num_experts", 0))
@@ -97,7 +99,16 @@ class ModelSpec(Section):
     num_experts_per_tok: WholeOrZero = 0
     moe_intermediate_size: WholeOrZero = Field(default=0, description="0: intermediate_size")
     shared_expert_intermediate_size: WholeOrZero = Field(default=0, description="total size of the shared experts")
+    shared_expert_gate: bool = Field(
+        default=False, description="multiply the output of the shared expert by a sigmoid gate, as in Qwen2-MoE"
+    )
     first_k_dense_replace: WholeOrZero = Field(default=0, description="number of leading blocks with a dense MLP")
+    decoder_sparse_step: Annotated[Whole, _EXPERTS] = Field(
+        default=1, description="every so many blocks one has experts: those whose number, from 1, it divides"
+    )
+    mlp_only_layers: Annotated[tuple[WholeOrZero, ...], _EXPERTS] = Field(
+        default=(), description="numbers, from 0, of further blocks with a dense MLP"
+    )
     capacity_factor: NonNegative = Field(
         default=0.0, description="capacity of an expert, as a multiple of its even share of tokens; 0: unlimited"
     )
@@ -266,7 +277,36 @@ class ModelSpec(Section):
     @property
     def moe_layers(self) -> int:
         """Return the number of blocks whose MLP is a mixture of experts."""
-        return self.num_hidden_layers - self.first_k_dense_replace if self.num_experts else 0
+        return self.num_hidden_layers - self.dense_blocks(0, self.num_hidden_layers)
+
+    def has_experts(self, block: int) -> bool:
+        """Return True if the MLP of block number ``block`` is a mixture of experts."""
+        sparse = self.num_experts > 0 and (block + 1) % self.decoder_sparse_step == 0
+        return sparse and block >= self.first_k_dense_replace and block not in self.mlp_only_layers
+
+    def dense_blocks(self, first: int, count: int) -> int:
+        """Return how many of ``count`` blocks from block ``first`` on have no experts."""
+        return sum(blocks for experts, blocks in self.block_runs(first, count) if not experts)
+
+    def block_runs(self, first: int, count: int) -> tuple[tuple[bool, int], ...]:
+        """Return ``count`` blocks from block ``first`` on, as runs of blocks of one kind: (has experts, blocks)."""
+        if not self.num_experts:
+            return ((False, count),) if count else ()
+        if self.has_pattern:
+            blocks = map(self.has_experts, range(first, first + count))
+            return tuple((experts, sum(1 for _ in run)) for experts, run in groupby(blocks))
+        dense = max(0, min(first + count, self.first_k_dense_replace) - first)
+        return tuple(run for run in ((False, dense), (True, count - dense)) if run[1])
+
+    @property
+    def shared_expert_name(self) -> str:
+        """Return the name of the module of the shared experts in Hugging Face's files."""
+        return "shared_expert" if self.shared_expert_gate else "shared_experts"
+
+    @property
+    def has_pattern(self) -> bool:
+        """Return True if there are dense blocks between blocks with experts."""
+        return self.decoder_sparse_step > 1 or bool(self.mlp_only_layers)
 
     @property
     def expert_size(self) -> int:
@@ -297,6 +337,12 @@ class ModelSpec(Section):
             )
         if self.num_experts == 0 and self.swiglu_limit is not None:
             yield "num_experts", "must be at least 1 when swiglu_limit is set."
+        if self.has_pattern and self.num_hidden_layers > _MOST_LAYERS:
+            yield "num_hidden_layers", f"must not exceed {_MOST_LAYERS} with decoder_sparse_step or mlp_only_layers."
+        if any(block >= self.num_hidden_layers for block in self.mlp_only_layers):
+            yield "mlp_only_layers", f"must be numbers below num_hidden_layers = {self.num_hidden_layers}."
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            yield "shared_expert_gate", "must be false without shared_expert_intermediate_size."
         if self.num_experts == 0 and (self.num_experts_per_tok or self.moe_intermediate_size):
             yield "num_experts", "must be at least 1 when num_experts_per_tok or moe_intermediate_size is set."
         if self.num_experts == 0 and (self.capacity_factor or self.router_z_loss_coef or self.norm_topk_prob):

@@ -23,12 +23,14 @@ DIMENSIONS = {
 }
 GPT = DIMENSIONS | {"num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 32, "seq_len": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "first_k_dense_replace": 2}
+GATED = {"shared_expert_gate": True, "decoder_sparse_step": 2, "mlp_only_layers": (3,), "router_bias": True}
 MODELS = {
     "llama": model_of("llama-7b", **DIMENSIONS),
     "tied qwen": model_of("llama-7b", **DIMENSIONS, tie_word_embeddings=True, qkv_bias=True, qk_norm=True),
     "gpt": model_of("gpt2", **GPT),
     "untied gpt": model_of("gpt2", **GPT, tie_word_embeddings=False),
     "mixture": model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS),
+    "gated": model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS, **GATED),
 }
 
 
@@ -55,7 +57,9 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
             keep_stage(built, Axis(stages, stage.position))
             shard_over_tensor_ranks(built, Axis(tensor))
             shard_experts(built, Mesh(tensor=Axis(tensor)))
-            counted = stage_groups(model, tensor, 1, stage.blocks, stage.dense, ends_of(stage))
+            kinds = model.block_runs(stage.start, stage.blocks)
+            assert sum(blocks for experts, blocks in kinds if not experts) == stage.dense
+            counted = stage_groups(model, tensor, 1, kinds, ends_of(stage))
             assert sizes(counted.matrices) == [p.numel() for p in built.parameters() if p.ndim > 1]
             assert sizes(counted.vectors) == [p.numel() for p in built.parameters() if p.ndim == 1]
             assert not counted.experts.runs
@@ -68,8 +72,7 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
 def test_the_tensors_add_up_to_the_architecture(model: ModelSpec, tensor: int, expert: int) -> None:
     expert = expert if model.num_experts else 1
     whole = architecture(model, tensor, expert)
-    dense = model.num_hidden_layers - model.moe_layers
-    groups = stage_groups(model, tensor, expert, model.num_hidden_layers, dense, "both")
+    groups = stage_groups(model, tensor, expert, model.block_runs(0, model.num_hidden_layers), "both")
     assert sum(group.elements for group in groups) == whole.parameters
     assert groups.experts.elements == (model.moe_layers * whole.block.routed if expert > 1 else 0)
 

@@ -36,6 +36,8 @@ MODELS = {
     "untied gpt": model_of("gpt2", **GPT, tie_word_embeddings=False),
 }
 MIXTURE = model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS)
+GATED = {"shared_expert_gate": True, "decoder_sparse_step": 2, "first_k_dense_replace": 0, "router_bias": True}
+MIXTURES = {"mixture": MIXTURE, "gated": model_of("mixtral-8x7b", **DIMENSIONS, **{**EXPERTS, **GATED})}
 PLANNED_ONLY = {
     "latent": model_of("deepseek-v2-lite"),
     "gated gpt": model_of("gpt2", gated_mlp=True, embedding_norm=True, qk_norm=True),
@@ -52,13 +54,13 @@ def settings(spec: RunSpec, step: int = 1) -> dict[str, Settings]:
     return dict(next(s for s in training_stages(spec) if step <= s.last_step).settings_at(step))
 
 
-@pytest.mark.parametrize("name", [*MODELS, "mixture"])
+@pytest.mark.parametrize("name", [*MODELS, *MIXTURES])
 def test_names_and_shapes_are_those_of_the_modules_of_the_engine(name: str) -> None:
     pytest.importorskip("torch")
     from scaletrain_cli.engine.model import outline
     from scaletrain_cli.engine.model.materialization import named_matrices
 
-    model = MIXTURE if name == "mixture" else MODELS[name]
+    model = {**MODELS, **MIXTURES}[name]
     ours = {parameter.name: parameter.shape for parameter in model_parameters(model)}
     assert list(ours.items()) == list(named_matrices(outline(model)))
     tensors = dict.fromkeys(parameter.tensor for parameter in model_parameters(model))

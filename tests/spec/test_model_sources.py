@@ -116,8 +116,8 @@ def test_settings_of_each_architecture_are_read() -> None:
 
 
 FAMILIES = (
-    "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 gpt_oss deepseek_v2 deepseek_v3 gpt2 "
-    "resnet convnext vit clip"
+    "llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma2 gemma3_text phi3 olmo2 gpt_oss deepseek_v2 deepseek_v3 "
+    "gpt2 resnet convnext vit clip"
 ).split()
 # Settings of transformers' classes under which a model computes something else, each refused by name.
 OTHERWISE = {
@@ -128,8 +128,10 @@ OTHERWISE = {
     "phi3": {"resid_pdrop": 0.1, "lm_head_bias": True},
     "gpt_oss": {"attention_bias": False, "swiglu_alpha": 2.0},
     "mixtral": {"router_jitter_noise": 0.1},
-    "qwen3_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
-    "deepseek_v2": {"moe_layer_freq": 2},
+    "qwen3_moe": {"mlp_only_layers": ["3"]},
+    "qwen2_moe": {"attention_bias": True},
+    "deepseek_v3": {"scoring_func": "softmax", "topk_method": "greedy"},
+    "deepseek_v2": {"moe_layer_freq": 2, "topk_method": "noaux_tc"},
     "gpt2": {
         "activation_function": "relu",
         "scale_attn_by_inverse_layer_idx": True,
@@ -171,7 +173,7 @@ def test_keys_missing_in_a_config_have_the_defaults_of_transformers(family: str,
     sizes |= {"intermediate_size": 128, "max_position_embeddings": 64, "moe_intermediate_size": 32}
     if family == "gpt2":
         sizes = {"n_embd": 64, "n_head": 8, "n_layer": 2, "vocab_size": 1000, "n_positions": 64}
-    if family in ("qwen2", "qwen3", "qwen3_moe", "llama"):
+    if family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama"):
         sizes |= {"num_key_value_heads": 8}
     if family == "phi3":
         sizes |= {"pad_token_id": 0}

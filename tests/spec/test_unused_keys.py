@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("model.family=llama", "model.sliding_window=8"),
     ),
     "model.router_aux_loss_coef": ("0.5", (), EXPERTS),
+    "model.decoder_sparse_step": ("2", (), EXPERTS),
+    "model.mlp_only_layers": ("[0]", (), EXPERTS),
     "model.scoring_func": ("sigmoid", (), EXPERTS),
     "model.topk_method": ("noaux_tc", (), EXPERTS),
     "model.n_group": ("2", EXPERTS, (*EXPERTS, "model.topk_method=group_limited_greedy")),

@@ -114,8 +114,8 @@ class MLP(nn.Module):
 
 
 def feed_forward(spec: ModelSpec, index: int) -> nn.Module:
-    """Return the MLP of block ``index``, or its MoE layer; leading blocks may be dense."""
-    if index < spec.num_hidden_layers - spec.moe_layers:
+    """Return the MLP of block ``index``, or its MoE layer."""
+    if not spec.has_experts(index):
         return MLP(spec, spec.intermediate_size)
     shared = spec.shared_expert_intermediate_size
     return MoELayer(spec, MLP(spec, shared) if shared else None)

@@ -103,6 +103,8 @@ Tally = Callable[[Tensor], tuple[Tensor, Tensor]]
 class MoELayer(nn.Module):
     """Replaces a block's MLP, [batch, length, hidden] in and out; ``shared`` is an MLP for every token.
 
+    With a gate (Qwen2-MoE) the output of ``shared`` is multiplied by the sigmoid of a product with the token.
+
     The router losses reach the gradient without passing through the model's own loss, see ``_WithLoss``.
     """
 
@@ -112,7 +114,11 @@ class MoELayer(nn.Module):
         self.experts = Experts(
             spec.num_experts, spec.hidden_size, spec.expert_size, bias=spec.has_bias, limit=spec.swiglu_limit
         )
-        self.shared_experts = shared
+        self.shared_expert_gate = None
+        self.add_module(spec.shared_expert_name, shared)
+        if spec.shared_expert_gate:
+            self.shared_expert_gate = nn.Linear(spec.hidden_size, 1, bias=False)
+        self._shared = spec.shared_expert_name
         self.num_experts = spec.num_experts
         self.capacity_factor = spec.capacity_factor
         self.balance_coefficient, self.z_coefficient = spec.router_aux_loss_coef, spec.router_z_loss_coef
@@ -123,7 +129,11 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         routed = self.dispatch(self.experts, x.flatten(0, 1), self.route(x)).view_as(x)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        shared = getattr(self, self._shared)
+        if shared is None:
+            return routed
+        every: Tensor = shared(x)
+        return routed + (every if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * every)
 
     def route(self, x: Tensor) -> Routing:
         """Return the experts that the router chooses for each token; beyond an expert's capacity they are dropped."""

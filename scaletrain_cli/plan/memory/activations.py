@@ -138,6 +138,7 @@ def token_activations(
         copies = 3 if compiled else 2  # compiled: also the output before it is returned to the token's position
         mlp, mlp_gradients = routed * (mlp + copies * hidden), routed * mlp_gradients
         mlp += _mlp(model, -(-model.shared_expert_intermediate_size // t), compiled)[0]
+        mlp += hidden + 1 if model.shared_expert_gate else 0  # both factors
         routing = 2 * _FP32 * model.num_experts  # the router's logits and probabilities, and its fp32 input
         routing += _FP32 * hidden if element_bytes < _FP32 else 0
         if compiled and not model.shared_expert_intermediate_size and element_bytes < _FP32:

@@ -121,7 +121,7 @@ class _Activations:
                 run.blocks,
                 self._recompute,
                 micro_batches,
-                run.start - stage.start if trained.runs else 0,
+                run.start - stage.start,
             )
             for run in trained.blocks_of(self._model, stage)
         )

@@ -135,7 +135,8 @@ def stage_tensors(spec: RunSpec, layout: Layout, stage: Stage, trained: TrainedS
     """Return the tensors of one rank of a pipeline stage while it trains what ``trained`` states."""
     model, tensor, expert = spec.transformer, layout.tensor_parallel, layout.expert_parallel
     if not trained.runs:
-        return StageTensors(stage_groups(model, tensor, expert, stage.blocks, stage.dense, ends_of(stage)).shared)
+        kinds = model.block_runs(stage.start, stage.blocks)
+        return StageTensors(stage_groups(model, tensor, expert, kinds, ends_of(stage)).shared)
     return _named_tensors(model, tensor, expert, stage._replace(position=min(stage.position, 1)), trained)
 
 
@@ -172,8 +173,10 @@ def _named_tensors(model: ModelSpec, tensor: int, expert: int, stage: Stage, tra
 
 
 @lru_cache(maxsize=4096)
-def stage_groups(model: ModelSpec, tensor: int, expert: int, blocks: int, dense: int, ends: str) -> StageGroups:
-    """Return the parameter groups of ``blocks`` blocks, of which the first ``dense`` have no experts, if all train.
+def stage_groups(
+    model: ModelSpec, tensor: int, expert: int, kinds: tuple[tuple[bool, int], ...], ends: str
+) -> StageGroups:
+    """Return the parameter groups of blocks if all train; ``kinds``: runs of blocks, as (has experts, blocks).
 
     ``tensor`` and ``expert``: degrees of parallelism. ``ends``: see ``ends_of``.
     """
@@ -181,8 +184,7 @@ def stage_groups(model: ModelSpec, tensor: int, expert: int, blocks: int, dense:
     opening, closing = _ends(model, per_rank, ends)
     parts = (
         (opening, 1),
-        (_block(model, tensor, expert, experts=False), dense),
-        (_block(model, tensor, expert, experts=True), blocks - dense),
+        *((_block(model, tensor, expert, experts=experts), blocks) for experts, blocks in kinds),
         (closing, 1),
     )
     return StageGroups(
@@ -244,6 +246,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         shared = model.shared_expert_intermediate_size
         first, second = _mlp(model, -(-shared // tensor)) if shared else ((), 0)
         matrices += [hidden * model.num_experts, *(() if offloaded else stacked), *first, *([second] if shared else [])]
+        matrices += [hidden] if model.shared_expert_gate else []
         *ahead, behind = _mlp_bias(model, inner) or [0]
         biases = [held * sum(ahead), held * behind] if behind else []
         mlp = [model.num_experts] if model.router_bias else []

@@ -250,6 +250,7 @@ def _experts(model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding) 
     gradients = copies * element * sharding.expert_tensor * (2 * hidden + 3 * width) // sharding.norm_ranks
     if model.shared_expert_intermediate_size:
         shared, shared_gradients = _dense(model, profile, sharding, model.shared_expert_intermediate_size)
+        shared += element * (hidden // sharding.norm_ranks + 1) if model.shared_expert_gate else 0
         return routed + router + shared, max(gradients, shared_gradients)
     return routed + router, gradients
 

@@ -142,7 +142,8 @@ class _Count:
         between = entering or mixed
         normed = between or training.trains(graph.mlp_norm)
         first = (*graph.mlp, *graph.routed)
-        kept = any(self._keeps_input(layer, normed) for layer in graph.mlp)
+        readers = (*graph.mlp, *([graph.shared_gate] if graph.shared_gate is not None else []))
+        kept = any(self._keeps_input(layer, normed) for layer in readers)
         if self.experts and (normed or any(training.learns(each.name) for each in first)):
             kept = True
         saved += self._norm(graph.mlp_norm, between, kept=kept)
@@ -252,6 +253,11 @@ class _Count:
             saved += sum(self._adapter(layer, model.hidden_size, width) for layer in graph.mlp)
             saved += self._adapter(graph.down, width, model.hidden_size)
             after = any(arrived) or training.learns(graph.down.name)
+        if graph.shared_gate is not None:
+            gates = normed or training.learns(graph.shared_gate.name)
+            saved += element * ((model.hidden_size if gates else 0) + (1 if gates or after else 0))
+            saved += self._adapter(graph.shared_gate, model.hidden_size, 1)
+            after = after or gates
         if graph.routed_down is not None and graph.router is not None:
             # The grouped product of experts (engine/model/moe.py) saves its input whether or not its weight trains.
             layer, down = graph.routed[0], graph.routed_down

@@ -183,8 +183,9 @@ def time_stages(per_rank: Architecture, blocks: tuple[int, ...]) -> list[Stage]:
     """Return the pipeline stages with these numbers of blocks."""
     found, first = [], 0
     for index, count in enumerate(blocks):
-        dense = max(0, min(first + count, per_rank.dense_layers) - first)
-        found.append(Stage(index, count, dense, index == 0, index == len(blocks) - 1, first))
+        found.append(
+            Stage(index, count, per_rank.dense_blocks(first, count), index == 0, index == len(blocks) - 1, first)
+        )
         first += count
     return found
 

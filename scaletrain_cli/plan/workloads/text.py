@@ -226,7 +226,7 @@ class TextWorkload(Workload):
         widths = {"intermediate_size": model.intermediate_size}
         widths["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
         for name, width in widths.items() if model.num_experts else ():
-            if width % tensor and (name != "intermediate_size" or model.first_k_dense_replace):
+            if width % tensor and (name != "intermediate_size" or model.moe_layers < model.num_hidden_layers):
                 yield Rule(key, tensor, "divide-width", {"name": name, "width": width}, _near(width, tensor))
         if spec.layout.expert_tensor_parallel not in ("auto", tensor):
             given = spec.layout.expert_tensor_parallel

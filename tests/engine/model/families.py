@@ -57,6 +57,7 @@ _LATENT = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2},
     "router_aux_loss_coef": 0.0,  # which transformers does not add
 }
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "router_aux_loss_coef": 0.0}
 # Longer than every window and than the original context of each scaling.
 LENGTH = 24
 # By name: model_type and settings of the transformers config; windows of 8 tokens.
@@ -111,6 +112,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2": ("gpt2", {}),
+    "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]}),
+    "qwen2_moe windows": (
+        "qwen2_moe",
+        {
+            **{**_EXPERTS, "shared_expert_intermediate_size": 16, "norm_topk_prob": True, "qkv_bias": False},
+            **{"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True},
+    ),
 }
 
 

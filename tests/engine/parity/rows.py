@@ -109,6 +109,13 @@ _MIXTURE = (
     "model.router_aux_loss_coef=0.01",
     "layout.expert_parallel=2",
 )
+# DeepSeek-V3's router, with a loss that weighs much.
+_GROUPS = (
+    *("model.scoring_func=sigmoid", "model.topk_method=noaux_tc", "model.norm_topk_prob=true", "model.n_group=2"),
+    *("model.topk_group=1", "model.routed_scaling_factor=2.5", "model.router_aux_loss_coef=0.1"),
+)
+# Qwen2-MoE: a gated shared expert, and a dense block between two with experts.
+_GATED = ("model.shared_expert_intermediate_size=24", "model.shared_expert_gate=true", "model.mlp_only_layers=[1]")
 _DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
 _GPT = ("model.family=gpt", "model.num_key_value_heads=4", "model.tie_word_embeddings=true")
 _MASK = ("data.loss_mask=document_starts",)
@@ -170,6 +177,11 @@ def features() -> list[Row]:
         with_features(Row(3, data=2, tensor=2), "experts", *_MIXTURE),
         with_features(cubed, "experts", *_MIXTURE),
         with_features(Row(1, data=2, sequence=2), "experts of some capacity", *_MIXTURE, "model.capacity_factor=1.25"),
+        with_features(Row(2, data=2, sequence=2, accumulation=4), "gated experts", *_MIXTURE, *_GATED),
+        with_features(Row(3, data=2, tensor=2, checkpointing="selective"), "gated experts", *_MIXTURE, *_GATED),
+        with_features(cubed, "gated experts", *_MIXTURE, *_GATED),
+        with_features(Row(2, data=2, sequence=2), "groups of experts", *_MIXTURE, *_GROUPS),
+        with_features(cubed, "groups of experts", *_MIXTURE, *_GROUPS, "model.router_bias=true"),
         with_features(Row(0, data=2, tensor=2, sequence=2), "dropout", *_DROPOUT),
         with_features(Row(3, data=2, accumulation=4, checkpointing="full"), "dropout", *_DROPOUT),
         with_features(cubed, "dropout", *_DROPOUT),
