@@ -47,6 +47,13 @@ MIXTRAL = ModelSpec(
     router_aux_loss_coef=0.0,
 )
 
+QWEN2_MOE = ModelSpec(
+    family="llama",
+    **{**SIZES, "num_hidden_layers": 3, "qkv_bias": True, "mlp_only_layers": (1,)},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0},
+    **{"shared_expert_intermediate_size": 24, "shared_expert_gate": True},
+)
+
 
 def matrices(model: CausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter, list[Matrix]]]:
     """Yield the module, the name in it and the matrices of each parameter."""

@@ -22,6 +22,7 @@ from tests.engine.model.adapted_models import (
     GPT,
     LLAMA,
     MIXTRAL,
+    QWEN2_MOE,
     TIED,
     as_peft,
     fill_alike,
@@ -37,6 +38,7 @@ ALL = {"target_modules": "all-linear"}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ENDS = ["q_proj", "embed_tokens", "lm_head"]
 EXPERTS = {"target_modules": ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+SHARED = {**EXPERTS, "target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj", "shared_expert_gate"]}
 FUSED = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
 
 
@@ -51,6 +53,7 @@ FUSED = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
         pytest.param(GPT, lora(), FUSED, id="gpt"),
         pytest.param(GPT, lora(dora=True), FUSED, id="gpt-dora"),
         pytest.param(MIXTRAL, lora(targets=["all-linear", "experts.*"]), EXPERTS, id="mixtral-experts"),
+        pytest.param(QWEN2_MOE, lora(targets=["all-linear", "experts.*"]), SHARED, id="qwen2-moe-experts"),
     ],
 )
 def test_loss_and_gradients_equal_those_of_peft(
@@ -86,7 +89,7 @@ def test_loss_and_gradients_equal_those_of_peft(
         (LLAMA, lora(dora=True)),
         (TIED, lora(targets=ENDS)),
         (GPT, lora(targets=["c_attn", "wpe"])),
-        (MIXTRAL, lora(targets=["all-linear", "experts.*"])),
+        (QWEN2_MOE, lora(targets=["all-linear", "experts.*"])),
     ],
 )
 def test_names_and_shapes_are_those_that_the_spec_derives(

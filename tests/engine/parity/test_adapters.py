@@ -41,6 +41,10 @@ EXPERTS = (
     *("model.norm_topk_prob=true", "model.router_aux_loss_coef=0.0"),
 )
 ON_TWO = (*EXPERTS, "layout.expert_parallel=2")
+GATED = (
+    *(*ON_TWO, "model.qkv_bias=true", "model.mlp_only_layers=[1]"),
+    *("model.shared_expert_intermediate_size=24", "model.shared_expert_gate=true"),
+)
 ROWS = [
     Row(0, overrides=LORA, title="lora"),
     Row(1, tensor=2, pipeline=2, accumulation=2, overrides=LORA, title="lora"),
@@ -65,6 +69,8 @@ LONG = [
     Row(0, overrides=EXPERTS, title="experts"),
     Row(3, data=2, overrides=ON_TWO, title="experts"),
     Row(1, data=2, tensor=2, pipeline=2, overrides=ON_TWO, title="experts"),
+    Row(3, data=2, tensor=2, overrides=GATED, title="gated experts"),
+    Row(1, data=2, pipeline=2, overrides=GATED, title="gated experts"),
     Row(1, data=2, overrides=(*LORA, "training.compile=true"), title="lora compiled"),
     Row(2, data=2, overrides=(*LORA, "layout.offload=optimizer"), title="lora offload"),
     Row(1, data=2, checkpointing="selective", overrides=LORA, title="lora"),
@@ -112,7 +118,9 @@ def targets_of(spec: RunSpec) -> dict[str, Any]:
         return {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
     if model.num_experts:
         stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        return {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": stacks}
+        modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        modules += ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"] if model.shared_expert_gate else []
+        return {"target_modules": modules, "target_parameters": stacks}
     given = list(adapter.targets)
     return {"target_modules": "all-linear" if given == ["all-linear"] else given}
 
