@@ -45,7 +45,12 @@ from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, parameter_groups
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
-from scaletrain_cli.engine.parallel.expert import mark_experts_for_deepspeed, shard_experts, with_expert_groups
+from scaletrain_cli.engine.parallel.expert import (
+    count_replicated_experts_once,
+    mark_experts_for_deepspeed,
+    shard_experts,
+    with_expert_groups,
+)
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.parallel.pipeline import (
     PipelineStage,
@@ -203,6 +208,7 @@ def compose(
     optimizer = build_optimizer(spec, groups, layout, device)
     engine = start_deepspeed(config, module, optimizer, unit)
     fix_loss_scale(engine)
+    count_replicated_experts_once(engine, mesh)
     return Composed(model, objective, engine, optimizer, stage)
 
 

@@ -232,9 +232,9 @@ def backward_products(model: ModelSpec, training: BlockTraining, experts: bool) 
         if last is not None:
             inner = [through(layer, normed) for layer in first]
             after = through(last, any(inner)) or after
-    for layer in (graph.router, graph.shared_gate):
-        if layer is not None:
-            after = through(layer, normed) or after
+    for gate in (graph.router, graph.shared_gate):
+        if gate is not None:
+            after = through(gate, normed) or after
     after = after or training.trains(graph.after_mlp)
     return BackwardProducts(inputs, weights, adapters, attention, after)
 

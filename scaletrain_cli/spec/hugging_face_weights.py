@@ -99,10 +99,12 @@ def _dense_differences(spec: ModelSpec, trained: dict[str, Any]) -> Iterator[tup
     theirs["mlp_only_layers"] = tuple(theirs["mlp_only_layers"])
     other = spec.model_copy(update=theirs)
     if any(spec.has_experts(block) != other.has_experts(block) for block in range(_compared_layers(spec))):
-        for key in _DENSE_BLOCKS:
-            ours = getattr(spec, key)
-            if ours != theirs[key]:
-                yield key, *(list(value) if isinstance(value, tuple) else value for value in (ours, theirs[key]))
+        changed = (key for key in _DENSE_BLOCKS if getattr(spec, key) != theirs[key])
+        yield from ((key, _as_list(getattr(spec, key)), _as_list(theirs[key])) for key in changed)
+
+
+def _as_list(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _compared_layers(spec: ModelSpec) -> int:

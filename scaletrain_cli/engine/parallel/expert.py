@@ -20,6 +20,7 @@ from scaletrain_cli.engine.parallel.mesh import (
     copy_to_ranks,
     group_of,
     mark_sharded,
+    shard_spec_of,
     sum_over_ranks,
 )
 
@@ -164,6 +165,33 @@ def mark_experts_for_deepspeed(model: nn.Module, mesh: Mesh) -> None:
     if not any(p.requires_grad for p in model.parameters() if is_sharded_over_experts(p)):
         return  # DeepSpeed requires a parameter group of experts in an MoE model
     model.add_module("deepspeed_expert_parallel", Sign())
+
+
+def count_replicated_experts_once(engine: Any, mesh: Mesh) -> None:
+    """Let ZeRO-3 count tensors of experts that every tensor rank has, such as factors of adapters, once in the norm.
+
+    For experts it sums the norms of all ranks, as if tensor ranks shared each tensor (stage3.py
+    _grad_norm_counts_every_rank); here it gets no gradient of them from tensor ranks other than the first.
+    """
+    if engine.zero_optimization_stage() != 3 or mesh.expert.group is None or mesh.tensor.rank == 0:
+        return
+    optimizer = engine.optimizer
+    norm, offloaded_norms = optimizer.get_grad_norm_direct, optimizer.complete_grad_norm_calculation_for_cpu_offload
+
+    def is_copy(parameter: nn.Parameter) -> bool:
+        return is_sharded_over_experts(parameter) and shard_spec_of(parameter) is None
+
+    def direct(gradients: list[Tensor], parameters: list[nn.Parameter], *others: Any) -> Any:
+        pairs = zip(gradients, parameters, strict=True)
+        return norm([torch.zeros_like(g) if is_copy(p) else g for g, p in pairs], parameters, *others)
+
+    def offloaded(parameters: list[nn.Parameter]) -> Any:
+        for parameter in filter(is_copy, parameters):
+            optimizer.norm_for_param_grads.pop(optimizer.get_param_id(parameter), None)
+        return offloaded_norms(parameters)
+
+    optimizer.get_grad_norm_direct = direct
+    optimizer.complete_grad_norm_calculation_for_cpu_offload = offloaded
 
 
 def _mark_for_deepspeed(shard: nn.Parameter, expert: Axis, shards: dist.ProcessGroup) -> None:
