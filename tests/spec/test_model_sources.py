@@ -116,8 +116,8 @@ def test_settings_of_each_architecture_are_read() -> None:
 
 
 FAMILIES = (
-    "llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma2 gemma3_text phi3 olmo2 gpt_oss deepseek_v2 deepseek_v3 "
-    "gpt2 resnet convnext vit clip"
+    "llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma2 gemma3_text phi3 olmo2 gpt_oss deepseek_v2 "
+    "deepseek_v3 gpt2 resnet convnext vit clip"
 ).split()
 # Settings of transformers' classes under which a model computes something else, each refused by name.
 OTHERWISE = {

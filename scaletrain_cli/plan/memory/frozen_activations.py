@@ -254,10 +254,10 @@ class _Count:
             saved += self._adapter(graph.down, width, model.hidden_size)
             after = any(arrived) or training.learns(graph.down.name)
         if graph.shared_gate is not None:
-            gates = normed or training.learns(graph.shared_gate.name)
-            saved += element * ((model.hidden_size if gates else 0) + (1 if gates or after else 0))
+            scales = normed or training.learns(graph.shared_gate.name)
+            saved += element * ((model.hidden_size if scales else 0) + (1 if scales or after else 0))
             saved += self._adapter(graph.shared_gate, model.hidden_size, 1)
-            after = after or gates
+            after = after or scales
         if graph.routed_down is not None and graph.router is not None:
             # The grouped product of experts (engine/model/moe.py) saves its input whether or not its weight trains.
             layer, down = graph.routed[0], graph.routed_down

@@ -61,6 +61,15 @@ CHANGED: dict[str, Any] = {
     "capacity_factor": 0.5,
     "norm_topk_prob": True,
     "swiglu_limit": 1.0,
+    "shared_expert_gate": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": (0,),
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 2,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "router_bias": True,
     "kv_lora_rank": 8,
     "q_lora_rank": 8,
     "qk_rope_head_dim": 8,
@@ -87,8 +96,11 @@ ELSEWHERE = {
 }
 OF_EXPERTS = {"num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"}
 OF_EXPERTS |= {"swiglu_limit", "first_k_dense_replace", "capacity_factor", "num_experts", "intermediate_size"}
-# Fields that have an effect only beside another one, or after the first step: tests/engine/model/test_families.py
-BESIDE_ANOTHER = {"qk_norm_scope", "layer_types", "rope_local_base_freq", "zero_centered_norm"}
+OF_EXPERTS |= {"decoder_sparse_step", "mlp_only_layers", "scoring_func", "routed_scaling_factor", "router_bias"}
+# Fields that have an effect only beside another one, or after the first step: tests/engine/model/test_families.py and
+# test_router.py
+BESIDE_ANOTHER = {"qk_norm_scope", "layer_types", "rope_local_base_freq", "zero_centered_norm", "shared_expert_gate"}
+BESIDE_ANOTHER |= {"topk_method", "n_group", "topk_group"}
 OF_LATENT_ATTENTION = {"q_lora_rank", "qk_rope_head_dim", "v_head_dim", "rope_interleave"}
 # Fields that have no part in a family: where the planner leaves them out too.
 NO_PART = {
