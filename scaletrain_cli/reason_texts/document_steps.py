@@ -22,7 +22,7 @@ TEXTS: dict[str, Text] = {
     ),
     "item-not-text": Text("{file}:{line}: the field {field} must be text or a list of texts"),
     "no-items": Text(
-        "data.prepare with step: contamination: no item of {files} files has {words} words",
+        "data.prepare with step: contamination: no item of the evaluation files has {words} words",
         ("Lower min_item_words, or set fields to the columns with the text",),
     ),
     "placeholder-matches": Text(

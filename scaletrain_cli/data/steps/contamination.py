@@ -54,7 +54,7 @@ class Contamination:
                 found.setdefault(length, []).append(ngrams)
                 digest.update(ngrams.astype("<u8").tobytes())
         if not found:
-            raise UsageError(Reason("document_steps.no-items", {"files": len(files), "words": spec.min_item_words}))
+            raise UsageError(Reason("document_steps.no-items", {"words": spec.min_item_words}))
         self.indexes = {length: _Index(items) for length, items in sorted(found.items())}
         self.depends_on = {"evaluation": digest.hexdigest()}
 

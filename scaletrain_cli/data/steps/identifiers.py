@@ -1,7 +1,7 @@
 """The step ``identifiers``: replace what identifies a person or gives access by fixed placeholders.
 
-Every expression is bounded: it starts only where no character of its own kind precedes it, and each of its repetitions
-has a limit, so that a line of any length takes time in proportion to its length.
+Every expression is bounded: each of its repetitions has a limit, so that a line of any length takes time in proportion
+to its length. No expression matches directly after another match, so that a second pass finds nothing new.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scaletrain_cli.spec.preparation import IDENTIFIERS, IdentifiersSpec
 
 # ---- mail addresses ----------------------------------------------------------------------------------------------
 _EMAIL = re.compile(
-    r"(?<![\w.+%-])[\w+%-](?:[\w.+%-]{0,62}[\w+%-])?@"
+    r"(?<!\w)\w(?:[\w.+%-]{0,62}[\w+%-])?@"
     r"(?:[^\W_](?:[^\W_]|-){0,62}\.){1,6}[^\W\d_]{2,24}(?!\w)"
 )
 _NOT_TOP_LEVEL = frozenset("png jpg jpeg gif svg webp ico css js".split())  # icon@2x.png
@@ -30,7 +30,7 @@ _IPV6 = re.compile(r"[23](?<![\w:.].)[0-9A-Fa-f]{3}:[0-9A-Fa-f:]{2,34}(?![\w:]|\
 _CONTEXT = 24  # characters before a number that say whether it is a version or a section
 _NUMBERED = re.compile(
     r"(?:\b(?:v|ver|version|versions|release|build|firmware|section|sections|sec|chapter|clause|article|paragraph|"
-    r"appendix|figure|fig|table|rev|revision|update|upgrade)[.:]?\s{0,2}|[§=<>~^]\s{0,2}|(?<![:/])/)\Z",
+    r"appendix|figure|fig|table|rev|revision|update|upgrade)[.:]?\s{0,2}|(?:[=<>~!]=|[§~^])\s{0,2}|(?<![:/])/)\Z",
     re.IGNORECASE,
 )
 _HEADING = re.compile(r"[ \t]{1,4}[^\W\d_]")  # after a number that begins a line: a numbered heading
@@ -49,7 +49,10 @@ _NOT_PUBLIC_IPV6 = [
 ]
 
 # ---- phone numbers -----------------------------------------------------------------------------------------------
-_PHONE = re.compile(r"[+(0-9](?<![\w.+/=-].)(?:(?<=[+(])[0-9])?(?:[ ().\-/]{0,3}[0-9]){6,14}(?![\w-]|\.[0-9])")
+_PHONE = re.compile(
+    r"(?:[+0-9]|\((?=[0-9]{1,5}\)))(?<![\w.+/=-].)(?:(?<=[+(])[0-9])?"
+    r"(?:[ ().\-/]{0,3}[0-9]){6,14}(?![\w-]|[.+(][0-9])"
+)
 _PHONE_SEPARATORS = re.compile(r"[ ().\-/]+")
 _DATE = re.compile(r"(?:\d{4}[-./ ]\d{1,2}[-./ ]\d{1,2}|\d{1,2}[-./ ]\d{1,2}[-./ ]\d{4})(?:\D|\Z)")
 
@@ -175,7 +178,7 @@ def _is_phone(match: re.Match[str]) -> bool:
         return False
     if set(separators) <= {" "} and not number.startswith("0"):  # 1 000 000 000
         return False
-    if set(separators) == {"."} and len(separators) == 3:  # an IP address or a version
+    if set(separators) == {"."} and (len(separators) == 3 or number[0] != "0") and len(separators) > 2:  # a version
         return False
     return not (len(digits) == 13 and digits.startswith(("978", "979")))  # ISBN
 

@@ -53,7 +53,7 @@ def test_no_step_raises_or_remembers_and_a_second_time_changes_nothing(tmp_path:
     first: dict[int, list[tuple[str, Kept | Removed]]] = {}
 
     @given(TEXTS)
-    @settings(max_examples=150)
+    @settings(max_examples=100)
     def check(text: str) -> None:
         for number, (one, _) in enumerate(steps):
             result = run(one, text, score=len(text) / 100)
