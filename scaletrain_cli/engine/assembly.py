@@ -15,7 +15,7 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identif
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import compose
-from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.data.batches import BatchReader, padded_to
 from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.splits import open_data
@@ -118,7 +118,7 @@ def assemble(
         expected_seconds=record.plan.durability.save_seconds,
     )
     stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)
-    mask_starts = spec.data.loss_mask == "document_starts"
+    mask_starts, padding = spec.data.loss_mask == "document_starts", padded_to(spec, layout)
     step_sync = StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger)
 
     def goes_on() -> bool:
@@ -143,8 +143,8 @@ def assemble(
         average=average,
         checkpointer=checkpointer,
         dataset=dataset,
-        training=BatchReader(train, layout, mesh, spec.training.seed, mask_starts),
-        validation=BatchReader(validation, layout, mesh, spec.training.seed, mask_starts),
+        training=BatchReader(train, layout, mesh, spec.training.seed, mask_starts, padded_to=padding),
+        validation=BatchReader(validation, layout, mesh, spec.training.seed, mask_starts, padded_to=padding),
         faults=faults,
         guard=GuardActions(
             run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat, stages

@@ -183,6 +183,8 @@ class ModelStepper(Stepper):
 class PipelineStepper(Stepper):
     """Every rank runs its pipeline stage, one forward and one backward pass in turn (1F1B), under ZeRO-1."""
 
+    _shape: torch.Size | None = None  # of the tokens that the stages last sent each other
+
     def _train(
         self, batches: Sequence[MicroBatch], largest_norm: float, nan_gradient: bool, factor: float
     ) -> tuple[Tensor, Any]:
@@ -210,8 +212,15 @@ class PipelineStepper(Stepper):
         return found
 
     def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[Any, Any]]:
-        """Return what DeepSpeed passes on: tokens for the first stage and labels for the last; see ``expect``."""
+        """Return what DeepSpeed passes on: tokens for the first stage and labels for the last; see ``expect``.
+
+        All micro-batches must have the same shape.
+        """
         assert self._composed.stage is not None
+        shape = batches[0].tokens.shape
+        if shape != self._shape:  # DeepSpeed tells the next stage the shape only once
+            self._engine.reset_activation_shape()
+            self._shape = shape
         self._composed.stage.expect(batches)
         return iter([(batch.tokens, batch.labels) for batch in batches])
 

@@ -231,6 +231,8 @@ class Trainer:
         if self.record.spec.training.precision == "fp16":
             measured |= {"loss_scale": scale, "skipped": float(result.skipped)}
         measured |= result.measures
+        if batches[0].step_tokens is not None:
+            measured["tokens"] = float(batches[0].step_tokens)
         routing = routing_measures(self.composed.model) if self.composed.model.spec.num_experts else None
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}

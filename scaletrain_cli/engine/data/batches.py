@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,10 @@ from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.document_attention import Segments, segments_of
+from scaletrain_cli.engine.model.rope import depends_on_longest
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec import RunSpec
 
 # The sequences of each batch: a pure function of (seed, batch number), the same in every layout.
 
@@ -113,6 +115,7 @@ class MicroBatch(NamedTuple):
     segments: the same documents; None if ``documents`` is.
     numbers: [micro_batch_size] int64, numbers of the rows or pairs in the split; None for text.
     reference: [rows] fp32, log-probabilities of the answers under the reference model; None unless they were computed.
+    step_tokens: positions that all replicas compute in the step of this micro-batch, padding included; None for text.
     """
 
     tokens: Tensor
@@ -125,6 +128,7 @@ class MicroBatch(NamedTuple):
     segments: Segments | None = None
     numbers: Tensor | None = None
     reference: Tensor | None = None
+    step_tokens: int | None = None
 
     @property
     def context(self) -> TokenContext:
@@ -141,6 +145,8 @@ class StepBatch(NamedTuple):
 
     The first dimension counts them, except in ``divisor`` and in ``positions`` of one dimension, which are the same in
     all. The ``segments`` of a micro-batch with fewer documents than another one have empty ones at their end.
+    ``lengths``: to how many tokens the rows of each micro-batch are padded, where that is less than the length of the
+    tensors; None: all are as long.
     """
 
     tokens: Tensor
@@ -153,25 +159,35 @@ class StepBatch(NamedTuple):
     segments: Segments | None = None
     numbers: Tensor | None = None
     reference: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
+    step_tokens: int | None = None
 
     def micro_batches(self) -> list[MicroBatch]:
-        """Return the micro-batches as views, in the order of accumulation."""
+        """Return the micro-batches, in the order of accumulation."""
 
         def part(values: Tensor | None, number: int) -> Tensor | None:
             return None if values is None else values[number]
 
+        def cut(values: Tensor, number: int) -> Tensor:
+            """Return what a micro-batch has of values of all positions, of this rank or of the whole length."""
+            if self.lengths is None:
+                return values[number]
+            length = self.lengths[number] * values.shape[-1] // max(self.lengths)
+            return values[number, ..., :length].contiguous()
+
         return [
             MicroBatch(
-                tokens=self.tokens[i],
-                labels=self.labels[i],
-                positions=self.positions if self.positions.dim() == 1 else self.positions[i],
+                tokens=cut(self.tokens, i),
+                labels=cut(self.labels, i),
+                positions=self.positions if self.positions.dim() == 1 else cut(self.positions, i),
                 samples=self.samples[i],
                 divisor=self.divisor,
-                weights=part(self.weights, i),
-                documents=part(self.documents, i),
+                weights=None if self.weights is None else cut(self.weights, i),
+                documents=None if self.documents is None else cut(self.documents, i),
                 segments=None if self.segments is None else Segments(self.segments.bounds[i], self.segments.longest),
                 numbers=part(self.numbers, i),
                 reference=part(self.reference, i),
+                step_tokens=self.step_tokens,
             )
             for i in range(len(self.tokens))
         ]
@@ -184,11 +200,29 @@ def _moved(part: Any, move: Callable[[Tensor], Tensor]) -> Any:
     return move(part) if isinstance(part, Tensor) else part
 
 
+PADDING_MULTIPLE = 64  # few shapes, and none that a kernel does not take
+PaddedTo = Literal["seq_len", "step", "micro_batch"]
+
+
+def padded_to(spec: RunSpec, layout: Layout) -> PaddedTo:
+    """Return what the rows of a micro-batch are padded to: ``seq_len``, or the longest row of a step or micro-batch.
+
+    DeepSpeed's pipeline needs one shape per step. The shape never changes if blocks are compiled, and where padding has
+    an effect: on the loads of experts, and on rotary frequencies that depend on the highest position.
+    """
+    compiled = layout.compile or spec.training.compile is True
+    if compiled or spec.transformer.num_experts or depends_on_longest(spec.transformer):
+        return "seq_len"
+    return "micro_batch" if layout.pipeline_parallel == 1 else "step"
+
+
 @dataclass(frozen=True)
 class BatchReader:
     """Reads the batches of one rank.
 
     Tensor and pipeline ranks of a replica get the same batch, sequence ranks a part of each sequence.
+    ``padded_to``: see the function; with "step" the rows of evaluations are padded to seq_len. Text has no padding.
+    ``padding_multiple``: the tokens of a row on one rank are a multiple of it, or as many as of seq_len.
     ``mask_document_starts``: the label of the first token of a document in text is ignored.
     ``reference``: [pairs of the split, 2] fp32, log-probabilities of the chosen and of the rejected answer.
     """
@@ -199,6 +233,8 @@ class BatchReader:
     seed: int
     mask_document_starts: bool
     reference: npt.NDArray[np.float32] | None = None
+    padded_to: PaddedTo = "seq_len"
+    padding_multiple: int = PADDING_MULTIPLE
 
     def batch(self, number: int) -> StepBatch:
         """Return this rank's part of the global batch with this number (1-based)."""
@@ -209,7 +245,7 @@ class BatchReader:
             [first + (micro * layout.data_parallel + self.mesh.data.rank) * size + offset for offset in range(size)]
             for micro in range(len(indices))
         ]
-        return self._batch(indices, places, self._counted_in(number))
+        return self._batch(indices, places, self._counted_in(number), number)
 
     def in_order(self, rounds: int) -> Iterator[MicroBatch]:
         """Yield the first sequences in file order: per round, one micro-batch for each data-parallel rank."""
@@ -261,15 +297,17 @@ class BatchReader:
         masked = sum(len(self.sequences.document_ends_within(index, index + 1)) for index in indices)
         return len(indices) * self.sequences.seq_len - masked
 
-    def _batch(self, indices: list[list[int]], places: list[list[int]], counted: float) -> StepBatch:
+    def _batch(
+        self, indices: list[list[int]], places: list[list[int]], counted: float, number: int | None = None
+    ) -> StepBatch:
         """``counted``: weights of the labels in a global micro-batch, whose loss is the mean of the replicas' losses.
 
-        ``places``: numbers of the sequences in the run.
+        ``places``: numbers of the sequences in the run. ``number``: of the batch; None if it is not one of training.
         """
-        part = self._part_of_length()
         divisor = torch.tensor(counted / self.mesh.replicas.size, dtype=torch.float32) if self._is_divided else None
         if isinstance(self.sequences, RowSequences):
-            return self._rows(self.sequences, indices, places, part, divisor)
+            return self._rows(self.sequences, indices, places, divisor, number)
+        part = self._part_of(self.sequences.seq_len)
         flat = [index for batch in indices for index in batch]
         rows = self.sequences.rows(flat)
         tokens, labels = rows[:, :-1], rows[:, 1:]
@@ -289,10 +327,11 @@ class BatchReader:
         sequences: RowSequences,
         indices: list[list[int]],
         places: list[list[int]],
-        part: slice,
         divisor: Tensor | None,
+        number: int | None,
     ) -> StepBatch:
-        read = [sequences.read(batch) for batch in indices]
+        lengths = self._lengths(sequences, indices, number is not None)
+        read = [sequences.read(batch, length) for batch, length in zip(indices, lengths, strict=True)]
         weights = [rows.weights for rows in read if rows.weights is not None]
         documents = [rows.documents for rows in read if rows.documents is not None]
         positions = [rows.positions for rows in read if rows.positions is not None]
@@ -304,23 +343,51 @@ class BatchReader:
             if self.reference is not None:
                 found = torch.from_numpy(self.reference)[numbers]  # [micro-batches, pairs, 2]
                 reference = found.transpose(1, 2).flatten(1)
+        alike = len(set(lengths)) == 1
+        if not positions and alike:
+            part = self._part_of(lengths[0])
+            places_in_row = torch.arange(part.start, part.stop)
+        else:
+            places_in_row = self._stacked(positions or [np.arange(length) for length in lengths])
         return StepBatch(
-            tokens=_tensor(np.stack([rows.tokens for rows in read])[..., part]),
-            labels=_tensor(np.stack([rows.labels for rows in read])[..., part]),
+            tokens=self._stacked([rows.tokens for rows in read]),
+            labels=self._stacked([rows.labels for rows in read]),
             samples=samples,
-            positions=(_tensor(np.stack(positions)[..., part]) if positions else torch.arange(part.start, part.stop)),
+            positions=places_in_row,
             divisor=divisor,
-            weights=_tensor(np.stack(weights)[..., part]) if weights else None,
-            documents=_tensor(np.stack(documents)) if documents else None,
+            weights=self._stacked(weights) if weights else None,
+            documents=_joined_rows(documents) if documents else None,
             segments=_joined([segments_of(torch.from_numpy(each)) for each in documents]) if documents else None,
             numbers=numbers,
             reference=reference,
+            lengths=None if alike else tuple(lengths),
+            step_tokens=None if number is None else self._step_tokens(sequences, number),
         )
 
-    def _part_of_length(self) -> slice:
+    def _lengths(self, sequences: RowSequences, indices: list[list[int]], trains: bool) -> list[int]:
+        """Return the tokens that the rows of each micro-batch are padded to, the same on all ranks of a replica."""
+        if self.padded_to == "seq_len" or (self.padded_to == "step" and not trains):
+            return [sequences.seq_len] * len(indices)
+        multiple = self.padding_multiple * self.mesh.sequence.size
+        padded = [-(-sequences.longest(batch) // multiple) * multiple for batch in indices]
+        lengths = [min(length, sequences.seq_len) for length in padded]
+        return [max(lengths)] * len(lengths) if self.padded_to == "step" else lengths
+
+    def _step_tokens(self, sequences: RowSequences, number: int) -> int:
+        """Return the positions that all replicas compute for a batch."""
+        rows = self.layout.micro_batch_size * (2 if sequences.pairs else 1)
+        batches = (self._indices(number, rank) for rank in range(self.layout.data_parallel))
+        return rows * sum(sum(self._lengths(sequences, indices, True)) for indices in batches)
+
+    def _part_of(self, length: int) -> slice:
+        """Return this rank's part of sequences of a length."""
         axis = self.mesh.sequence
-        length = self.sequences.seq_len // axis.size
-        return slice(axis.rank * length, (axis.rank + 1) * length)
+        local = length // axis.size
+        return slice(axis.rank * local, (axis.rank + 1) * local)
+
+    def _stacked(self, arrays: list[npt.NDArray[Any]]) -> Tensor:
+        """Return this rank's part of the values of all positions of each micro-batch, in one tensor."""
+        return _joined_rows([each[..., self._part_of(each.shape[-1])] for each in arrays])
 
     def _masked(self, labels: npt.NDArray[np.int64], indices: list[int]) -> npt.NDArray[np.int64]:
         """Return a copy with masked labels; tokens and labels are views of the same rows."""
@@ -329,6 +396,13 @@ class BatchReader:
         for row, index in zip(masked, indices, strict=True):
             row[self.sequences.document_ends_within(index, index + 1)] = NOT_COUNTED
         return masked
+
+
+def _joined_rows(arrays: list[npt.NDArray[Any]]) -> Tensor:
+    """Return the arrays in one tensor, with zeros after the shorter ones."""
+    longest = max(each.shape[-1] for each in arrays)
+    padded = [np.pad(each, [(0, 0)] * (each.ndim - 1) + [(0, longest - each.shape[-1])]) for each in arrays]
+    return _tensor(np.stack(padded))
 
 
 def _joined(segments: list[Segments]) -> Segments:

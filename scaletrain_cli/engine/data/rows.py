@@ -16,7 +16,7 @@ PADDING_DOCUMENT = -1
 
 
 class Rows(NamedTuple):
-    """Rows of one micro-batch, each an array [rows, seq_len].
+    """Rows of one micro-batch, each an array [rows, length].
 
     tokens: int64, 0 in the padding. labels: int64, the next token of the same document, -100 where it does not count.
     weights: fp32, weight of each label, 0 where it does not count; None if all others are 1. documents: int64, number
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSequences:
-    """Rows of at most ``seq_len`` tokens of one split; ``read`` pads them to this length.
+    """Rows of at most ``seq_len`` tokens of one split; ``read`` pads them to this length, or to a shorter one.
 
     ``tokens``, ``weights``: of all documents in order; the first token of a document has weight 0. ``document_ends``:
     index after the last token of each document. ``row_ends``: number of documents up to and including each row.
@@ -66,12 +66,19 @@ class RowSequences:
         """Return the sum of the weights of these rows or pairs."""
         return float(self.totals[self._rows(indices)].sum())
 
-    def read(self, indices: Sequence[int]) -> Rows:
+    def longest(self, indices: Sequence[int]) -> int:
+        """Return the tokens of the longest of these rows, or of the answers of these pairs."""
+        rows = self._rows(indices)
+        ends = self.document_ends[self.row_ends[rows] - 1]
+        return int(max(end - self._start(row) for end, row in zip(ends, rows, strict=True)))
+
+    def read(self, indices: Sequence[int], length: int | None = None) -> Rows:
         """Return these rows, or the chosen answers of these pairs and then the rejected ones.
 
-        Raises CorruptDataError if a file has changed since it was written.
+        ``length``: at least that of the longest row; None for ``seq_len``. Raises CorruptDataError if a file has
+        changed since it was written.
         """
-        shape = (len(indices) * (2 if self.pairs else 1), self.seq_len)
+        shape = (len(indices) * (2 if self.pairs else 1), length or self.seq_len)
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, NOT_COUNTED, np.int64)
         weights = np.zeros(shape, np.float32)
         documents, positions = np.full(shape, PADDING_DOCUMENT, np.int64), np.zeros(shape, np.int64)
@@ -80,13 +87,13 @@ class RowSequences:
             base = self._start(row)
             stop = int(ends[-1])
             self._check(base, stop)
-            length = stop - base
-            tokens[place, :length] = self.tokens[base:stop]
-            weights[place, : length - 1] = self.weights[base + 1 : stop]  # 0 where the next document starts
+            count = stop - base
+            tokens[place, :count] = self.tokens[base:stop]
+            weights[place, : count - 1] = self.weights[base + 1 : stop]  # 0 where the next document starts
             starts = np.concatenate([[0], ends[:-1] - base])
-            number = np.repeat(np.arange(len(ends)), np.diff(np.append(starts, length)))
-            documents[place, :length] = number
-            positions[place, :length] = np.arange(length) - starts[number]
+            number = np.repeat(np.arange(len(ends)), np.diff(np.append(starts, count)))
+            documents[place, :count] = number
+            positions[place, :count] = np.arange(count) - starts[number]
         counted = weights[:, :-1] > 0
         labels[:, :-1][counted] = tokens[:, 1:][counted]
         return Rows(

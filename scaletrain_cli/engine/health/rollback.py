@@ -77,8 +77,8 @@ class GuardActions:
         NonFiniteGradientError and SpikeError.
         """
         spec = self.record.spec
-        tokens = spec.training.global_batch_size * spec.units_per_sample
         for step, seconds, measured in measures:
+            tokens = int(measured.pop("tokens", spec.training.global_batch_size * spec.units_per_sample))
             if measured.get("skipped"):
                 del measured["grad_norm"]  # infinite, because of the overflow
             loss, norm = measured["loss"], measured.get("grad_norm", 0.0)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
+from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch, PaddedTo, padded_to
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, RowSequences
 from scaletrain_cli.engine.model.document_attention import segments_of
+from scaletrain_cli.engine.objectives.next_token import NextToken
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.plan import make_plan
 from tests.engine.data.test_batches import CUTS, GLOBAL_BATCH, WHOLE
+from tests.engine.fresh_model import build_model
+from tests.engine.model.test_models import LLAMA
+from tests.engine.model.test_models import spec as model_spec
+from tests.engine.objectives.rows import spec_of
 
 LENGTH = 8
 
@@ -128,6 +135,82 @@ def test_every_layout_reads_the_same_rows_and_divides_by_the_weights_of_the_glob
             assert part.segments.bounds.unique().tolist() == bounds.tolist()
             assert part.segments.longest >= longest
         assert len(part.tokens) == cut[2] * (2 if "pairs" in kind else 1)
+
+
+SHORT = 3 * 8  # seq_len of rows of at most LENGTH - 1 tokens
+SHORT_KINDS = pytest.mark.parametrize("kind", [{}, {"packed": True, "weighted": True}, {"pairs": True}], ids=str)
+
+
+def short_readers(kind: dict[str, bool], padded_to: PaddedTo, *cut: int) -> list[BatchReader]:
+    sequences = replace(random_rows(40, **kind), seq_len=SHORT)
+    made = readers(sequences, *cut)
+    return [replace(reader, padded_to=padded_to, padding_multiple=2) for reader in made]
+
+
+@SHORT_KINDS
+@pytest.mark.parametrize("cut", CUTS)
+def test_rows_padded_to_the_longest_one_have_the_same_labels_and_parts_of_equal_length(
+    kind: dict[str, bool], cut: tuple[int, int, int]
+) -> None:
+    for number in (1, 2, 7):
+        whole = short_readers(kind, "seq_len", 1, 1, 12)[0].batch(number).micro_batches()
+        made = short_readers(kind, "micro_batch", *cut)
+        batches = [reader.batch(number).micro_batches() for reader in made]
+        counted = {each for each in labels(whole) if each[2] != NOT_COUNTED}
+        assert {each for micro in batches for each in labels(micro) if each[2] != NOT_COUNTED} == counted
+        for same in zip(*[iter(batches)] * cut[1], strict=True):  # the sequence ranks of a replica
+            for parts in zip(*same, strict=True):
+                (width,) = {part.tokens.shape[1] for part in parts}
+                assert width % 2 == 0
+                longest = max(int(row.nonzero().max()) + 1 for row in torch.cat([part.tokens for part in parts], 1))
+                assert longest <= width * cut[1] < longest + 2 * cut[1]
+                for part in parts:
+                    assert part.positions.shape[-1] == width
+                    assert part.documents is None or part.documents.shape[1] == width * cut[1]
+                    assert part.segments is None or part.segments.bounds[-1] == width * cut[1] * len(part.tokens)
+        computed = sum(micro.tokens.numel() for each in batches for micro in each)
+        assert {micro.step_tokens for each in batches for micro in each} == {computed}
+
+
+@SHORT_KINDS
+def test_a_step_of_a_pipeline_has_one_shape_and_its_evaluations_that_of_seq_len(kind: dict[str, bool]) -> None:
+    widths = set()
+    for number in range(1, 9):
+        (reader,) = short_readers(kind, "step", 1, 1, 1)
+        (shape,) = {micro.tokens.shape for micro in reader.batch(number).micro_batches()}
+        widths.add(shape[1])
+    assert max(widths) <= 8
+    assert {micro.tokens.shape[1] for micro in reader.in_order(2)} == {SHORT}
+
+
+@SHORT_KINDS
+def test_rows_padded_to_the_longest_one_have_the_same_loss_and_gradients(kind: dict[str, bool]) -> None:
+    model = build_model(model_spec(LLAMA), seed=0)
+    found = []
+    padding: tuple[PaddedTo, PaddedTo] = ("seq_len", "micro_batch")
+    for each in padding:
+        model.zero_grad()
+        (reader,) = short_readers(kind, each, 1, 1, 2)
+        total = torch.zeros(())
+        for micro in reader.batch(3).micro_batches():
+            output = partial(NextToken.loss, None, batch=micro)  # type: ignore[arg-type]
+            total = total + model(micro.tokens, micro.labels, micro.context, output=output)
+        total.backward()
+        found.append([total.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_are_padded_to_seq_len_where_shapes_or_padding_matter() -> None:
+    def chosen(*settings: str) -> str:
+        spec = spec_of(*settings)
+        return padded_to(spec, make_plan(spec).layout)
+
+    assert chosen() == "micro_batch"
+    assert chosen("layout.pipeline_parallel=2", "cluster.gpus_per_node=2") == "step"
+    assert chosen("training.compile=true") == "seq_len"
+    assert chosen("model.rope_scaling={rope_type: dynamic, factor: 2.0}") == "seq_len"
+    assert chosen("model.num_experts=4", "model.num_experts_per_tok=2") == "seq_len"
 
 
 def test_reference_log_probabilities_follow_their_pairs() -> None:

@@ -121,8 +121,10 @@ def alone(kind: str, steps: int) -> Course:
 def differences(row: FineTuningRow, steps: int = STEPS) -> tuple[float, float]:
     """Return the largest relative differences of loss and gradient norm at a step."""
     found, expected = _course(row.ranks, row.spec(steps), row.kind), alone(row.kind, steps)
-    for measures, others in zip(found.measures, expected.measures, strict=True):
+    for step, (measures, others) in enumerate(zip(found.measures, expected.measures, strict=True), start=1):
         for name, value in others.items():
+            if step == 1 and name == "rewards/accuracies":  # every margin is 0, up to rounding
+                continue
             assert abs(measures[name] - value) <= 1e-4 * max(1.0, abs(value)), (name, measures[name], value)
     return largest_difference(found.losses, expected.losses), largest_difference(found.norms, expected.norms)
 

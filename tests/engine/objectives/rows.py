@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaletrain_cli.engine.compose import compose
-from scaletrain_cli.engine.data.batches import BatchReader, sample_at
+from scaletrain_cli.engine.data.batches import BatchReader, padded_to, sample_at
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.schedules import learning_rate
@@ -124,7 +124,9 @@ def train(spec: RunSpec, rows: RowSequences, folder: Path) -> Course:
     mesh = build_mesh(layout)
     composed = compose(spec, layout, mesh, device, trained=trained_at(spec, 1))
     stepper = build_stepper(composed, mesh, device, spec.training)
-    reader = BatchReader(rows, layout, mesh, spec.training.seed, False)
+    reader = BatchReader(
+        rows, layout, mesh, spec.training.seed, False, padded_to=padded_to(spec, layout), padding_multiple=4
+    )
     if composed.objective.reads_pairs:
         reference = ReferencePass(
             RunDir(folder), spec, mesh, stepper, RankConsensus(60.0), device, ("tokens",), lambda: True
