@@ -293,21 +293,47 @@ def _add_base_problems(run: str, entries: list[Entry], problems: dict[str, list[
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.safe_files import expand_home
     from scaletrain_cli.spec import ModelSpec
+    from scaletrain_cli.ui.console import say
 
     record = read_record(find_run(run))
     model = record.spec.model
     weights = model.weights if isinstance(model, ModelSpec) else None
-    if weights is None or is_reference(weights):  # the files of the hub may be on the nodes alone
+    if weights is None:
         return
     valid = [entry.checkpoint for entry in entries if entry.checkpoint and not problems[entry.path.name]]
     saved = {checkpoint.path.name: base for checkpoint in valid if (base := read_base(checkpoint)) is not None}
-    folder = Path(record.working_folder, expand_home(weights))
+    if not saved:
+        return
+    folder = _cached_base(record, weights) if is_reference(weights) else expand_home(weights)
+    if folder is None:
+        say(f"{weights} is not in the hub cache of this machine: not compared with the weights of the run")
+        return
+    folder = Path(record.working_folder, folder)
     digests = cache(lambda: digests_of(folder, weight_files(folder)))
     for name, base in saved.items():
         try:
             check_same_base(name, base, folder, digests())
         except UsageError as error:
             problems[name].append(str(error))
+
+
+def _cached_base(record: RunRecord, weights: str) -> Path | None:
+    """Return the folder with the weights of the run's commit; None if the cache lacks some. Sends no request."""
+    from scaletrain_cli.hub.cache import HubSettings
+    from scaletrain_cli.hub.reference import is_reference
+    from scaletrain_cli.launch.hub_files import environment_here
+    from scaletrain_cli.rundir.base_weights import weight_files
+    from scaletrain_cli.spec.hub_files import with_local_files
+
+    settings = HubSettings.from_environment(environment_here(record.spec, os.environ))
+    local = with_local_files(record.spec, record.hub, settings).transformer.weights
+    if local is None or is_reference(local):
+        return None
+    try:
+        complete = all((Path(local) / name).is_file() for name in weight_files(Path(local)))
+    except UsageError:
+        return None
+    return Path(local) if complete else None
 
 
 def _valid_checkpoint(run_id: str, folder: Path, step: int | None) -> Checkpoint:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from dataclasses import asdict
 from typing import Annotated
 
@@ -52,7 +54,7 @@ def submit(
     require_tasks(found, read_record(found))
     done: list[SubmittedEvaluation] = []
     submitted = (
-        follow_evaluations(found)
+        follow_evaluations(found, _last_look())
         if follow
         else (submit_evaluation(found, step) for step in steps)
         if steps
@@ -67,6 +69,16 @@ def submit(
         print_json({"run_id": found.run_id, "evaluations": [asdict(one) for one in done]})
     elif not done:
         say("every checkpoint has an evaluation")
+
+
+def _last_look() -> threading.Event:
+    """Return an event that is set by the signal with which a node agent asks for the last evaluation."""
+    from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL
+
+    asked = threading.Event()
+    signal.signal(LAST_LOOK_SIGNAL, lambda number, frame: asked.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [LAST_LOOK_SIGNAL])  # a node agent blocks it
+    return asked
 
 
 @app.command("list", epilog=describe(READING))

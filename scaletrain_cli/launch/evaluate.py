@@ -7,11 +7,12 @@ explained like any other. Its id is derived from the checkpoint, so that a secon
 from __future__ import annotations
 
 import hashlib
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scaletrain_cli.errors import InfeasibleError, ScaletrainError, UsageError
+from scaletrain_cli.errors import InfeasibleError, ScaletrainError, UsageError, sentences
+from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.status import is_over, run_status
 from scaletrain_cli.launch.submit import LONGEST_RUN_ID, create_run, read_submission, submit_run
@@ -26,6 +27,7 @@ from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_reco
 from scaletrain_cli.safe_files import locked
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.evaluation import evaluation_cluster
+from scaletrain_cli.spec.hub_files import WHOLE_CHECKPOINT, may_be_frozen
 
 ENGINE = "scaletrain_cli.engine.evaluation"
 RUN_VARIABLE, STEP_VARIABLE = "SCALETRAIN_EVALUATED_RUN", "SCALETRAIN_EVALUATED_STEP"
@@ -117,7 +119,9 @@ def require_tasks(run: RunDir, record: RunRecord) -> None:
 
 def evaluation_spec(run: RunDir, record: RunRecord, step: int) -> RunSpec:
     """Return the spec of the run that evaluates a checkpoint: the run's model and data, on one device."""
-    spec = record.spec
+    spec, variables = record.spec, {RUN_VARIABLE: run.run_id, STEP_VARIABLE: str(step)}
+    if not may_be_frozen(spec) and is_reference(getattr(spec.model, "weights", None)):
+        variables[WHOLE_CHECKPOINT] = "1"
     raw = spec.model_dump(mode="json", by_alias=True, include={"schema_version", "model", "data", "env", "secret_env"})
     raw |= {
         "name": f"{spec.name[:180]} evaluation",
@@ -127,7 +131,7 @@ def evaluation_spec(run: RunDir, record: RunRecord, step: int) -> RunSpec:
         "cluster": evaluation_cluster(spec.cluster, spec.evaluation.job).model_dump(mode="json", by_alias=True),
         "restarts": {"crash": 1},
         "code": {"engine": ENGINE},
-        "env": {**spec.env, RUN_VARIABLE: run.run_id, STEP_VARIABLE: str(step)},
+        "env": {**spec.env, **variables},
     }
     return RunSpec.model_validate(raw)
 
@@ -158,23 +162,33 @@ def _name(spec: RunSpec) -> str:
     return gpu if isinstance(gpu, str) else gpu.name
 
 
-def follow_evaluations(run: RunDir) -> Iterator[SubmittedEvaluation]:
+def follow_evaluations(run: RunDir, last: threading.Event | None = None) -> Iterator[SubmittedEvaluation]:
     """Submit and yield an evaluation of each checkpoint until the run is over and all have one.
 
-    A failure is recorded as the event ``evaluation-not-submitted``, once while it lasts, and tried again.
+    Once ``last`` is set, it looks for checkpoints at once and a last time. A failure is recorded as the event
+    ``evaluation-not-submitted``, once while it lasts, and tried again.
     """
     problem, record = None, read_record(run)
     require_tasks(run, record)
+    last = last or threading.Event()
     while True:
-        over = is_over(run, run_status(run))  # before the checkpoints are listed: the last one must not be missed
+        # Before the checkpoints are listed: the last one must not be missed.
+        over = last.is_set() or is_over(run, run_status(run))
         try:
             yield from submit_due_evaluations(run)
             problem = None
         except (ScaletrainError, OSError) as error:
             found = Reason("runs.evaluation-not-submitted", {"run": run.run_id, "error": str(error)})
             if found != problem:
-                record_event(run, "evaluation-not-submitted", message=str(found), **found.to_document())
+                record_event(run, "evaluation-not-submitted", message=sentences(found), **found.to_document())
             problem = found
         if over:
             return
-        time.sleep(_POLL_SECONDS if problem is None else _RETRY_SECONDS)
+        last.wait(_POLL_SECONDS if problem is None else _RETRY_SECONDS)
+
+
+def record_left_evaluations(run: RunDir, record: RunRecord) -> None:
+    """Record an event that names the checkpoints without an evaluation, if there are any."""
+    if steps := due_steps(run, record):
+        left = Reason("runs.evaluations-left", {"run": run.run_id, "steps": steps})
+        record_event(run, "evaluation-not-submitted", message=sentences(left), **left.to_document())

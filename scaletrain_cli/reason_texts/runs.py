@@ -38,6 +38,10 @@ TEXTS: dict[str, Text] = {
         "no evaluation of {run} could be submitted: {error}",
         ("`scaletrain evaluation submit {run} --follow` submits them from another machine",),
     ),
+    "evaluations-left": Text(
+        "{run} has ended before evaluations of the steps {steps:list} were submitted",
+        ("Run `scaletrain evaluation submit {run}`",),
+    ),
     # ---- logs ------------------------------------------------------------------------------------------------------
     "no-such-attempt": Text("{run} has no attempt {attempt}; it has the attempts 1 to {last}"),
     "no-attempts": Text("{run} has no attempt {attempt}; none has started"),

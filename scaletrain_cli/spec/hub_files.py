@@ -25,7 +25,7 @@ from scaletrain_cli.spec.quantities import Text
 if TYPE_CHECKING:
     from scaletrain_cli.spec.run import RunSpec
 
-Purpose = Literal["weights", "adapter", "tokenizer", "template", "source"]
+Purpose = Literal["weights", "beside_weights", "adapter", "tokenizer", "template", "source"]
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT writes them
@@ -43,6 +43,8 @@ _BESIDE = (
 _TEMPLATES = (".jinja", ".jinja2", ".j2")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 _OWN_PROGRAMS = "scaletrain_cli.engine."  # such as evaluations, which read what the run reads
+# Set in env of an evaluation whose checkpoint has all weights: of the initial ones it reads the tokenizer beside them.
+WHOLE_CHECKPOINT = "SCALETRAIN_EVALUATED_WHOLE"
 _LARGEST_INDEX_BYTES = 100_000_000
 _MORE_OF_HUB = ("HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_OFFLINE")  # without the prefix HF_
 _PATHS_ON_NODES = (*CACHE_VARIABLES, "HF_TOKEN_PATH", "HF_XET_CACHE", "HF_ASSETS_CACHE")
@@ -112,9 +114,10 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     """Return the references of a RunSpec that the built-in engine reads; empty for another training program."""
     if spec.code.own_program and not (spec.code.engine or "").startswith(_OWN_PROGRAMS):
         return ()
+    adapter, whole = getattr(spec.model, "adapter", None), spec.code.own_program and WHOLE_CHECKPOINT in spec.env
     values: tuple[tuple[str, Any, Purpose], ...] = (
-        ("model.weights", getattr(spec.model, "weights", None), "weights"),
-        ("model.adapter.weights", getattr(getattr(spec.model, "adapter", None), "weights", None), "adapter"),
+        ("model.weights", getattr(spec.model, "weights", None), "beside_weights" if whole else "weights"),
+        ("model.adapter.weights", None if spec.code.own_program else getattr(adapter, "weights", None), "adapter"),
         ("data.tokenizer.path", spec.data.tokenizer.path, "tokenizer"),
         ("data.chat_template", spec.data.chat_template, "template"),
         ("data.source", None if spec.code.own_program and spec.data.tokenizer.path else spec.data.source, "source"),
@@ -123,6 +126,11 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     if spec.code.own_program:  # an evaluation, which has no objective
         kinds = tuple(dict.fromkeys((*FORMATS, *ROW_FORMATS)))
     return tuple(HubUse(key, text, purpose, kinds) for key, text, purpose in values if is_reference(text))
+
+
+def may_be_frozen(spec: "RunSpec") -> bool:
+    """Return True if checkpoints may lack weights of ``model.weights``, because these do not train."""
+    return bool(getattr(spec.model, "adapter", None) or getattr(spec.training, "trainable", None))
 
 
 def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path]) -> tuple[HubFile, ...]:
@@ -136,6 +144,8 @@ def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path
     path = use.reference.path
     if use.purpose == "weights":
         return _weights_files(use.reference, listing, read)
+    if use.purpose == "beside_weights":
+        return _beside_weights(listing, path)
     if use.purpose == "adapter":
         return tuple(_required(listing, f"{path}/{name}" if path else name) for name in ADAPTER)
     name = TOKENIZER if use.purpose == "tokenizer" else TEMPLATE
@@ -176,9 +186,12 @@ def _weights_files(reference: HubReference, listing: Listing, read: Callable[[Hu
         others = sorted({f.path for f in listing.files if f.path.startswith(folder) and f.path.endswith(_PICKLED)})
         params = {"place": reference.place, "others": f", only {others[0]}" if others else ""}
         raise HubError(Reason("hub.no-safetensors", params))
-    tokenizer = listing.find(folder + TOKENIZER)
-    beside = (*_beside(listing, folder.removesuffix("/") or "."), *((tokenizer,) if tokenizer is not None else ()))
-    return (*((index,) if index is not None else ()), *beside, *weights)
+    return (*((index,) if index is not None else ()), *_beside_weights(listing, reference.path), *weights)
+
+
+def _beside_weights(listing: Listing, folder: str) -> tuple[HubFile, ...]:
+    tokenizer = listing.find(f"{folder}/{TOKENIZER}" if folder else TOKENIZER)
+    return (*_beside(listing, folder or "."), *((tokenizer,) if tokenizer is not None else ()))
 
 
 def _indexed(listing: Listing, index: HubFile, folder: str, read: Callable[[HubFile], Path]) -> tuple[HubFile, ...]:

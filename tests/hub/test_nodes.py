@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.launch.attempts import attempt_outcome
+from scaletrain_cli.launch.evaluate import evaluation_spec
 from scaletrain_cli.launch.hub_files import fetched_spec
+from scaletrain_cli.launch.node.hub import fetch_hub_files
+from scaletrain_cli.launch.node.options import AgentOptions
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.spec import parse_spec
@@ -145,6 +148,33 @@ def test_no_rank_starts_on_a_node_that_does_not_see_that_another_one_has_stopped
     late = start(made, "hf", 1, late="ready")  # a complete cache
     assert late.wait() == 75, late.errors
     assert not late.ranks
+
+
+@pytest.mark.parametrize(
+    ("sets", "fetched"),
+    [
+        ((), 0),
+        (("model.adapter={name: lora, rank: 2, weights: 'hf://acme/adapter'}",), 1),
+        (("training.trainable=[{match: lm_head}]",), 1),
+    ],
+    ids=["full", "adapter", "frozen"],
+)
+def test_an_evaluation_fetches_initial_weights_only_if_its_checkpoint_lacks_some(
+    hub: Hub, make: MakeHubRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sets: tuple[str, ...], fetched: int
+) -> None:
+    hub.add("acme/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
+    task = "evaluation.tasks=[{kind: generation, name: a, prompts: [b]}]"
+    made = make(1, *sets, task)
+    spec = evaluation_spec(made.run, made.record, 2)
+    evaluation = create_run(spec, made.record.plan, "evaluation", hub=made.record.hub)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "of-the-evaluation"))  # on another node
+    options = AgentOptions(evaluation.run.path, 1, 0, "n", "", 0, None, "")
+    local = fetch_hub_files(evaluation.run, evaluation.record, options, {}).spec
+    assert [len(hub.downloads(name)) for name in SHARDS] == [fetched, fetched]
+    assert not hub.downloads("adapter_model.safetensors")
+    beside = Path(local.transformer.weights or "")
+    assert (beside / "tokenizer_config.json").is_file()
+    assert (beside / "tokenizer.json").is_file()
 
 
 def test_the_token_of_the_run_reads_a_gated_model_and_is_written_nowhere_else(

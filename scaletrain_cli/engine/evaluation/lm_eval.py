@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -33,19 +35,23 @@ def run_lm_eval(
 ) -> Results:
     """Run the command on a Hugging Face folder. Its output goes to ``log``. Raises ScaletrainError if it fails.
 
-    The command is ended once ``stopped`` returns True.
+    The command is ended once ``stopped`` returns True, with all processes of its session.
     """
     words = command_line(task, model, output, device, dtype)
     with closing_descriptor(open_to_append(log)) as file:
         try:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
         except OSError as error:
             params: dict[str, Any] = {"program": words[0], "error": error.strerror or str(error)}
             raise ScaletrainError(Reason("engine.lm-eval-not-started", params)) from error
-        while process.poll() is None:
-            if stopped():
-                process.kill()
-            time.sleep(_POLL_SECONDS)
+        try:
+            while not _has_ended(process) and not stopped():
+                time.sleep(_POLL_SECONDS)
+        finally:  # loaders and launchers leave children, which hold memory of the device
+            os.killpg(process.pid, signal.SIGKILL)  # of the process that is not reaped yet, so the group is this one
+            process.wait()
     if process.returncode != 0:
         end = log.read_text(encoding="utf-8", errors="replace")[-_END_CHARACTERS:]
         params = {"program": words[0], "exit_code": process.returncode, "end": end, "log": str(log)}
@@ -54,6 +60,11 @@ def run_lm_eval(
     if not files:
         raise ScaletrainError(Reason("engine.lm-eval-without-results", {"program": words[0], "folder": str(output)}))
     return read_results(task.name, json.loads(files[-1].read_text(encoding="utf-8")))
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Return True once the process has ended, without reaping it."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def command_line(task: LmEvalTask, model: Path, output: Path, device: str, dtype: str) -> list[str]:

@@ -24,7 +24,7 @@ from scaletrain_cli.launch.node.code import code_environment, left_in_code, plac
 from scaletrain_cli.launch.node.heartbeats import START_SECONDS, stopped_seconds
 from scaletrain_cli.launch.node.hub import fetch_hub_files
 from scaletrain_cli.launch.node.inspection import inspect_node, usable_cores, write_inspection
-from scaletrain_cli.launch.node.options import AgentOptions
+from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL, AgentOptions
 from scaletrain_cli.launch.node.processes import (
     StoppedProcesses,
     adopt_orphans,
@@ -46,7 +46,7 @@ from scaletrain_cli.safe_files import closing_descriptor, make_private_folder, o
 from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
 
-_LAST_SUBMISSION_SECONDS = 60.0
+_LAST_SUBMISSION_SECONDS = 5.0  # for which the job keeps its nodes after the last rank has ended
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TEMPORARY = ("/tmp", "/var/tmp")
 logger = logging.getLogger(__name__)
@@ -118,9 +118,9 @@ def run_node(options: AgentOptions) -> int:
         submitting = _start_submitting_evaluations(run, record, options)
         watch.run_to_end()
         if submitting is not None:
-            submitting.kill()
             if node_exit_code(local_ranks.ranks, local_ranks.first_failure) == ExitCode.DONE:
-                _submit_last_evaluation(run)
+                _submit_last_evaluation(run, record, submitting)
+            submitting.kill()
     finally:
         # Before the end is recorded: a process that reads it may start the next attempt on this node.
         kill_descendants()
@@ -150,19 +150,15 @@ def node_exit_code(ranks: Sequence[RankRecord], first_failure: int | None) -> in
 def _start_submitting_evaluations(
     run: RunDir, record: RunRecord, options: AgentOptions
 ) -> subprocess.Popen[bytes] | None:
-    """Start a process on the first node that submits evaluations of the checkpoints; None if another place does it."""
-    settings, traits = record.spec.evaluation, record.spec.cluster.traits
-    if options.node_rank > 0 or not settings.tasks or settings.job.submit != "auto" or not traits.submits_from_nodes:
-        return None
-    return _submit_evaluations(run, "--follow")
-
-
-def _submit_evaluations(run: RunDir, *words: str) -> subprocess.Popen[bytes] | None:
-    """Start the command in a process of its own, so that a slow scheduler cannot delay the agent.
+    """Start a process on the first node that submits evaluations of the checkpoints; None if another place does it.
 
     Return None, with a warning in the log, if it cannot be started: evaluations never disturb training.
     """
-    command = python_command("scaletrain_cli", "evaluation", "submit", str(run.path), *words)
+    settings, traits = record.spec.evaluation, record.spec.cluster.traits
+    if options.node_rank > 0 or not settings.tasks or settings.job.submit != "auto" or not traits.submits_from_nodes:
+        return None
+    # In a process of its own, so that a slow scheduler cannot delay the agent.
+    command = python_command("scaletrain_cli", "evaluation", "submit", str(run.path), "--follow")
     try:
         with closing_descriptor(open_to_append(run.path / "evaluations.log")) as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -171,12 +167,18 @@ def _submit_evaluations(run: RunDir, *words: str) -> subprocess.Popen[bytes] | N
         return None
 
 
-def _submit_last_evaluation(run: RunDir) -> None:
-    """Submit the evaluation of the checkpoint that was committed last."""
-    process = _submit_evaluations(run)
-    if process is not None:
+def _submit_last_evaluation(run: RunDir, record: RunRecord, submitting: subprocess.Popen[bytes]) -> None:
+    """Have the process submit the evaluation of the checkpoint that was committed last, and end; wait a short time.
+
+    It is running already, so that this takes no longer than one answer of the scheduler. Records what is left.
+    """
+    from scaletrain_cli.launch.evaluate import record_left_evaluations
+
+    with contextlib.suppress(ScaletrainError, OSError):  # evaluations never change the end of training
+        submitting.send_signal(LAST_LOOK_SIGNAL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LAST_SUBMISSION_SECONDS)
+            submitting.wait(_LAST_SUBMISSION_SECONDS)
+        record_left_evaluations(run, record)
 
 
 def _claim(run: RunDir, attempt: int, node: NodeRecord) -> None:

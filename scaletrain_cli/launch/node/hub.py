@@ -36,7 +36,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import create_file, make_folder
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.hub_files import HubUse, hub_uses, with_local_files
+from scaletrain_cli.spec.hub_files import HubUse, hub_uses, may_be_frozen, with_local_files
 from scaletrain_cli.text import bytes_text
 
 _NOTE_SECONDS = 10.0
@@ -121,9 +121,7 @@ def _uses_of_node(run: RunDir, spec: RunSpec, node_rank: int) -> list[HubUse]:
     Initial weights are read until the first checkpoint; those of a frozen base at each start, because checkpoints
     without it are smaller.
     """
-    training, model = spec.training, spec.model
-    frozen = bool(getattr(model, "adapter", None) or getattr(training, "trainable", None))
-    without_weights = has_committed(run) and not frozen
+    without_weights = has_committed(run) and not may_be_frozen(spec)
     skipped = {"source"} if node_rank else set()
     skipped |= {"weights"} if without_weights else set()
     skipped |= {"adapter"} if has_committed(run) else set()

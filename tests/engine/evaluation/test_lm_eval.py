@@ -10,6 +10,8 @@ import pytest
 from scaletrain_cli.engine.evaluation.lm_eval import command_line, read_results, run_lm_eval
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.spec.evaluation import LmEvalTask
+from tests.launch.conftest import is_running
+from tests.waiting import wait_until
 
 TASK = LmEvalTask(kind="lm_eval", name="harness", tasks=("a", "b"), num_fewshot=2, limit=10, apply_chat_template=True)
 
@@ -43,6 +45,27 @@ def test_metrics_have_the_names_of_task_and_metric_and_the_direction_is_kept() -
     }
     assert found.lower_is_better == ["harness/b/word_perplexity"]
     assert found.versions == {"versions": {"a": 1.0}}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_child_of_the_command_outlives_it(tmp_path: Path, *, stopped: bool) -> None:
+    """Such as the workers of a data loader, or what a wrapper script has started."""
+    pids = tmp_path / "pids"
+    command = (
+        "sh",
+        "-c",
+        f"(sleep 300 & echo $! >> {pids}; wait) & echo $! >> {pids}; {'wait' if stopped else 'sleep 0.5'}",
+    )
+    task = TASK.model_copy(update={"command": command})
+
+    def has_children() -> bool:
+        return stopped and pids.is_file() and len(pids.read_text().split()) == 2
+
+    with pytest.raises(ScaletrainError, match="exit code -9" if stopped else "wrote no results"):
+        run_lm_eval(task, tmp_path, tmp_path / "out", "cpu", "float32", tmp_path / "log", has_children)
+    children = [int(pid) for pid in pids.read_text().split()]
+    assert len(children) == 2
+    wait_until(lambda: not any(is_running(pid) for pid in children), "the children have ended", seconds=5)
 
 
 def test_a_failed_command_is_reported_with_the_end_of_its_output(tmp_path: Path) -> None:

@@ -136,6 +136,19 @@ def test_the_script_of_a_cpu_run_is_as_accepted(golden: Callable[[str, str], Non
     golden("slurm_job_cpu.sh", job_script(spec, "a-1", Path("/home/ada/my runs/a-1"), "/opt/st/bin/python"))
 
 
+@pytest.mark.parametrize("launcher", [False, True], ids=["program", "launcher"])
+def test_the_script_of_a_program_of_the_user_is_as_accepted(
+    golden: Callable[[str, str], None], *, launcher: bool
+) -> None:
+    """The program is in the record of the run, so that its words never pass a shell of the job."""
+    words = "[torchrun, train.py]" if launcher else "[bash, -c, 'echo \"$RANK\"; exit 0']"
+    code = f"code={{command: {words}, processes_per_node: {1 if launcher else 'auto'}}}"
+    spec = load_spec(CPU_RECIPE, ("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=2", code))
+    script = job_script(spec, "a-1", Path("/home/ada/my runs/a-1"), "/opt/st/bin/python")
+    assert "train.py" not in script
+    golden("slurm_job_command.sh", script)
+
+
 @settings(max_examples=40)
 @given(st.dictionaries(variables, texts, max_size=4), folders, folders)
 @example(
