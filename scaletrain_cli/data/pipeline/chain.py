@@ -1,0 +1,172 @@
+"""The steps of one source in order: which decisions exist, and the documents that are left after a number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Protocol
+
+from scaletrain_cli.data.pipeline.decisions import Decisions, chained, read_decisions
+from scaletrain_cli.data.pipeline.tasks import Source, Task, place_text
+from scaletrain_cli.data.sources.records import BadRecord, Record
+from scaletrain_cli.data.steps import identity, step_of
+from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.preparation import PreparationStep
+
+_READING = "reading/v1"  # raised with every change of what readers yield
+
+
+class RemovedByNumber(Protocol):
+    """Says which documents of a task a step has removed that looks at all documents, by number in the task."""
+
+    def __call__(self, task: Task, /) -> dict[int, Removed]: ...
+
+
+@dataclass(frozen=True)
+class ChainStep:
+    """A step with the key of its results. ``looks_at_all``: what a step over all documents has removed."""
+
+    key: str
+    section: PreparationStep | None = None  # None: reading
+    looks_at_all: RemovedByNumber | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """``steps``: reading, then those of the spec that apply to the source. ``folder``: of the results of all steps.
+
+    ``skips_bad``: documents that cannot be read are removed; else the first one is an error.
+    """
+
+    folder: Path
+    steps: tuple[ChainStep, ...]
+    skips_bad: bool = False
+
+    def decisions(self, step: int, task: Task) -> Path:
+        """Return the file of a step's decisions."""
+        return self.folder / self.steps[step].key / f"{task.number:06d}.json"
+
+    def is_decided(self, task: Task) -> bool:
+        """Return whether the decisions of all steps exist."""
+        return all(self.decisions(step, task).is_file() for step in range(len(self.steps)))
+
+    def decide(self, task: Task) -> None:
+        """Write the decisions of all steps that have none."""
+        for _ in self.documents(task):
+            pass
+
+    def documents(self, task: Task) -> Iterator[tuple[int, str]]:
+        """Yield (number in the task, text) of each document that is left after all steps; write missing decisions.
+
+        The decisions are written when the last document was taken. Raises UsageError for a bad document, unless bad
+        ones are skipped, and OSError.
+        """
+        running = [_Running(self, number, task) for number in range(len(self.steps))]
+        yield from self._run(task, running)
+        for each in running:
+            each.write()
+
+    def _run(self, task: Task, running: Sequence[_Running]) -> Iterator[tuple[int, str]]:
+        reading, *others = running
+        for number, (part, record) in enumerate(task.records()):
+            if isinstance(record, BadRecord):
+                reading.bad(number, partial(place_text, part, record.place), record.reason, skip=self.skips_bad)
+                continue
+            assert isinstance(record, Record)
+            reading.arrived(record.text)
+            document = Document(record.text, task.source, "", record.columns)
+            place = partial(place_text, part, record.place)
+            for each in others:
+                result = each.apply(number, document, place, skip_bad=self.skips_bad)
+                if result is None:
+                    break
+                document = result
+            else:
+                yield number, document.text
+
+
+_Place = Callable[[], str]
+
+
+class _Running:
+    """One step while a task is read: decisions that are known, or are made."""
+
+    def __init__(self, chain: Chain, number: int, task: Task) -> None:
+        self._step = chain.steps[number]
+        self._path = chain.decisions(number, task)
+        known = read_decisions(self._path)
+        self._known = None if known is None else known.removed_numbers
+        self._made = Decisions()
+        self._by_number = None
+        if self._known is None and self._step.looks_at_all is not None:
+            self._by_number = self._step.looks_at_all(task)
+
+    def arrived(self, text: str) -> None:
+        """Count a document that was read."""
+        self._made.take(text)
+        self._made.keep(text, {})
+
+    def bad(self, number: int, place: _Place, reason: Reason, *, skip: bool) -> None:
+        """Record a bad document. Raises UsageError unless bad ones are skipped."""
+        if not skip:
+            raise UsageError(Reason("data.bad-document", {"where": place(), "problem": reason}))
+        self._made.remove(number, Removed(reason.code, str(reason), ""), place, "")
+
+    def apply(self, number: int, document: Document, place: _Place, *, skip_bad: bool) -> Document | None:
+        """Return the document after the step; None if it was removed. Raises UsageError for a bad document."""
+        if self._known is not None:
+            return self._repeated(number, document)
+        self._made.take(document.text)
+        try:
+            result = self._result(number, document)
+        except DocumentError as error:
+            self.bad(number, place, error.reason or Reason("data.bad-row"), skip=skip_bad)
+            return None
+        if isinstance(result, Removed):
+            self._made.remove(number, result, place, document.text)
+            return None
+        self._made.keep(result.text, result.counts)
+        return document._replace(text=result.text)
+
+    def _repeated(self, number: int, document: Document) -> Document | None:
+        """Return what a step that has decided before makes of a document."""
+        assert self._known is not None
+        if number in self._known:
+            return None
+        section = self._step.section
+        if section is None or self._step.looks_at_all is not None or not _step(section).changes_text:
+            return document
+        result = _step(section)(document)
+        return document._replace(text=result.text) if isinstance(result, Kept) else None
+
+    def _result(self, number: int, document: Document) -> Kept | Removed:
+        if self._by_number is not None:
+            return self._by_number.get(number, Kept(document.text))
+        assert self._step.section is not None
+        return _step(self._step.section)(document)
+
+    def write(self) -> None:
+        """Write the decisions that were made."""
+        if self._known is None:
+            self._made.write(self._path)
+
+
+@lru_cache(maxsize=64)
+def _step(section: PreparationStep) -> Step:
+    """Return the step of a section, built once in each process."""
+    return step_of(section)
+
+
+def chain_of(folder: Path, source: Source, sections: Sequence[PreparationStep], *, skips_bad: bool) -> Chain:
+    """Return the chain of a source with steps that look at one document at a time. Raises UsageError."""
+    key = chained(_READING, source.content, source.columns.text, source.columns.others)
+    steps = [ChainStep(key)]
+    for section in sections:
+        if section.only is None or source.name in section.only:
+            key = chained(key, identity(section, _step(section)))
+            steps.append(ChainStep(key, section))
+    return Chain(folder, tuple(steps), skips_bad)

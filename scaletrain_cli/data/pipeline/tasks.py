@@ -1,0 +1,60 @@
+"""The partition of a source into tasks, which depends on its files alone, never on the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from scaletrain_cli.data.sources.formats import reader_of
+from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile, TokenRecord
+
+# A worker tokenizes this in about ten seconds, and loses no more than that when it is killed.
+TASK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of the spec, with its files in a fixed order. ``content``: a hash of what they contain."""
+
+    name: str
+    files: tuple[SourceFile, ...]
+    content: str
+    columns: Columns = field(default_factory=Columns)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Consecutive parts of a source that one worker reads. ``number``: counted from 0 within the source."""
+
+    source: str
+    number: int
+    parts: tuple[Part, ...]
+
+    def records(self) -> Iterator[tuple[Part, Record | TokenRecord | BadRecord]]:
+        """Yield the documents in order, each with the part that it is in. Raises OSError."""
+        for part in self.parts:
+            for record in reader_of(part.file).records(part):
+                yield part, record
+
+
+def tasks_of(source: Source, task_bytes: int = TASK_BYTES) -> tuple[Task, ...]:
+    """Return the tasks of a source. Small files share a task, large ones are cut. Raises OSError."""
+    tasks: list[Task] = []
+    held: list[Part] = []
+    size = 0
+    for file in source.files:
+        ranges = list(reader_of(file).parts(file, task_bytes))
+        for start, stop in ranges:
+            held.append(Part(file, start, stop, source.columns))
+            size += file.size // len(ranges)
+            if size >= task_bytes:
+                tasks.append(Task(source.name, len(tasks), tuple(held)))
+                held, size = [], 0
+    if held:
+        tasks.append(Task(source.name, len(tasks), tuple(held)))
+    return tuple(tasks)
+
+
+def place_text(part: Part, place: int) -> str:
+    """Return a place for people: ``web.jsonl:17``. May read the file up to there. Raises OSError."""
+    return reader_of(part.file).place_text(part.file, place)
