@@ -14,6 +14,12 @@ _MARKERS = (
 TEXTS: dict[str, Text] = {
     "row": Text("{where}: {problem}"),
     "row-and-remedy": Text("{where}: {problem}", ("{remedy}",)),
+    "bad-document": Text(
+        "{where}: {problem}", ("Correct the file, or set data.on_bad: skip to leave such documents out",)
+    ),
+    "worker-killed": Text(
+        "a worker process was killed, perhaps for its memory", ("Use fewer workers, and run the command again",)
+    ),
     # ---- the columns of a row --------------------------------------------------------------------------------------
     "not-an-object": Text("each row must be a JSON object"),
     "not-an-array": Text("must be a JSON array of objects"),

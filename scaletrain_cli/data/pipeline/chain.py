@@ -14,7 +14,7 @@ from scaletrain_cli.data.sources.records import BadRecord, Record
 from scaletrain_cli.data.steps import identity, step_of
 from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.spec.preparation import PreparationStep
 
 _READING = "reading/v1"  # raised with every change of what readers yield
@@ -74,10 +74,12 @@ class Chain:
         reading, *others = running
         for number, (part, record) in enumerate(task.records()):
             if isinstance(record, BadRecord):
-                reading.bad(number, partial(place_text, part, record.place), record.reason, skip=self.skips_bad)
+                reading.was_not_read(
+                    number, partial(place_text, part, record.place), record.reason, skip=self.skips_bad
+                )
                 continue
             assert isinstance(record, Record)
-            reading.arrived(record.text)
+            reading.was_read(record.text)
             document = Document(record.text, task.source, "", record.columns)
             place = partial(place_text, part, record.place)
             for each in others:
@@ -105,12 +107,17 @@ class _Running:
         if self._known is None and self._step.looks_at_all is not None:
             self._by_number = self._step.looks_at_all(task)
 
-    def arrived(self, text: str) -> None:
+    def was_read(self, text: str) -> None:
         """Count a document that was read."""
         self._made.take(text)
         self._made.keep(text, {})
 
-    def bad(self, number: int, place: _Place, reason: Reason, *, skip: bool) -> None:
+    def was_not_read(self, number: int, place: _Place, reason: Reason, *, skip: bool) -> None:
+        """Count a document that could not be read. Raises UsageError unless bad ones are skipped."""
+        self._made.documents += 1
+        self._bad(number, place, reason, skip=skip)
+
+    def _bad(self, number: int, place: _Place, reason: Reason, *, skip: bool) -> None:
         """Record a bad document. Raises UsageError unless bad ones are skipped."""
         if not skip:
             raise UsageError(Reason("data.bad-document", {"where": place(), "problem": reason}))
@@ -124,7 +131,7 @@ class _Running:
         try:
             result = self._result(number, document)
         except DocumentError as error:
-            self.bad(number, place, error.reason or Reason("data.bad-row"), skip=skip_bad)
+            self._bad(number, place, error.reason or recorded(str(error)), skip=skip_bad)
             return None
         if isinstance(result, Removed):
             self._made.remove(number, result, place, document.text)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.engine.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
+from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.engine.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.engine.data.dataset import (
     DatasetInfo,
     TokenSequences,

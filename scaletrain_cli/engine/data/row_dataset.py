@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.chat_template import CHATML_TOKENS
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, TemplateFiles, template_files
-from scaletrain_cli.engine.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.corpus import Tally
 from scaletrain_cli.engine.data.dataset import (
     DTYPES,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.engine.data.chunk_hashes import CheckedFile
+from scaletrain_cli.data.chunk_hashes import CheckedFile
 
 NOT_COUNTED = -100  # ignore_index of torch.nn.functional.cross_entropy
 PADDING_DOCUMENT = -1

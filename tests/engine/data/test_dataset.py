@@ -14,8 +14,8 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer
 
+from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data import dataset
-from scaletrain_cli.engine.data.chunk_hashes import CHUNK_BYTES, CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.corpus import READERS, Tally, documents, source_files
 from scaletrain_cli.engine.data.dataset import dataset_folder, open_dataset, prepare_dataset
 from scaletrain_cli.errors import UsageError

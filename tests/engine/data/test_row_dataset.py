@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaletrain_cli.engine.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.engine.data.dataset import prepare_dataset
 from scaletrain_cli.engine.data.docstrings import docstring_rows
 from scaletrain_cli.engine.data.prepared import data_folder, open_data_of, prepare_data

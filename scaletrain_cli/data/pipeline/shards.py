@@ -1,0 +1,127 @@
+"""Tokens of one task on disk, in a folder that appears whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrain_cli.data.chunk_hashes import HashedFile
+from scaletrain_cli.safe_files import create_file, make_folder
+
+SPLITS = ("train", "validation")
+# Large enough for the tokenizer's own loop, small enough that a batch of long documents stays in memory.
+_DOCUMENTS_PER_ENCODE = 256
+_CHARACTERS_PER_ENCODE = 1 << 22
+_INFO = "shard.json"
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """The contents of shard.json: counts, and the SHA-256 of the hashes of the four files.
+
+    ``bytes``: of the documents in UTF-8, without the tokens that end them.
+    """
+
+    train_tokens: int
+    train_documents: int
+    validation_tokens: int
+    validation_documents: int
+    bytes: int
+    digest: str
+
+
+def split_of(text: str, validation_share: float) -> str:
+    """Return the split of a document, which depends on its text alone, so that it never changes."""
+    drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+    return SPLITS[drawn < validation_share]
+
+
+def encoded(
+    tokenizer: Any, texts: Iterable[str], end_of_text: int, dtype: str
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Yield (text, tokens with the one that ends documents). Holds few documents at a time."""
+    # without the offsets of tokens in the text, which are not used
+    encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+    for batch in _batches(iter(texts)):
+        for text, found in zip(batch, encode(batch), strict=True):
+            yield text, np.array([*found.ids, end_of_text], dtype)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == _DOCUMENTS_PER_ENCODE or characters >= _CHARACTERS_PER_ENCODE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def write_shard(folder: Path, documents: Iterable[tuple[str, npt.NDArray[Any]]], validation_share: float) -> None:
+    """Write the tokens of documents as ``folder``, unless it is there. Raises OSError.
+
+    Of each split there are two files with the hashes of their chunks: tokens, and the positions of the last token of
+    each document (int64).
+    """
+    if folder.is_dir():
+        return
+    make_folder(folder.parent, parents=True)
+    draft = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
+    make_folder(draft, exist_ok=False)
+    try:
+        info = _write(draft, documents, validation_share)
+        create_file(draft / _INFO, json.dumps(asdict(info), sort_keys=True))
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster, with the same bytes
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write(folder: Path, documents: Iterable[tuple[str, npt.NDArray[Any]]], validation_share: float) -> ShardInfo:
+    tokens, count, size = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0), 0
+    with ExitStack() as opened:
+        files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in SPLITS}
+        ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in SPLITS}
+        for text, ids in documents:
+            split = split_of(text, validation_share)
+            files[split].write(ids.tobytes())
+            tokens[split] += len(ids)
+            count[split] += 1
+            size += len(text.encode())
+            ends[split].write(np.int64(tokens[split] - 1).tobytes())
+        digest = hashlib.sha256()
+        for split in SPLITS:
+            for file in (files[split], ends[split]):
+                digest.update(hashlib.sha256(file.finish()).digest())
+    return ShardInfo(
+        train_tokens=tokens["train"],
+        train_documents=count["train"],
+        validation_tokens=tokens["validation"],
+        validation_documents=count["validation"],
+        bytes=size,
+        digest=digest.hexdigest(),
+    )
+
+
+def read_shard_info(folder: Path) -> ShardInfo | None:
+    """Return what a shard has; None if it was not written yet."""
+    try:
+        return ShardInfo(**json.loads((folder / _INFO).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,105 @@
+"""Shards of tokens, and the processes that write them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from scaletrain_cli.data.chunk_hashes import CheckedFile
+from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, split_of, write_shard
+from scaletrain_cli.data.pipeline.workers import run_jobs
+from scaletrain_cli.errors import ScaletrainError
+
+TEXTS = [f"The {n}th document has {n * n} words, äöü \N{SNOWMAN}. " * (1 + n % 9) for n in range(700)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    found.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    return found
+
+
+def test_a_shard_has_the_tokens_of_a_plain_loop(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_shard(tmp_path / "0", encoded(tokenizer, TEXTS, 7, "uint16"), 0.2)
+    expected: dict[str, list[int]] = {"train": [], "validation": []}
+    ends: dict[str, list[int]] = {"train": [], "validation": []}
+    for text in TEXTS:
+        split = split_of(text, 0.2)
+        expected[split] += [*tokenizer.encode(text).ids, 7]
+        ends[split].append(len(expected[split]) - 1)
+    info = read_shard_info(tmp_path / "0")
+    assert info is not None
+    for split in ("train", "validation"):
+        tokens = np.fromfile(tmp_path / "0" / f"{split}.bin", "uint16")
+        assert tokens.tolist() == expected[split]
+        assert np.fromfile(tmp_path / "0" / f"{split}.ends.bin", "int64").tolist() == ends[split]
+        CheckedFile(tmp_path / "0" / f"{split}.bin", tokens.view(np.uint8)).check_share(0, 1)
+        assert getattr(info, f"{split}_tokens") == len(expected[split])
+        assert getattr(info, f"{split}_documents") == len(ends[split])
+    assert info.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert 0.1 < info.validation_documents / len(TEXTS) < 0.3
+
+
+def test_a_shard_that_fails_half_way_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def documents() -> object:
+        yield from encoded(tokenizer, TEXTS[:300], 7, "uint16")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        write_shard(tmp_path / "shards" / "0", documents(), 0.2)  # type: ignore[arg-type]
+    assert list((tmp_path / "shards").iterdir()) == []
+
+
+def shard_of(folder: Path, vocabulary: str, number: int) -> None:
+    write_shard(folder / f"{number}", encoded(Tokenizer.from_str(vocabulary), TEXTS[number::8], 7, "uint16"), 0.2)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        work = partial(shard_of, tmp_path / str(workers), tokenizer.to_str())
+        assert list(run_jobs(work, range(8), workers)) == list(range(1, 9))
+    assert digests(tmp_path / "1") == digests(tmp_path / "3")
+
+
+def killed_at_three(folder: Path, number: int) -> None:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / str(number)).touch()
+    time.sleep(0.01)
+
+
+def test_a_killed_worker_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ScaletrainError, match="killed"):
+        list(run_jobs(partial(killed_at_three, tmp_path), range(1000), 2))
+    assert len(list(tmp_path.iterdir())) < 1000
+
+
+def fails_at_three(number: int) -> None:
+    if number == 3:
+        raise ScaletrainError("document 3 is bad")
+
+
+def test_the_error_of_a_job_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(ScaletrainError, match="document 3 is bad"):
+        list(run_jobs(fails_at_three, range(100_000), 2))
