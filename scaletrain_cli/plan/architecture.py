@@ -80,6 +80,7 @@ def architecture(model: ModelSpec, tensor_parallel: int = 1, expert_parallel: in
     block = dense
     if model.num_experts:
         expert = sum(_mlp(model, _share(model.expert_size, t)))
+        expert -= hidden - _share(hidden, t) if model.has_bias else 0  # ranks add columns of the second bias
         held = _share(model.num_experts, expert_parallel)
         shared, shared_bias = 0, 0
         if model.shared_expert_intermediate_size:

@@ -236,11 +236,11 @@ def _experts(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
             for name in names:
                 full = f"{path}.experts.{expert}.{name}.weight"
                 yield Parameter(full, shape, "block", block, dim, f"{path}.experts.{stack}")
-    for stack, names, (outputs, _), dim in stacks if model.has_bias else ():
+    for stack, names, (outputs, _), _ in stacks if model.has_bias else ():
         for expert in range(model.num_experts):
             for name in names:
-                full, own = f"{path}.experts.{expert}.{name}.bias", None if dim else 0
-                yield Parameter(full, (outputs,), "block", block, own, f"{path}.experts.{stack}_bias")
+                full = f"{path}.experts.{expert}.{name}.bias"
+                yield Parameter(full, (outputs,), "block", block, 0, f"{path}.experts.{stack}_bias")
     if model.shared_expert_intermediate_size:
         yield from _mlp(model, path, model.shared_expert_name, block, model.shared_expert_intermediate_size)
     if model.shared_expert_gate:

@@ -40,8 +40,8 @@ class Experts(nn.Module):
     """SwiGLU MLPs with stacked matrices, for one grouped product instead of one product per expert.
 
     Grouped products need rows of multiples of 16 bytes. ``members`` are the numbers of the experts on this rank.
-    ``limit``: see ``clamped_swiglu``; None: SwiGLU. ``share_bias`` returns what a rank adds of the bias of the second
-    product, whose sum over tensor ranks is the output.
+    ``limit``: see ``clamped_swiglu``; None: SwiGLU. ``share_bias`` returns what a rank adds, [experts, hidden], of the
+    bias of the second product, whose sum over tensor ranks is the output.
     """
 
     joined: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # by rows

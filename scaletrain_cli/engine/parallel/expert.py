@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -39,18 +40,25 @@ def _shard_layer(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None)
     expert, tensor = mesh.expert, mesh.tensor
     held = len(experts.members) // expert.size
     experts.members = experts.members[expert.rank * held : (expert.rank + 1) * held]
-    biases = {"gate_up_proj_bias": 1, "down_proj_bias": None} if experts.has_bias else {}
+    biases = {"gate_up_proj_bias": 1, "down_proj_bias": 1} if experts.has_bias else {}
     for name, dim in {"gate_up_proj": 1, "down_proj": 2, **biases}.items():
         shard = getattr(experts, name)[experts.members.start : experts.members.stop]
-        spec = None if dim is None else ShardSpec(dim, tensor.size, tensor.rank, parts=2 if dim == 1 else 1)
-        parameter = nn.Parameter(shard.clone() if spec is None else spec.take(shard))
-        if tensor.group is not None and spec is not None:
+        parts = len(experts.joined[name.removesuffix("_bias")]) if dim == 1 else 1
+        spec = ShardSpec(dim, tensor.size, tensor.rank, parts)
+        parameter = nn.Parameter(spec.take(shard))
+        if tensor.group is not None:
             mark_sharded(parameter, spec)
         if shards is not None:
             _mark_for_deepspeed(parameter, expert, shards)
         setattr(experts, name, parameter)
-    if tensor.group is not None:  # every rank has this bias, and the first one adds it
-        experts.share_bias = lambda bias: copy_to_ranks(bias, tensor) * (1.0 if tensor.rank == 0 else 0.0)
+    if tensor.group is not None:  # each rank adds its columns of the bias to its part of the sum
+        experts.share_bias = lambda bias: _in_columns(bias, tensor)
+
+
+def _in_columns(part: Tensor, axis: Axis) -> Tensor:
+    """Return a rank's columns [n, width / ranks] in their place among all [n, width], zero elsewhere."""
+    width = part.shape[-1]
+    return F.pad(part, (axis.rank * width, (axis.size - axis.rank - 1) * width))
 
 
 class DispatchOverRanks:

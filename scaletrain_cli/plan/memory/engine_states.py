@@ -248,7 +248,7 @@ def _block(model: ModelSpec, tensor: int, expert: int, experts: bool) -> Tensors
         matrices += [hidden * model.num_experts, *(() if offloaded else stacked), *first, *([second] if shared else [])]
         matrices += [hidden] if model.shared_expert_gate else []
         *ahead, behind = _mlp_bias(model, inner) or [0]
-        biases = [held * sum(ahead), held * behind] if behind else []
+        biases = [held * sum(ahead), held * -(-behind // tensor)] if behind else []
         mlp = [model.num_experts] if model.router_bias else []
         mlp += [] if expert > 1 else biases
         mlp += _mlp_bias(model, -(-shared // tensor)) if shared else []

@@ -224,6 +224,9 @@ class TextWorkload(Workload):
             params, fix = {"vocab_size": vocabulary}, {"padded": padded}
             yield Rule(key, tensor, "engine-divide-vocabulary", params, fix)
         widths = {"intermediate_size": model.intermediate_size}
+        if model.num_experts and model.has_bias and model.hidden_size % tensor:
+            own = {"name": "hidden_size", "width": model.hidden_size}
+            yield Rule(key, tensor, "divide-width", own, _near(model.hidden_size, tensor))
         widths["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
         for name, width in widths.items() if model.num_experts else ():
             if width % tensor and (name != "intermediate_size" or model.moe_layers < model.num_hidden_layers):

@@ -78,7 +78,7 @@ def set_groups(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parame
             optimizer.add_param_group({"params": [parameter], "name": name})
             group = optimizer.param_groups[-1]
         group["lr"] = rate * found[0] / peak
-        group["weight_decay"] = found[1] if parameter.ndim > 1 else 0.0
+        group["weight_decay"] = found[1] if parameter.ndim > 1 and not name.endswith("bias") else 0.0  # stacked biases
 
 
 def wanted(spec: RunSpec, name: str, step: int) -> tuple[float, float] | None:

@@ -144,7 +144,15 @@ _DEEPSEEK = (
     "model.rope_scaling={rope_type: yarn, factor: 4, mscale: 1, mscale_all_dim: 1, "
     "original_max_position_embeddings: 16}",
 )
+_GPT_OSS = (
+    *_MIXTURE,
+    *_WINDOWS,
+    *("model.bias=true", "model.router_bias=true", "model.norm_topk_prob=true", "model.attention_sinks=true"),
+    "model.swiglu_limit=0.05",
+    "model.rope_scaling={rope_type: yarn, factor: 4, truncate: false, original_max_position_embeddings: 16}",
+)
 FAMILIES = {
+    "gpt-oss": _GPT_OSS,
     "gemma2": (*_GEMMA, *_CAPS),
     "gemma3": (*_GEMMA, *_LOCAL),
     "phi3": _PHI3,
