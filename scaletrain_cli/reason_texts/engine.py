@@ -110,6 +110,11 @@ TEXTS: dict[str, Text] = {
     "weights-invalid": Text("model.weights: {problem}"),
     "weights-unreadable": Text("model.weights: {path} cannot be read: {error}"),
     "peft-without-adapter": Text("--format peft: the run has no model.adapter", ("Use --format merged.",)),
+    "peft-dora-beside-experts": Text(
+        "--format peft: PEFT does not load DoRA on {module} of this architecture, because it takes the layer for one "
+        "of the stacked experts",
+        ("Use --format merged.",),
+    ),
     "peft-without-base": Text(
         "--format peft: the run has no model.weights, and an adapter is of no use without the model that it is for",
         ("Use --format merged.",),

@@ -13,6 +13,8 @@ from torch import Tensor
 from scaletrain_cli.engine.model.peft_files import (
     CONFIG,
     WEIGHTS,
+    has_stacked_experts,
+    is_mlp,
     merged,
     module_of_weight,
     peft_config,
@@ -93,6 +95,9 @@ def peft_files(spec: RunSpec, saved: Weights, base: Base | None = None) -> tuple
     if model.weights is None:
         raise UsageError(Reason("engine.peft-without-base"))
     modules = modules_with_adapter(model)
+    beside = next((module.name for module in modules if is_mlp(module)), None)
+    if model.adapter.dora and beside is not None and has_stacked_experts(model):
+        raise UsageError(Reason("engine.peft-dora-beside-experts", {"module": beside}))
     shapes = base_shapes(model)
     trained = sorted({_module(name) for name in trained_ever(spec) if not is_adapter_parameter(name)})
     _check_modules_to_save(model, modules, trained)
@@ -101,7 +106,8 @@ def peft_files(spec: RunSpec, saved: Weights, base: Base | None = None) -> tuple
         if _module(name) in trained:
             tensors[f"base_model.model.{name}"] = saved.read(name, shape)
     base = base or Base(str(expand_home(model.weights).absolute()))
-    return peft_config(model.adapter, modules, base.name, base.revision, trained), tensors
+    config = peft_config(model.adapter, modules, base.name, base.revision, trained, mixture=has_stacked_experts(model))
+    return config, tensors
 
 
 def _module(name: str) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, factor_shapes
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -52,11 +53,24 @@ def _stacked_name(module: Adapted, modules: Sequence[Adapted], letter: str) -> s
 
 
 def peft_config(
-    adapter: AdapterSpec, modules: Sequence[Adapted], base: str, revision: str | None, to_save: Sequence[str]
+    adapter: AdapterSpec,
+    modules: Sequence[Adapted],
+    base: str,
+    revision: str | None,
+    to_save: Sequence[str],
+    *,
+    mixture: bool = False,
 ) -> dict[str, Any]:
-    """Return adapter_config.json. ``to_save``: modules of the base model that were trained, too."""
+    """Return adapter_config.json. ``to_save``: modules of the base model that were trained, too.
+
+    ``mixture``: see ``has_stacked_experts``. PEFT then takes names such as ``layers.0.mlp.up_proj`` in target_modules
+    for those of the experts, which transformers stacks; as parameters it finds them, without dropout and DoRA.
+    """
     alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha
-    experts = [module.name for module in modules if module.kind == "experts"]
+    parameters = [module.name for module in modules if module.kind == "experts"]
+    if mixture and not adapter.dora:
+        parameters += [module.parameter for module in modules if is_mlp(module)]
+    named = {module.name for module in modules if module.parameter not in parameters}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -64,9 +78,9 @@ def peft_config(
         "revision": revision,
         "r": adapter.rank,
         "lora_alpha": alpha,
-        "lora_dropout": adapter.dropout,
-        "target_modules": [module.name for module in modules if module.kind != "experts"],
-        "target_parameters": experts or None,
+        "lora_dropout": 0.0 if parameters else adapter.dropout,
+        "target_modules": [module.name for module in modules if module.name in named],
+        "target_parameters": parameters or None,
         "bias": "none",
         "fan_in_fan_out": any(module.transposed for module in modules),
         "use_rslora": adapter.rslora,
@@ -77,6 +91,16 @@ def peft_config(
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def has_stacked_experts(model: ModelSpec) -> bool:
+    """Return True if PEFT takes transformers' model for one with stacked experts; a DeepSeek may have none."""
+    return model.num_experts > 0 or model.kv_lora_rank > 0
+
+
+def is_mlp(module: Adapted) -> bool:
+    """Return True for the linear layers of a dense MLP, or of shared experts."""
+    return module.kind == "linear" and module.name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
 _COMPARED = {  # by key of adapter_config.json: the key below model.adapter

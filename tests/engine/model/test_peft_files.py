@@ -19,6 +19,7 @@ from scaletrain_cli.engine.model.peft_files import (
     WEIGHTS,
     PeftFolder,
     Read,
+    has_stacked_experts,
     merged,
     module_of_weight,
     peft_config,
@@ -76,7 +77,9 @@ def write(spec: ModelSpec, adapter: AdapterSpec, model: CausalLM, folder: Path, 
     folder.mkdir()
     tensors = {name: values.contiguous() for name, values in peft_tensors(adapter, modules, reader(model))}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(peft_config(adapter, modules, str(base), None, ())))
+    (folder / CONFIG).write_text(
+        json.dumps(peft_config(adapter, modules, str(base), None, (), mixture=has_stacked_experts(spec)))
+    )
 
 
 @pytest.mark.parametrize(("spec", "adapter"), MODELS)

@@ -179,6 +179,8 @@ PARTLY = {
     "adapters and tensor": [
         Row(1, tensor=2, adapter="all-linear", types="bf16 fp32"),
         Row(2, tensor=2, sequence=2, adapter="all-linear"),
+        Row(1, tensor=2, adapter="all-linear", types="bf16 fp32", latent=True),
+        Row(2, tensor=2, sequence=2, latent=True, trainable=(BLOCK, "*.kv_a_layernorm*")),
     ],
     "adapters and pipeline": [Row(1, pipeline=2, adapter="all-linear", types="bf16 fp32")],
     "adapters and experts": [Row(2, expert=2, adapter="all-linear *.experts.*")],
