@@ -34,6 +34,12 @@ ENDS = ("model.adapter={name: lora, rank: 8, alpha: 16, targets: [v_proj, embed_
 TIED = (*ENDS, "model.tie_word_embeddings=true")
 GPT = (*DORA, "model.family=gpt", "model.num_key_value_heads=4", "model.tie_word_embeddings=true")
 FUSED = (*DORA, "model.fused_projections=true")
+LATENT = (
+    "model.adapter={name: lora, rank: 8, alpha: 16, dora: true, targets: "
+    "[q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj]}",
+    *(LORA[1], "model.num_key_value_heads=4", "model.kv_lora_rank=24", "model.q_lora_rank=32"),
+    *("model.qk_rope_head_dim=8", "model.v_head_dim=12"),
+)
 EXPERTS = (
     "model.adapter={name: lora, rank: 8, alpha: 16, targets: [all-linear, experts.*]}",
     LORA[1],
@@ -61,6 +67,8 @@ LONG = [
     Row(0, overrides=GPT, title="gpt dora"),
     Row(3, data=2, tensor=2, overrides=GPT, title="gpt dora"),
     Row(2, tensor=2, overrides=FUSED, title="fused projections"),
+    Row(2, tensor=2, sequence=2, overrides=LATENT, title="latent attention"),
+    Row(1, data=2, tensor=2, pipeline=2, overrides=LATENT, title="latent attention"),
     Row(0, overrides=ENDS, title="embedding and head"),
     Row(2, data=2, tensor=2, overrides=ENDS, title="embedding and head"),
     Row(1, tensor=2, pipeline=2, overrides=TIED, title="tied embedding and head"),
