@@ -74,9 +74,11 @@ def repeats_keys(spec: RunSpec, device: Accelerator) -> bool:
     """Return whether the engine repeats keys and values for a kernel without grouped queries.
 
     That is so for a mask on a GPU, and with sinks for every kernel but flash attention on a GPU. With sliding windows
-    it is so in some layers, and counted in all.
+    it is so in some layers, and counted in all. Attention without a fused kernel of torch repeats none.
     """
     model = spec.transformer
+    if materializes_scores(model):
+        return False
     if model.attention_sinks and (
         device.is_cpu or not device.fuses_attention(spec.training.precision, model.head_dim, True)
     ):

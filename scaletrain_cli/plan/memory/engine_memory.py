@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from scaletrain_cli.plan.architecture import Architecture, architecture
-from scaletrain_cli.plan.block_graph import BlockTraining
+from scaletrain_cli.plan.block_graph import BlockTraining, backward_products
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.memory.activations import (
     Recomputation,
@@ -38,6 +38,7 @@ from scaletrain_cli.plan.memory.states import (
 )
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import (
+    MOST_BLOCKS,
     Stage,
     chunks_in_flight,
     engine_stages,
@@ -72,9 +73,11 @@ def saved_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, s
 def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, stage: int, step: int = 1) -> int:
     """Return the same bytes on whichever side they are kept: with activation offload in host memory."""
     held = next(each for each in engine_stages(spec.transformer, layout.pipeline_parallel) if each.position == stage)
-    saved = _Activations(spec, layout, device).saved(held, stage_of_step(spec, step), 1)
-    whole = layout.activation_checkpointing != "full"  # recomputed blocks save no mask
-    return saved + (window_mask_bytes(spec, layout, device) if whole and not has_documents(spec) else 0)
+    model, trained = spec.transformer, stage_of_step(spec, step)
+    saved = _Activations(spec, layout, device).saved(held, trained, 1)
+    runs = trained.blocks_of(model, held)
+    mixes = any(backward_products(model, run.training, run.experts).attention for run in runs)
+    return saved + (_saved_mask_bytes(spec, layout, device, held.start, held.blocks) if mixes else 0)
 
 
 def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:
@@ -174,7 +177,7 @@ def _size_of_stage(
     own, grads = trained_bytes(spec)
     framework = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     between = 0 if layout.pipeline_parallel == 1 else 2 * element * model.hidden_size * tokens
-    mask = document_mask_bytes(spec, layout, device) + window_mask_bytes(spec, layout, device)
+    mask = kept_mask_bytes(spec, layout, device)
 
     def fixed_bytes(stage: Stage) -> _FixedBytes:
         """Return the bytes that do not depend on the micro-batches in flight."""
@@ -230,26 +233,37 @@ def _size_of_stage(
     return size
 
 
-def window_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
-    """Return the bytes of the mask of the sliding window, which all blocks and, without documents, all rows share.
+def kept_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
+    """Return the bytes of the attention masks of one micro-batch that exist until its backward pass has ended.
 
-    0 where attention needs none (``attends_by_document``). Attention with a cap of scores does not save it, and makes
-    its own.
+    One element of the compute dtype per pair of positions (engine/model/attention.py ``attention_mask``), shared by all
+    blocks; each sequence rank has whole masks. Rows with several documents have a mask each, and another one for
+    sliding windows; otherwise all rows share that of the windows. Recomputed blocks keep all masks, because they need
+    them again; others those that their kernels save. 0 where attention needs no mask (``attends_by_document``).
     """
     model = spec.transformer
-    if not model.windowed_layers or materializes_scores(model) or attends_by_document(spec, device):
+    if layout.activation_checkpointing == "none":
+        return _saved_mask_bytes(spec, layout, device, 0, model.num_hidden_layers)
+    if attends_by_document(spec, device):
         return 0
-    rows = layout.micro_batch_size * rows_per_sample(spec) if has_documents(spec) else 1
-    return weight_bytes(spec.training.precision) * rows * model.seq_len**2
+    return _mask_bytes(spec, layout, has_documents(spec) + (model.windowed_layers > 0))
 
 
-def document_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
-    """Return the bytes of the mask of one micro-batch whose rows have several documents, which all blocks share.
+def _saved_mask_bytes(spec: RunSpec, layout: Layout, device: Accelerator, start: int, blocks: int) -> int:
+    """Return the bytes of the masks that the attention kernels of ``blocks`` blocks from block ``start`` save.
 
-    One element of the compute dtype per pair of positions (engine/model/attention.py ``attention_mask``); each sequence
-    rank has the whole mask. 0 where attention needs none (``attends_by_document``).
+    Unfused attention saves none (``score_bytes``), and neither do recomputed blocks.
     """
-    if not has_documents(spec) or attends_by_document(spec, device):
+    model, again = spec.transformer, recomputation(spec, layout)
+    if materializes_scores(model) or again.attention_only or attends_by_document(spec, device):
         return 0
-    rows = layout.micro_batch_size * rows_per_sample(spec)
-    return weight_bytes(spec.training.precision) * rows * spec.transformer.seq_len**2
+    places = range(min(blocks, MOST_BLOCKS))
+    whole = [start + place for place in places if not again.blocks(1, place)]
+    kinds = model.layer_types or ("sliding_attention",)
+    windowed = sum(kinds[block % len(kinds)] == "sliding_attention" for block in whole) if model.windowed_layers else 0
+    return _mask_bytes(spec, layout, (has_documents(spec) and windowed < len(whole)) + (windowed > 0))
+
+
+def _mask_bytes(spec: RunSpec, layout: Layout, masks: int) -> int:
+    rows = layout.micro_batch_size * rows_per_sample(spec) if has_documents(spec) else 1
+    return masks * weight_bytes(spec.training.precision) * rows * spec.transformer.seq_len**2

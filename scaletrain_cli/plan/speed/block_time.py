@@ -42,6 +42,8 @@ class RankWork:
     flash: bool  # attention has a fused kernel
     compiled: bool  # torch.compile
     by_document: bool = False  # fused attention skips the scores outside documents and windows
+    masks_documents: bool = False  # fused attention takes the documents of all layers as a mask
+    masked_share: float = 1.0  # rate of the fused kernel that takes a mask, relative to the one without
 
 
 @dataclass(frozen=True)
@@ -239,21 +241,22 @@ def _attention_core(
     if work.flash:
         biased = model.positions == "alibi"
         forward, backward = flash_attention_seconds(queries, work.keys, local, scores, values, biased, rate)
-        factor = _window_factor(model, work, profile) / profile.attention_speed
+        factor = _mask_factor(model, work, profile) / profile.attention_speed
         return forward * factor, backward * factor
     dropout = model.attention_dropout > 0
     return materialized_attention_seconds(queries, work.keys, local, scores, values, profile.scores, dropout, rate)
 
 
-def _window_factor(model: ModelSpec, work: RankWork, profile: FrameworkProfile) -> float:
+def _mask_factor(model: ModelSpec, work: RankWork, profile: FrameworkProfile) -> float:
     """Return the mean time of fused attention over the layers, over that of full causal attention.
 
     A kernel with windows skips the scores outside; one that takes them as a mask computes all scores, also those that
-    full causal attention skips.
+    full causal attention skips, and may have another rate. Documents that are skipped count as full causal attention,
+    because their lengths are unknown: an upper bound.
     """
-    share = model.windowed_layers / model.num_hidden_layers
-    windowed = window_keys(model) / model.seq_len if profile.skips_windows or work.by_document else 2.0
-    return 1 - share + share * windowed
+    share, masked = model.windowed_layers / model.num_hidden_layers, 2.0 / work.masked_share
+    windowed = window_keys(model) / model.seq_len if profile.skips_windows or work.by_document else masked
+    return (1 - share) * (masked if work.masks_documents else 1.0) + share * windowed
 
 
 def _moved(

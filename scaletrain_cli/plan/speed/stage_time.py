@@ -13,7 +13,7 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import Link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
-from scaletrain_cli.plan.memory.activations import attends_by_document, fuses_attention, loss_chunks
+from scaletrain_cli.plan.memory.activations import attends_by_document, fuses_attention, has_documents, loss_chunks
 from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
 from scaletrain_cli.plan.memory.engine_states import stage_tensors
 from scaletrain_cli.plan.memory.states import (
@@ -82,6 +82,11 @@ def offload_seconds(spec: RunSpec, layout: Layout, device: Accelerator, updated:
     return seconds
 
 
+# Rate of the memory-efficient kernel, which takes a mask, relative to FlashAttention-2, which takes none (torch,
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp ``check_for_attn_mask``). It is CUTLASS's implementation of the
+# first FlashAttention, than which the second one is about twice as fast: 25 to 40 % and 50 to 73 % of the A100's peak
+# (arXiv:2307.08691, abstract).
+_MASKED_SHARE = 0.5
 # GPUs per CPU socket, in a server with two sockets and eight GPUs.
 _SOCKET = 4
 # Kernel launches that the adapter of one layer adds, as a share of the block's: about 4 of 40 forward (two products,
@@ -323,10 +328,14 @@ def _stage(
 
 def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:
     framework = framework_of(spec)
-    capped = framework.is_engine and spec.transformer.attn_logit_softcapping is not None
+    model = spec.transformer
+    capped = framework.is_engine and model.attn_logit_softcapping is not None
+    by_document = framework.is_engine and attends_by_document(spec, device)
+    head = max(model.qk_head_dim, model.value_head_dim)
+    flash_without_mask = device.fuses_attention(spec.training.precision, head, True)  # which has grouped queries
     return RankWork(
         tokens=local_tokens(spec, layout),
-        keys=spec.transformer.seq_len,
+        keys=model.seq_len,
         tensor=layout.tensor_parallel,
         sequence=layout.sequence_parallel,
         expert=layout.expert_parallel,
@@ -334,5 +343,7 @@ def _rank_work(spec: RunSpec, layout: Layout, device: Accelerator) -> RankWork:
         sharded_norms=framework.shards_norms(spec, layout),
         flash=fuses_attention(spec, device) and not framework.drops_scores(spec) and not capped,
         compiled=layout.compile,
-        by_document=framework.is_engine and attends_by_document(spec, device),
+        by_document=by_document,
+        masks_documents=framework.is_engine and has_documents(spec) and not by_document,
+        masked_share=_MASKED_SHARE if flash_without_mask and not device.is_cpu else 1.0,
     )

@@ -1,4 +1,4 @@
-"""Memory of attention without a fused kernel: the plan against the tensors that exist in the backward pass."""
+"""Memory of attention with masks, and of attention without a fused kernel: the plan against the engine's tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scaletrain_cli.engine.compose import wrap_blocks
+from scaletrain_cli.engine.metrics.memory_measurement import watching_activations
 from scaletrain_cli.engine.model.causal_lm import TokenContext
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
 from scaletrain_cli.plan.memory.activations import token_activations
+from scaletrain_cli.plan.memory.engine_memory import kept_activation_bytes
+from scaletrain_cli.plan.planning import make_plan
+from scaletrain_cli.spec.training import LayoutSpec
 from tests.engine.fresh_model import build_model
-from tests.plan.specs import model_of
+from tests.plan.specs import model_of, spec_of
 
+BATCH, LENGTH, LAYERS = 2, 256, 4
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 1,
@@ -26,6 +33,51 @@ SIZES: dict[str, Any] = {
     "seq_len": 512,
     "max_position_embeddings": 512,
 }
+WINDOW = {"sliding_window": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("llama-7b", {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}),
+    "sinks": ("llama-7b", {"attention_sinks": True}),
+    "sinks and windows": ("llama-7b", {"attention_sinks": True, **WINDOW}),
+    "both": ("llama-7b", {**WINDOW, "attention_sinks": True, "layer_types": ["sliding_attention", "full_attention"]}),
+    "capped": ("gemma-2-2b", WINDOW),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed", "mode"),
+    [
+        ("none", True, "none"),
+        ("sinks", True, "none"),
+        ("sinks", True, "full"),
+        ("sinks and windows", False, "selective"),
+        ("both", True, "none"),
+        ("both", True, "selective"),
+        ("capped", True, "none"),
+        ("capped", False, "selective"),
+    ],
+)
+def test_the_plan_counts_the_masks_that_attention_saves(kind: str, packed: bool, mode: str) -> None:
+    preset, changes = MODELS[kind]
+    dims = {**SIZES, **changes, "seq_len": LENGTH, "num_hidden_layers": LAYERS, "max_position_embeddings": LENGTH}
+    spec = spec_of(
+        preset,
+        **{f"model__{key}": value for key, value in dims.items()},
+        data__packing="best_fit" if packed else "none",
+        training__objective="sft",
+        training__micro_batch_size=BATCH,
+        training__global_batch_size=BATCH,
+        layout__activation_checkpointing=mode,
+        cluster__gpus_per_node=1,
+        cluster__gpu="cpu",
+    )
+    model = build_model(spec.transformer, seed=0).to(torch.bfloat16)
+    wrap_blocks(model, LayoutSpec(), mode, compiled=False)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    documents = (torch.arange(LENGTH) // 100).expand(BATCH, LENGTH) if packed else None
+    with watching_activations(model) as saved:
+        model(tokens, tokens, TokenContext(torch.arange(LENGTH), torch.arange(BATCH), documents)).backward()
+    planned = kept_activation_bytes(spec, make_plan(spec).layout, find_accelerator(spec.cluster), 0)
+    assert saved.bytes == pytest.approx(planned, abs=0.4 * 2 * LENGTH**2)  # less than half of a mask
 
 
 class LiveBytes(TorchDispatchMode):
