@@ -25,6 +25,7 @@ TEXTS: dict[str, Text] = {
         "data.prepare with step: contamination: no item of the evaluation files has {words} words",
         ("Lower min_item_words, or set fields to the columns with the text",),
     ),
+    "no-bad-words": Text("{file}: has no words, which bad_words of step: quality, rules: c4 reads"),
     "placeholder-matches": Text(
         "data.prepare with step: identifiers: the placeholder {placeholder} would be replaced itself",
         ("Use a placeholder that is no identifier, such as <EMAIL>",),

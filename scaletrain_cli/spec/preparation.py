@@ -163,6 +163,10 @@ class C4Spec(_QualitySpec):
         max_length=1000,
         description="a document with one of these is removed, in any case",
     )
+    bad_words: Text | None = Field(
+        default=None,
+        description="file with a word or phrase on each line; a document with one of them is removed, in any case",
+    )
     remove_citations: Annotated[bool, Field(strict=True)] = Field(
         default=True, description="remove [1], [edit] and [citation needed] from lines"
     )

@@ -7,14 +7,19 @@ abbreviations before a capital letter (``Dr. Smith``) end one too.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from scaletrain_cli.data.steps.base import NOTHING, Document, Kept, Removed
 from scaletrain_cli.data.steps.gopher import ELLIPSES, lines_of, repeated, share
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.preparation import C4Spec, FineWebSpec
 
 _CITATION = re.compile(r"\[(?:\d{1,9}|edit|citation needed)\]")
+_WORD = re.compile(r"[^\W_]+")
 _SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]{0,3}\s+(?=\S)""")
 # Sentence marks, with the closing quotes that C4 accepts, and those of scripts that have marks of their own.
 _END_MARKS = (".", "!", "?", "…", '"', "'", "”", "’", "。", "！", "？", "．", "।", "॥", "؟", "۔", "։", "።", "។", "။")
@@ -31,10 +36,11 @@ class C4:
     version = 1
     changes_text = True
     removes = True
-    depends_on = NOTHING
 
     def __init__(self, spec: C4Spec) -> None:
         self.spec = spec
+        self.bad_words = None if spec.bad_words is None else _BadWords(spec.bad_words)
+        self.depends_on = NOTHING if self.bad_words is None else {"bad_words": self.bad_words.digest}
         self.document_phrases = tuple(phrase.lower() for phrase in spec.document_phrases)
         self.line_phrases = tuple(phrase.lower() for phrase in spec.line_phrases)
 
@@ -44,6 +50,8 @@ class C4:
         for phrase in self.document_phrases:
             if phrase in lower:
                 return Removed("c4.document_phrases", phrase, "none")
+        if self.bad_words is not None and (bad := self.bad_words.number_in(lower)):
+            return Removed("c4.bad_words", bad, 0)
         counts: dict[str, int] = {}
         kept: list[str] = []
         for line in lines_of(document.text):
@@ -78,6 +86,37 @@ class C4:
             return "max_word_length"
         lower = line.lower()
         return "line_phrases" if any(phrase in lower for phrase in self.line_phrases) else None
+
+
+class _BadWords:
+    """Words and phrases of a file, found where neither a letter nor a digit touches them."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            params = {"file": path, "error": str(error)}
+            raise UsageError(Reason("document_steps.file-unreadable", params), file=path) from error
+        phrases = sorted({words for words in map(_words, lines) if words})
+        if not phrases:
+            raise UsageError(Reason("document_steps.no-bad-words", {"file": path}), file=path)
+        self.digest = hashlib.sha256(repr(phrases).encode("utf-8", "backslashreplace")).hexdigest()
+        self.by_first: dict[str, list[str]] = {}
+        for words in phrases:
+            self.by_first.setdefault(words[0], []).append(f" {' '.join(words)} ")
+
+    def number_in(self, lower: str) -> int:
+        """Return the number of different phrases in a text in lower case."""
+        words = _words(lower)
+        found = self.by_first.keys() & set(words)
+        if not found:
+            return 0
+        text = f" {' '.join(words)} "
+        return sum(phrase in text for word in found for phrase in self.by_first[word])
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(_WORD.findall(text.lower()))
 
 
 class FineWeb:

@@ -9,20 +9,17 @@ over the hashes of its words, so that millions of n-grams take 8 bytes each and 
 from __future__ import annotations
 
 import functools
-import glob
-import gzip
 import hashlib
-import json
 import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from scaletrain_cli.data.steps.base import Document, Kept, Removed
+from scaletrain_cli.data.steps.evaluation_files import evaluation_items
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.preparation import ContaminationSpec
@@ -43,14 +40,13 @@ class Contamination:
     def __init__(self, spec: ContaminationSpec) -> None:
         self.spec = spec
         self.hashes = _WordHashes()
-        files = _files(spec.files)
         digest = hashlib.sha256()
         found: dict[int, list[_Numbers]] = {}  # number of words: n-grams of each item, each once
-        for item in _items(files, spec.fields):
+        for item in evaluation_items(spec.files, spec.fields):
             words = item.lower().translate(_punctuation()).split()
             length = min(len(words), spec.ngram)
             if length >= spec.min_item_words:
-                ngrams = np.unique(_sequences(self.hashes.of(words), length)[-1])
+                ngrams = np.unique(next(_sequences(self.hashes.of(words), (length,)))[1])
                 found.setdefault(length, []).append(ngrams)
                 digest.update(ngrams.astype("<u8").tobytes())
         if not found:
@@ -89,26 +85,20 @@ class Contamination:
 
     def _matches(self, text: str) -> list[tuple[int, int]]:
         """Return (first word, number of words) of each match; words without a letter or a digit are not counted."""
-        words = text.lower().translate(_punctuation()).split()
         found: list[tuple[int, int]] = []
-        sequences = _sequences(self.hashes.of(words), max(self.indexes))
-        for length, index in self.indexes.items():
-            if length <= len(sequences):
-                found += [(int(start), length) for start in np.flatnonzero(index.contains(sequences[length - 1]))]
+        for length, numbers in self._numbers(text):
+            found += [(int(start), length) for start in np.flatnonzero(self.indexes[length].contains(numbers))]
         return sorted(found)
 
     def _share(self, text: str) -> float:
         """Return the largest share of the n-grams of one item that the text has."""
+        shares = (self.indexes[length].largest_share(numbers) for length, numbers in self._numbers(text))
+        return max(shares, default=0.0)
+
+    def _numbers(self, text: str) -> Iterator[tuple[int, _Numbers]]:
+        """Yield each length of the evaluation's n-grams with the numbers of all sequences of the text."""
         words = text.lower().translate(_punctuation()).split()
-        sequences = _sequences(self.hashes.of(words), max(self.indexes))
-        return max(
-            (
-                index.largest_share(sequences[length - 1])
-                for length, index in self.indexes.items()
-                if length <= len(sequences)
-            ),
-            default=0.0,
-        )
+        return _sequences(self.hashes.of(words), self.indexes)
 
 
 class _Index:
@@ -154,12 +144,16 @@ class _WordHashes(dict[str, int]):
         return np.fromiter(map(self.__getitem__, words), dtype=np.uint64, count=len(words))
 
 
-def _sequences(hashes: _Numbers, longest: int) -> list[_Numbers]:
-    """Return the numbers of all sequences of 1, 2, ... ``longest`` words, as far as there are so many words."""
-    found = [hashes] if len(hashes) else []
-    for length in range(2, min(longest, len(hashes)) + 1):
-        found.append(found[-1][:-1] * _FACTOR + hashes[length - 1 :])
-    return found
+def _sequences(hashes: _Numbers, lengths: Iterable[int]) -> Iterator[tuple[int, _Numbers]]:
+    """Yield each of the ascending lengths with the numbers of all sequences of so many words; none beyond the words."""
+    numbers, reached = hashes, 1
+    for length in lengths:
+        if length > len(hashes):
+            return
+        while reached < length:
+            numbers = numbers[:-1] * _FACTOR + hashes[reached:]
+            reached += 1
+        yield length, numbers
 
 
 @functools.cache
@@ -200,59 +194,3 @@ def _pieces(text: str, cuts: Iterable[tuple[int, int]]) -> list[str]:
         end = max(end, stop)
     pieces.append(text[end:].strip())
     return [piece for piece in pieces if piece]
-
-
-# ---- evaluation files --------------------------------------------------------------------------------------------
-
-
-def _files(patterns: Iterable[str]) -> list[Path]:
-    found: list[Path] = []
-    for pattern in patterns:
-        matches = sorted(Path(path) for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
-        if not matches:
-            raise UsageError(Reason("document_steps.files-missing", {"pattern": pattern}), file=pattern)
-        found += matches
-    return list(dict.fromkeys(found))
-
-
-def _items(files: Iterable[Path], fields: Iterable[str]) -> Iterator[str]:
-    """Yield the texts of evaluation files: each line of a text file, each of the fields of a row."""
-    for file in files:
-        kind = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
-        if kind not in (".txt", ".jsonl"):
-            raise UsageError(Reason("document_steps.file-format", {"file": str(file)}), file=str(file))
-        for number, line in enumerate(_lines(file), start=1):
-            if kind == ".txt":
-                yield line
-            elif line.strip():
-                yield from _texts(line, file, number, tuple(fields))
-
-
-def _lines(file: Path) -> Iterator[str]:
-    try:
-        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-            yield from lines
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UsageError(
-            Reason("document_steps.file-unreadable", {"file": str(file), "error": str(error)}), file=str(file)
-        ) from error
-
-
-def _texts(line: str, file: Path, number: int, fields: tuple[str, ...]) -> Iterator[str]:
-    place: dict[str, Any] = {"file": str(file), "line": number}
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        raise UsageError(Reason("document_steps.item-not-object", place), file=str(file))
-    if not any(field in row for field in fields):
-        params = place | {"fields": list(fields), "columns": sorted(row)}
-        raise UsageError(Reason("document_steps.item-without-fields", params), file=str(file))
-    for field in fields:
-        value = row.get(field)
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str):
-                yield text
-            elif text is not None:
-                raise UsageError(Reason("document_steps.item-not-text", place | {"field": field}), file=str(file))

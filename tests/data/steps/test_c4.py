@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scaletrain_cli.data.steps import Kept, Removed
 from scaletrain_cli.data.steps.c4 import sentences_in
+from scaletrain_cli.errors import UsageError
 from tests.data.steps.sections import rule, run, section, step, text_after
 
 LOOSE: dict[str, Any] = {"min_sentences": None}
@@ -60,6 +62,18 @@ def test_a_phrase_anywhere_in_the_page_removes_it(text: str) -> None:
     """datatrove does not look at lines that another rule has dropped; the paper speaks of pages."""
     one = step("c4", **LOOSE)
     assert rule(one, f"This is a good line of text.\n{text} and no mark at its end") == "document_phrases"
+
+
+def test_a_page_with_a_word_of_the_list_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("Darn\n\ndouble darn\nrotten  apple\n")
+    one = step("c4", **LOOSE, end_marks=None, bad_words=str(tmp_path / "words.txt"))
+    assert run(one, "Well, DARN! That is it") == Removed("c4.bad_words", 1, 0)
+    assert run(one, "A double-darn rotten apple") == Removed("c4.bad_words", 3, 0)
+    assert rule(one, "The darning of an apple, rotten") is None
+    for text, expected in (("", "has no words"), (None, "cannot be read")):
+        (tmp_path / "words.txt").write_text(text) if text is not None else (tmp_path / "words.txt").unlink()
+        with pytest.raises(UsageError, match=rf"words\.txt: {expected}"):
+            step("c4", bad_words=str(tmp_path / "words.txt"))
 
 
 def test_a_page_of_c4_needs_five_sentences_in_the_lines_that_are_left() -> None:
