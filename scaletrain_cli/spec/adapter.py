@@ -64,8 +64,8 @@ class Adapted(NamedTuple):
     """A module with an adapter. ``inputs`` and ``outputs`` are its features.
 
     ``kind``: ``linear``, ``embedding``, ``head`` or ``experts``: one stacked matrix of ``experts`` experts, whose
-    ``halves`` matrices (gate and up) are one module in Hugging Face models and have one A. ``transposed``: the weight
-    is [in, out].
+    ``halves`` matrices (gate and up) are one module in Hugging Face models and have one A. ``interleaved``: the outputs
+    of the halves alternate there, as in GPT-OSS. ``transposed``: the weight is [in, out].
     """
 
     name: str
@@ -75,6 +75,7 @@ class Adapted(NamedTuple):
     experts: int = 0
     halves: tuple[str, ...] = ()
     transposed: bool = False
+    interleaved: bool = False
 
     @property
     def parameter(self) -> str:
@@ -98,7 +99,8 @@ def adaptable_modules(shapes: Mapping[str, Shape], *, tied: bool = False) -> lis
     found: dict[str, Adapted] = {}
     for name, shape in shapes.items():
         if match := _EXPERT.fullmatch(name):
-            _add_expert(found, match, shape)
+            with_biases = f"{name.removesuffix('.weight')}.bias" in shapes  # only GPT-OSS's experts have them
+            _add_expert(found, match, shape, interleaved=with_biases)
         elif name.endswith(".weight") and len(shape) == 2:
             module = name.removesuffix(".weight")
             last = module.rpartition(".")[2]
@@ -116,13 +118,16 @@ def adaptable_modules(shapes: Mapping[str, Shape], *, tied: bool = False) -> lis
     return list(found.values())
 
 
-def _add_expert(found: dict[str, Adapted], match: re.Match[str], shape: Shape) -> None:
+def _add_expert(found: dict[str, Adapted], match: re.Match[str], shape: Shape, *, interleaved: bool) -> None:
     matrix = match["matrix"]
     name = f"{match['experts']}.{_JOINED.get(matrix, matrix)}"
     known = found.get(name, Adapted(name, "experts", shape[1], 0))
     halves = known.halves if matrix in known.halves else (*known.halves, matrix)
     found[name] = known._replace(
-        halves=halves, outputs=shape[0] * len(halves), experts=max(known.experts, int(match["number"]) + 1)
+        interleaved=interleaved and len(halves) > 1,
+        halves=halves,
+        outputs=shape[0] * len(halves),
+        experts=max(known.experts, int(match["number"]) + 1),
     )
 
 

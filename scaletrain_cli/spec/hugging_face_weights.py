@@ -288,7 +288,7 @@ def _windows(model: ModelSpec, kind: str) -> dict[str, Any]:
     if "layer_types" in known.varies:
         layers = range(model.num_hidden_layers)
         found["layer_types"] = ["sliding_attention" if model.slides(layer) else "full_attention" for layer in layers]
-        if kind.startswith("gemma") and model.sliding_window is None:
+        if kind.startswith(("gemma", "gpt_oss")) and model.sliding_window is None:
             found["sliding_window"] = known.defaults["sliding_window"]  # transformers wants one; no layer uses it
     return found
 

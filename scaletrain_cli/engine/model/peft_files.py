@@ -39,7 +39,8 @@ def peft_tensors(adapter: AdapterSpec, modules: Sequence[Adapted], read: Read) -
         low = torch.cat([read(name, shape) for name, shape in shapes.items() if name.endswith("lora_A.weight")])
         halves = [read(name, shape) for name, shape in shapes.items() if name.endswith("lora_B.weight")]
         count = len(module.halves)
-        experts = [torch.cat(halves[first : first + count]) for first in range(0, len(halves), count)]
+        groups = [halves[first : first + count] for first in range(0, len(halves), count)]
+        experts = [torch.stack(each, 1).flatten(0, 1) if module.interleaved else torch.cat(each) for each in groups]
         yield _stacked_name(module, modules, "A"), low
         yield _stacked_name(module, modules, "B"), torch.stack(experts, dim=-1).flatten(1)
 
@@ -172,6 +173,8 @@ class PeftFolder:
             whole: Tensor = stored.chunk(module.experts)[int(number)]
             return whole
         of_expert: Tensor = stored.view(len(stored), -1, module.experts)[..., int(number)]
+        if module.interleaved:
+            return of_expert[module.halves.index(matrix) :: len(module.halves)]
         return of_expert.chunk(len(module.halves))[module.halves.index(matrix)]
 
 

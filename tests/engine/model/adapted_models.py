@@ -53,6 +53,13 @@ QWEN2_MOE = ModelSpec(
     **{"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0},
     **{"shared_expert_intermediate_size": 24, "shared_expert_gate": True},
 )
+GPT_OSS = ModelSpec(
+    **MIXTRAL.model_dump(exclude={"bias", "router_bias", "attention_sinks", "swiglu_limit"}),
+    bias=True,
+    router_bias=True,
+    attention_sinks=True,
+    swiglu_limit=1.0,
+)
 
 
 def matrices(model: CausalLM) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter, list[Matrix]]]:

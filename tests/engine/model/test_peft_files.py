@@ -28,7 +28,17 @@ from scaletrain_cli.engine.model.peft_files import (
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, is_adapter_parameter
-from tests.engine.model.adapted_models import GPT, LLAMA, MIXTRAL, TIED, lora, matrices, ours, save_hugging_face
+from tests.engine.model.adapted_models import (
+    GPT,
+    GPT_OSS,
+    LLAMA,
+    MIXTRAL,
+    TIED,
+    lora,
+    matrices,
+    ours,
+    save_hugging_face,
+)
 from tests.engine.model.test_adapters import ENDS
 
 MODELS = [
@@ -39,6 +49,7 @@ MODELS = [
     pytest.param(GPT, lora(targets=["c_attn", "wpe"]), id="gpt-positions"),
     pytest.param(MIXTRAL, lora(targets=["all-linear", "experts.*"]), id="experts"),
     pytest.param(MIXTRAL, lora(targets=["experts.down_proj"]), id="experts-down"),
+    pytest.param(GPT_OSS, lora(targets=["all-linear", "experts.*"]), id="gpt-oss"),
 ]
 
 
