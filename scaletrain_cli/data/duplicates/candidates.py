@@ -21,14 +21,16 @@ from scaletrain_cli.data.duplicates.sorting import Sorter
 U64 = npt.NDArray[np.uint64]
 
 SMALL_BUCKET = 16  # documents, all pairs of which are candidates
-REPRESENTATIVES = 64  # at most, of a large bucket
-PAIRS_PER_DOCUMENT = 4  # at most, of a document with the representatives of one bucket
-_BATCH = 256  # documents that are compared with the representatives at once
-# The estimate from the sketches has a standard deviation; pairs further below the limit are no candidates.
-_DEVIATIONS_BELOW = 4.0
+REPRESENTATIVES = 256  # at most, of a large bucket
+PAIRS_PER_DOCUMENT = 16  # at most, of a document with the representatives of one bucket
+_PAIRS_IF_SIMILAR = 3  # of one that is well above the limit
+_BATCH = 64  # documents that are compared with the representatives at once
+# Standard deviations of the estimate from the sketches: 1 pair at the limit in 700 is further below it than this.
+_DEVIATIONS_BELOW = 3.0
 _DEVIATIONS_ABOVE = 2.0  # a document this far above the limit needs no representative of its own
 
 _PAIRS_AT_ONCE = 1 << 16
+_PAIRS_IN_MEMORY = 1 << 12  # whose sketches are compared at once
 
 
 def write_identical(corpus: Corpus) -> None:
@@ -174,7 +176,7 @@ class _LargeBucket:
 
     def __init__(self, key: int, corpus: Corpus, numbering: Numbering) -> None:
         self.key = key
-        self.compared_with_some = 0  # documents like no representative, when no more can be added
+        self.compared_with_some = 0  # documents that would have become representatives, were there not enough
         self._numbering = numbering
         self._least, self._enough = _estimate_limits(corpus)
         self._ids: Ids = np.empty(0, np.int64)
@@ -195,13 +197,15 @@ class _LargeBucket:
                 row = estimates[place]
                 best = np.argsort(-row, kind="stable")[:PAIRS_PER_DOCUMENT]
                 best = best[row[best] >= self._least]
+                similar = len(best) > 0 and row[best[0]] >= self._enough
+                best = best[:_PAIRS_IF_SIMILAR] if similar else best
                 if len(best):
                     found.append(np.column_stack([self._ids[best], np.full(len(best), document)]))
-                if len(best) and row[best[0]] >= self._enough:
+                if similar:
                     continue
                 number = len(self._ids)
                 if number == REPRESENTATIVES:
-                    self.compared_with_some += not len(best)
+                    self.compared_with_some += 1
                     continue
                 self._ids = np.append(self._ids, document)
                 known = np.concatenate([known, sketches[place : place + 1]])
@@ -258,8 +262,8 @@ def _possible(pairs: Ids, corpus: Corpus, numbering: Numbering, least: float) ->
     pairs, places = pairs[fits], places[fits]
     sketches = numbering.take("sketch", ids)
     alike: list[npt.NDArray[np.bool_]] = [np.empty(0, bool)]
-    for start in range(0, len(pairs), _BATCH * 16):
-        part = places[start : start + _BATCH * 16]
+    for start in range(0, len(pairs), _PAIRS_IN_MEMORY):
+        part = places[start : start + _PAIRS_IN_MEMORY]
         alike.append(sketch_similarity(sketches[part[:, 0]], sketches[part[:, 1]]) >= least)
     possible: Ids = pairs[np.concatenate(alike)]
     return possible

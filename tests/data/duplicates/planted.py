@@ -31,7 +31,7 @@ def plain_words(text: str) -> list[str]:
     return [word for word in [*words, word] if word]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def plain_shingles(text: str, ngram: int = NGRAM) -> set[tuple[str, ...]]:
     words = plain_words(text)
     return {tuple(words[start : start + ngram]) for start in range(len(words) - ngram + 1)}
