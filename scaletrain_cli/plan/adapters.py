@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter, trained_ever
+from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter, trains_only_adapters
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.adapter import AdapterSpec, adaptable_modules, is_adapter_parameter, unmatched_targets
+from scaletrain_cli.spec.adapter import AdapterSpec, adaptable_modules, unmatched_targets
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 
 _GROUPED_MULTIPLE = 8  # elements: 16 bytes of a 16-bit format, which grouped products require of each row
@@ -56,7 +56,7 @@ def trains_in_fp32(spec: RunSpec) -> bool:
     model = spec.transformer
     if model.adapter is None or model.family not in BUILT_IN_FAMILIES or spec.training.precision == "fp16":
         return False
-    return all(is_adapter_parameter(name) for name in trained_ever(spec))
+    return trains_only_adapters(spec)
 
 
 def quantized_weights(model: ModelSpec) -> dict[str, tuple[int, ...]]:

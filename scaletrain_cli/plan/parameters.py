@@ -16,7 +16,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
-from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, factor_shapes
+from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, factor_shapes, is_adapter_parameter
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.training import OptimizerSpec, TrainableGroup
@@ -329,7 +329,24 @@ def stage_at(spec: RunSpec, step: int) -> Stage:
 
 def trained_ever(spec: RunSpec) -> frozenset[str]:
     """Return the names of the parameters that train at some step of the run."""
-    return frozenset(name for stage in training_stages(spec) for name in stage.since)
+    check_what_trains(spec)
+    return _trained_ever(_recipe(spec))
+
+
+def trains_only_adapters(spec: RunSpec) -> bool:
+    """Return True if no parameter of the model itself trains at any step of the run."""
+    check_what_trains(spec)
+    return _trains_only_adapters(_recipe(spec))
+
+
+@lru_cache(maxsize=64)
+def _trained_ever(recipe: _Recipe) -> frozenset[str]:
+    return frozenset(name for stage in _stages(recipe) for name in stage.since)
+
+
+@lru_cache(maxsize=64)
+def _trains_only_adapters(recipe: _Recipe) -> bool:
+    return all(map(is_adapter_parameter, _trained_ever(recipe)))
 
 
 def base_names(spec: RunSpec) -> frozenset[str]:
