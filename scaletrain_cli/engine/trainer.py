@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,14 +120,18 @@ class Trainer:
 
     def fit(self) -> ExitCode:
         """Train from the resume point until the last step or a preemption signal; return the rank's exit code."""
-        state = self.resume()
-        prepared = self.prepare_batches(state.step)
+        reporting = partial(
+            reporting_out_of_memory, self.run, self.record.plan, self.attempt, self.ranks.rank, self.composed
+        )
+        with reporting():
+            state = self.resume()
+            prepared = self.prepare_batches(state.step)
         with (
             contextlib.closing(self.ledger),
             MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as self.metrics,
             self.garbage_collection,
             contextlib.closing(self.prefetcher),
-            reporting_out_of_memory(self.run, self.record.plan, self.attempt, self.ranks.rank, self.composed),
+            reporting(),
         ):
             if prepared:
                 self._train_until_end(state)

@@ -34,11 +34,16 @@ class HeldState:
 
 
 class _Manifest(NamedTuple):
-    """The slices that one rank holds, and those that it needs. ``kinds``: the kinds of state of the held slices."""
+    """The slices that one rank holds, and those that it needs.
+
+    ``kinds``: the names of the held slices by kind of state. A parameter has only its weight until its first update.
+    ``opaque``: the rank has states that only one layout can read.
+    """
 
     held: dict[str, Slice]
     needed: dict[str, Slice]
-    kinds: list[str]
+    kinds: dict[str, list[str]]
+    opaque: bool
     counts: dict[str, float]
     other_counts: dict[str, dict[str, float]]
 
@@ -74,29 +79,37 @@ def exchange(
 ) -> ExchangedState:
     """Return the state of the parameters in ``needed`` that any rank holds. Collective.
 
-    Raises UsageError for states that are quantized in blocks, and ScaletrainError if the ranks lack a part.
+    Raises UsageError for states that are quantized in blocks, and ScaletrainError if the ranks lack a part: both on
+    every rank.
     """
-    kinds = sorted({key.partition("/")[0] for key, name in _keys(held) if name in held.slices})
-    if any(key.startswith(OPAQUE) for key in held.values):
-        raise UsageError(Reason("engine.states-bound-to-stage"))
-    mine = _Manifest(held.slices, needed, kinds, held.counts.usual, held.counts.others)
+    kinds: dict[str, list[str]] = {}
+    for key in held.values:
+        kind, _, name = key.partition("/")
+        if name in held.slices:
+            kinds.setdefault(kind, []).append(name)
+    opaque = any(key.startswith(OPAQUE) for key in held.values)
+    mine = _Manifest(held.slices, needed, kinds, opaque, held.counts.usual, held.counts.others)
     manifests = consensus.follow_rank_zero(consensus.gather(mine))
     assert manifests is not None
-    names = sorted(
-        {name for each in manifests for name in each.held} & {name for each in manifests for name in each.needed}
-    )
+    if any(each.opaque for each in manifests):
+        raise UsageError(Reason("engine.states-bound-to-stage"))
+    wanted = {name for each in manifests for name in each.needed}
+    names = sorted({name for each in manifests for name in each.held} & wanted)
     found: dict[str, Tensor] = {}
+    lacking: list[tuple[str, str]] = []
     for kind in sorted({kind for each in manifests for kind in each.kinds}):
-        for batch in _batches(names, manifests):
-            found |= _exchanged(kind, batch, held, manifests, device)
+        of_kind = sorted({name for each in manifests for name in each.kinds.get(kind, ())} & wanted)
+        for batch in _batches(of_kind, manifests):
+            values, missing = _exchanged(kind, batch, held, manifests, device)
+            found |= values
+            lacking += [(kind, name) for name in missing]
+    problems = consensus.follow_rank_zero(consensus.gather(lacking))
+    for kind, name in (each for of_rank in problems or () for each in of_rank):
+        raise ScaletrainError(Reason("engine.state-not-held", {"kind": kind, "name": name}))
     owners = {name: each for each in reversed(manifests) for name in each.held}
     counts = {name: owners[name].other_counts.get(name, owners[name].counts) for name in names}
     usual = next((each.counts for each in manifests if each.counts), {})
     return ExchangedState(found, counts, usual, {key.partition("/")[0] for key in found})
-
-
-def _keys(held: HeldState) -> Iterator[tuple[str, str]]:
-    return ((key, key.partition("/")[2]) for key in held.values)
 
 
 def _batches(names: list[str], manifests: list[_Manifest]) -> Iterator[list[str]]:
@@ -116,18 +129,20 @@ def _batches(names: list[str], manifests: list[_Manifest]) -> Iterator[list[str]
 
 def _exchanged(
     kind: str, names: list[str], held: HeldState, manifests: list[_Manifest], device: torch.device
-) -> dict[str, Tensor]:
-    """Return the values of one kind that this rank needs, on the host, in fp32."""
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the values of one kind that this rank needs, on the host, in fp32, and the names of which parts lack."""
     me, outgoing, send, receive = manifests[dist.get_rank()], [], [], []
-    for other in manifests:
+    of_rank = [{name: each.held[name] for name in set(names) & set(each.kinds.get(kind, ()))} for each in manifests]
+    own = [name for name in names if name in of_rank[dist.get_rank()]]
+    for other, theirs in zip(manifests, of_rank, strict=True):
         parts = [
             held.values[f"{kind}/{name}"][run.at_first : run.at_first + run.length].float()
-            for name in names
-            for run in _shared(me.held.get(name), other.needed.get(name))
+            for name in own
+            for run in _shared(me.held[name], other.needed.get(name))
         ]
         outgoing += parts
         send.append(sum(part.numel() for part in parts))
-        runs = (run for name in names for run in _shared(other.held.get(name), me.needed.get(name)))
+        runs = (run for name in names for run in _shared(theirs.get(name), me.needed.get(name)))
         receive.append(sum(run.length for run in runs))
     incoming = torch.empty(sum(receive), device=device)
     sent = torch.cat(outgoing) if outgoing else torch.empty(0)
@@ -135,14 +150,13 @@ def _exchanged(
     arrived, position = incoming.cpu(), 0
     found = {name: torch.zeros(me.needed[name].numel) for name in names if name in me.needed}
     missing = {name: values.numel() for name, values in found.items()}
-    for other in manifests:
+    for theirs in of_rank:
         for name in names:
-            for run in _shared(other.held.get(name), me.needed.get(name)):
+            for run in _shared(theirs.get(name), me.needed.get(name)):
                 found[name][run.at_second : run.at_second + run.length] = arrived[position : position + run.length]
                 position, missing[name] = position + run.length, missing[name] - run.length
-    if lacking := [name for name, count in missing.items() if count]:
-        raise ScaletrainError(Reason("engine.state-not-held", {"kind": kind, "name": lacking[0]}))
-    return {f"{kind}/{name}": values for name, values in found.items()}
+    values = {f"{kind}/{name}": values for name, values in found.items()}
+    return values, [name for name, count in missing.items() if count]
 
 
 def _shared(held: Slice | None, needed: Slice | None) -> list[Overlap]:

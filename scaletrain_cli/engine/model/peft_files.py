@@ -123,6 +123,8 @@ class PeftFolder:
         self._module_of = {name: module for module in modules for name in factor_shapes(adapter, module)}
         try:
             config = json.loads((folder / CONFIG).read_bytes())
+            if not isinstance(config, dict):
+                raise ValueError(f"{CONFIG} holds no JSON object")
             self._file = _opened(folder / WEIGHTS)
             self._stored = {name: tuple(self._file.get_slice(name).get_shape()) for name in list(self._file.keys())}
         except (OSError, SafetensorError, ValueError) as error:

@@ -89,20 +89,34 @@ class ReferenceFile:
         data = self.values.astype("<f4").tobytes()
         header = {"schema": SCHEMA, "key": self.key, "pairs": self.pairs, "sha256": hashlib.sha256(data).hexdigest()}
         make_folder(path.parent)
-        replace_file(path, json.dumps(header).encode() + b"\n" + data)
+        replace_file(path, json.dumps(header | {"seal": _seal_of(header)}).encode() + b"\n" + data)
 
     @classmethod
     def read(cls, path: Path) -> ReferenceFile | None:
-        """Return the file; None if there is none, or if its content does not have its hash."""
+        """Return the file; None if there is none, if header or values lack their hash, or if there are too many values.
+
+        The headers of earlier versions have no hash.
+        """
         try:
             line, _, data = path.read_bytes().partition(b"\n")
             header = json.loads(line)
+            seal = header.pop("seal", None)
             if header["schema"] != SCHEMA or header["sha256"] != hashlib.sha256(data).hexdigest():
                 return None
+            if seal is not None and seal != _seal_of(header):
+                return None
+            key, pairs = header["key"], header["pairs"]
             values = np.frombuffer(data, "<f4").astype(np.float32).reshape(-1, 2)
-            return cls(header["key"], int(header["pairs"]), values)
-        except (OSError, ValueError, KeyError, TypeError):
+            if not isinstance(key, dict) or type(pairs) is not int or len(values) > pairs:
+                return None
+            return cls(key, pairs, values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+
+
+def _seal_of(header: dict[str, Any]) -> str:
+    """Return the hash of a header, which has that of the values."""
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -165,7 +179,7 @@ class ReferencePass:
         file = ReferenceFile.read(path)
         if file is None or file.pairs != pairs:
             return None
-        same = file.key == key if step == 0 else file.key["dataset"] == list(self.dataset)
+        same = file.key == key if step == 0 else file.key.get("dataset") == list(self.dataset)
         return file.values if same else None
 
     def _shared(self, values: Values | None) -> Values:

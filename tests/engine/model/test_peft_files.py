@@ -166,6 +166,12 @@ def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
         PeftFolder(tmp_path, lora(), modules_of(LLAMA, lora()))
 
 
+def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(UsageError, match=r"cannot be read: adapter_config.json holds no JSON object"):
+        PeftFolder(tmp_path, lora(), modules_of(LLAMA, lora()))
+
+
 def test_peft_itself_writes_the_same_names(tmp_path: Path) -> None:
     from tests.engine.model.adapted_models import with_peft
 

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from scaletrain_cli.engine.objectives.reference import ReferenceFile, ReferenceP
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.engine.step import build_stepper
+from scaletrain_cli.engine.trainer import LoopState, Trainer
 from scaletrain_cli.errors import DoNotRequeueError
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
@@ -148,6 +150,50 @@ def test_a_missing_reference_after_the_first_step_ends_the_run(damage: str, tmp_
     assert reused == (damage == "none")
     if damage != "none":
         assert "reference/train: the reference log-probabilities are missing or damaged, and after 4 steps" in error
+
+
+def test_a_reference_file_is_read_only_if_its_header_and_values_are_those_that_were_written(tmp_path: Path) -> None:
+    path, values = tmp_path / "train", np.arange(6, dtype=np.float32).reshape(3, 2)
+    ReferenceFile({"dataset": ["a"]}, 5, values).write(path)
+    line, data = path.read_bytes().split(b"\n", 1)
+    header = json.loads(line)
+
+    def read(changes: dict[str, Any], content: bytes = data) -> ReferenceFile | None:
+        path.write_bytes(json.dumps({**header, **changes}).encode() + b"\n" + content)
+        return ReferenceFile.read(path)
+
+    found = read({})
+    assert found is not None
+    assert (found.pairs, found.key, found.values.tolist()) == (5, {"dataset": ["a"]}, values.tolist())
+    assert read({"pairs": 6}) is None
+    assert read({"key": {"dataset": ["b"]}}) is None
+    assert read({}, data[:-8]) is None
+    sealed = header.pop("seal")
+    assert read({}) is not None  # of an earlier version
+    assert read({"seal": sealed[::-1]}) is None
+    for wrong in ({"pairs": 2}, {"pairs": "5"}, {"pairs": None}, {"key": []}, {"sha256": 1}):
+        assert read(wrong) is None
+    path.write_bytes(b"[]\n" + data)
+    assert ReferenceFile.read(path) is None
+
+
+def test_running_out_of_memory_while_the_reference_is_computed_is_reported(tmp_path: Path) -> None:
+    run, plan = RunDir(tmp_path), make_plan(spec_of(DPO))
+    run.new_attempt()
+
+    def resume() -> LoopState:
+        return LoopState(0, 1, False, [])
+
+    def prepare_batches(step: int) -> bool:
+        raise MemoryError
+
+    trainer = Trainer.__new__(Trainer)
+    parts = {"record": SimpleNamespace(plan=plan), "ranks": SimpleNamespace(rank=0), "composed": None, "attempt": 1}
+    vars(trainer).update(run=run, resume=resume, prepare_batches=prepare_batches, **parts)
+    with pytest.raises(MemoryError) as caught:
+        trainer.fit()
+    assert "Rank 0 was planned to need" in caught.value.__notes__[0]
+    assert (run.attempt(1) / "memory" / "rank-00000.json").is_file()
 
 
 def with_wrong_values(folder: Path, spec: RunSpec, change: float) -> str:
