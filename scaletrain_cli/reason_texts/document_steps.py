@@ -6,10 +6,10 @@ from scaletrain_cli.reasons import Text
 
 TEXTS: dict[str, Text] = {
     "column-missing": Text(
-        "{place}: the row has no column {column}, which data.prepare with step: score reads; it has {columns:list}",
+        "the row has no column {column}, which data.prepare with step: score reads; it has {columns:list}",
         ("Change the column, or limit the step to the sources that have it with only",),
     ),
-    "column-not-number": Text("{place}: the column {column} must be a number, and is {kind}"),
+    "column-not-number": Text("the column {column} must be a number, and is {kind}"),
     "files-missing": Text(
         "data.prepare with step: contamination: {pattern} matches no file", ("Check the path of the evaluation files",)
     ),

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -76,10 +77,13 @@ class Step(Protocol):
 
 
 class DocumentError(UsageError):
-    """A step cannot read a document (exit 2). ``place`` is the document's; ``data.on_bad`` decides what follows."""
+    """A step cannot read a document (exit 2); ``data.on_bad`` decides what follows.
+
+    ``reason`` does not name the place, which whoever reads the documents adds: ``place`` is that of the document.
+    """
 
     code = "document"
 
-    def __init__(self, place: str, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, place: str, reason: Reason) -> None:
+        super().__init__(reason)
         self.place = place

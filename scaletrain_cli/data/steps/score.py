@@ -33,11 +33,11 @@ class Score:
     def _score(self, document: Document) -> float:
         column = self.spec.column
         if column not in document.columns:
-            params = {"place": document.place, "column": column, "columns": sorted(map(str, document.columns))}
+            params = {"column": column, "columns": sorted(map(str, document.columns))}
             raise DocumentError(document.place, Reason("document_steps.column-missing", params))
         value = document.columns[column]
         if not _is_number(value):
-            params = {"place": document.place, "column": column, "kind": _kind(value)}
+            params = {"column": column, "kind": _kind(value)}
             raise DocumentError(document.place, Reason("document_steps.column-not-number", params))
         return float(value)
 
