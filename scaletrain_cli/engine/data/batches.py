@@ -18,7 +18,6 @@ from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.document_attention import Segments, segments_of
-from scaletrain_cli.engine.model.rope import depends_on_longest
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
@@ -116,6 +115,7 @@ class MicroBatch(NamedTuple):
     numbers: [micro_batch_size] int64, numbers of the rows or pairs in the split; None for text.
     reference: [rows] fp32, log-probabilities of the answers under the reference model; None unless they were computed.
     step_tokens: positions that all replicas compute in the step of this micro-batch, padding included; None for text.
+    real: [rows, local length] bool, False for padding; None: every token is one of the data.
     """
 
     tokens: Tensor
@@ -129,11 +129,12 @@ class MicroBatch(NamedTuple):
     numbers: Tensor | None = None
     reference: Tensor | None = None
     step_tokens: int | None = None
+    real: Tensor | None = None
 
     @property
     def context(self) -> TokenContext:
         """The positions, sample numbers and documents of the tokens, which blocks get beside the hidden states."""
-        return TokenContext(self.positions, self.samples, self.documents, self.segments)
+        return TokenContext(self.positions, self.samples, self.documents, self.segments, real=self.real)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on another device."""
@@ -161,6 +162,7 @@ class StepBatch(NamedTuple):
     reference: Tensor | None = None
     lengths: tuple[int, ...] | None = None
     step_tokens: int | None = None
+    real: Tensor | None = None
 
     def micro_batches(self) -> list[MicroBatch]:
         """Return the micro-batches, in the order of accumulation."""
@@ -188,6 +190,7 @@ class StepBatch(NamedTuple):
                 numbers=part(self.numbers, i),
                 reference=part(self.reference, i),
                 step_tokens=self.step_tokens,
+                real=None if self.real is None else cut(self.real, i),
             )
             for i in range(len(self.tokens))
         ]
@@ -207,11 +210,9 @@ PaddedTo = Literal["seq_len", "step", "micro_batch"]
 def padded_to(spec: RunSpec, layout: Layout) -> PaddedTo:
     """Return what the rows of a micro-batch are padded to: ``seq_len``, or the longest row of a step or micro-batch.
 
-    DeepSpeed's pipeline needs one shape per step. The shape never changes if blocks are compiled, and where padding has
-    an effect: on the loads of experts, and on rotary frequencies that depend on the highest position.
+    DeepSpeed's pipeline needs one shape per step. The shape never changes if blocks are compiled.
     """
-    compiled = layout.compile or spec.training.compile is True
-    if compiled or spec.transformer.num_experts or depends_on_longest(spec.transformer):
+    if layout.compile or spec.training.compile is True:
         return "seq_len"
     return "micro_batch" if layout.pipeline_parallel == 1 else "step"
 
@@ -362,6 +363,7 @@ class BatchReader:
             reference=reference,
             lengths=None if alike else tuple(lengths),
             step_tokens=None if number is None else self._step_tokens(sequences, number),
+            real=self._stacked([rows.real for rows in read]),
         )
 
     def _lengths(self, sequences: RowSequences, indices: list[list[int]], trains: bool) -> list[int]:

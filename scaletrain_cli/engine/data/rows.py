@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     tokens: int64, 0 in the padding. labels: int64, the next token of the same document, -100 where it does not count.
     weights: fp32, weight of each label, 0 where it does not count; None if all others are 1. documents: int64, number
     of the document in its row, -1 for padding; positions: int64, within the document. Both are None where each row is
-    one document.
+    one document. real: bool, False in the padding.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -29,6 +29,7 @@ class Rows(NamedTuple):
     weights: npt.NDArray[np.float32] | None
     documents: npt.NDArray[np.int64] | None
     positions: npt.NDArray[np.int64] | None
+    real: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class RowSequences:
             weights if self.weighted else None,
             documents if self.packed else None,
             positions if self.packed else None,
+            documents != PADDING_DOCUMENT,
         )
 
     def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:

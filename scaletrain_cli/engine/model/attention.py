@@ -40,6 +40,7 @@ class TokenContext(NamedTuple):
     positions are those of the rank's part, documents those of the whole length.
     segments: the same documents as ``document_attention`` needs them; None if they are to be found in ``documents``.
     mask, window_mask: see ``with_masks``.
+    real: [batch, length] bool, False for padding; None: no padding.
     """
 
     positions: Tensor
@@ -48,6 +49,12 @@ class TokenContext(NamedTuple):
     segments: Segments | None = None
     mask: Tensor | None = None
     window_mask: Tensor | None = None
+    real: Tensor | None = None
+
+    @property
+    def real_positions(self) -> Tensor:
+        """Return the positions, with 0 for padding."""
+        return self.positions if self.real is None else self.positions * self.real
 
     def with_segments(self) -> TokenContext:
         """Return the context with the segments of its documents, so that all blocks share them."""

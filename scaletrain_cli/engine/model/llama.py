@@ -131,7 +131,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.self_attn = LatentAttention(spec) if spec.kv_lora_rank else Attention(spec, index)
-        self.mlp = feed_forward(spec, index)
+        self.mlp, self.has_experts = feed_forward(spec, index), spec.has_experts(index)
         self.norm_position = spec.norm_position
         if spec.norm_position != "post":
             self.input_layernorm = norm_of(spec)
@@ -150,12 +150,16 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, tables: tuple[Tables, Tables], context: TokenContext) -> Tensor:
         if self.norm_position == "pre":
             x = x + self.attention_dropout(self.self_attn(self.input_layernorm(x), tables, context), context)
-            return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), context)  # type: ignore[no-any-return]
+            mixed = self._feed_forward(self.post_attention_layernorm(x), context)
+            return x + self.mlp_dropout(mixed, context)  # type: ignore[no-any-return]
         both = self.norm_position == "pre_and_post"
         mixed = self.self_attn(self.input_layernorm(x) if both else x, tables, context)
         x = x + self.attention_dropout(self.post_attention_layernorm(mixed), context)
-        mixed = self.mlp(self.pre_feedforward_layernorm(x) if both else x)
+        mixed = self._feed_forward(self.pre_feedforward_layernorm(x) if both else x, context)
         return x + self.mlp_dropout(self.post_feedforward_layernorm(mixed), context)  # type: ignore[no-any-return]
+
+    def _feed_forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        return self.mlp(x, context.real) if self.has_experts else self.mlp(x)  # type: ignore[no-any-return]
 
 
 class LlamaModel(nn.Module):
@@ -192,7 +196,7 @@ class LlamaForCausalLM(CausalLM):
         return self.model.dropout(hidden, context)  # type: ignore[no-any-return]
 
     def transform(self, hidden: Tensor, context: TokenContext) -> Tensor:
-        longest = self.longest(context.positions) if depends_on_longest(self.spec) else None
+        longest = self.longest(context.real_positions) if depends_on_longest(self.spec) else None
         tables = tables_of_layers(self.spec, context.positions, longest)
         for layer in self.blocks.values():
             hidden = layer(hidden, tables, context)

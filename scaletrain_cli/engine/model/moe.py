@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from scaletrain_cli.engine.model.router import Router, balance_loss, z_loss
+from scaletrain_cli.engine.model.router import Router, balance_loss, token_weights, z_loss
 from scaletrain_cli.spec import ModelSpec
 
 
@@ -122,47 +122,68 @@ class MoELayer(nn.Module):
         self.num_experts = spec.num_experts
         self.capacity_factor = spec.capacity_factor
         self.balance_coefficient, self.z_coefficient = spec.router_aux_loss_coef, spec.router_z_loss_coef
-        self.loss_scale = 1.0
+        self.loss_scale, self.sequence_ranks = 1.0, 1
         self.measures: RoutingMeasures | None = None
         self.dispatch: Dispatch = dispatch_here
         self.tally: Tally = tally_here
 
-    def forward(self, x: Tensor) -> Tensor:
-        routed = self.dispatch(self.experts, x.flatten(0, 1), self.route(x)).view_as(x)
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """``real`` [batch, length]: False for padding, which no routed expert gets; None: no padding."""
+        routed = self.dispatch(self.experts, x.flatten(0, 1), self.route(x, real)).view_as(x)
         shared = getattr(self, self._shared)
         if shared is None:
             return routed
         every: Tensor = shared(x)
         return routed + (every if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * every)
 
-    def route(self, x: Tensor) -> Routing:
-        """Return the experts that the router chooses for each token; beyond an expert's capacity they are dropped."""
+    def route(self, x: Tensor, real: Tensor | None = None) -> Routing:
+        """Return the experts that the router chooses for each token; beyond an expert's capacity they are dropped.
+
+        Padding has no expert, and counts neither in loads and capacities nor in losses and measures.
+        """
         logits = self.gate(x)
         chosen, weights, probabilities, balanced = self.gate.choose(logits)
-        load = self._load(chosen)
+        load = self._load(chosen, real)
         earlier, total = self.tally(load)
-        kept = None
+        kept = None if real is None else real.unsqueeze(-1).expand_as(chosen)
         if self.capacity_factor:
             capacity = torch.ceil(self.capacity_factor * total.sum(dim=-1, keepdim=True).double() / self.num_experts)
-            kept = places(chosen.flatten(1), load, earlier) < capacity
-            kept = kept.view_as(chosen).flatten(0, 1)
-        even = total if balanced is chosen else self.tally(self._load(balanced))[1]
-        balance = balance_loss(probabilities if self.balance_coefficient else probabilities.detach(), even)
-        z = z_loss(logits if self.z_coefficient else logits.detach())  # measured only, without a gradient
+            within = self._places(chosen, real, load, earlier) < capacity.unsqueeze(-1)
+            kept = within if kept is None else within & kept
+        parts = None if real is None else token_weights(real, total.sum(dim=-1) / chosen.shape[-1], self.sequence_ranks)
+        even = total if balanced is chosen else self.tally(self._load(balanced, real))[1]
+        balance = balance_loss(probabilities if self.balance_coefficient else probabilities.detach(), even, parts)
+        z = z_loss(logits if self.z_coefficient else logits.detach(), parts)  # measured only, without a gradient
         loss = self.balance_coefficient * balance + self.z_coefficient * z
         weights = _WithLoss.apply(weights, loss, self.loss_scale)  # type: ignore[no-untyped-call]
-        self._measure(balance, z, kept, total)
-        return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), kept)
+        self._measure(balance, z, kept, total, parts)
+        return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), None if kept is None else kept.flatten(0, 1))
 
-    def _load(self, chosen: Tensor) -> Tensor:
+    def _load(self, chosen: Tensor, real: Tensor | None) -> Tensor:
         """Return how often each sequence chooses each expert, [batch, experts]."""
-        return count(chosen.flatten(1), self.num_experts)
+        if real is None:
+            return count(chosen.flatten(1), self.num_experts)
+        return count(self._without_padding(chosen, real), self.num_experts + 1)[:, :-1]
+
+    def _places(self, chosen: Tensor, real: Tensor | None, load: Tensor, earlier: Tensor) -> Tensor:
+        """Return the place of each assignment in its expert's queue, [batch, length, k]; any number for padding."""
+        if real is None:
+            return places(chosen.flatten(1), load, earlier).view_as(chosen)
+        queues = self._without_padding(chosen, real)  # padding has a queue of its own
+        return places(queues, F.pad(load, (0, 1)), F.pad(earlier, (0, 1))).view_as(chosen)
+
+    def _without_padding(self, chosen: Tensor, real: Tensor) -> Tensor:
+        """Return the choices of each sequence, [batch, assignments], those of padding as one expert more."""
+        return chosen.masked_fill(~real.unsqueeze(-1), self.num_experts).flatten(1)
 
     @torch.no_grad()
-    def _measure(self, balance: Tensor, z: Tensor, kept: Tensor | None, total: Tensor) -> None:
+    def _measure(self, balance: Tensor, z: Tensor, kept: Tensor | None, total: Tensor, parts: Tensor | None) -> None:
         """Overwrite the measures, because a recomputed forward pass comes here a second time."""
-        dropped = torch.zeros_like(z) if kept is None else 1 - kept.float().mean()
-        busiest = (total.amax(dim=-1) * self.num_experts / total.sum(dim=-1)).mean()
+        dropped = torch.zeros_like(z)
+        if kept is not None and self.capacity_factor:
+            lost = 1 - kept.float().mean(dim=-1)
+            dropped = lost.mean() if parts is None else (lost * parts).sum(dim=1).mean()
+        busiest = (total.amax(dim=-1) * self.num_experts / total.sum(dim=-1).clamp(min=1)).mean()
         self.measures = RoutingMeasures(balance.detach(), z.detach(), dropped, busiest)
 
 

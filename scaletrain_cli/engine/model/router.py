@@ -96,7 +96,16 @@ class Router(nn.Module):
         return self
 
 
-def balance_loss(probabilities: Tensor, total: Tensor) -> Tensor:
+def token_weights(real: Tensor, tokens: Tensor, ranks: int) -> Tensor:
+    """Return the weights [batch, length] of tokens in a mean over their sequence without its padding.
+
+    ``real``: False for padding; ``tokens`` [batch]: the other tokens of the whole sequences. Each of ``ranks`` ranks
+    has a part of the sequences; the mean over the ranks is the mean over the whole.
+    """
+    return real * (ranks / tokens.clamp(min=1)).unsqueeze(1)
+
+
+def balance_loss(probabilities: Tensor, total: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the mean over sequences of sum over experts of (share of load x experts) x mean probability.
 
     At least 1 if the load is that of the most probable experts. The sequence-wise form (DeepSeek-V2, arXiv:2405.04434,
@@ -104,15 +113,21 @@ def balance_loss(probabilities: Tensor, total: Tensor) -> Tensor:
     Face's, over a whole micro-batch, is larger by a factor of the experts per token. ``probabilities``
     [batch, length, experts] may be a part of each sequence, while ``total`` [batch, experts] is the load of the whole:
     as the loss is linear in the probabilities, the loss of the whole is the mean over its parts, and so is its
-    gradient.
+    gradient. ``weights``: see ``token_weights``; None: no padding.
     """
-    shares = total * total.shape[-1] / total.sum(dim=-1, keepdim=True)
-    return (shares * probabilities.mean(dim=1)).sum(dim=-1).mean()
+    shares = total * total.shape[-1] / total.sum(dim=-1, keepdim=True).clamp(min=1)
+    if weights is None:
+        mean = probabilities.mean(dim=1)
+    else:
+        mean = (probabilities * weights.unsqueeze(-1)).sum(dim=1)
+    return (shares * mean).sum(dim=-1).mean()
 
 
-def z_loss(logits: Tensor) -> Tensor:
+def z_loss(logits: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the mean squared log of the sum of the exponentials of the logits, which keeps them small.
 
-    ST-MoE, arXiv:2202.08906, equation 5; with sigmoid scores, too, as in Megatron-LM.
+    ST-MoE, arXiv:2202.08906, equation 5; with sigmoid scores, too, as in Megatron-LM. ``weights``: see
+    ``token_weights``; None: no padding.
     """
-    return logits.logsumexp(dim=-1).square().mean()
+    squares = logits.logsumexp(dim=-1).square()
+    return squares.mean() if weights is None else (squares * weights).sum(dim=1).mean()

@@ -33,7 +33,7 @@ def shard_experts(model: nn.Module, mesh: Mesh) -> None:
         _shard_layer(layer.experts, mesh, shards)
         layer.dispatch = DispatchOverRanks(mesh.expert, mesh.tensor)
         if mesh.sequence.group is not None:
-            layer.tally = TallyOverRanks(mesh.sequence)
+            layer.tally, layer.sequence_ranks = TallyOverRanks(mesh.sequence), mesh.sequence.size
 
 
 def _shard_layer(experts: Experts, mesh: Mesh, shards: dist.ProcessGroup | None) -> None:

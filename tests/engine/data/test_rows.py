@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from scaletrain_cli.engine.model.document_attention import segments_of
 from scaletrain_cli.engine.objectives.next_token import NextToken
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan import make_plan
+from scaletrain_cli.spec.rope import RopeScalingSpec
 from tests.engine.data.test_batches import CUTS, GLOBAL_BATCH, WHOLE
 from tests.engine.fresh_model import build_model
 from tests.engine.model.test_models import LLAMA
@@ -65,6 +67,7 @@ def test_a_packed_row_restarts_positions_and_ignores_the_first_token_of_each_doc
     assert read.labels[0].tolist() == [6, 7, NOT_COUNTED, 9, *[NOT_COUNTED] * 4]
     assert read.weights[0].tolist() == [1, 1, 0, 0.5, 0, 0, 0, 0]
     assert read.documents[0].tolist() == [0, 0, 0, 1, 1, *[PADDING_DOCUMENT] * 3]
+    assert read.real.sum(1).tolist() == [5, 2]
     assert read.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 0, 0]  # padding does not lengthen the longest position
 
 
@@ -183,9 +186,19 @@ def test_a_step_of_a_pipeline_has_one_shape_and_its_evaluations_that_of_seq_len(
     assert {micro.tokens.shape[1] for micro in reader.in_order(2)} == {SHORT}
 
 
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "capacity_factor": 0.8},
+    **{"router_aux_loss_coef": 0.3, "router_z_loss_coef": 0.1},
+}
+STRETCHED = {"rope_scaling": RopeScalingSpec(rope_type="dynamic", factor=4.0), "max_position_embeddings": 4}
+
+
 @SHORT_KINDS
-def test_rows_padded_to_the_longest_one_have_the_same_loss_and_gradients(kind: dict[str, bool]) -> None:
-    model = build_model(model_spec(LLAMA), seed=0)
+@pytest.mark.parametrize("settings", [{}, EXPERTS, STRETCHED], ids=["dense", "experts", "dynamic"])
+def test_rows_padded_to_the_longest_one_have_the_same_loss_and_gradients(
+    kind: dict[str, bool], settings: dict[str, Any]
+) -> None:
+    model = build_model(model_spec(LLAMA).model_copy(update=settings), seed=0)
     found = []
     padding: tuple[PaddedTo, PaddedTo] = ("seq_len", "micro_batch")
     for each in padding:
@@ -201,7 +214,7 @@ def test_rows_padded_to_the_longest_one_have_the_same_loss_and_gradients(kind: d
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_rows_are_padded_to_seq_len_where_shapes_or_padding_matter() -> None:
+def test_rows_are_padded_to_seq_len_where_shapes_matter() -> None:
     def chosen(*settings: str) -> str:
         spec = spec_of(*settings)
         return padded_to(spec, make_plan(spec).layout)
@@ -209,8 +222,7 @@ def test_rows_are_padded_to_seq_len_where_shapes_or_padding_matter() -> None:
     assert chosen() == "micro_batch"
     assert chosen("layout.pipeline_parallel=2", "cluster.gpus_per_node=2") == "step"
     assert chosen("training.compile=true") == "seq_len"
-    assert chosen("model.rope_scaling={rope_type: dynamic, factor: 2.0}") == "seq_len"
-    assert chosen("model.num_experts=4", "model.num_experts_per_tok=2") == "seq_len"
+    assert chosen("model.num_experts=4", "model.num_experts_per_tok=2") == "micro_batch"
 
 
 def test_reference_log_probabilities_follow_their_pairs() -> None:

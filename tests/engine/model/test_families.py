@@ -85,6 +85,20 @@ def test_a_family_equals_transformers_before_and_after_training(name: str, tmp_p
         assert not torch.allclose(theirs(tokens).logits, again(tokens).logits, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["llama dynamic", "phi4-mini"])
+def test_frequencies_follow_the_longest_row_without_its_padding(name: str, tmp_path: Path) -> None:
+    """Transformers pads a batch to its longest row."""
+    theirs = reference(name, tmp_path)
+    ours, tokens = loaded(spec_of(tmp_path), tmp_path), tokens_of()
+    for lengths in ((10, 14), (10, 20)):
+        real = torch.arange(LENGTH) < torch.tensor(lengths).unsqueeze(1)
+        short = real[:, : max(lengths)]
+        context = TokenContext(torch.arange(LENGTH), torch.arange(2), real=real)
+        with torch.no_grad():
+            expected = theirs(tokens[:, : max(lengths)], attention_mask=short.long()).logits
+            close(logits(ours, tokens, context)[real], expected[short])
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi4-mini", "deepseek dense", "gpt-oss"])
 def test_packed_documents_are_computed_as_transformers_computes_them(name: str, tmp_path: Path) -> None:
     """Windows end at documents; one position beyond the original context changes the frequencies of all documents."""

@@ -161,3 +161,36 @@ def test_a_balanced_router_has_a_balance_loss_of_one() -> None:
 
 def test_a_model_without_experts_measures_nothing() -> None:
     assert routing_measures(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.75])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_padding_changes_neither_losses_nor_gradients_and_takes_no_capacity(factor: float, scoring: str) -> None:
+    settings = {"router_aux_loss_coef": 0.3, "router_z_loss_coef": 0.02, "capacity_factor": factor}
+    made, rows = mixture(**settings, scoring_func=scoring), batch().detach()
+    lengths = torch.tensor([5, 12, 8])
+    found = []
+    for longest in (12, 12, 16):
+        x = torch.cat((rows, torch.randn(3, longest - 12, HIDDEN)), dim=1)
+        real = torch.arange(longest) < lengths.unsqueeze(1)
+        x = torch.where(real.unsqueeze(-1), x, torch.randn_like(x)).requires_grad_()
+        mixed = made(x, real)
+        assert not mixed[~real].any()
+        gradients = torch.autograd.grad(mixed.square()[real].sum(), (x, *made.parameters()))
+        found.append((mixed[real], gradients[0][real], *gradients[1:], *routing_measures(made)))
+    alone = [made(row[None, :length]) for row, length in zip(rows, lengths, strict=True)]
+    torch.testing.assert_close(found[0][0], torch.cat([row[0] for row in alone]), rtol=1e-5, atol=1e-5)
+    for other in found[1:]:
+        for ours, right in zip(other, found[0], strict=True):
+            assert (ours - right).abs().max() <= 1e-6 * right.abs().max()
+    assert (routing_measures(made).dropped > 0) == bool(factor)
+
+
+def test_the_balance_loss_without_padding_is_that_of_transformers_over_the_experts_per_token() -> None:
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
+
+    made, x = mixture(router_aux_loss_coef=0.3), batch(1).detach()
+    mask = torch.arange(12) < 7
+    made(x, mask[None])
+    theirs = load_balancing_loss_func((made.gate(x)[0],), EXPERTS, TOP, mask[None].long())
+    torch.testing.assert_close(TOP * routing_measures(made).balance_loss, theirs.detach())

@@ -13,6 +13,7 @@ from torch import Tensor
 from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
 from scaletrain_cli.engine.step import Stepper, build_stepper
@@ -49,6 +50,7 @@ class Run:
     pipeline: int = 1
     expert: int = 2
     accumulation: int = 1
+    padded: bool = False
     overrides: tuple[str, ...] = ()
 
     @property
@@ -88,7 +90,13 @@ def tokens(step: int) -> Tensor:
     return torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
 
 
-def train_alone(spec: RunSpec) -> Trained:
+def real_tokens() -> Tensor:
+    """Return the mask of rows of which some leave a sequence rank without a token."""
+    lengths = torch.tensor([3, LENGTH, 8, 9, LENGTH - 1, 1, 12, 7])
+    return torch.arange(LENGTH) < lengths.unsqueeze(1)
+
+
+def train_alone(spec: RunSpec, padded: bool) -> Trained:
     """A plain torch loop over the whole model."""
     torch.set_num_threads(1)
     model, settings = build_model(spec.transformer, spec.training.seed), spec.training.optimizer
@@ -97,9 +105,10 @@ def train_alone(spec: RunSpec) -> Trained:
     others = [{"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(decay + others, lr=settings.lr, betas=settings.betas, eps=settings.eps)
     losses, norms = [], []
+    context = TokenContext(torch.arange(LENGTH), torch.arange(BATCH), real=real_tokens() if padded else None)
     for step in range(STEPS):
         rows = tokens(step)
-        loss = model(rows[:, :-1], rows[:, 1:])
+        loss = model(rows[:, :-1], rows[:, 1:], context)
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, CLIP).item())
@@ -123,10 +132,15 @@ def train(drive: Stepper, mesh: Mesh, run: Run, steps: range) -> Trained:
 
 def batches(run: Run, mesh: Mesh, step: int) -> list[MicroBatch]:
     positions = torch.arange(LENGTH).chunk(run.sequence)[mesh.sequence.rank]
-    parts = tokens(step).chunk(run.data)[mesh.data.rank].chunk(run.accumulation)
+    parts, real = (
+        rows.chunk(run.data)[mesh.data.rank].chunk(run.accumulation) for rows in (tokens(step), real_tokens())
+    )
     return [
-        MicroBatch(part[:, positions], part[:, positions + 1], positions, torch.arange(len(part)), None)
-        for part in parts
+        MicroBatch(
+            *(part[:, positions], part[:, positions + 1], positions, torch.arange(len(part)), None),
+            real=mask[:, positions] if run.padded else None,
+        )
+        for part, mask in zip(parts, real, strict=True)
     ]
 
 
@@ -140,13 +154,14 @@ RUNS = {
     "ZeRO-2, two replicas": Run(2, data=4, accumulation=2),
     "ZeRO-3 and tensor": Run(3, data=2, tensor=2),
     "sequence, some tokens dropped": Run(2, sequence=2, accumulation=4, overrides=(CAPACITY,)),
-    "pipeline": Run(1, data=2, pipeline=2, accumulation=4),
+    "sequence, padded": Run(2, sequence=2, accumulation=4, padded=True, overrides=(CAPACITY,)),
+    "pipeline, padded": Run(1, data=2, pipeline=2, accumulation=4, padded=True),
 }
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
 def test_experts_over_ranks_train_as_in_one_process(run: Run) -> None:
-    alone, *over_ranks = train_alone(run.spec), *on_ranks(run.ranks, train_rank, run)
+    alone, *over_ranks = train_alone(run.spec, run.padded), *on_ranks(run.ranks, train_rank, run)
     assert all(report == over_ranks[0] for report in over_ranks)
     assert over_ranks[0].losses == pytest.approx(alone.losses, rel=0, abs=1e-5)
     assert over_ranks[0].norms == pytest.approx(alone.norms, rel=1e-4)
