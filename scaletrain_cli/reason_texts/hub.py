@@ -76,9 +76,8 @@ TEXTS: dict[str, Text] = {
     "variables-not-passed": Text(
         "{names:list} of this environment decide on the hub here, but the nodes do not get them: set them in env, too"
     ),
-    "cache-not-checked": Text(
-        "HF_HUB_OFFLINE is set in env, and this machine does not see the cache of the nodes: {keys:list} were checked "
-        "as far as {cache} holds their files"
+    "not-checked": Text(
+        "the nodes use the hub by env in a way that this machine cannot, so that {keys:list} are not all checked: {why}"
     ),
     # The fetch.
     "size-differs": Text("{path} of {place} has {bytes} bytes, and the hub states {expected}"),

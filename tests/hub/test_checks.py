@@ -247,7 +247,7 @@ def test_every_verb_works_offline_with_a_complete_cache(
     assert f"does not know {tiny.MODEL}@main" in " ".join(ended.err.split())
 
 
-@pytest.mark.parametrize("verb", ["validate", "plan", "submit"])
+@pytest.mark.parametrize("verb", ["validate", pytest.param("plan", marks=pytest.mark.long), "submit"])
 def test_the_endpoint_in_env_is_used_by_every_verb_as_on_the_nodes(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
@@ -282,8 +282,9 @@ def test_offline_mode_in_env_lets_no_verb_send_a_request(
     assert not hub.log
 
 
-def test_a_cache_that_only_offline_nodes_see_is_a_note_and_a_full_commit_hash_needs_no_request(
-    hub: Hub, tmp_path: Path
+@pytest.mark.parametrize("of_nodes", ["HF_HUB_OFFLINE: '1'", "HF_ENDPOINT: 'http://127.0.0.1:9'"])
+def test_a_cache_or_a_mirror_that_only_the_nodes_see_is_a_note_and_a_full_commit_hash_needs_no_request(
+    hub: Hub, tmp_path: Path, of_nodes: str
 ) -> None:
     model, _ = tiny.publish(hub)
     sets = [
@@ -291,12 +292,12 @@ def test_a_cache_that_only_offline_nodes_see_is_a_note_and_a_full_commit_hash_ne
         "model={preset: gpt2, seq_len: 32, weights: 'hf://acme/tiny-llama@" + model + "'}",
         "data={source: python-stdlib, tokenizer: {kind: bpe, vocab_size: 300}}",
         "cluster.scheduler=slurm",
-        "env={HF_HOME: /no/such/folder, HF_HUB_OFFLINE: '1'}",
+        f"env={{HF_HOME: /no/such/folder, {of_nodes}}}",
     ]
     spec = load_spec(tiny.write_spec(tmp_path), sets)
     hub.log.clear()
     found = check_external(spec)
-    assert [note.code for note in found.warnings].count("hub.cache-not-checked") == 1
+    assert [note.code for note in found.warnings].count("hub.not-checked") == 1
     assert not [problem for problem in found.problems if problem.key == "model.weights"]
     assert resolve_commits(spec, os.environ) == {spec.transformer.weights: model}
     assert not hub.log

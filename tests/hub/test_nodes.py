@@ -134,6 +134,7 @@ def test_a_signal_after_another_node_has_started_its_ranks_reaches_the_ranks(
     assert other.wait() == 0
 
 
+@pytest.mark.long
 def test_no_rank_starts_on_a_node_that_does_not_see_that_another_one_has_stopped(
     hub: Hub, make: MakeHubRun, start: StartAgent
 ) -> None:
@@ -155,7 +156,7 @@ def test_no_rank_starts_on_a_node_that_does_not_see_that_another_one_has_stopped
     [
         ((), 0),
         (("model.adapter={name: lora, rank: 2, weights: 'hf://acme/adapter'}",), 1),
-        (("training.trainable=[{match: lm_head}]",), 1),
+        pytest.param(("training.trainable=[{match: lm_head}]",), 1, marks=pytest.mark.long),
     ],
     ids=["full", "adapter", "frozen"],
 )
@@ -228,14 +229,15 @@ def fill(folder: Path, *, but: int) -> None:
             os.posix_fallocate(file.fileno(), file.tell(), max(4096, (free - but) // 2))
 
 
-@pytest.mark.parametrize("met", [False, True], ids=["predicted", "met"])
 @pytest.mark.parametrize(
-    ("sets", "exit_code", "reason"),
+    ("sets", "met", "exit_code", "reason"),
     [
-        ((), 5, "wrong-nodes"),  # the nodes have disks of their own
-        (("cluster.scheduler=local",), 93, "disk-full"),
+        ((), False, 5, "wrong-nodes"),  # the nodes have disks of their own
+        (("cluster.scheduler=local",), True, 93, "disk-full"),
+        pytest.param((), True, 5, "wrong-nodes", marks=pytest.mark.long),
+        pytest.param(("cluster.scheduler=local",), False, 93, "disk-full", marks=pytest.mark.long),
     ],
-    ids=["a-disk-of-the-node", "the-only-disk"],
+    ids=["own-predicted", "only-met", "own-met", "only-predicted"],
 )
 def test_a_full_disk_is_tried_on_another_node_if_it_is_the_nodes_own_and_else_stops_the_run(
     hub: Hub,
@@ -243,10 +245,9 @@ def test_a_full_disk_is_tried_on_another_node_if_it_is_the_nodes_own_and_else_st
     start: StartAgent,
     disk: Path,
     sets: tuple[str, ...],
+    met: bool,
     exit_code: int,
     reason: str,
-    *,
-    met: bool,
 ) -> None:
     made = make(1, *sets)
     if met:

@@ -32,6 +32,7 @@ _FIRST_BYTES = 1 << 17  # holds the header of most files
 _LARGEST_HEADER_BYTES = 100_000_000
 _REQUESTS = 8  # at a time
 _MOST_SHOWN = 3
+_MIRROR = "HF_ENDPOINT"
 _OFFLINE = ("hub.offline-commit", "hub.offline-files")
 _NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -48,7 +49,7 @@ def hub_problems(view: View) -> Iterator[Problem]:
             for reason in _problems(view, use, settings):
                 yield view.problem(use.key, reason, use.text)
         except HubError as error:
-            if error.why.code not in _OFFLINE or not _is_cache_of_nodes(view, settings):
+            if not _is_for_nodes_alone(view, settings, error.why):
                 yield view.problem(use.key, error.why, use.text)
         except MissingPackageError as error:
             yield view.problem(use.key, Reason("hub.no-package", {"command": error.command}), use.text)
@@ -56,10 +57,27 @@ def hub_problems(view: View) -> Iterator[Problem]:
             yield view.problem(use.key, Reason("hub.fetch-failed", {"said": str(error)}), use.text)
 
 
-def _is_cache_of_nodes(view: View, settings: HubSettings) -> bool:
-    """Return True if the nodes send no request, and only they see the cache that they read."""
-    own = not view.spec.cluster.traits.runs_here and shared_cache(view.spec, view.environment) is None
-    return settings.offline and own
+def _is_for_nodes_alone(view: View, settings: HubSettings, why: Reason) -> bool:
+    """Return True if the nodes may have what is missing here: a cache of their own, or a mirror in their network."""
+    if view.spec.cluster.traits.runs_here or shared_cache(view.spec, view.environment) is not None:
+        return False
+    return why.code in _OFFLINE if settings.offline else why.code == "hub.unreachable" and _MIRROR in view.spec.env
+
+
+def _first_refusal(view: View, settings: HubSettings) -> Reason | None:
+    """Return why the first reference cannot be resolved or, offline, read; None if all can."""
+    from scaletrain_cli.hub.client import resolve
+
+    for use in hub_uses(view.spec):
+        try:
+            resolve(use.reference, settings, view.hub.get(use.text))
+            if settings.offline:  # sends no request
+                list(_problems(view, use, settings))
+        except HubError as error:
+            return error.why
+        except (MissingPackageError, OSError):
+            return None  # a problem
+    return None
 
 
 def hub_notes(view: View) -> Iterator[Reason]:
@@ -70,9 +88,12 @@ def hub_notes(view: View) -> Iterator[Reason]:
     if differing:
         yield Reason("hub.variables-not-passed", {"names": differing})
     settings = HubSettings.from_environment(environment_here(view.spec, view.environment))
-    if _is_cache_of_nodes(view, settings):
+    if not settings.offline and _MIRROR not in view.spec.env:
+        return
+    why = _first_refusal(view, settings)
+    if why is not None and _is_for_nodes_alone(view, settings, why):
         keys = [f"{use.key} = {use.text}" for use in hub_uses(view.spec)]
-        yield Reason("hub.cache-not-checked", {"keys": keys, "cache": str(settings.cache)})
+        yield Reason("hub.not-checked", {"keys": keys, "why": why})
 
 
 def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason]:

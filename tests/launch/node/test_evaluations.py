@@ -31,6 +31,7 @@ def site(tmp_path: Path, name: str, script: str) -> None:
     program.chmod(0o755)
 
 
+@pytest.mark.long
 def test_the_last_checkpoint_is_evaluated_although_training_has_ended(
     made: MadeRun, start_agent: StartAgent, tmp_path: Path
 ) -> None:
