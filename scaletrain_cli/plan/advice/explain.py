@@ -1,7 +1,8 @@
 """Explain the layout of a plan step by step, with the numbers of this run; ``explain`` is the entry.
 
-The order is: one GPU, data parallelism with ZeRO, tensor parallelism within a node, pipeline stages across nodes; then
-(explain_speed.py) each axis, recomputation, compilation, batch, bubble, communication, and the next best layouts.
+The order is: what trains (explain_training.py), one GPU, data parallelism with ZeRO, tensor parallelism within a node,
+pipeline stages across nodes; then (explain_speed.py) each axis, recomputation, compilation, batch, bubble,
+communication, and the next best layouts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scaletrain_cli.plan.advice.explain_speed import speed_questions
+from scaletrain_cli.plan.advice.explain_training import training_questions
 from scaletrain_cli.plan.advice.explanation import Question, Row, distinct, modes, on_one_rank, row, sized
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.frameworks.deepspeed import ENGINE
@@ -31,6 +33,7 @@ def explain(spec: RunSpec, plan: RunPlan) -> tuple[Question, ...]:
 
 def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Question]:
     base = _plain(plan.layout)
+    yield from training_questions(spec, plan)
     yield from _states(spec, plan, base, device)
     if alone := _checkpointing_modes_on_one_rank(spec, base, device):
         yield _one_rank(spec, alone, device)

@@ -28,6 +28,7 @@ def warnings(
         *_about_layout(spec, layout, memory),
         *_about_host_memory(spec, layout, memory, durability),
         *_about_device(spec, device),
+        *_about_attention(spec, layout, memory, time, device),
         *_about_durability(spec, durability, time),
     )
 
@@ -73,6 +74,22 @@ def _about_device(spec: RunSpec, device: Accelerator) -> Iterator[Reason]:
     if spec.training.precision not in device.flops:
         yield Reason("plan.emulated-precision", {"device": device.name, "precision": spec.training.precision})
     yield from workload_of(spec.model).warnings(spec, framework_of(spec))
+
+
+def _about_attention(
+    spec: RunSpec, layout: Layout, memory: Memory, time: Time, device: Accelerator
+) -> Iterator[Reason]:
+    """Yield what a cap of attention scores costs this layout, compared with the fused kernel of the same model."""
+    workload, framework = workload_of(spec.model), framework_of(spec)
+    if device.is_cpu or not workload.counts_tokens or not framework.is_engine:
+        return
+    model = spec.transformer
+    if model.attn_logit_softcapping is None or model.attention_dropout:
+        return
+    fused = spec.model_copy(update={"model": model.model_copy(update={"attn_logit_softcapping": None})})
+    peak, step = workload.memory(fused, layout, device).peak, workload.time(fused, layout, device)[0].step
+    costs = {"seq_len": model.seq_len, "times": time.step / step, "bytes": max(0, memory.peak - peak)}
+    yield Reason("plan.capped-attention", costs)
 
 
 def _about_durability(spec: RunSpec, durability: Durability, time: Time) -> Iterator[Reason]:

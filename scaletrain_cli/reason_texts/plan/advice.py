@@ -39,6 +39,11 @@ _WARNINGS = {
     "large-heads": Text(
         "model.head_dim = {head_dim}: fused attention supports at most {largest}; memory grows with seq_len squared"
     ),
+    "capped-attention": Text(
+        "model.attn_logit_softcapping: PyTorch has no fused kernel with a cap of scores, so attention stores them; "
+        "with sequences of {seq_len} tokens a step takes {times:.2f} times as long as without the cap, and a rank "
+        "needs {bytes:bytes} more"
+    ),
     "attention-dropout": Text(
         "model.attention_dropout = {attention_dropout:g}: no fused attention kernel draws the same dropout masks in "
         "every layout, so the scores are stored and memory grows with seq_len squared. Current models have no "
@@ -278,6 +283,21 @@ _RECIPE = {
 
 # The explanation of a layout (--explain): questions, notes on a row of numbers, answers, and what they lead to.
 _EXPLANATION = {
+    "ask-training": Text("What trains"),
+    "trains-share": Text("{trained:count} of {parameters:count} parameters ({share:percent})"),
+    "group-trains": Text("{parameters:count} parameters, steps {first_step} to {last_step}"),
+    "stage-trains": Text("{parameters:count} parameters train"),
+    "backward-to-embedding": Text("The backward pass goes through all blocks to the embeddings"),
+    "backward-to-block": Text(
+        "The backward pass ends in block {block} of 0 to {last}, the lowest with a trained parameter; those below "
+        "keep nothing for it"
+    ),
+    "backward-to-first-block": Text("The backward pass goes through all blocks"),
+    "backward-in-head": Text("The backward pass ends before the blocks, which keep nothing for it"),
+    "ask-reference": Text("What does the reference of dpo cost"),
+    "reference-once": Text(
+        "Its log-probabilities of {pairs:count} pairs are computed once, before step 1: {share:percent} of the run"
+    ),
     "ask-states": Text("How much memory do weights, gradients and optimizer states need"),
     "ask-one-rank": Text("Does the run fit on one {device}, with a micro-batch of 1"),
     "ask-sharding": Text("Does it fit with data parallelism over all {ranks:whole} ranks, with states sharded by ZeRO"),

@@ -52,3 +52,12 @@ def test_units_of_vision_networks_are_images() -> None:
     text = text_of(make_plan(spec_of("resnet-50")))
     assert "per parameter" not in text
     assert "images; reading and decoding" in text
+
+
+def test_a_cap_of_scores_is_warned_of_with_its_cost() -> None:
+    capped = plan_of("gemma-2-2b", model__seq_len=4096, training__compile=False)
+    (found,) = (reason for reason in capped.warnings if reason.code == "plan.capped-attention")
+    assert found.params["times"] > 1.2
+    assert found.params["bytes"] > 4 * 8 * 4096**2  # the scores of one block and row, in fp32
+    plain = plan_of("gemma-2-2b", model__seq_len=4096, model__attn_logit_softcapping=None)
+    assert "plan.capped-attention" not in {reason.code for reason in plain.warnings}

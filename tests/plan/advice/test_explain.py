@@ -20,7 +20,19 @@ BIG: dict[str, Any] = {
     "layout__pipeline_parallel": 8,
     "planner__framework": "megatron",
 }
-ORDER = ["states", "one_rank", "sharding", "tensor", "pipeline", "axes", "recomputation", "compile", "micro_batch"]
+ORDER = [
+    "training",
+    "reference",
+    "states",
+    "one_rank",
+    "sharding",
+    "tensor",
+    "pipeline",
+    "axes",
+    "recomputation",
+    "compile",
+    "micro_batch",
+]
 ORDER += ["bubble", "communication", "winner"]
 
 
@@ -104,3 +116,41 @@ def test_a_batch_with_fewer_sequences_than_ranks_is_named_as_the_reason() -> Non
 def test_every_kind_of_run_can_be_explained(spec: RunSpec) -> None:
     _, questions = explained(spec)
     assert "states" in questions
+
+
+def fine_tuned(**changes: Any) -> RunSpec:
+    return spec_of("llama-3-8b", model__weights="/weights", model__seq_len=2048, **changes)
+
+
+def test_an_adapter_is_explained_with_its_bytes_and_those_of_the_base() -> None:
+    plan, questions = explained(fine_tuned(model__adapter={"name": "lora", "rank": 16}))
+    found = questions["training"]
+    sizes = {row.name: row.bytes for row in found.rows}
+    assert sizes["adapter"] == 4 * 41_943_040
+    assert sizes["frozen weights"] == pytest.approx(2 * 8_030_261_248, rel=0.001)
+    assert sizes["optimizer states"] == plan.memory.optimizer_states
+    assert "41.9 M of 8.03 B parameters (0.5 %)." in found.verdict_text
+    assert "goes through all blocks." in found.verdict_text
+    assert "training" not in explained(fine_tuned())[1]
+
+
+def test_groups_and_stages_are_explained_with_their_rates_and_steps() -> None:
+    head = {"match": ["lm_head*"], "lr": 1e-4, "end_step": 250}
+    top = {"match": ["model.layers.30.*", "model.layers.31.*"], "lr": 1e-5, "start_step": 251}
+    plan, questions = explained(fine_tuned(training__trainable=[head, top], training__optimizer={"lr": 2e-5}))
+    found = questions["training"]
+    notes = {row.name: str(row.note) for row in found.rows if row.note}
+    assert notes["lr 0.0001, decay 0.1"] == "525 M parameters, steps 1 to 250"
+    assert notes["lr 1e-05, decay 0.1"] == "436 M parameters, steps 251 to 1000"
+    assert notes["steps 251 to 1000"] == "436 M parameters train"
+    seconds = {row.name: row.seconds for row in found.rows}
+    assert seconds["steps 1 to 250"] == plan.training_stages[0].step_seconds
+    assert plan.training_stages[1].peak > plan.training_stages[0].peak
+    assert "ends in block 30 of 0 to 31" in found.verdict_text
+
+
+def test_the_reference_pass_is_explained_as_a_share_of_the_run() -> None:
+    plan, questions = explained(fine_tuned(training__objective="dpo"))
+    rows = {row.name: row.seconds for row in questions["reference"].rows}
+    assert rows["reference pass"] == plan.time.reference > 0
+    assert sum(rows.values()) == pytest.approx(plan.time.to_train)
