@@ -30,6 +30,7 @@ MODELS = {
     "gpt": model_of("gpt2", **GPT),
     "untied gpt": model_of("gpt2", **GPT, tie_word_embeddings=False),
     "mixture": model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS),
+    "gpt-oss": model_of("gpt-oss-20b", **DIMENSIONS, num_experts=4, num_experts_per_tok=2),
     "gated": model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS, **GATED),
 }
 
@@ -60,8 +61,9 @@ def test_every_tensor_of_the_engine_is_counted_in_its_place(name: str) -> None:
             kinds = model.block_runs(stage.start, stage.blocks)
             assert sum(blocks for experts, blocks in kinds if not experts) == stage.dense
             counted = stage_groups(model, tensor, 1, kinds, ends_of(stage))
-            assert sizes(counted.matrices) == [p.numel() for p in built.parameters() if p.ndim > 1]
-            assert sizes(counted.vectors) == [p.numel() for p in built.parameters() if p.ndim == 1]
+            found = [(p.numel(), p.ndim > 1 and not name.endswith("bias")) for name, p in built.named_parameters()]
+            assert sizes(counted.matrices) == [elements for elements, decays in found if decays]
+            assert sizes(counted.vectors) == [elements for elements, decays in found if not decays]
             assert not counted.experts.runs
 
 
@@ -74,7 +76,8 @@ def test_the_tensors_add_up_to_the_architecture(model: ModelSpec, tensor: int, e
     whole = architecture(model, tensor, expert)
     groups = stage_groups(model, tensor, expert, model.block_runs(0, model.num_hidden_layers), "both")
     assert sum(group.elements for group in groups) == whole.parameters
-    assert groups.experts.elements == (model.moe_layers * whole.block.routed if expert > 1 else 0)
+    of_experts = groups.experts.elements + groups.expert_biases.elements
+    assert of_experts == (model.moe_layers * whole.block.routed if expert > 1 else 0)
 
 
 def test_a_group_finds_the_tensor_of_an_element_and_the_pieces_of_a_rank() -> None:

@@ -93,18 +93,8 @@ def test_the_loss_is_chunked_if_it_would_take_much_of_the_device() -> None:
     assert FRAMEWORKS["megatron"].cross_entropy(spec_of("llama-3-8b"), 10**6, 1, device) == "whole"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"family": "gpt"},
-        {"family": "llama"},
-        {"family": "llama", "num_key_value_heads": 4},
-        {"family": "llama", "num_key_value_heads": 2, "qk_norm": True},
-    ],
-    ids=["gpt", "llama", "grouped", "qk_norm"],
-)
-def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precision: str) -> None:
+def counted_and_saved(shape: dict[str, object], precision: str) -> tuple[int, float]:
+    """Return the bytes per token of one block: as planned, and as autograd saves them."""
     torch = pytest.importorskip("torch")
     from pathlib import Path
 
@@ -146,4 +136,32 @@ def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precis
     _, many = saved_bytes(3)
     measured = (many - few) / 2 / (batch * seq_len)
     counted = token_activations(model_spec, 4 if precision == "fp32" else 2).saved
+    return counted, measured
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"family": "gpt"},
+        {"family": "llama"},
+        {"family": "llama", "num_key_value_heads": 4},
+        {"family": "llama", "num_key_value_heads": 2, "qk_norm": True},
+    ],
+    ids=["gpt", "llama", "grouped", "qk_norm"],
+)
+def test_autograd_saves_what_the_planner_counts(shape: dict[str, object], precision: str) -> None:
+    counted, measured = counted_and_saved(shape, precision)
     assert counted == pytest.approx(measured, abs=8)  # LayerNorm's statistics are 16 bits on CPU and fp32 on CUDA
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sinks_and_biases_of_experts_save_nothing_and_a_clamped_swiglu_saves_its_input(precision: str) -> None:
+    experts: dict[str, object] = {"family": "llama", "num_experts": 4, "num_experts_per_tok": 2}
+    plain = counted_and_saved(experts, precision)
+    own = {"attention_sinks": True, "bias": True, "router_bias": True, "swiglu_limit": 7.0}
+    counted, measured = (
+        more - less for more, less in zip(counted_and_saved({**experts, **own}, precision), plain, strict=True)
+    )
+    assert counted == pytest.approx(measured, abs=1)
+    assert counted == -2 * (4 if precision == "fp32" else 2) * 384

@@ -36,6 +36,7 @@ SIZES: dict[str, Any] = {
 EXPERTS = {
     **{"hidden_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "router_bias": True},
     **{"shared_expert_intermediate_size": 24, "shared_expert_gate": True, "mlp_only_layers": [1]},
+    **{"bias": True, "attention_sinks": True},
 }
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 15, "q_lora_rank": 21, "qk_rope_head_dim": 6, "v_head_dim": 9}
 TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
