@@ -13,13 +13,17 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.duplicates.files import Sections
-from scaletrain_cli.spec.preparation import DuplicatesSpec
+from scaletrain_cli.errors import MissingPackageError
+from scaletrain_cli.extras import install_command
+
+if TYPE_CHECKING:
+    from scaletrain_cli.spec.preparation import DuplicatesSpec  # a worker process needs no pydantic
 
 Ids = npt.NDArray[np.int64]
 
@@ -45,12 +49,19 @@ class Settings:
         return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     def key(self) -> dict[str, Any]:
-        """Return all that the results depend on beside the input, as JSON values."""
-        near = {
-            "rensa": metadata.version("rensa"),
-            "unicode": unicodedata.unidata_version,
-        }
-        return asdict(self) | {"version": VERSION} | (near if self.near else {})
+        """Return all that the results depend on beside the input, as JSON values.
+
+        Raises MissingPackageError if rensa is needed and not installed.
+        """
+        key = asdict(self) | {"version": VERSION, "unicode": unicodedata.unidata_version}
+        if not self.near:
+            return key
+        try:
+            return key | {"rensa": metadata.version("rensa")}
+        except metadata.PackageNotFoundError as error:
+            raise MissingPackageError(
+                "data.prepare with step: duplicates and near: true needs rensa.", install_command("data")
+            ) from error
 
     def recall_at(self, similarity: float) -> float:
         """Return the probability that two documents of a Jaccard similarity are compared: 1 - (1 - s^rows)^bands."""

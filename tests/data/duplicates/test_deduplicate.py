@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from scaletrain_cli.data.duplicates import (
 )
 from scaletrain_cli.data.duplicates.files import Sections
 from scaletrain_cli.data.duplicates.verification import parts
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import MissingPackageError, UsageError
 from scaletrain_cli.spec.preparation import DuplicatesSpec
 from tests.data.duplicates.planted import ListedTexts, PlantedTexts, content, plain_similarity
 
@@ -46,7 +47,7 @@ def run(
     **settings: object,
 ) -> Corpus:
     corpus = Corpus(folder, sources, Settings(**settings), memory_bytes)  # type: ignore[arg-type]
-    deduplicate(corpus, texts, workers)
+    deduplicate(corpus, texts, workers, keep_phases=True)
     return corpus
 
 
@@ -91,6 +92,15 @@ def test_planted_duplicates_are_found_and_nothing_else(reference: Corpus) -> Non
         assert number % 10 in (2, 3, 4, 5)
         assert gone[task, index] == (task, index - index % 10)
     assert sum(1 for _, index in gone if index % 10 in (4, 5)) == 2 * PER_TASK * TASKS // 10
+
+
+@pytest.mark.long
+@pytest.mark.process
+def test_a_hundred_thousand_documents_reach_recall_precision_and_memory() -> None:
+    benchmark = Path(__file__).parents[3] / "benchmarks" / "deduplication.py"
+    result = subprocess.run([sys.executable, str(benchmark)], capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "targets met" in result.stdout
 
 
 def test_the_report_counts_what_was_removed(reference: Corpus) -> None:
@@ -181,8 +191,12 @@ duplicates.deduplicate(corpus, PlantedTexts(200, words=60))
         assert {name: left[name] for name in left if name not in drafts}.items() <= expected.items()
     corpus = Corpus(folder, SOURCES, Settings())
     assert not corpus.report.exists()
-    deduplicate(corpus, PlantedTexts(PER_TASK, words=60), workers=2)
+    deduplicate(corpus, PlantedTexts(PER_TASK, words=60), workers=2, keep_phases=True)
     assert content(folder) == expected
+    deduplicate(corpus, PlantedTexts(PER_TASK, words=60))
+    results = {name: data for name, data in expected.items() if name.startswith("removed/") or name == "report.json"}
+    assert content(folder) == results
+    assert removed(corpus) == removed(reference)
 
 
 def test_duplicates_across_sources_are_kept_if_so_wished(tmp_path: Path) -> None:
@@ -308,6 +322,16 @@ def test_settings_that_contradict_each_other_are_named(keys: dict[str, Any], key
     assert list(DuplicatesSpec(step="duplicates").inconsistencies()) == []
 
 
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(MissingPackageError, match="needs rensa"):
+        Settings().key()
+    assert Settings(near=False).key()
+
+
 def test_the_key_names_all_that_results_depend_on() -> None:
     keys = [
         Settings(exact=False),
@@ -320,4 +344,5 @@ def test_the_key_names_all_that_results_depend_on() -> None:
     ]
     assert len({str(settings.key()) for settings in keys}) == len(keys)
     assert Settings().key().keys() > {"rensa", "unicode", "version"}
+    assert "rensa" not in Settings(near=False).key()
     assert os.fspath(Corpus(Path("a"), ("web",), Settings()).signatures(3)) == "a/signatures/000003"
