@@ -40,6 +40,14 @@ TEXTS: dict[str, Text] = {
     "dataset-packing": Text(
         "was prepared with packing {found}, and data.packing is {packing}, with which the run is planned", _PREPARE
     ),
+    "dataset-setting": Text(
+        "was prepared with {key} {found}, and data.{key} is {value}, which has no effect on prepared rows",
+        ("Remove data.{key}, or prepare the data again",),
+    ),
+    "dataset-setting-unknown": Text(
+        "holds prepared rows, on which data.{key} = {value} has no effect",
+        ("Remove data.{key}, or prepare the data again",),
+    ),
     "dataset-too-short": Text(
         "holds {tokens} tokens to train on, fewer than one sequence of {seq_len}",
         _PREPARE,

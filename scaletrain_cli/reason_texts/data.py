@@ -102,6 +102,10 @@ TEXTS: dict[str, Text] = {
     "prepared-for-other-length": Text(
         "{folder} holds rows of {found} tokens and model.seq_len is {seq_len}", ("Prepare the data again",)
     ),
+    "prepared-without-setting": Text(
+        "{folder} holds prepared rows, on which data.{key} = {value} has no effect",
+        ("Remove data.{key}, or prepare the data again",),
+    ),
     "prepared-for-other-objective": Text(
         "{folder} holds {found} and training.objective is {objective}", ("Prepare the data again",)
     ),

@@ -1,7 +1,7 @@
 """The data section of the run spec: text for pretraining, and rows for fine-tuning."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -107,6 +107,25 @@ class DataSpec(Section):
             yield "truncation", "has no effect with packing: best_fit_split, which cuts long rows. Remove it."
         if self.loss_on == "last_assistant" and self.format in ("prompt_completion", "text"):
             yield "loss_on", f"must be assistant or all with format: {self.format}, which has no turns."
+
+    def without_effect(self, prepared: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+        """Yield (key, value, value when prepared) for each setting that prepared rows cannot follow.
+
+        ``prepared``: dataset.json. Settings with their default value ask for nothing. The third is empty if it was not
+        recorded, as in earlier versions. ``packing`` is not among them: the plan depends on it.
+        """
+        if prepared.get("objective") == "sft" and self.loss_on != "assistant":
+            yield "loss_on", self.loss_on, str(prepared.get("loss_on") or "")
+        if self.truncation != "keep_start":
+            yield "truncation", self.truncation, str(prepared.get("truncation") or "")
+        if self.format != "auto":
+            yield "format", self.format, str(prepared.get("format") or "")
+        if self.chat_template_date != type(self).model_fields["chat_template_date"].default:
+            yield "chat_template_date", self.chat_template_date, str(prepared.get("template_date") or "")
+        if self.chat_template is not None:
+            yield "chat_template", str(self.chat_template), ""
+        if self.fields != FieldsSpec():
+            yield "fields", ", ".join(self.fields.model_dump(exclude_defaults=True)), ""
 
     def objective_inconsistencies(self, objective: str) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, message) for each setting that contradicts ``training.objective``."""

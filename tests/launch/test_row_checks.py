@@ -98,6 +98,31 @@ def prepared(folder: Path, **info: Any) -> None:
     (folder / "dataset.json").write_text(json.dumps(known | info))
 
 
+@pytest.mark.parametrize(
+    ("info", "setting", "said"),
+    [
+        ({"loss_on": "all"}, "loss_on=all", ""),
+        ({"loss_on": "assistant"}, "loss_on=all", "was prepared with loss_on assistant, and data.loss_on is all"),
+        ({}, "loss_on=all", "holds prepared rows, on which data.loss_on = all has no effect"),
+        ({"loss_on": "all", "truncation": "drop"}, "truncation=keep_start", ""),
+        ({"truncation": "keep_start"}, "truncation=drop", "was prepared with truncation keep_start"),
+        ({"format": "messages"}, "format=messages", ""),
+        ({"format": "messages"}, "format=alpaca", "was prepared with format messages, and data.format is alpaca"),
+        ({}, "chat_template=chat.jinja", "data.chat_template = chat.jinja has no effect"),
+        ({}, "fields.messages=chat", "data.fields = messages has no effect"),
+        ({"template_date": "2024-07-26"}, "chat_template_date=2026-01-01", "chat_template_date is 2026-01-01"),
+    ],
+)
+def test_settings_that_prepared_rows_cannot_follow_are_refused(
+    info: dict[str, str], setting: str, said: str, tmp_path: Path
+) -> None:
+    prepared(tmp_path, objective="sft", seq_len=8, **info)
+    given = view(tmp_path, f"data.source={tmp_path}", "model.seq_len=8", f"data.{setting}")
+    found = [problem.message for problem in source_problems(given)]
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+
+
 def test_prepared_rows_are_checked_for_their_length_objective_and_packing(tmp_path: Path) -> None:
     source = f"data.source={tmp_path}"
     prepared(tmp_path, objective="sft", seq_len=8)

@@ -153,9 +153,17 @@ def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> Tok
     return TokenSequences(mapped[0], seq_len, mapped[1], files[0], files[1])
 
 
+_LATER_FIELDS = ("loss_on", "truncation")
+
+
 def seal_of(info: DatasetInfo, hashes: list[bytes]) -> str:
-    """Return the SHA-256 of the other fields and of the ``hashes`` of the four data files, those of train.bin first."""
-    stated = {name: value for name, value in asdict(info).items() if name != "seal"}
+    """Return the SHA-256 of the other fields and of the ``hashes`` of the four data files, those of train.bin first.
+
+    Fields that earlier versions did not write, and that are empty for them, do not count.
+    """
+    stated = {
+        name: value for name, value in asdict(info).items() if name != "seal" and (value or name not in _LATER_FIELDS)
+    }
     digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
     for each in hashes:
         digest.update(hashlib.sha256(each).digest())

@@ -22,6 +22,7 @@ from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.shared_datasets import built, owner_of_dataset
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
 
@@ -61,6 +62,11 @@ def open_data_of(
     if document.get("objective") != objective:
         found = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
         raise _made_for_another(folder, found, objective)
+    if folder == expand_home(spec.data.source):  # otherwise the folder is named after the settings
+        for key, value, found in spec.data.without_effect(document):
+            if value != found:
+                params = {"folder": str(folder), "key": key, "value": value}
+                raise UsageError(Reason("data.prepared-without-setting", params))
     return open_rows(folder, document, seq_len, rank, ranks)
 
 

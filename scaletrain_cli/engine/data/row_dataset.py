@@ -83,6 +83,8 @@ class RowsInfo(DatasetInfo):
     targets: int = 0
     template_date: str = ""
     template: str = ""  # SHA-256 of the special tokens and the chat templates
+    loss_on: str = ""  # empty in earlier versions, as the next one
+    truncation: str = ""
 
     @property
     def samples(self) -> tuple[int, int]:
@@ -281,6 +283,8 @@ def build_rows(spec: RunSpec, folder: Path) -> None:
         targets=counts.targets,
         template_date=data.chat_template_date,
         template=_template_hash(files),
+        loss_on=data.loss_on,
+        truncation=data.truncation,
         **numbers,
     )
     write_document(folder / "dataset.json", asdict(replace(info, seal=seal_of(info, hashes))))

@@ -349,7 +349,13 @@ def _prepared_problem(folder: Path, spec: RunSpec) -> Reason | None:
         if length != model.seq_len:
             return Reason("checks.dataset-length", {"found": length, "seq_len": model.seq_len})
         packing = {"found": packed, "packing": spec.data.packing}
-        return None if packed == spec.data.packing else Reason("checks.dataset-packing", packing)
+        if packed != spec.data.packing:
+            return Reason("checks.dataset-packing", packing)
+        for key, value, recorded in spec.data.without_effect(info):
+            if value != recorded:
+                setting = {"key": key, "value": value, "found": recorded}
+                return Reason("checks.dataset-setting" if recorded else "checks.dataset-setting-unknown", setting)
+        return None
     if tokens <= model.seq_len:
         return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": model.seq_len})
     return None

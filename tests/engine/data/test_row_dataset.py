@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections import Counter
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
-from scaletrain_cli.engine.data.dataset import prepare_dataset
+from scaletrain_cli.engine.data.dataset import SPLITS, prepare_dataset
 from scaletrain_cli.engine.data.docstrings import docstring_rows
 from scaletrain_cli.engine.data.prepared import data_folder, open_data_of, prepare_data
-from scaletrain_cli.engine.data.row_dataset import RowsInfo
+from scaletrain_cli.engine.data.row_dataset import RowsInfo, _open_split
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import RunSpec
@@ -228,6 +229,10 @@ def test_prepared_rows_are_a_source_for_the_same_length_and_objective_only(folde
     assert open_data_of(again, first)[0].fingerprint == open_data_of(spec(folder), first)[0].fingerprint
     with pytest.raises(UsageError, match=r"holds rows of 24 tokens and model.seq_len is 32"):
         open_data_of(spec(folder, f"data.source={first}", "model.seq_len=32"), first)
+    with pytest.raises(UsageError, match=r"holds prepared rows, on which data.loss_on = all has no effect"):
+        open_data_of(spec(folder, f"data.source={first}", "data.loss_on=all"), first)
+    drops = prepare_data(spec(folder, "data.truncation=drop"), folder / "runs")
+    assert open_data_of(spec(folder, f"data.source={drops}", "data.truncation=drop"), drops)
     with pytest.raises(UsageError, match=r"holds rows for sft and training.objective is dpo"):
         open_data_of(spec(folder, objective="dpo"), first)
     with pytest.raises(UsageError, match=r"holds rows for sft and training.objective is causal_lm"):
@@ -236,6 +241,19 @@ def test_prepared_rows_are_a_source_for_the_same_length_and_objective_only(folde
     text = load(SPEC, f"data.source={folder}/a.jsonl", "data.tokenizer.vocab_size=300")
     with pytest.raises(UsageError, match=r"holds text and training.objective is sft"):
         open_data_of(spec(folder), prepare_dataset(text.data, folder / "runs"))
+
+
+def test_prepared_rows_of_earlier_versions_have_no_record_of_settings(folder: Path) -> None:
+    given = spec(folder)
+    path = prepare_data(given, folder / "runs")
+    document = json.loads((path / "dataset.json").read_text())
+    hashes = [file.hashes for split in SPLITS for file in _open_split(path, split, open_data_of(given, path)[0])[0]]
+    earlier = {name: value for name, value in document.items() if name not in ("loss_on", "truncation", "seal")}
+    stated = hashlib.sha256(json.dumps(earlier, sort_keys=True).encode())
+    for each in hashes:
+        stated.update(hashlib.sha256(each).digest())
+    (path / "dataset.json").write_text(json.dumps(earlier | {"seal": stated.hexdigest()}))
+    assert open_data_of(given, path)[0].loss_on == ""
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
