@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from scaletrain_cli.spec.quantities import Matching, Text, Whole, WholeOrZero, not_a_switch
-from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.section import LEFT_OUT, Section
 from scaletrain_cli.text import did_you_mean
 
 # From nothing to everything, both included: a share of the lines, of the words or of the characters of a document.
@@ -297,7 +297,7 @@ class IdentifiersSpec(PreparationStep):
     replace: Annotated[tuple[Identifier, ...], Field(min_length=1, max_length=4)] = Field(
         default=("email", "ip", "key"), description="phone numbers are found least reliably"
     )
-    placeholders: PlaceholdersSpec = PlaceholdersSpec()
+    placeholders: PlaceholdersSpec = LEFT_OUT
 
 
 STEPS: dict[str, type[PreparationStep]] = {

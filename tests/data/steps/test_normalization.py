@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import unicodedata
 
 import pytest
@@ -53,6 +54,17 @@ def test_the_way_for_ascii_gives_what_the_way_for_all_texts_gives(text: str) -> 
     for keys in ({}, {"control_characters": "space"}, {"line_ends": "keep"}, {"control_characters": "keep"}):
         one = step("normalization", **keys)
         assert text_after(one, text) + "é" == text_after(one, text + "é")
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFKC"])
+def test_a_megabyte_of_combining_marks_takes_bounded_time(form: str) -> None:
+    one, marks = step("normalization", unicode=form), "\u0301\u0327\u0345\u0334"
+    assert text_after(one, f"a{marks}") == unicodedata.normalize(form, f"a{marks}")
+    before = time.process_time()
+    result = text_after(one, f"a{marks * 125_000} b")  # unicodedata alone: an hour
+    assert time.process_time() - before < 10
+    assert text_after(one, result) == result
+    assert len(result) - 500_000 == pytest.approx(500_000 / 30, rel=0.01)
 
 
 def test_a_text_in_its_form_is_the_same_object() -> None:
