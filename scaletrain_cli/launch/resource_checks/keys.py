@@ -75,7 +75,8 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "data.source",
         "files, also on the hub, or a prepared dataset",
-        "exist, are readable, of a known format; the beginning of some is decoded and has the columns of data.format",
+        "exist, are readable, of a known format; the beginning of some is decoded and has the columns of data.format; "
+        "prepared rows have the settings of the spec",
         _SUBMIT,
         f"{_FILES}source_problems",
         f"{_UNSEEN}; every document, and the content of files on the hub: rank 0, which prepares the data",
