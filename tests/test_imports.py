@@ -74,7 +74,7 @@ MAY_IMPORT = {
 }
 # What a package may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
-    "data": {"numpy", "py3langid", "rensa"},
+    "data": {"numpy", "py3langid", "rensa", "tokenizers"},
     "hub": {"huggingface_hub"},
     "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},

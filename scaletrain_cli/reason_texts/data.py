@@ -17,6 +17,7 @@ TEXTS: dict[str, Text] = {
     "bad-document": Text(
         "{where}: {problem}", ("Correct the file, or set data.on_bad: skip to leave such documents out",)
     ),
+    "shards-missing": Text("{folder} lacks tokens that were written before", ("Prepare the data again",)),
     "worker-killed": Text(
         "a worker process was killed, perhaps for its memory", ("Use fewer workers, and run the command again",)
     ),

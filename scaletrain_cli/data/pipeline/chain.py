@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
@@ -49,15 +49,6 @@ class Chain:
     def decisions(self, step: int, task: Task) -> Path:
         """Return the file of a step's decisions."""
         return self.folder / self.steps[step].key / f"{task.number:06d}.json"
-
-    def is_decided(self, task: Task) -> bool:
-        """Return whether the decisions of all steps exist."""
-        return all(self.decisions(step, task).is_file() for step in range(len(self.steps)))
-
-    def decide(self, task: Task) -> None:
-        """Write the decisions of all steps that have none."""
-        for _ in self.documents(task):
-            pass
 
     def documents(self, task: Task) -> Iterator[tuple[int, str]]:
         """Yield (number in the task, text) of each document that is left after all steps; write missing decisions.
@@ -170,10 +161,19 @@ def _step(section: PreparationStep) -> Step:
 
 def chain_of(folder: Path, source: Source, sections: Sequence[PreparationStep], *, skips_bad: bool) -> Chain:
     """Return the chain of a source with steps that look at one document at a time. Raises UsageError."""
-    key = chained(_READING, source.content, source.columns.text, source.columns.others)
-    steps = [ChainStep(key)]
+    reading = ChainStep(chained(_READING, source.content, source.columns.text, source.columns.others))
+    return extended(Chain(folder, (reading,), skips_bad), source, sections)
+
+
+def extended(chain: Chain, source: Source, sections: Sequence[PreparationStep]) -> Chain:
+    """Return a chain with further steps that look at one document at a time. Raises UsageError."""
+    steps = list(chain.steps)
     for section in sections:
-        if section.only is None or source.name in section.only:
-            key = chained(key, identity(section, _step(section)))
-            steps.append(ChainStep(key, section))
-    return Chain(folder, tuple(steps), skips_bad)
+        if applies(section, source):
+            steps.append(ChainStep(chained(steps[-1].key, identity(section, _step(section))), section))
+    return replace(chain, steps=tuple(steps))
+
+
+def applies(section: PreparationStep, source: Source) -> bool:
+    """Return whether a step applies to a source."""
+    return section.only is None or source.name in section.only

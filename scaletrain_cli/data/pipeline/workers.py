@@ -8,6 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing import get_context
+from types import TracebackType
 from typing import TypeVar
 
 from scaletrain_cli.errors import ScaletrainError
@@ -18,23 +19,31 @@ Job = TypeVar("Job")
 _WAITING_PER_WORKER = 2
 
 
-def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], workers: int) -> Iterator[int]:
-    """Run ``work(job)`` for each job in ``workers`` processes; yield the number of finished jobs after each.
+class Workers:
+    """``count`` processes, each of one thread; with 1 the work is done in this process."""
 
-    Raises the error of the first job that fails, after those that were begun; ScaletrainError if a worker is killed.
-    """
-    if workers <= 1:
-        for done, job in enumerate(jobs, start=1):
-            work(job)
-            yield done
-        return
-    left, running, done = iter(jobs), set[Future[None]](), 0
-    # Spawned: a fork would copy the threads' locks of the tokenizer. Each has one thread, so that workers are cores.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    def __init__(self, count: int) -> None:
+        self._count = count
+        # Spawned: a fork would copy locks that threads of the tokenizer hold.
+        self._pool = (
+            ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_one_thread) if count > 1 else None
+        )
+
+    def run(self, work: Callable[[Job], None], jobs: Iterable[Job]) -> Iterator[int]:
+        """Run ``work(job)`` for each job; yield the number of finished jobs after each.
+
+        Raises the error of the first job that fails, and ScaletrainError if a worker is killed.
+        """
+        if self._pool is None:
+            for done, job in enumerate(jobs, start=1):
+                work(job)
+                yield done
+            return
+        left, running, done = iter(jobs), set[Future[None]](), 0
         try:
             while True:
-                wanted = workers * _WAITING_PER_WORKER - len(running)
-                running |= {pool.submit(work, job) for job in islice(left, wanted)}
+                wanted = self._count * _WAITING_PER_WORKER - len(running)
+                running |= {self._pool.submit(work, job) for job in islice(left, wanted)}
                 if not running:
                     return
                 finished, running = wait(running, return_when=FIRST_COMPLETED)
@@ -44,9 +53,15 @@ def run_jobs(work: Callable[[Job], None], jobs: Iterable[Job], workers: int) -> 
                     yield done
         except BrokenProcessPool as error:
             raise ScaletrainError(Reason("data.worker-killed")) from error
-        finally:
-            for each in running:
-                each.cancel()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _one_thread() -> None:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile
 from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, split_of, write_shard
-from scaletrain_cli.data.pipeline.workers import run_jobs
+from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.errors import ScaletrainError
 
 TEXTS = [f"The {n}th document has {n * n} words, äöü \N{SNOWMAN}. " * (1 + n % 9) for n in range(700)]
@@ -78,7 +78,8 @@ def digests(folder: Path) -> dict[str, str]:
 def test_any_number_of_workers_writes_the_same_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
     for workers in (1, 3):
         work = partial(shard_of, tmp_path / str(workers), tokenizer.to_str())
-        assert list(run_jobs(work, range(8), workers)) == list(range(1, 9))
+        with Workers(workers) as pool:
+            assert list(pool.run(work, range(8))) == list(range(1, 9))
     assert digests(tmp_path / "1") == digests(tmp_path / "3")
 
 
@@ -90,8 +91,8 @@ def killed_at_three(folder: Path, number: int) -> None:
 
 
 def test_a_killed_worker_is_an_error_that_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ScaletrainError, match="killed"):
-        list(run_jobs(partial(killed_at_three, tmp_path), range(1000), 2))
+    with pytest.raises(ScaletrainError, match="killed"), Workers(2) as pool:
+        list(pool.run(partial(killed_at_three, tmp_path), range(1000)))
     assert len(list(tmp_path.iterdir())) < 1000
 
 
@@ -101,5 +102,5 @@ def fails_at_three(number: int) -> None:
 
 
 def test_the_error_of_a_job_ends_the_others(tmp_path: Path) -> None:
-    with pytest.raises(ScaletrainError, match="document 3 is bad"):
-        list(run_jobs(fails_at_three, range(100_000), 2))
+    with pytest.raises(ScaletrainError, match="document 3 is bad"), Workers(2) as pool:
+        list(pool.run(fails_at_three, range(100_000)))

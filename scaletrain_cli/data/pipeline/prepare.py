@@ -1,0 +1,230 @@
+"""Prepare sources: decide which documents stay, find duplicates, and write the tokens of each source as a dataset.
+
+Everything is below one folder, by keys: ``.steps/<key>`` has decisions, ``<key>`` the tokens of a source. A preparation
+that is stopped at any moment is continued by the next one. The bytes do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, run_job
+from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_of, extended
+from scaletrain_cli.data.pipeline.decisions import chained
+from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, write_shard
+from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
+from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.data.steps.base import Removed
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.safe_files import locked, make_folder
+from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
+from scaletrain_cli.spec.preparation import DuplicatesSpec, PreparationStep
+
+SCHEMA = "scaletrain.dataset/v4"
+_TOKENS = "tokens/v1"  # raised with every change of the tokens of equal documents
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is prepared, and how. ``tokenizer``: the content of a tokenizer.json."""
+
+    sources: tuple[Source, ...]
+    sections: tuple[PreparationStep, ...]
+    tokenizer: str
+    validation_share: float
+    skips_bad: bool = False
+    task_bytes: int = TASK_BYTES
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A source with its tasks and its steps so far."""
+
+    source: Source
+    tasks: tuple[Task, ...]
+    chain: Chain
+
+
+def prepare(preparation: Preparation, folder: Path, workers: int, progress: Progress) -> dict[str, Path]:
+    """Return the folder of the dataset of each source, by its name, after preparing what is missing.
+
+    ``progress`` gets the name of a phase, and how many of its tasks are done. Raises UsageError for input that cannot
+    be used, ScaletrainError and OSError.
+    """
+    steps = folder / ".steps"
+    make_folder(steps, parents=True)
+    with locked(steps / f".lock-{os.geteuid()}"), Workers(workers) as pool:
+        _remove_drafts(steps)
+        found = _with_all_steps(preparation, steps, pool, progress)
+        return {work.source.name: _tokenized(preparation, work, folder, pool, progress) for work in found}
+
+
+def _tokenized(preparation: Preparation, work: _Work, folder: Path, workers: Workers, progress: Progress) -> Path:
+    """Return the dataset of a source, after writing the shards that are missing."""
+    tokenizer = _TokenizerSettings.of(preparation.tokenizer)
+    key = chained(_TOKENS, work.chain.steps[-1].key, asdict(tokenizer), preparation.validation_share)
+    dataset = folder / key
+    if read_document(dataset / "dataset.json") is None:
+        make_folder(dataset)
+        _remove_drafts(dataset)
+        write = partial(_write_tokens, dataset, work.chain, preparation.tokenizer, preparation.validation_share)
+        missing = [task for task in work.tasks if read_shard_info(_shard(dataset, task)) is None]
+        for done in workers.run(write, missing):
+            progress(f"tokenize {work.source.name}", len(work.tasks) - len(missing) + done, len(work.tasks))
+        write_document(dataset / "dataset.json", _description(dataset, work, tokenizer))
+    return dataset
+
+
+def _remove_drafts(folder: Path) -> None:
+    """Remove what killed processes were writing; the caller holds the lock."""
+    for path in [*folder.rglob(".*.tmp"), *folder.rglob(".*.draft")]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _with_all_steps(preparation: Preparation, steps: Path, workers: Workers, progress: Progress) -> list[_Work]:
+    """Return the sources with all of their steps; run those that must be done for all documents before the next one."""
+    found = [
+        _Work(
+            source,
+            tasks_of(source, preparation.task_bytes),
+            chain_of(steps, source, (), skips_bad=preparation.skips_bad),
+        )
+        for source in preparation.sources
+    ]
+    for section in preparation.sections:
+        if isinstance(section, DuplicatesSpec):
+            found = _without_duplicates(found, section, steps, workers, progress)
+        else:
+            found = [replace(each, chain=extended(each.chain, each.source, (section,))) for each in found]
+    return found
+
+
+def _without_duplicates(
+    found: Sequence[_Work], section: DuplicatesSpec, steps: Path, workers: Workers, progress: Progress
+) -> list[_Work]:
+    """Find the duplicates among the documents that are left so far, and return the sources with that step."""
+    chosen = [each for each in found if applies(section, each.source)]
+    tasks = [(each.chain, task) for each in chosen for task in each.tasks]
+    settings = Settings(**section.model_dump(exclude={"step", "only"}))
+    key = chained("duplicates", [each.chain.steps[-1].key for each in chosen], settings.key())
+    corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), settings)
+    make_folder(corpus.folder)
+    texts = _Texts(tuple(tasks))
+    for number, phase in enumerate(PHASES):
+        missing = [job for job in range(phase.jobs(corpus)) if not phase.path(corpus, job).exists()]
+        for done in workers.run(partial(_find_duplicates, corpus, number, texts), missing):
+            progress(f"duplicates: {phase.name}", done, len(missing))
+    result, first = [], 0
+    for each in found:
+        work = each
+        if applies(section, each.source):
+            step = ChainStep(chained(each.chain.steps[-1].key, key), None, _Duplicates(corpus, first))
+            work = replace(each, chain=replace(each.chain, steps=(*each.chain.steps, step)))
+            first += len(each.tasks)
+        result.append(work)
+    return result
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The documents of each task, for deduplication in worker processes."""
+
+    tasks: tuple[tuple[Chain, Task], ...]
+
+    def __call__(self, task: int, /) -> Iterator[tuple[int, str]]:
+        chain, found = self.tasks[task]
+        return chain.documents(found)
+
+
+@dataclass(frozen=True)
+class _Duplicates:
+    """What deduplication has removed from the tasks of a source; ``first``: the number of its first task there."""
+
+    corpus: Corpus
+    first: int
+
+    def __call__(self, task: Task, /) -> dict[int, Removed]:
+        removed = {}
+        for found in read_removed(self.corpus, self.first + task.number):
+            rule = "duplicates.near" if found.near else "duplicates.exact"
+            removed[found.index] = Removed(rule, found.similarity, self.corpus.settings.similarity)
+        return removed
+
+
+def _find_duplicates(corpus: Corpus, phase: int, texts: _Texts, job: int) -> None:
+    run_job(corpus, phase, job, texts)
+
+
+def _shard(dataset: Path, task: Task) -> Path:
+    return dataset / f"{task.number:06d}"
+
+
+@dataclass(frozen=True)
+class _TokenizerSettings:
+    """``digest``: SHA-256 of tokenizer.json. ``end_of_text``: the token that ends documents."""
+
+    digest: str
+    end_of_text: int
+    vocab_size: int
+    dtype: str
+
+    @classmethod
+    def of(cls, content: str) -> _TokenizerSettings:
+        """Raises UsageError if no token ends documents."""
+        tokenizer = Tokenizer.from_str(content)
+        known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
+        end = next((token for token in known if token is not None), None)
+        if end is None:
+            raise UsageError(Reason("engine.tokenizer-without-end-of-text", {"path": "", "tokens": list(ENDS_OF_TEXT)}))
+        size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
+        return cls(hashlib.sha256(content.encode()).hexdigest(), end, size, "uint16" if size <= 1 << 16 else "uint32")
+
+
+def _write_tokens(dataset: Path, chain: Chain, tokenizer: str, validation_share: float, task: Task) -> None:
+    settings, loaded = _loaded(tokenizer)
+    texts = (text for _, text in chain.documents(task))
+    write_shard(_shard(dataset, task), encoded(loaded, texts, settings.end_of_text, settings.dtype), validation_share)
+
+
+@lru_cache(maxsize=2)
+def _loaded(content: str) -> tuple[_TokenizerSettings, Tokenizer]:
+    """Return a tokenizer without truncation and padding, once per process."""
+    tokenizer = Tokenizer.from_str(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return _TokenizerSettings.of(content), tokenizer
+
+
+def _description(dataset: Path, work: _Work, tokenizer: _TokenizerSettings) -> dict[str, Any]:
+    """Return the contents of dataset.json: totals, and the counts and the digest of every shard, in order."""
+    shards = [read_shard_info(_shard(dataset, task)) for task in work.tasks]
+    if None in shards:
+        raise UsageError(Reason("data.shards-missing", {"folder": str(dataset)}))
+    each = [asdict(shard) for shard in shards if shard is not None]
+    numbers = [name for name in (each[0] if each else {}) if name != "digest"]
+    return {
+        "schema": SCHEMA,
+        "source": work.source.name,
+        "content": work.source.content,
+        "steps": [step.key for step in work.chain.steps],
+        "tokenizer": asdict(tokenizer),
+        "fingerprint": hashlib.sha256("\n".join(shard["digest"] for shard in each).encode()).hexdigest(),
+        **{name: sum(shard[name] for shard in each) for name in numbers},
+        "shards": each,
+    }
