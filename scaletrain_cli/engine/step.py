@@ -13,7 +13,7 @@ from torch import Tensor
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.moe import scale_router_losses
+from scaletrain_cli.engine.model.moe import scale_router_losses, update_correction_biases
 from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.optim.clipping import AdaptiveClip, clip, clip_elements, gradient_norm
 from scaletrain_cli.engine.optim.deepspeed_optimizer import loss_scale, step_was_skipped
@@ -63,9 +63,13 @@ class Stepper(ABC):
         if self._composed.model.spec.num_experts:
             scale_router_losses(self._composed.model, self.loss_scale / len(batches))
         loss, norm = self._train(batches, self._largest_norm(), nan_gradient, factor)
+        skipped = self._fp16 and step_was_skipped(self._engine)
+        if self._composed.model.spec.bias_update_speed:
+            finite = torch.isfinite(torch.as_tensor(norm))
+            update_correction_biases(self._composed.model, 0.0 if skipped else finite.to(loss.device))
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
-        return StepResult(loss, norm, self._fp16 and step_was_skipped(self._engine), self.take_measures())
+        return StepResult(loss, norm, skipped, self.take_measures())
 
     def take_measures(self) -> dict[str, Tensor]:
         """Return the measures of the objective since the last call, the same on every rank."""

@@ -137,6 +137,10 @@ class ModelSpec(Section):
     routed_scaling_factor: Annotated[Positive, _EXPERTS] = Field(
         default=1.0, description="factor of the weights of a token's experts"
     )
+    bias_update_speed: Annotated[NonNegative, used_when(where("model.topk_method", "noaux_tc"))] = Field(
+        default=0.0,
+        description="change of e_score_correction_bias per step, towards even loads of experts (DeepSeek-V3); 0: none",
+    )
     router_bias: Annotated[bool, _EXPERTS] = Field(default=False, description="bias of the router, as in GPT-OSS")
     kv_lora_rank: WholeOrZero = Field(default=0, description="above 0: multi-head latent attention (DeepSeek-V2)")
     q_lora_rank: WholeOrZero = Field(default=0, description="0: no low-rank projection of queries")
@@ -341,6 +345,8 @@ class ModelSpec(Section):
             yield "num_hidden_layers", f"must not exceed {_MOST_LAYERS} with decoder_sparse_step or mlp_only_layers."
         if any(block >= self.num_hidden_layers for block in self.mlp_only_layers):
             yield "mlp_only_layers", f"must be numbers below num_hidden_layers = {self.num_hidden_layers}."
+        if self.bias_update_speed and self.adapter is not None:
+            yield "bias_update_speed", "must be 0 with an adapter, which leaves the router as it is."
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             yield "shared_expert_gate", "must be false without shared_expert_intermediate_size."
         if self.num_experts == 0 and (self.num_experts_per_tok or self.moe_intermediate_size):

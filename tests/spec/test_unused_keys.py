@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.n_group": ("2", EXPERTS, (*EXPERTS, "model.topk_method=group_limited_greedy")),
     "model.topk_group": ("2", EXPERTS, (*EXPERTS, "model.topk_method=group_limited_greedy", "model.n_group=2")),
     "model.routed_scaling_factor": ("2.5", (), EXPERTS),
+    "model.bias_update_speed": ("0.001", EXPERTS, (*EXPERTS, "model.topk_method=noaux_tc")),
     "model.router_bias": ("true", (), EXPERTS),
     "data.tokenizer.vocab_size": ("99", ("data.tokenizer={kind: file, path: t.json}",), ()),
     "data.loss_mask": ("document_starts", SFT, ()),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -123,6 +124,8 @@ class MoELayer(nn.Module):
         self.capacity_factor = spec.capacity_factor
         self.balance_coefficient, self.z_coefficient = spec.router_aux_loss_coef, spec.router_z_loss_coef
         self.loss_scale, self.sequence_ranks = 1.0, 1
+        self.replicas: dist.ProcessGroup | None = None  # the ranks whose loads of experts are summed
+        self.bias_update_speed, self.step_load = spec.bias_update_speed, None
         self.measures: RoutingMeasures | None = None
         self.dispatch: Dispatch = dispatch_here
         self.tally: Tally = tally_here
@@ -155,9 +158,28 @@ class MoELayer(nn.Module):
         balance = balance_loss(probabilities if self.balance_coefficient else probabilities.detach(), even, parts)
         z = z_loss(logits if self.z_coefficient else logits.detach(), parts)  # measured only, without a gradient
         loss = self.balance_coefficient * balance + self.z_coefficient * z
+        if self.bias_update_speed:
+            weights = _WithCount.apply(weights, self, load.sum(dim=0))  # type: ignore[no-untyped-call]
         weights = _WithLoss.apply(weights, loss, self.loss_scale)  # type: ignore[no-untyped-call]
         self._measure(balance, z, kept, total, parts)
         return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), None if kept is None else kept.flatten(0, 1))
+
+    @torch.no_grad()
+    def update_bias(self, applied: Tensor | float) -> None:
+        """Make overloaded experts less likely and others more likely, by their loads in the step. Collective.
+
+        ``applied``: 1, or 0 to discard the loads. arXiv:2412.19437, section 2.1.2: the bias of each expert changes by
+        ``bias_update_speed``, with the sign of the mean load minus its own.
+        """
+        bias = self.gate.e_score_correction_bias
+        if not self.bias_update_speed or bias is None:
+            return
+        load = torch.zeros_like(bias, dtype=torch.int64) if self.step_load is None else self.step_load
+        if self.replicas is not None:
+            dist.all_reduce(load, group=self.replicas)
+        under = torch.sign(load.sum() - load * self.num_experts)  # exact, in whole numbers
+        bias.add_(under * (self.bias_update_speed * applied))
+        self.step_load = None
 
     def _load(self, chosen: Tensor, real: Tensor | None) -> Tensor:
         """Return how often each sequence chooses each expert, [batch, experts]."""
@@ -248,6 +270,12 @@ def scale_router_losses(model: nn.Module, scale: float) -> None:
     """Set the factor of a micro-batch's router losses in the gradient: 1 / accumulation, times the fp16 loss scale."""
     for layer in moe_layers_of(model):
         layer.loss_scale = scale
+
+
+def update_correction_biases(model: nn.Module, applied: Tensor | float = 1.0) -> None:
+    """Update the correction biases of all routers after a step, see ``MoELayer.update_bias``. Collective."""
+    for layer in moe_layers_of(model):
+        layer.update_bias(applied)
 
 
 def routing_measures(model: nn.Module) -> RoutingMeasures | None:
@@ -353,6 +381,24 @@ class _WithLoss(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         return gradient, gradient.new_full((), ctx.scale), None
+
+
+class _WithCount(Function):
+    """Adds the loads of experts to those of the step where ``carrier`` gets a gradient.
+
+    So a pass for evaluation does not count, and a recomputed one counts once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, layer: MoELayer, load: Tensor) -> Tensor:
+        ctx.layer, ctx.load = layer, load
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        before = ctx.layer.step_load
+        ctx.layer.step_load = ctx.load if before is None else before + ctx.load
+        return gradient, None, None
 
 
 class _Rows(Function):

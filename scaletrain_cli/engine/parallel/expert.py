@@ -31,7 +31,7 @@ def shard_experts(model: nn.Module, mesh: Mesh) -> None:
     shards = None if mesh.expert.group is None else _replica_group(mesh)
     for layer in moe_layers_of(model):
         _shard_layer(layer.experts, mesh, shards)
-        layer.dispatch = DispatchOverRanks(mesh.expert, mesh.tensor)
+        layer.dispatch, layer.replicas = DispatchOverRanks(mesh.expert, mesh.tensor), mesh.replicas.group
         if mesh.sequence.group is not None:
             layer.tally, layer.sequence_ranks = TallyOverRanks(mesh.sequence), mesh.sequence.size
 

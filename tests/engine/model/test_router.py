@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 
-from scaletrain_cli.engine.model.moe import MoELayer, routing_measures
+from scaletrain_cli.engine.model.moe import MoELayer, routing_measures, update_correction_biases
 from scaletrain_cli.engine.model.router import Router
 from scaletrain_cli.spec import ModelSpec
 
@@ -122,3 +123,27 @@ def test_the_balance_loss_of_sigmoid_scores_is_that_of_deepseek_v3() -> None:
     measured = routing_measures(layer)
     assert measured is not None
     torch.testing.assert_close(measured.balance_loss, expected.detach())
+
+
+def test_the_bias_of_the_choice_moves_towards_even_loads_by_its_speed() -> None:
+    """arXiv:2412.19437, section 2.1.2; passes without a gradient do not count, recomputed ones count once."""
+    layer = MoELayer(spec_of(scoring_func="sigmoid", topk_method="noaux_tc", bias_update_speed=0.01))
+    generator = torch.Generator().manual_seed(5)
+    for tensor in layer.parameters():
+        torch.nn.init.normal_(tensor, 0.0, 0.5, generator=generator)
+    x = tokens()
+    load = torch.zeros(EXPERTS)
+    for part in x.split(1):
+        load += torch.nn.functional.one_hot(layer.gate(part).topk(TOP).indices, EXPERTS).sum((0, 1, 2))
+        checkpoint(layer, part, use_reentrant=False).sum().backward()
+        with torch.no_grad():
+            layer(part)
+    update_correction_biases(layer)
+    assert layer.gate.e_score_correction_bias is not None
+    expected = 0.01 * torch.sign(load.mean() - load)
+    torch.testing.assert_close(layer.gate.e_score_correction_bias, expected)
+    assert {-1.0, 1.0} <= set(expected.sign().tolist())
+    layer(x).sum().backward()
+    update_correction_biases(layer, 0.0)  # a step that was not applied
+    update_correction_biases(layer, 1.0)
+    torch.testing.assert_close(layer.gate.e_score_correction_bias, expected)

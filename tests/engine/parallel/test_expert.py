@@ -14,6 +14,7 @@ from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
+from scaletrain_cli.engine.model.moe import update_correction_biases
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts, shard_experts, with_expert_groups
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, build_mesh
 from scaletrain_cli.engine.step import Stepper, build_stepper
@@ -113,6 +114,7 @@ def train_alone(spec: RunSpec, padded: bool) -> Trained:
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, CLIP).item())
         optimizer.step()
+        update_correction_biases(model)
         losses.append(loss.item())
     return Trained(losses, norms)
 
@@ -150,12 +152,13 @@ def train_rank(run: Run) -> Trained:
 
 
 CAPACITY = "model.capacity_factor=0.8"
+UPDATED = ("model.scoring_func=sigmoid", "model.topk_method=noaux_tc", "model.bias_update_speed=0.05")
 RUNS = {
     "ZeRO-2, two replicas": Run(2, data=4, accumulation=2),
     "ZeRO-3 and tensor": Run(3, data=2, tensor=2),
     "sequence, some tokens dropped": Run(2, sequence=2, accumulation=4, overrides=(CAPACITY,)),
     "sequence, padded": Run(2, sequence=2, accumulation=4, padded=True, overrides=(CAPACITY,)),
-    "pipeline, padded": Run(1, data=2, pipeline=2, accumulation=4, padded=True),
+    "pipeline, padded": Run(1, data=2, pipeline=2, accumulation=4, padded=True, overrides=UPDATED),
 }
 
 

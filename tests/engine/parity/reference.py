@@ -21,6 +21,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext, assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.materialization import ScaledInitialization, materialize
+from scaletrain_cli.engine.model.moe import update_correction_biases
 from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.spec import RunSpec
 from tests.engine.ranks import on_ranks
@@ -59,6 +60,7 @@ def _train(spec: RunSpec) -> Trained:
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(_trained(model), training.gradient_clipping).item())
         optimizer.step()
+        update_correction_biases(model)
         losses.append(loss.item())
     return Trained(losses, norms, {name: value.detach().clone() for name, value in model.named_parameters()})
 

@@ -113,6 +113,7 @@ _MIXTURE = (
 _GROUPS = (
     *("model.scoring_func=sigmoid", "model.topk_method=noaux_tc", "model.norm_topk_prob=true", "model.n_group=2"),
     *("model.topk_group=1", "model.routed_scaling_factor=2.5", "model.router_aux_loss_coef=0.1"),
+    "model.bias_update_speed=0.01",
 )
 # Qwen2-MoE: a gated shared expert, and a dense block between two with experts.
 _GATED = ("model.shared_expert_intermediate_size=24", "model.shared_expert_gate=true", "model.mlp_only_layers=[1]")

@@ -39,7 +39,7 @@ FEATURES = [
         "zero3 dp2 tp2 olmo2",
     )
 ]
-RESUMED = [CUT[4], CUT[6]]
+RESUMED = [CUT[4], CUT[6], pytest.param(NAMED["zero2 dp2 sp2 groups of experts"], marks=pytest.mark.long)]
 ROWS = [*CUT, *FEATURES]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
