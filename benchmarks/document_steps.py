@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from scaletrain_cli.data.steps import Document, Removed, step_of
-from scaletrain_cli.spec.preparation import QUALITY_RULES, DocumentStep
+from scaletrain_cli.spec.preparation import QUALITY_RULES, AnyStep
 
 SIZE = 3500
 
@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     texts = documents(options.documents)
     size = sum(len(text.encode()) for text in texts)
-    section: TypeAdapter[Any] = TypeAdapter(DocumentStep)
+    section: TypeAdapter[Any] = TypeAdapter(AnyStep)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as evaluation:
         evaluation.writelines(text.replace("\n", " ") + "\n" for text in texts[::100])
         evaluation.flush()

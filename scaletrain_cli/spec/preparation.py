@@ -3,7 +3,7 @@
 The defaults of the quality rules are those of their papers. ``null`` turns a limit off.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -300,6 +300,7 @@ class IdentifiersSpec(PreparationStep):
     placeholders: PlaceholdersSpec = LEFT_OUT
 
 
+# By the key step, and those of step: quality by the key rules; duplicates looks at all documents.
 STEPS: dict[str, type[PreparationStep]] = {
     "normalization": NormalizationSpec,
     "language": LanguageSpec,
@@ -323,10 +324,11 @@ def _step(step: Any) -> str | None:
     )
     if name == "quality":
         return rules if isinstance(rules, str) and rules in QUALITY_RULES else None
-    return name if isinstance(name, str) and name in STEPS else None
+    return name if isinstance(name, str) and (name in STEPS or name == "duplicates") else None
 
 
-DocumentStep = Annotated[
+# One step of data.prepare, by its keys step and rules.
+AnyStep = Annotated[
     Annotated[NormalizationSpec, Tag("normalization")]
     | Annotated[LanguageSpec, Tag("language")]
     | Annotated[GopherQualitySpec, Tag("gopher_quality")]
@@ -334,12 +336,28 @@ DocumentStep = Annotated[
     | Annotated[C4Spec, Tag("c4")]
     | Annotated[FineWebSpec, Tag("fineweb")]
     | Annotated[ScoreSpec, Tag("score")]
+    | Annotated[DuplicatesSpec, Tag("duplicates")]
     | Annotated[ContaminationSpec, Tag("contamination")]
     | Annotated[IdentifiersSpec, Tag("identifiers")],
     Discriminator(
         _step,
         custom_error_type="step_name",
-        custom_error_message="must have `step`: normalization, language, quality, score, contamination or identifiers; "
-        "quality also `rules`: gopher_quality, gopher_repetition, c4 or fineweb",
+        custom_error_message="must have `step`: normalization, language, quality, score, duplicates, contamination or "
+        "identifiers; quality also `rules`: gopher_quality, gopher_repetition, c4 or fineweb",
     ),
 ]
+
+
+def preparation_inconsistencies(
+    steps: Sequence[PreparationStep], sources: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for each setting of steps that contradicts another one, or names no source.
+
+    Keys are relative to the list of steps: ``2.min_words``.
+    """
+    for number, step in enumerate(steps):
+        yield from ((f"{number}.{key}", message) for key, message in step.inconsistencies())
+        for name in step.only or ():
+            if name not in sources:
+                guess = did_you_mean(name, sources)
+                yield f"{number}.only", f"{name} is no source. {guess}Sources: {', '.join(sorted(sources))}."

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from scaletrain_cli.data.steps import Document, Kept, Removed, Step, step_of
-from scaletrain_cli.spec.preparation import DocumentStep, PreparationStep
+from scaletrain_cli.spec.preparation import AnyStep, PreparationStep
 
-_SECTION: TypeAdapter[Any] = TypeAdapter(DocumentStep)
+_SECTION: TypeAdapter[Any] = TypeAdapter(AnyStep)
 
 
 def section(name: str, **keys: Any) -> PreparationStep:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from scaletrain_cli.data.steps import STEPS, Document, Kept, Removed, Step, apply, identity, steps_for
 from scaletrain_cli.data.steps.base import DocumentError
-from scaletrain_cli.spec.preparation import QUALITY_RULES
+from scaletrain_cli.spec.preparation import QUALITY_RULES, AnyStep, preparation_inconsistencies
 from scaletrain_cli.spec.preparation import STEPS as SECTIONS
 from tests.data.steps.sections import run, section, step
 
@@ -148,3 +149,18 @@ def test_a_score_that_is_not_there_or_no_number_is_an_error_with_its_place(colum
 )
 def test_settings_that_contradict_each_other_are_named(name: str, keys: dict[str, object], key: str) -> None:
     assert [found for found, _ in section(name, **keys).inconsistencies()] == [key]
+
+
+def test_a_list_of_steps_is_checked_as_a_whole() -> None:
+    steps = [section("identifiers", only=["wbe"]), section("duplicates", near=False), section("score", column="edu")]
+    found = dict(preparation_inconsistencies(steps, ["web", "code"]))
+    assert found["0.only"] == "wbe is no source. Did you mean web? Sources: code, web."
+    assert "2.min" in found
+
+
+@pytest.mark.parametrize(
+    "given", [{"step": "quality"}, {"step": "quality", "rules": "c5"}, {"rules": "c4"}, {}, "c4", 1]
+)
+def test_a_step_without_a_known_name_is_told_the_names(given: object) -> None:
+    with pytest.raises(ValidationError, match=r"must have `step`: normalization, .* or fineweb"):
+        TypeAdapter(AnyStep).validate_python(given)
