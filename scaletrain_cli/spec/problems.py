@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Tag
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.plugins import MODEL_FAMILIES, plugins
@@ -172,12 +172,16 @@ def known_keys(key: Key) -> list[str]:
     file.
     """
     model: Any = RunSpec
+    annotation: Any = None
     parts = iter(key)
     for part in parts:
         if part in MODELS and key[0] == "model":  # the kind of model, which is not a key
             model = MODELS[str(part)]
             continue
         if isinstance(part, int):  # an item of a list, whose section _options() has found already
+            continue
+        if (branch := _branch(annotation, part)) is not None:
+            model, annotation = branch, None
             continue
         if part == "plugins" and issubclass(model, OpenSection):
             if (name := next(parts, None)) is None:
@@ -187,9 +191,10 @@ def known_keys(key: Key) -> list[str]:
         field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
         if field is None:
             return []
-        if typing.get_origin(field.annotation) is dict:
+        annotation = field.annotation
+        if typing.get_origin(annotation) is dict:
             next(parts, None)  # a name chosen by the user
-        model = next((option for option in _options(field.annotation) if hasattr(option, "model_fields")), None)
+        model = next((option for option in _options(annotation) if hasattr(option, "model_fields")), None)
         if model is None:
             return []
     keys = [field.alias or name for name, field in model.model_fields.items()]
@@ -220,14 +225,20 @@ def _keys(section: type[BaseModel], before: str) -> Iterator[tuple[str, Any]]:
             yield key, field.annotation
 
 
+# Lists whose items are sections of several kinds, which pydantic names after the number of the item.
+_LISTS_OF_KINDS = {("evaluation", "tasks"), ("data", "prepare")}
+
+
 def in_file(location: Key) -> Key:
-    """Return the error's key in the file: without ``[key]`` of a mapping, the branch of model or cluster.gpu, and
-    the field that holds the sections of plug-ins."""
+    """Return the error's key in the file: without ``[key]`` of a mapping, the branch of model, of cluster.gpu or of an
+    item of a list, and the field that holds the sections of plug-ins."""
     key = tuple(part for part in location if part != "[key]")
     if key[1:2] == ("plugins",) and len(key) > 2:
         key = key[:1] + key[2:]
     if key[:1] == ("model",) and key[1:2] and key[1] in MODELS:
         return key[:1] + key[2:]
+    if key[:2] in _LISTS_OF_KINDS and len(key) > 3:
+        key = key[:3] + key[4:]
     return key[:2] + key[3:] if key[:2] == ("cluster", "gpu") and key[2:3] in (("table",), ("name",)) else key
 
 
@@ -247,6 +258,14 @@ def _hint(kind: str, given: Any, context: dict[str, Any]) -> str | None:
     if kind == "string_type" and isinstance(given, int | float):
         return f'Put it in quotes: "{shown(given)}".'
     return None
+
+
+def _branch(annotation: Any, tag: object) -> Any:
+    """Return the section with this tag among those of a list, None if there is none."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Annotated and Tag(str(tag)) in arguments:
+        return arguments[0] if hasattr(arguments[0], "model_fields") else None
+    return next((found for argument in arguments if (found := _branch(argument, tag)) is not None), None)
 
 
 def _options(annotation: Any) -> Iterator[Any]:

@@ -171,6 +171,18 @@ def every_key(section: type[BaseModel] = RunSpec, before: str = "") -> Iterator[
                 yield from every_key(kind, f"{key}.")
 
 
+def test_a_problem_in_an_item_of_a_list_is_named_by_its_number_and_the_keys_of_its_kind() -> None:
+    tasks = "[{kind: loss, name: a, source: b, documentz: 3}, {kind: generation, name: b, prompts: 4}]"
+    with pytest.raises(SpecError) as error:
+        load(f"{SPEC}evaluation:\n  tasks: {tasks}\n")
+    unknown, wrong = error.value.problems
+    assert (unknown.key, unknown.hint) == (
+        "evaluation.tasks.0.documentz",
+        "Did you mean documents? Known keys: kind, name, source, documents.",
+    )
+    assert (wrong.key, wrong.message) == ("evaluation.tasks.1.prompts", "must be a list.")
+
+
 def test_early_stopping_needs_a_validation_loss() -> None:
     changes = ("training.early_stopping.patience=3", "evaluation.every=0")
     assert "requires a validation loss. Set evaluation.every above 0." in problem(SPEC, *changes)
