@@ -24,6 +24,7 @@ DIMENSIONS = {
 GPT = DIMENSIONS | {"num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 32, "seq_len": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "first_k_dense_replace": 2}
 GATED = {"shared_expert_gate": True, "decoder_sparse_step": 2, "mlp_only_layers": (3,), "router_bias": True}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_rope_head_dim": 2, "v_head_dim": 5}
 MODELS = {
     "llama": model_of("llama-7b", **DIMENSIONS),
     "tied qwen": model_of("llama-7b", **DIMENSIONS, tie_word_embeddings=True, qkv_bias=True, qk_norm=True),
@@ -32,6 +33,8 @@ MODELS = {
     "mixture": model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS),
     "gpt-oss": model_of("gpt-oss-20b", **DIMENSIONS, num_experts=4, num_experts_per_tok=2),
     "gated": model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS, **GATED),
+    "latent": model_of("mixtral-8x7b", **{**DIMENSIONS, **EXPERTS, **LATENT}),
+    "latent, plain queries": model_of("llama-7b", **{**DIMENSIONS, **LATENT, "q_lora_rank": 0}),
 }
 
 

@@ -27,11 +27,13 @@ DIMENSIONS = {
 GPT = DIMENSIONS | {"num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 32, "seq_len": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8, "first_k_dense_replace": 1}
 LLAMA = model_of("llama-7b", **DIMENSIONS)
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_rope_head_dim": 2, "v_head_dim": 5}
 MODELS = {
     "llama": LLAMA,
     "tied": model_of("llama-7b", **DIMENSIONS, tie_word_embeddings=True),
     "qwen2": model_of("llama-7b", **DIMENSIONS, qkv_bias=True),
     "qwen3": model_of("llama-7b", **DIMENSIONS, qk_norm=True),
+    "latent": model_of("llama-7b", **{**DIMENSIONS, **LATENT}),
     "gpt": model_of("gpt2", **GPT),
     "untied gpt": model_of("gpt2", **GPT, tie_word_embeddings=False),
 }
@@ -39,7 +41,7 @@ MIXTURE = model_of("mixtral-8x7b", **DIMENSIONS, **EXPERTS)
 GATED = {"shared_expert_gate": True, "decoder_sparse_step": 2, "first_k_dense_replace": 0, "router_bias": True}
 MIXTURES = {"mixture": MIXTURE, "gated": model_of("mixtral-8x7b", **DIMENSIONS, **{**EXPERTS, **GATED})}
 PLANNED_ONLY = {
-    "latent": model_of("deepseek-v2-lite"),
+    "deepseek-v2-lite": model_of("deepseek-v2-lite"),
     "gated gpt": model_of("gpt2", gated_mlp=True, embedding_norm=True, qk_norm=True),
     "layer norms": model_of("llama-7b", norm="layernorm", bias=True, gated_mlp=False, position_embedding="learned"),
 }

@@ -18,7 +18,9 @@ from tests.engine.checkpoint.test_export import spec_of as run_spec_of
 from tests.engine.model.families import FAMILIES, LENGTH, loaded, logits, reference, spec_of, tokens_of
 
 NO_ROUTER_LOSS = {"router_aux_loss_coef": 0.0}  # transformers adds it only with output_router_logits
-families = pytest.mark.parametrize("name", FAMILIES)
+families = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == "deepseek v2" else name for name in FAMILIES]
+)
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:

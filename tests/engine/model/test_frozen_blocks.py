@@ -114,6 +114,11 @@ def blocks(modules: frozenset[str], reached: bool) -> list[BlockTraining]:
 FEWER = {("gemma2", what, False) for what in ("queries", "values", "queries and down")}
 CASES = [case for case in itertools.product(MODELS, TRAINED, (True, False)) if case not in FEWER]
 CASES = [(name, what, reached) for name, what, reached in CASES if what != "sinks" or name == "sinks"]
+OF_LATENTS = ("queries", "values", "norm over queries")  # and all others in the long tests
+CASES = [
+    pytest.param(*case, marks=pytest.mark.long) if case[0] == "latent" and case[1] not in OF_LATENTS else case
+    for case in CASES
+]
 
 
 @pytest.mark.parametrize(("name", "what", "reached"), CASES)

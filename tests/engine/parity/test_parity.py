@@ -41,7 +41,10 @@ FEATURES = [
 ]
 RESUMED = [CUT[4], CUT[6], pytest.param(NAMED["zero2 dp2 sp2 groups of experts"], marks=pytest.mark.long)]
 ROWS = [*CUT, *FEATURES]
-rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+LONG = [NAMED["zero1 tp2 pp2 sp2 ga4 deepseek"], NAMED["zero3 dp2 tp2 deepseek"]]
+rows = pytest.mark.parametrize(
+    "row", [*ROWS, *(pytest.param(row, marks=pytest.mark.long) for row in LONG)], ids=lambda row: row.name
+)
 
 
 @pytest.fixture(scope="session")
