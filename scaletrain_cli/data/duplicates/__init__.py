@@ -6,10 +6,9 @@ and is done if that file is there. Any process may run any job, in any order wit
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +18,8 @@ from scaletrain_cli.data.duplicates.corpus import Corpus, Document, Settings, Te
 from scaletrain_cli.data.duplicates.files import remove_drafts
 from scaletrain_cli.data.duplicates.signatures import write_signatures
 from scaletrain_cli.data.duplicates.verification import parts, write_shingles, write_verified
+from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.safe_files import make_folder
 
 __all__ = [
     "PHASES",
@@ -36,12 +37,17 @@ __all__ = [
 
 
 class Phase(NamedTuple):
-    """A phase: how many jobs it has once the phases before are done, the file of each job, and what writes it."""
+    """A phase: its jobs once the phases before are done (none when all is done), their files, and what writes them."""
 
     name: str
     jobs: Callable[[Corpus], int]
     path: Callable[[Corpus, int], Path]
     write: Callable[[Corpus, int, Texts], None]
+
+
+def _until_done(jobs: Callable[[Corpus], int]) -> Callable[[Corpus], int]:
+    """Return the number of jobs, which is 0 once the report is there: files of phases may be removed by then."""
+    return lambda corpus: 0 if corpus.report.exists() else jobs(corpus)
 
 
 def _if_near(corpus: Corpus, jobs: int) -> int:
@@ -51,43 +57,43 @@ def _if_near(corpus: Corpus, jobs: int) -> int:
 PHASES = (
     Phase(
         "signatures",
-        lambda corpus: corpus.tasks,
+        _until_done(lambda corpus: corpus.tasks),
         lambda corpus, task: corpus.signatures(task),
         write_signatures,
     ),
     Phase(
         "identical",
-        lambda _corpus: 1,
+        _until_done(lambda _corpus: 1),
         lambda corpus, _job: corpus.identical,
         lambda corpus, _job, _texts: write_identical(corpus),
     ),
     Phase(
         "bands",
-        lambda corpus: _if_near(corpus, corpus.settings.bands),
+        _until_done(lambda corpus: _if_near(corpus, corpus.settings.bands)),
         lambda corpus, band: corpus.band(band),
         lambda corpus, band, _texts: write_band(corpus, band),
     ),
     Phase(
         "pairs",
-        lambda corpus: _if_near(corpus, 1),
+        _until_done(lambda corpus: _if_near(corpus, 1)),
         lambda corpus, _job: corpus.pairs,
         lambda corpus, _job, _texts: write_pairs(corpus),
     ),
     Phase(
         "shingles",
-        lambda corpus: _if_near(corpus, corpus.tasks),
+        _until_done(lambda corpus: _if_near(corpus, corpus.tasks)),
         lambda corpus, task: corpus.shingles(task),
         write_shingles,
     ),
     Phase(
         "verified",
-        lambda corpus: parts(corpus) if corpus.settings.near else 0,
+        _until_done(lambda corpus: parts(corpus) if corpus.settings.near else 0),
         lambda corpus, part: corpus.verified(part),
         lambda corpus, part, _texts: write_verified(corpus, part),
     ),
     Phase(
         "clusters",
-        lambda _corpus: 1,
+        _until_done(lambda _corpus: 1),
         lambda corpus, _job: corpus.report,
         lambda corpus, _job, _texts: write_clusters(corpus),
     ),
@@ -98,7 +104,7 @@ def run_job(corpus: Corpus, phase: int, job: int, texts: Texts) -> None:
     """Run one job of ``PHASES[phase]`` unless its file is there. Raises UsageError if the texts have changed."""
     found = PHASES[phase]
     if not found.path(corpus, job).exists():
-        corpus.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(corpus.folder)
         found.write(corpus, job, texts)
 
 
@@ -109,7 +115,7 @@ def deduplicate(corpus: Corpus, texts: Texts, workers: int = 1, *, keep_phases: 
     files of the phases before, about 1.3 kB per document, are removed unless ``keep_phases``.
     """
     if not corpus.report.exists():
-        corpus.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(corpus.folder)
         remove_drafts(corpus.folder)
         _run_phases(corpus, texts, workers)
     if not keep_phases:
@@ -127,13 +133,11 @@ def remove_phases(corpus: Corpus) -> None:
 
 
 def _run_phases(corpus: Corpus, texts: Texts, workers: int) -> None:
-    if workers == 1:
-        for phase in range(len(PHASES)):
-            for job in range(PHASES[phase].jobs(corpus)):
-                run_job(corpus, phase, job, texts)
-        return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for phase in range(len(PHASES)):
-            jobs = [job for job in range(PHASES[phase].jobs(corpus)) if not PHASES[phase].path(corpus, job).exists()]
-            for done in [pool.submit(run_job, corpus, phase, job, texts) for job in jobs]:
-                done.result()
+    with Workers(workers) as pool:
+        for number, phase in enumerate(PHASES):
+            for _ in pool.run(partial(_run_job, corpus, number, texts), range(phase.jobs(corpus))):
+                pass
+
+
+def _run_job(corpus: Corpus, phase: int, texts: Texts, job: int) -> None:
+    run_job(corpus, phase, job, texts)

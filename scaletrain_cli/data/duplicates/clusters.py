@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -91,7 +92,7 @@ class _Table:
             return np.empty(0, dtype)
         file = self._files.enter_context(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
         file.truncate(self.documents * np.dtype(dtype).itemsize)
-        return np.memmap(file, dtype, "r+", shape=(self.documents,))
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype)
 
     def join(self, corpus: Corpus) -> None:
         """Join the documents of all pairs of duplicates; the lowest of a cluster is its root."""

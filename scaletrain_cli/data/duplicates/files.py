@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.safe_files import open_new, open_to_read
+from scaletrain_cli.safe_files import make_folder, open_new, open_to_read
 
 Numbers = npt.NDArray[Any]
 
@@ -39,7 +39,7 @@ class SectionWriter:
         self.facts: dict[str, Any] = {}
 
     def __enter__(self) -> SectionWriter:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         self._file: BinaryIO = open_new(self._draft)
         return self
 

@@ -16,6 +16,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.data.steps.normalization import stream_safe
+
 U64 = npt.NDArray[np.uint64]
 
 HASH_BYTES = 16
@@ -40,7 +42,7 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd, so that powers of it never vanish modulo 2*
 
 def exact_hash(text: str) -> bytes:
     """Return 128 bits of a text (BLAKE2b): equal for texts that differ in white space and Unicode composition alone."""
-    composed = text if text.isascii() else unicodedata.normalize("NFC", text)
+    composed = text if text.isascii() else unicodedata.normalize("NFC", stream_safe(text))
     data = " ".join(composed.split()).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()
 
@@ -93,7 +95,8 @@ def _block_words(text: str) -> U64:
         codes = np.frombuffer(text.lower().encode("ascii"), np.uint8)
     else:
         codes = np.frombuffer(
-            unicodedata.normalize("NFKD", text).lower().encode("utf-32-le", "surrogatepass"), np.dtype("<u4")
+            unicodedata.normalize("NFKD", stream_safe(text)).lower().encode("utf-32-le", "surrogatepass"),
+            np.dtype("<u4"),
         )
     kinds = _kinds(text.isascii())[codes]
     present = kinds != _LEFT_OUT

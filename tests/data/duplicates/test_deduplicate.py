@@ -197,6 +197,7 @@ duplicates.deduplicate(corpus, PlantedTexts(200, words=60))
     results = {name: data for name, data in expected.items() if name.startswith("removed/") or name == "report.json"}
     assert content(folder) == results
     assert removed(corpus) == removed(reference)
+    assert [phase.jobs(corpus) for phase in PHASES] == [0] * len(PHASES)
 
 
 def test_duplicates_across_sources_are_kept_if_so_wished(tmp_path: Path) -> None:

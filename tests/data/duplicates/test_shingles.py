@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -57,6 +58,15 @@ def test_a_long_text_has_the_same_words_block_by_block(monkeypatch: pytest.Monke
 def test_the_exact_hash_ignores_white_space_and_composition_alone() -> None:
     assert exact_hash(" caf\u00e9\n\nnoir ") == exact_hash("cafe\u0301 noir")
     assert len({exact_hash(text) for text in ("a b", "A b", "a, b", "ab", "a 1", "a 2", "")}) == 7
+
+
+def test_many_combining_marks_in_a_row_take_linear_time() -> None:
+    """Normalization alone would take minutes."""
+    text = "one twé" + "\u0316\u0301" * 100_000 + " three"
+    start = time.process_time()
+    assert words_of(text).tolist() == words_of("one twe three").tolist()
+    assert exact_hash(text) != exact_hash("one twe three")
+    assert time.process_time() - start < 5
 
 
 def test_shorter_texts_have_no_shingles() -> None:
