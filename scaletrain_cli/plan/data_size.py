@@ -66,7 +66,7 @@ def _data_size(
             return None
         files = find_files(source, kinds=ROW_FORMATS).files
         return _of_rows(files, objective, seq_len, packed, split)
-    except (OSError, ValueError, KeyError, TypeError, NoCorpusError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, NoCorpusError):
         return None  # the checks of submit and validate state what is wrong
 
 

@@ -49,7 +49,8 @@ def test_large_files_are_estimated_from_their_beginnings(tmp_path: Path) -> None
 
 def test_what_cannot_be_read_is_unknown(tmp_path: Path) -> None:
     assert data_size(spec(tmp_path, f"data.source={tmp_path}/nothing.jsonl")) is None
-    (tmp_path / "bad.jsonl").write_text("not json\n")
-    assert data_size(spec(tmp_path, f"data.source={tmp_path}/bad.jsonl")) is None
+    for name, text in (("bad", "not json\n"), ("deep", "[" * 100_000 + "\n"), ("empty", "")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        assert data_size(spec(tmp_path, f"data.source={tmp_path}/{name}.jsonl")) is None
     assert data_size(spec(tmp_path, "data.source=hf://datasets/org/rows@main")) is None
     assert data_size(spec(tmp_path, "data.source=python-docstrings")) is None
