@@ -277,7 +277,13 @@ def _windows(config: dict[str, Any], kind: str) -> dict[str, Any]:
             raise SourceError("hf_config", f"has layer_types, which models of type {kind} do not have")
         return {"sliding_window": window, "layer_types": None}
     layers = config.get("num_hidden_layers")
-    if not kinds and "max_window_layers" in known.used and isinstance(layers, int):  # Qwen
+    if not kinds and "max_window_layers" in known.used:  # Qwen
+        if window is None:
+            return {"sliding_window": None, "layer_types": None, "rope_local_base_freq": None}
+        if not isinstance(layers, int):
+            raise SourceError(
+                "hf_config", "has use_sliding_window, and no whole num_hidden_layers, which it depends on"
+            )
         first = config.get("max_window_layers", 28)
         if not isinstance(first, int) or first < 0:
             raise SourceError("hf_config", f"has max_window_layers = {str(first)[:80]}, which is not a whole number")
@@ -332,9 +338,12 @@ def _activation(config: dict[str, Any], kind: str) -> dict[str, Any]:
 def _dropouts(config: dict[str, Any], family: str) -> dict[str, Any]:
     if family == "llama":
         return {"attention_dropout": config.get("attention_dropout")}
-    embedding, residual = config.get("embd_pdrop"), config.get("resid_pdrop")
+    # A key that is left out has the default of transformers.
+    missing = ARCHITECTURES["gpt2"].defaults["hidden_dropout"]
+    embedding, residual = (missing if config.get(key) is None else config[key] for key in ("embd_pdrop", "resid_pdrop"))
     if embedding != residual:
-        raise SourceError("hf_config", f"has embd_pdrop = {embedding} and resid_pdrop = {residual}; they must be equal")
+        shown = f"embd_pdrop = {str(embedding)[:80]} and resid_pdrop = {str(residual)[:80]}"
+        raise SourceError("hf_config", f"has {shown}, where a missing key is {missing:g}; they must be equal")
     return {"hidden_dropout": residual, "attention_dropout": config.get("attn_pdrop")}
 
 
@@ -406,7 +415,7 @@ _VISION_DEFAULTS = {
 
 
 def vision_from_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the model keys of a config.json whose ``model_type`` is one of VISION."""
+    """Return the model keys of a config.json whose ``model_type`` is one of VISION. Raises SourceError."""
     family = config["model_type"]
     fields = VISION[family].model_fields
     found = {key: value for key, value in config.items() if key in fields and value is not None}
@@ -416,5 +425,7 @@ def vision_from_config(config: dict[str, Any]) -> dict[str, Any]:
         if tower in fields:
             known: Any = fields[tower].annotation
             given = config.get(tower) or {}
+            if not isinstance(given, dict):
+                raise SourceError("hf_config", f"has {tower} = {str(given)[:80]}, which is not a mapping")
             found[tower] = {key: value for key, value in given.items() if key in known.model_fields}
     return merged(vision_presets()[_VISION_DEFAULTS[family]], {**found, "family": family})

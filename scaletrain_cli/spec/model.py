@@ -379,8 +379,8 @@ class ModelSpec(Section):
         if scaling is not None:
             if self.positions != "rotary":
                 yield "rope_scaling", f"has no effect on {self.positions} positions. Remove it."
-            channels = self.rotary_dim // 2
-            yield from ((f"rope_scaling.{key}", message) for key, message in scaling.inconsistencies(channels))
+            found = scaling.inconsistencies(self.rotary_dim // 2, self.rope_theta, self.max_position_embeddings)
+            yield from ((f"rope_scaling.{key}", message) for key, message in found)
         if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
             key = "qk_rope_head_dim" if self.kv_lora_rank else "head_dim"
             if self.partial_rotary_factor < 1 and not self.kv_lora_rank:

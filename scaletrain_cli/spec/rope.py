@@ -49,14 +49,19 @@ class RopeScalingSpec(Section):
     beta_slow: Positive | None = Field(default=None, description="yarn; null: 1")
     mscale: Positive | None = None
     mscale_all_dim: Positive | None = None
-    truncate: bool | None = Field(default=None, description="yarn; round the ends of the ramp to whole channels")
+    truncate: bool | None = Field(
+        default=None, description="yarn; round the ends of the ramp to whole channels; null: true"
+    )
     short_factor: Factors | None = Field(
         default=None, description="longrope; divisor of each frequency if no position exceeds the original context"
     )
     long_factor: Factors | None = Field(default=None, description="longrope; divisors otherwise, for all positions")
 
-    def inconsistencies(self, channels: int) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for keys that the kind requires, or does not use; ``channels``: frequencies."""
+    def inconsistencies(self, channels: int, theta: float, context: int) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for keys that the kind requires, does not use, or cannot compute with.
+
+        ``channels``: frequencies; ``theta``: their base; ``context``: model.max_position_embeddings.
+        """
         for key in _NEEDED[self.rope_type]:
             if getattr(self, key) is None:
                 yield key, f"is required with rope_type: {self.rope_type}."
@@ -66,6 +71,13 @@ class RopeScalingSpec(Section):
         low, high = self.low_freq_factor, self.high_freq_factor
         if self.rope_type == "llama3" and low is not None and high is not None and low >= high:
             yield "low_freq_factor", f"must be below high_freq_factor = {high:g}."
+        if self.rope_type == "yarn" and theta <= 1:
+            yield "rope_type", f"yarn requires model.rope_theta above 1; it is {theta:g}."
+        if self.rope_type == "dynamic" and channels == 1:
+            yield "rope_type", "dynamic requires more than 2 rotated channels per head."
+        original = self.original_max_position_embeddings or context
+        if self.rope_type == "longrope" and original == 1 and self.attention_factor is None:
+            yield "original_max_position_embeddings", "must be above 1 without attention_factor."
         for key in ("short_factor", "long_factor") if self.rope_type == "longrope" else ():
             factors = getattr(self, key)
             if factors is not None and len(factors) != channels:

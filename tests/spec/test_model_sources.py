@@ -238,6 +238,49 @@ def test_rope_scaling_is_imported_or_rejected_by_name(tmp_path: Path) -> None:
     )
 
 
+def model_problems(settings: str) -> dict[str, str]:
+    """Return the messages about a model by key; none if it loads."""
+    text = f"{START}model: {{hf_config: llama, {settings}}}\n"
+    try:
+        load(text)
+    except SpecError as error:
+        return {str(one.key).removeprefix("model.rope_scaling."): one.message for one in error.problems}
+    return {}
+
+
+def test_rope_scalings_that_cannot_be_computed_are_refused() -> None:
+    yarn = "rope_scaling: {rope_type: yarn, factor: 2}"
+    assert model_problems(f"rope_theta: 1, {yarn}") == {"rope_type": "yarn requires model.rope_theta above 1; it is 1."}
+    assert model_problems(f"rope_theta: 1.1, {yarn}") == {}
+    dynamic = "num_attention_heads: 2048, num_key_value_heads: 2048, rope_scaling: {rope_type: dynamic, factor: 2}"
+    assert model_problems(f"{dynamic}, head_dim: 2") == {
+        "rope_type": "dynamic requires more than 2 rotated channels per head."
+    }
+    assert model_problems(f"{dynamic}, head_dim: 4") == {}
+    ones = f"[{', '.join(['1'] * 64)}]"
+    longrope = f"{{rope_type: longrope, short_factor: {ones}, long_factor: {ones}, original_max_position_embeddings: 1"
+    assert model_problems(f"rope_scaling: {longrope}}}") == {
+        "original_max_position_embeddings": "must be above 1 without attention_factor."
+    }
+    assert model_problems(f"rope_scaling: {longrope}, attention_factor: 1}}") == {}
+
+
+def test_a_config_that_cannot_be_used_has_one_clear_error(tmp_path: Path) -> None:
+    def reported(name: str, without: str, **changes: object) -> str:
+        config = json.loads((FIXTURES / name / "config.json").read_text())
+        write_config(tmp_path, {key: value for key, value in (config | changes).items() if key != without})
+        return problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
+
+    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 20}
+    assert "has use_sliding_window, and no whole num_hidden_layers" in reported("qwen2", "num_hidden_layers", **window)
+    assert "has text_config = [1], which is not a mapping" in reported("clip", "", text_config=[1])
+    different = "has embd_pdrop = 0.3 and resid_pdrop = 0.1, where a missing key is 0.1; they must be equal"
+    assert different in reported("gpt2", "resid_pdrop", embd_pdrop=0.3)
+    config = json.loads((FIXTURES / "gpt2/config.json").read_text())
+    write_config(tmp_path, {key: value for key, value in config.items() if key != "embd_pdrop"})
+    assert load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model.hidden_dropout == 0.1
+
+
 def windows(config: str) -> tuple[object, ...]:
     model = load(f"{START}model: {{hf_config: {config}}}\n").model
     return model.sliding_window, model.layer_types, model.windowed_layers

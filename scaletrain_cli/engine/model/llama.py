@@ -64,7 +64,10 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.attention_sinks else None
 
     def forward(self, x: Tensor, tables: tuple[Tables, Tables], context: TokenContext) -> Tensor:
-        """``tables``: of layers with full attention, and of layers with a window."""
+        """Return what attention adds to the hidden states x; both [batch, length, hidden].
+
+        ``tables``: cosines and sines of the positions for layers with full attention, and for layers with a window.
+        """
         batch, length, _ = x.shape
         if self.fused:
             query, key, value = split_fused(self.qkv_proj(x), self.widths)
@@ -106,6 +109,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the hidden states x; both [batch, length, hidden]."""
         if self.fused:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
@@ -148,6 +152,7 @@ class DecoderLayer(nn.Module):
         return self.self_attn
 
     def forward(self, x: Tensor, tables: tuple[Tables, Tables], context: TokenContext) -> Tensor:
+        """Return the hidden states after this block, [batch, length, hidden]; ``tables``: as for ``Attention``."""
         if self.norm_position == "pre":
             x = x + self.attention_dropout(self.self_attn(self.input_layernorm(x), tables, context), context)
             mixed = self._feed_forward(self.post_attention_layernorm(x), context)

@@ -274,7 +274,8 @@ class TextWorkload(Workload):
                 yield Rule(f"model.{key}", _shown(getattr(model, key)), "engine-llama-only", family)
         activation = "silu" if model.num_experts or model.base_family == "llama" else "gelu_pytorch_tanh"
         if model.activation != activation and (model.num_experts or model.base_family == "gpt"):
-            params = {**family, "activation": activation}
+            layers = "experts" if model.num_experts else f"{model.family} models"
+            params = {"layers": layers, "activation": activation}
             yield Rule("model.hidden_activation", model.activation, "engine-activation", params)
         if model.num_experts and model.fused_projections:
             yield Rule("model.fused_projections", "true", "engine-fused-experts")

@@ -147,7 +147,7 @@ _ENGINE = {
         "this engine's {family} models have one key-value head per attention head", ("Use {heads}, or family: llama.",)
     ),
     "engine-llama-only": Text("this engine's {family} models do not have this setting", ("Remove the key.",)),
-    "engine-activation": Text("this engine computes {activation} in these models", ("Use {activation}.",)),
+    "engine-activation": Text("{layers} of this engine have only the activation {activation}", ("Use {activation}.",)),
     "engine-fused-experts": Text("this engine's experts have separate matrices", ("Use false.",)),
     "engine-all-biases": Text("this engine's {family} models always have all biases", ("Use false.",)),
     "engine-no-qk-norm": Text("this engine's {family} models do not normalize queries and keys", ("Use false.",)),
