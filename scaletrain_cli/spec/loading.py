@@ -231,7 +231,7 @@ def _environment_of_hub(raw: dict[str, Any]) -> dict[str, str]:
     env, cluster = raw.get("env"), raw.get("cluster")
     scheduler = cluster.get("scheduler", DEFAULT) if isinstance(cluster, dict) else DEFAULT
     try:
-        runs_here = backend_traits(scheduler).runs_here
+        runs_here = isinstance(scheduler, str) and backend_traits(scheduler).runs_here
     except (KeyError, TypeError, ValueError, ScaletrainError):  # reported by validation
         runs_here = False
     return environment_here(env if isinstance(env, dict) else {}, os.environ, runs_here=runs_here)
