@@ -32,12 +32,18 @@ HEADER = "| fine-tuning | layout | ranks | loss | gradient norm | seconds | |\n|
 _SFT = ("training.objective=sft",)
 _DPO = ("training.objective=dpo", "training.optimizer.lr=5.0e-4")
 _DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
+_EXPERTS = (
+    *("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32"),
+    *("model.router_aux_loss_coef=0.1", "model.router_z_loss_coef=0.01"),
+)
 KINDS: dict[str, tuple[str, ...]] = {
     "sft": _SFT,
     "sft weighted": _SFT,
     "sft weighted chunked": (*_SFT, "training.cross_entropy=chunked"),
     "sft packed": _SFT,
     "sft packed dropout": (*_SFT, *_DROPOUT),
+    "sft experts": (*_SFT, *_EXPERTS),
+    "sft packed experts": (*_SFT, *_EXPERTS, "model.capacity_factor=0.9"),
     "dpo": _DPO,
     "dpo chunked": (*_DPO, "training.cross_entropy=chunked"),
     "dpo robust": (*_DPO, "training.dpo.loss=robust", "training.dpo.label_smoothing=0.1"),
