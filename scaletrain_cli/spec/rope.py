@@ -31,7 +31,7 @@ Factors = Annotated[tuple[Positive, ...], Field(min_length=1, max_length=1024)]
 class RopeScalingSpec(Section):
     """RoPE scaling, with Hugging Face's keys.
 
-    ``linear`` (arXiv:2306.15595), ``dynamic`` (NTK-aware, by the longest sequence of a micro-batch), ``llama3`` (Llama
+    ``linear`` (arXiv:2306.15595), ``dynamic`` (NTK-aware, by the length of a row), ``llama3`` (Llama
     3.1 to 3.3), ``yarn`` (arXiv:2309.00071), ``longrope`` (arXiv:2402.13753, Phi-3 and later).
     """
 

@@ -14,8 +14,8 @@ from scaletrain_cli.spec import ModelSpec
 
 
 def longest(positions: Tensor) -> Tensor:
-    """Return the highest position plus 1, a scalar."""
-    return positions.max() + 1
+    """Return the highest position plus 1 of each row: [rows], or a scalar for positions [length] of all rows."""
+    return positions.amax(-1) + 1
 
 
 class CausalLM(nn.Module, ABC):
@@ -23,7 +23,7 @@ class CausalLM(nn.Module, ABC):
 
     tokens, labels: [batch, length] int64; label -100 is ignored. context: the places of these tokens.
     ``sequence_ranks``: over how many ranks each sequence is sharded. ``longest``: returns the highest position plus 1
-    in all parts of the sequences, given the positions of a rank.
+    of each row in all its parts, given the positions of a rank.
     """
 
     residual_projections: tuple[str, ...]  # suffixes of the names of matrices that write into the residual stream

@@ -28,7 +28,7 @@ def tables_of_layers(spec: ModelSpec, positions: Tensor, longest: Tensor | None)
 
 
 def depends_on_longest(spec: ModelSpec) -> bool:
-    """Return True if the frequencies depend on the longest sequence of the micro-batch."""
+    """Return True if the frequencies of a row depend on its length."""
     return spec.rope_scaling is not None and spec.rope_scaling.rope_type in ("dynamic", "longrope")
 
 
@@ -42,17 +42,17 @@ def rotary_tables(
 ) -> Tables:
     """Return cosines and sines for positions [length], each [length, channels], in fp32.
 
-    For positions [batch, length], each [batch, 1, length, channels]. Not buffers, which would be cast to bf16.
-    ``context``: max_position_embeddings. ``longest``: scalar, the highest position of the whole micro-batch plus 1, for
-    scalings that depend on it.
+    For positions [batch, length], or ``longest`` [batch], each [batch, 1, length, channels]. Not buffers, which would
+    be cast to bf16. ``context``: max_position_embeddings. ``longest``: the highest position of each whole row plus 1,
+    [batch], or a scalar for all rows; for scalings that depend on it.
     """
     frequencies = theta ** -(torch.arange(0, channels, 2, device=positions.device, dtype=torch.float32) / channels)
     factor = 1.0
     if scaling is not None:
         frequencies, factor = scaled(frequencies, channels, theta, scaling, context, longest)
-    angles = positions.float().unsqueeze(-1) * frequencies
+    angles = positions.float().unsqueeze(-1) * (frequencies.unsqueeze(-2) if frequencies.ndim == 2 else frequencies)
     angles = torch.cat((angles, angles), dim=-1)
-    if positions.ndim == 2:
+    if angles.ndim == 3:
         angles = angles.unsqueeze(1)  # the same for all heads
     return angles.cos() * factor, angles.sin() * factor
 
@@ -82,8 +82,9 @@ def scaled(
     context: int,
     longest: Tensor | None = None,
 ) -> tuple[Tensor, float]:
-    """Return the scaled frequencies [channels / 2] and a factor of cosines and sines.
+    """Return the scaled frequencies and a factor of cosines and sines.
 
+    Frequencies [channels / 2], or of each row, [batch, channels / 2], with ``longest`` [batch].
     ``context``: the original context if ``scaling`` does not state it; ``longest``: as for ``rotary_tables``.
     """
     original = scaling.original_max_position_embeddings or context
@@ -103,13 +104,14 @@ def scaled(
 def _longrope(frequencies: Tensor, scaling: RopeScalingSpec, original: int, longest: Tensor | None) -> Tensor:
     """Return frequencies over the short factors, or the long ones if a position exceeds the original context.
 
-    They apply to all positions of the micro-batch, as in transformers (arXiv:2402.13753).
+    They apply to all positions of a row (arXiv:2402.13753), as in transformers with a batch of one row.
     """
     device = frequencies.device
     short = torch.tensor(scaling.short_factor, device=device)
     if longest is None:
         return frequencies / short
-    return frequencies / torch.where(longest > original, torch.tensor(scaling.long_factor, device=device), short)
+    long = torch.tensor(scaling.long_factor, device=device)
+    return frequencies / torch.where(longest.unsqueeze(-1) > original, long, short)
 
 
 def _longrope_attention_factor(scaling: RopeScalingSpec, context: int) -> float:
@@ -124,10 +126,10 @@ def _longrope_attention_factor(scaling: RopeScalingSpec, context: int) -> float:
 def _dynamic(
     channels: int, theta: float, factor: float, context: int, longest: Tensor | None, frequencies: Tensor
 ) -> Tensor:
-    """Return frequencies with a base that grows with the longest sequence beyond the context (NTK-aware scaling)."""
+    """Return frequencies with a base that grows with the length of the row beyond the context (NTK-aware scaling)."""
     if longest is None:
         return frequencies
-    length = longest.clamp(min=context).float()
+    length = longest.unsqueeze(-1).clamp(min=context).float()
     base = theta * (factor * length / context - (factor - 1)) ** (channels / (channels - 2))
     exponents = torch.arange(0, channels, 2, device=frequencies.device, dtype=torch.float32) / channels
     return base**-exponents

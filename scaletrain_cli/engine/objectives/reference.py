@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
+from scaletrain_cli.engine.model.rope import depends_on_longest
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus
 from scaletrain_cli.engine.step import Stepper
@@ -59,7 +60,16 @@ def reference_key(spec: RunSpec, dataset: Sequence[str]) -> dict[str, Any]:
         "precision": spec.training.precision,
         "model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest(),
         "weights": _weights_key(spec),
+        **_padding_key(spec),
     }
+
+
+def _padding_key(spec: RunSpec) -> dict[str, Any]:
+    """Return a mark for models whose rows once depended on the padding of their micro-batch, and no longer do."""
+    model = spec.transformer
+    if model.capacity_factor or depends_on_longest(model):
+        return {"padding": "not counted"}
+    return {}
 
 
 def _weights_key(spec: RunSpec) -> str:
@@ -138,8 +148,8 @@ class ReferencePass:
     def with_reference(self, reader: BatchReader, split: str, step: int) -> BatchReader | None:
         """Return the reader with the log-probabilities of its pairs; None after a preemption signal.
 
-        Raises ReferenceDataError if the run has trained ``step`` > 0 steps and its file is missing: the weights are no
-        longer the reference.
+        Raises ReferenceDataError if the run has trained ``step`` > 0 steps and its file is missing, or counted padding
+        in an earlier version: the weights are no longer the reference.
         """
         pairs, path = len(reader.sequences), self.run.reference / split
         # Files of the weights may be gone once a checkpoint has replaced them.
@@ -179,7 +189,8 @@ class ReferencePass:
         file = ReferenceFile.read(path)
         if file is None or file.pairs != pairs:
             return None
-        same = file.key == key if step == 0 else file.key.get("dataset") == list(self.dataset)
+        expected = {"dataset": list(self.dataset), **_padding_key(self.spec)}
+        same = file.key == key if step == 0 else expected.items() <= file.key.items()
         return file.values if same else None
 
     def _shared(self, values: Values | None) -> Values:

@@ -32,7 +32,7 @@ def shard_attention_over_sequence(model: CausalLM, axis: Axis) -> None:
 
 
 def _longest(axis: Axis, positions: Tensor) -> Tensor:
-    """Return the highest position plus 1 in the parts of all ranks. Collective."""
+    """Return the highest position plus 1 of each row in the parts of all ranks. Collective."""
     found = longest(positions)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
     return found

@@ -88,17 +88,26 @@ def test_a_family_equals_transformers_before_and_after_training(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", ["llama dynamic", "phi4-mini"])
-def test_frequencies_follow_the_longest_row_without_its_padding(name: str, tmp_path: Path) -> None:
-    """Transformers pads a batch to its longest row."""
+def test_frequencies_of_a_row_follow_its_length_beside_any_other_row(name: str, tmp_path: Path) -> None:
+    """Log-probabilities are those of the row alone, and logits those of transformers for a batch of one row."""
     theirs = reference(name, tmp_path)
     ours, tokens = loaded(spec_of(tmp_path), tmp_path), tokens_of()
-    for lengths in ((10, 14), (10, 20)):
-        real = torch.arange(LENGTH) < torch.tensor(lengths).unsqueeze(1)
-        short = real[:, : max(lengths)]
-        context = TokenContext(torch.arange(LENGTH), torch.arange(2), real=real)
-        with torch.no_grad():
-            expected = theirs(tokens[:, : max(lengths)], attention_mask=short.long()).logits
-            close(logits(ours, tokens, context)[real], expected[short])
+
+    def log_probabilities(tokens: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        context = TokenContext(torch.arange(tokens.shape[1]), torch.arange(len(tokens)), real=real)
+        labels = torch.where(real, tokens, -100)
+        return ours(tokens, labels, context, output=lambda model, hidden: model.row_log_probabilities(hidden, labels))
+
+    lengths = (10, 20)  # within the original context, and beyond it
+    real = torch.arange(LENGTH) < torch.tensor(lengths).unsqueeze(1)
+    with torch.no_grad():
+        found = logits(ours, tokens, TokenContext(torch.arange(LENGTH), torch.arange(2), real=real))
+        together = log_probabilities(tokens, real)
+        for row, length in enumerate(lengths):
+            part = tokens[row : row + 1, :length]
+            close(found[row : row + 1, :length], theirs(part).logits)
+            alone = log_probabilities(part, torch.ones_like(part, dtype=torch.bool))
+            torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi4-mini", "deepseek dense", "gpt-oss"])

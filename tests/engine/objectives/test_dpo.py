@@ -149,7 +149,8 @@ def test_a_missing_reference_after_the_first_step_ends_the_run(damage: str, tmp_
     ((reused, error),) = on_ranks(1, resumed, tmp_path, spec_of(DPO), damage, 4)
     assert reused == (damage == "none")
     if damage != "none":
-        assert "reference/train: the reference log-probabilities are missing or damaged, and after 4 steps" in error
+        assert "reference/train: the reference log-probabilities are missing or damaged, " in error
+        assert "and after 4 steps the weights are no longer those of the reference" in error
 
 
 def test_a_reference_file_is_read_only_if_its_header_and_values_are_those_that_were_written(tmp_path: Path) -> None:
@@ -230,3 +231,27 @@ def test_the_key_of_a_reference_depends_on_data_weights_length_and_precision(tmp
     keys.append(json.dumps(reference_key(changed[-1], ("tokens",))))
     assert len(set(keys)) == len(keys)
     assert json.dumps(reference_key(spec_of(DPO, "training.steps=99"), ("tokens",))) == keys[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "used"),
+    [
+        ((), 0, True),
+        ((), 3, True),
+        (("model.rope_scaling={rope_type: dynamic, factor: 2}",), 0, False),
+        (("model.rope_scaling={rope_type: dynamic, factor: 2}",), 3, False),
+        (("model.num_experts=4", "model.num_experts_per_tok=2", "model.capacity_factor=1.5"), 3, False),
+    ],
+)
+def test_a_reference_that_counted_padding_is_not_used(
+    settings: tuple[str, ...], step: int, used: bool, tmp_path: Path
+) -> None:
+    """Headers of the versions that did so have no mark."""
+    spec = spec_of(DPO, *settings)
+    key = reference_key(spec, ("tokens",))
+    values = np.zeros((5, 2), np.float32)
+    reads: Any = SimpleNamespace(spec=spec, dataset=("tokens",))
+    for header, accepted in ((key, True), ({k: v for k, v in key.items() if k != "padding"}, used)):
+        ReferenceFile(header, 5, values).write(tmp_path / "train")
+        known = ReferencePass._known(reads, tmp_path / "train", 5, key, step)
+        assert (known is not None) == accepted
