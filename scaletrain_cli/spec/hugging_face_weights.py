@@ -16,13 +16,13 @@ from scaletrain_cli.spec.presets import SourceError
 # config.json is compared only if its absence has a meaning.
 _HIDDEN_FROM_SHAPES = (
     "family",
+    "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
     "rope_theta",
     "norm_eps",
     "num_experts_per_tok",
     "norm_topk_prob",
-    "rope_interleave",
 )
 _DENSE_BLOCKS = ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
 _ABSENCE_IS_A_VALUE = (
@@ -39,6 +39,7 @@ _ABSENCE_IS_A_VALUE = (
     "n_group",
     "topk_group",
     "routed_scaling_factor",
+    "rope_interleave",
 )
 _MOST_LAYERS = 10_000  # compared for their windows and experts
 

@@ -249,7 +249,7 @@ def export(
             save_file(tensors, draft / name, metadata={"format": "pt"})  # required by transformers
             (draft / name).chmod(written.stat().st_mode)  # safetensors creates its files readable for the owner only
             place |= dict.fromkeys(tensors, name)
-        parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+        parameters = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name not in exact)
         total_bytes = sum(torch.Size(shape).numel() * exact.get(name, dtype).itemsize for name, shape in shapes.items())
         if len(files) > 1:
             index = {"metadata": {"total_size": total_bytes}, "weight_map": place}

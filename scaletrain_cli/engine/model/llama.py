@@ -1,8 +1,8 @@
 """Llama and its relatives: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
-One implementation for Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, OLMo 2 and DeepSeek, whose differences are
-settings of the ``ModelSpec``. Modules have the names of the architecture whose settings they have, in Hugging Face's
-files.
+One implementation for Llama, Mistral, Mixtral, Qwen 2 and 3 (dense and MoE), Gemma 2 and 3, Phi-3, OLMo 2, DeepSeek-V2
+and V3, and GPT-OSS, whose differences are settings of the ``ModelSpec``. Modules have the names of the architecture
+whose settings they have, in Hugging Face's files.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ class MoELayer(nn.Module):
         self.balance_coefficient, self.z_coefficient = spec.router_aux_loss_coef, spec.router_z_loss_coef
         self.loss_scale, self.sequence_ranks = 1.0, 1
         self.replicas: dist.ProcessGroup | None = None  # the ranks whose loads of experts are summed
-        self.bias_update_speed, self.step_load = spec.bias_update_speed, None
+        self.bias_update_speed = spec.bias_update_speed
+        self.step_load: Tensor | None = None  # how often each expert was chosen since the last step
         self.measures: RoutingMeasures | None = None
         self.dispatch: Dispatch = dispatch_here
         self.tally: Tally = tally_here
@@ -158,7 +159,7 @@ class MoELayer(nn.Module):
         balance = balance_loss(probabilities if self.balance_coefficient else probabilities.detach(), even, parts)
         z = z_loss(logits if self.z_coefficient else logits.detach(), parts)  # measured only, without a gradient
         loss = self.balance_coefficient * balance + self.z_coefficient * z
-        if self.bias_update_speed:
+        if self.bias_update_speed and self.gate.weight.requires_grad:  # the bias of a frozen router stays
             weights = _WithCount.apply(weights, self, load.sum(dim=0))  # type: ignore[no-untyped-call]
         weights = _WithLoss.apply(weights, loss, self.loss_scale)  # type: ignore[no-untyped-call]
         self._measure(balance, z, kept, total, parts)

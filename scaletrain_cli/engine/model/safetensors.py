@@ -64,7 +64,7 @@ class HuggingFaceFolder:
         self._file_of = _index(folder)
         config = _config(folder)
         self._block = block_of(config)
-        self._untrained = _untrained_layers(config, model.spec.num_hidden_layers)
+        self._untrained = _untrained_layers(config)
         try:
             differing = list(config_mismatches(folder, model.spec))
         except UsageError as error:
@@ -208,14 +208,16 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _untrained_layers(config: dict[str, Any], layers: int) -> tuple[str, ...]:
+def _untrained_layers(config: dict[str, Any]) -> tuple[str, ...]:
     """Return the beginnings of the names of layers that predict further tokens (DeepSeek-V3, section 2.2).
 
-    They come after the others in the files, and are not loaded, as in transformers.
+    They come after the ``num_hidden_layers`` others in the files, and are not loaded, as in transformers.
     """
+    layers = config.get("num_hidden_layers")
     further = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
-    numbers = range(layers, layers + min(further, _MOST_FURTHER)) if isinstance(further, int) else range(0)
-    return tuple(f"model.layers.{number}." for number in numbers)
+    if not isinstance(layers, int) or not isinstance(further, int):
+        return ()
+    return tuple(f"model.layers.{number}." for number in range(layers, layers + min(further, _MOST_FURTHER)))
 
 
 def _index(folder: Path) -> dict[str, Path]:

@@ -143,10 +143,7 @@ def reference(name: str, folder: Path, **changes: Any) -> nn.Module:
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.normal_(0.0, 0.3)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn_like(buffer))
+                buffer.normal_()
     model.save_pretrained(folder)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from scaletrain_cli.engine.checkpoint.export import export, stored_layout
+from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.materialization import matrices_of, stored_buffers
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.errors import UsageError
 from tests.engine.checkpoint.test_export import NO_TEXT, checkpoint_of
 from tests.engine.checkpoint.test_export import spec_of as run_spec_of
 from tests.engine.model.families import FAMILIES, LENGTH, loaded, logits, reference, spec_of, tokens_of
@@ -78,13 +82,27 @@ def test_a_family_equals_transformers_before_and_after_training(name: str, tmp_p
         close(gradient, expected[parameter])
     weights = trained(ours)
     run = run_spec_of(spec.model_dump())
-    export([checkpoint_of(tmp_path / "step-00000001", weights)], run, tmp_path / "out", torch.float32, NO_TEXT)
+    saved = checkpoint_of(tmp_path / "step-00000001", weights)
+    written = export([saved], run, tmp_path / "out", torch.float32, NO_TEXT)
+    assert written["parameters"] == sum(p.numel() for p in ours.parameters())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     assert again.config.model_type == theirs.config.model_type
     assert spec_of(tmp_path / "out", **NO_ROUTER_LOSS) == spec
     with torch.no_grad():
         close(logits(ours, tokens), again(tokens).logits)
         assert not torch.allclose(theirs(tokens).logits, again(tokens).logits, atol=1e-2)
+
+
+def test_a_deepseek_with_another_number_of_layers_or_rotation_is_refused(tmp_path: Path) -> None:
+    """transformers states one layer that predicts further tokens by default, also where the files have none."""
+    reference("deepseek v3", tmp_path, num_hidden_layers=3, num_nextn_predict_layers=1)
+    spec = spec_of(tmp_path)
+    for changes in ({"num_hidden_layers": 2}, {"rope_interleave": False}):
+        with pytest.raises(UsageError, match=f"{next(iter(changes))} = (3|true): the spec has (2|false)."):
+            HuggingFaceFolder(tmp_path, outline(spec.model_copy(update=changes)))
+        written = json.loads((tmp_path / "config.json").read_text())
+        written.pop("rope_interleave", None)
+        (tmp_path / "config.json").write_text(json.dumps(written))
 
 
 @pytest.mark.parametrize("name", ["llama dynamic", "phi4-mini"])

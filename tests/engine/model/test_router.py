@@ -147,3 +147,7 @@ def test_the_bias_of_the_choice_moves_towards_even_loads_by_its_speed() -> None:
     update_correction_biases(layer, 0.0)  # a step that was not applied
     update_correction_biases(layer, 1.0)
     torch.testing.assert_close(layer.gate.e_score_correction_bias, expected)
+    layer.gate.requires_grad_(False)
+    layer(x.requires_grad_()).sum().backward()
+    update_correction_biases(layer)
+    torch.testing.assert_close(layer.gate.e_score_correction_bias, expected, msg="that of a frozen router stays")
