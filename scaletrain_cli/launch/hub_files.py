@@ -8,10 +8,11 @@ from pathlib import Path, PurePosixPath
 
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch
-from scaletrain_cli.launch.resource_checks.files import View, is_shared
+from scaletrain_cli.launch.resource_checks.files import View
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.hub_files import environment_here as hub_environment
 from scaletrain_cli.spec.hub_files import hub_uses, with_local_files
+from scaletrain_cli.spec.shared_paths import is_shared
 
 # Set for runs that only measure their nodes, which read no files.
 MEASURES_ONLY = "SCALETRAIN_ONLY"

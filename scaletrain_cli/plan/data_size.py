@@ -8,19 +8,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from scaletrain_cli.hub.reference import is_reference
-from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED, ROW_FORMATS, NoCorpusError, find_files, kind_of
+from scaletrain_cli.spec.shared_paths import parent_of_glob
 
 # Characters of English text per token of the tokenizers of Llama 3, Qwen and GPT-4, by order of magnitude.
 _CHARACTERS_PER_TOKEN = 4
 _FILES_READ = 8
 _BYTES_READ = 1 << 18  # of each of these files
+_FEWEST_ROWS = 8  # of an estimate
+_LARGEST_COUNT = 1 << 62
 
 
 class DataSize(NamedTuple):
@@ -38,64 +42,91 @@ class DataSize(NamedTuple):
 def data_size(spec: RunSpec) -> DataSize | None:
     """Return the size of ``data.source``; None if it cannot be known here without preparing the data.
 
-    That is so for text that is not prepared, embedded data, the hub, and compressed or binary files of rows.
+    That is so for text that is not prepared, embedded data, the hub, compressed or binary files of rows, rows of which
+    the beginnings of the files show too few, and files that this machine has not or may have in other versions.
     """
     source = spec.data.source
     if spec.code.own_program or spec.unit != "tokens" or source in EMBEDDED or is_reference(source):
         return None
     try:
-        found = os.stat(expand_home(source))
+        if not _is_seen(spec, source):
+            return None
+        place = (spec.folder / expand_home(source)).absolute()
+        found = os.stat(place)
         stamp = (found.st_mtime_ns, found.st_size)
     except (OSError, ValueError):
         stamp = (0, 0)  # a glob, or nothing
     data, model = spec.data, spec.transformer
+    folder = spec.folder.absolute()
     return _data_size(
-        source, spec.training.objective, model.seq_len, data.packing != "none", data.validation_split, stamp
+        source, folder, spec.training.objective, model.seq_len, data.packing != "none", data.validation_split, stamp
     )
+
+
+def _is_seen(spec: RunSpec, source: str) -> bool:
+    """Return whether the ranks are assumed to read the files that this machine has at the path."""
+    traits = spec.cluster.traits
+    if traits.runs_here:
+        return True
+    seen = parent_of_glob(source)
+    return traits.shared_run_directory and not spec.cluster.section.unseen_place(spec.folder, seen)
 
 
 @lru_cache(maxsize=32)
 def _data_size(
-    source: str, objective: str, seq_len: int, packed: bool, split: float, stamp: tuple[int, int]
+    source: str, folder: Path, objective: str, seq_len: int, packed: bool, split: float, stamp: tuple[int, int]
 ) -> DataSize | None:
     try:
-        prepared = expand_home(source) / "dataset.json"
+        prepared = folder / expand_home(source) / "dataset.json"
         if prepared.is_file():
-            return _of_prepared(json.loads(prepared.read_bytes()), objective, seq_len)
+            with open_to_read(prepared) as file:
+                return _of_prepared(json.loads(file.read()), objective, seq_len)
         if objective == "causal_lm":
             return None
-        files = find_files(source, kinds=ROW_FORMATS).files
+        files = find_files(source, folder, ROW_FORMATS).files
         return _of_rows(files, objective, seq_len, packed, split)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, NoCorpusError):
         return None  # the checks of submit and validate state what is wrong
 
 
 def _of_prepared(info: dict[str, Any], objective: str, seq_len: int) -> DataSize:
-    tokens, other = int(info["train_tokens"]), int(info["validation_tokens"])
+    tokens, other = _count(info["train_tokens"]), _count(info["validation_tokens"])
     if objective == "causal_lm":
         return DataSize(max(0, tokens - 1) // seq_len, max(0, other - 1) // seq_len, tokens, True)
     width = 2 if objective == "dpo" else 1
-    return DataSize(int(info["train_rows"]) // width, int(info["validation_rows"]) // width, tokens, True)
+    return DataSize(_count(info["train_rows"]) // width, _count(info["validation_rows"]) // width, tokens, True)
+
+
+def _count(value: Any) -> int:
+    """Return the value if it is a count. Raises ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST_COUNT:
+        raise ValueError(f"not a count: {value!r}")
+    return value
 
 
 def _of_rows(files: tuple[Path, ...], objective: str, seq_len: int, packed: bool, split: float) -> DataSize | None:
-    """Return the size of rows that are not prepared, as if all rows were like the first ones of some files."""
+    """Return the size of rows that are not prepared, as if all rows were like the first ones of some files.
+
+    None if the beginnings show too little: fewer than _FEWEST_ROWS whole rows, or a cut row in most of what was read.
+    """
     if any(kind_of(path) != "jsonl" or path.suffix != ".jsonl" for path in files):
         return None
+    size = sum(_size_of_regular(path) for path in files)
     sample = files[:: math.ceil(len(files) / _FILES_READ)]
-    read = rows = characters = 0
+    read = cut = rows = characters = 0
     for path in sample:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             beginning = file.read(_BYTES_READ)
+            is_whole = len(beginning) == os.fstat(file.fileno()).st_size
         lines = beginning.splitlines(keepends=True)
-        if len(beginning) == _BYTES_READ and len(lines) > 1:
-            lines.pop()  # not whole
+        if not is_whole and lines:
+            cut += len(lines.pop())
         read += sum(map(len, lines))
         rows += sum(bool(line.strip()) for line in lines)
         characters += sum(_characters(json.loads(line)) for line in lines if line.strip())
-    if not rows:
+    if not rows or (read < size and (cut > read or rows < _FEWEST_ROWS)):
         return None
-    total = sum(path.stat().st_size for path in files) / read
+    total = size / read
     whole = round(rows * total)
     tokens = math.ceil(characters * total / _CHARACTERS_PER_TOKEN)
     if not packed:  # longer rows are truncated
@@ -105,6 +136,14 @@ def _of_rows(files: tuple[Path, ...], objective: str, seq_len: int, packed: bool
     if packed:
         train = math.ceil(tokens / seq_len)
     return DataSize(train, round(train * split / (1 - split)) if split < 1 else 0, tokens, False)
+
+
+def _size_of_regular(path: Path) -> int:
+    """Return the size of a file. Raises ValueError for a FIFO or device, and OSError."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"not a regular file: {path}")
+    return found.st_size
 
 
 def _characters(value: Any) -> int:

@@ -211,10 +211,12 @@ def _with_decided(run: RunDir, data: dict[str, Any], revision: int) -> RunRecord
     path = revision_path(run, revision) if revision else run.record
     decided = _read(path, REVISION_SCHEMA) if revision else data
     try:
+        spec = RunSpec.model_validate(decided["spec"], context=dict(RECORDED))
+        spec.set_folder(Path(data["working_folder"]))
         return RunRecord(
             run_id=data["run_id"],
             created=data["created"],
-            spec=RunSpec.model_validate(decided["spec"], context=dict(RECORDED)),
+            spec=spec,
             plan=_plan_reader().validate_python(with_reasons(decided["plan"])),
             versions=data["versions"],
             code_hash=data["code_hash"],

@@ -146,6 +146,7 @@ def override_spec(spec: RunSpec, overrides: Sequence[str], *, file: str) -> RunS
     if problems or new is None:
         raise SpecError("the overrides do not give a valid run spec", tuple(problems))
     new.read_from(source)
+    new.set_folder(spec.folder)
     return new
 
 

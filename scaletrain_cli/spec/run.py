@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, WithJsonSchema, model_validator
@@ -223,6 +224,7 @@ class RunSpec(Section):
         default=[], description="names only; values are read from the environment at submission"
     )
     _source: Source | None = PrivateAttr(default=None)
+    _folder: Path = PrivateAttr(default=Path())
 
     @model_validator(mode="before")
     @classmethod
@@ -240,6 +242,15 @@ class RunSpec(Section):
     def read_from(self, source: Source) -> None:
         """Store the source, so that later problems can name the line of a key."""
         self._source = source
+
+    @property
+    def folder(self) -> Path:
+        """The folder to which the paths of the spec are relative; by default the working folder of this process."""
+        return self._folder
+
+    def set_folder(self, folder: Path) -> None:
+        """Store the folder to which the paths are relative: for a recorded run the one that it was submitted in."""
+        self._folder = folder
 
     def where(self, key: str) -> str:
         """Return ``file:line`` of a dotted key, or of the section that lacks it; ``run spec`` without a file."""

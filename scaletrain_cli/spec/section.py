@@ -6,6 +6,7 @@ Modules of the spec do without ``from __future__ import annotations``: pydantic 
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -211,6 +212,10 @@ class BackendSection(Section):
     @property
     def summary(self) -> str:
         """Return the settings to name in a summary of the job, each after a comma: ``, partition gpu``."""
+        return ""
+
+    def unseen_place(self, folder: Path, path: str) -> str:
+        """Return where the ranks look for ``path``, relative to ``folder``, if it is not visible from here; else ''."""
         return ""
 
     @property

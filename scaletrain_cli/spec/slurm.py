@@ -1,14 +1,18 @@
 """The Slurm options of the cluster section: each value one word of a `#SBATCH` line, or quoted where bash reads it."""
 
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.quantities import Bytes, Matching, PositiveSeconds
 from scaletrain_cli.spec.section import BackendSection, Section
+from scaletrain_cli.spec.shared_paths import is_shared
 from scaletrain_cli.text import seconds_text
 
 _SLURM_WORD = r"[A-Za-z0-9_.,:=/@%+*\[\]\-&|!()]{1,256}"
@@ -121,6 +125,18 @@ class SlurmSpec(BackendSection):
         given = {"partition": self.partition, "account": self.account, "QOS": self.qos, "reservation": self.reservation}
         limit = f", requeued after {seconds_text(self.time)}" if self.time is not None else ""
         return "".join(f", {what} {value}" for what, value in given.items() if value is not None) + limit
+
+    def unseen_place(self, folder: Path, path: str) -> str:
+        """Return ``in the container`` or ``on the nodes`` where the path is not visible from here."""
+        place = PurePosixPath(folder / expand_home(path))
+        if self.container is not None:
+            seen = [mount.split(":")[:2] for mount in self.container.mounts]
+            if not any(len(set(mount)) == 1 and place.is_relative_to(mount[0]) for mount in seen):
+                return "in the container"
+        beside_the_submitter = not expand_home(path).is_absolute()
+        if beside_the_submitter or os.path.lexists(place) or is_shared(place):
+            return ""
+        return "on the nodes"
 
     @property
     def host_memory_per_node(self) -> float | None:

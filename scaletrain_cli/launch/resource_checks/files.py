@@ -29,6 +29,7 @@ from scaletrain_cli.spec.corpus_files import (
 )
 from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from scaletrain_cli.spec.shared_paths import is_shared, parent_of_glob
 
 
 @dataclass(frozen=True)
@@ -66,31 +67,8 @@ class View:
         return "" if self.on_node else backend_for(self.spec.cluster.scheduler).unseen_place(self, path)
 
 
-def parent_of_glob(source: str) -> str:
-    """Return the part of a path before the first component with a wildcard."""
-    if os.path.lexists(source):
-        return source
-    parts: list[str] = []
-    for part in PurePosixPath(source).parts:
-        if set(part) & set("*?["):
-            break
-        parts.append(part)
-    return str(PurePosixPath(*parts)) if parts else "."
-
-
 def is_missing(path: str) -> bool:
     return not os.path.lexists(path) and is_shared(PurePosixPath(path))
-
-
-def is_shared(path: PurePosixPath) -> bool:
-    """Return whether ``path`` is assumed to be the same on the nodes as here.
-
-    False below folders that each host has for itself, and below a top-level folder that does not exist here.
-    """
-    own = ("/tmp", "/var", "/run", "/dev", "/proc", "/scratch", "/local", "/localscratch", "/opt", "/usr", "/etc")
-    if any(path.is_relative_to(folder) for folder in own):
-        return False
-    return len(path.parts) < 2 or os.path.isdir(os.path.join("/", path.parts[1]))
 
 
 def source_problems(view: View) -> Iterator[Problem]:

@@ -6,11 +6,10 @@ script.py renders the batch script; job.py is what the script calls to begin and
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from scaletrain_cli.errors import Problem, SchedulerError
@@ -30,13 +29,12 @@ from scaletrain_cli.launch.backends.slurm.site import (
 )
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.node_exclusion import Exclusion
-from scaletrain_cli.launch.resource_checks.files import is_missing, is_shared
+from scaletrain_cli.launch.resource_checks.files import is_missing
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
@@ -134,16 +132,7 @@ class SlurmBackend(Backend):
 
     def unseen_place(self, view: View, path: str) -> str:
         """Return ``in the container`` or ``on the nodes`` where the path is not visible from here."""
-        place = PurePosixPath(view.folder / expand_home(path))
-        container = view.spec.cluster.slurm.container
-        if container is not None:
-            seen = [mount.split(":")[:2] for mount in container.mounts]
-            if not any(len(set(mount)) == 1 and place.is_relative_to(mount[0]) for mount in seen):
-                return "in the container"
-        beside_the_submitter = not expand_home(path).is_absolute()
-        if beside_the_submitter or os.path.lexists(place) or is_shared(place):
-            return ""
-        return "on the nodes"
+        return view.spec.cluster.slurm.unseen_place(view.folder, path)
 
     def has_own_python(self, spec: RunSpec) -> bool:
         """Return whether a script, modules or a container in ``cluster.slurm`` sets up Python on the nodes."""
