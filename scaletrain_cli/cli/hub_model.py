@@ -5,7 +5,6 @@ Only the list of the repository's files and its config.json are fetched.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +21,17 @@ USUAL_GPUS = 8
 _GPUS_PER_NODE = 8
 
 
-def find_model(text: str, overrides: Sequence[str] = ()) -> HubModel:
-    """Return what the hub says about a model; overrides of ``env`` apply. Raises UsageError."""
+def find_model(text: str, overrides: Sequence[str] = (), scheduler: str | None = None) -> HubModel:
+    """Return what the hub says about a model; overrides of ``env`` apply as for a run by ``scheduler``.
+
+    Raises UsageError.
+    """
     from scaletrain_cli.hub.cache import HubSettings
     from scaletrain_cli.hub.client import resolve
     from scaletrain_cli.hub.reference import HubError, parse_reference
-    from scaletrain_cli.spec.hub_files import TOKENIZER, environment_here, read_hub_config
+    from scaletrain_cli.spec.hub_files import TOKENIZER, read_hub_config
     from scaletrain_cli.spec.hugging_face import from_config, read_config
+    from scaletrain_cli.spec.loading import hub_environment_of
     from scaletrain_cli.spec.presets import LONGEST_DEFAULT_SEQ_LEN, SourceError
     from scaletrain_cli.spec.source import Source, apply_override
     from scaletrain_cli.spec.starting_spec import HubModel
@@ -36,9 +39,10 @@ def find_model(text: str, overrides: Sequence[str] = ()) -> HubModel:
     raw: dict[str, Any] = {}
     for override in overrides:
         list(apply_override(raw, override, Source(text)))  # a problem is reported when the spec is parsed
-    env = raw.get("env")
-    given = environment_here(env if isinstance(env, dict) else {}, os.environ, runs_here=True)
-    settings = HubSettings.from_environment(given)
+    cluster = raw.setdefault("cluster", {})
+    if scheduler is not None and isinstance(cluster, dict):
+        cluster.setdefault("scheduler", scheduler)
+    settings = HubSettings.from_environment(hub_environment_of(raw))
     try:
         reference = parse_reference(text)
         if reference.kind != "model":
@@ -84,9 +88,8 @@ def spec_of_model(
     if scheduler is None:
         several = next(backend.name for backend in all_backends() if backend.traits.max_nodes != 1)
         scheduler = DEFAULT if nodes == 1 else several
-    written = starting_spec(
-        hub_model=find_model(text, overrides), gpu=gpu, scheduler=scheduler, nodes=nodes, gpus_per_node=per_node
-    )
+    model = find_model(text, overrides, scheduler)
+    written = starting_spec(hub_model=model, gpu=gpu, scheduler=scheduler, nodes=nodes, gpus_per_node=per_node)
     return parse_spec(
         written, file=text, base_dir=Path(), overrides=overrides, cluster=choose_cluster(cluster) if cluster else None
     )

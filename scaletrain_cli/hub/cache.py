@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.hub.reference import HubReference, is_commit
-from scaletrain_cli.safe_files import make_folder, replace_file
+from scaletrain_cli.safe_files import make_folder, open_to_read, replace_file
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _TRUE = ("1", "ON", "YES", "TRUE")
@@ -28,6 +28,8 @@ FOLDER_MODE = 0o777  # less the umask, as huggingface_hub creates its folders: a
 VARIABLES = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE")
 CACHE_VARIABLES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"})
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+TOKEN_PATH = "HF_TOKEN_PATH"
+NO_TOKEN = "HF_HUB_DISABLE_IMPLICIT_TOKEN"  # if true, no token is read or sent
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,11 @@ class HubSettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> HubSettings:
         """Return the settings by the rules of huggingface_hub, which reads its variables when it is imported."""
-        home = _home(environment)
-        cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
         return cls(
-            cache=_expanded(cache, environment) if cache else home / "hub",
-            endpoint=(environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"),
-            offline=(environment.get("HF_HUB_OFFLINE") or environment.get("TRANSFORMERS_OFFLINE") or "").upper()
-            in _TRUE,
-            token=_token(environment, home),
+            cache=cache_folder(environment),
+            endpoint=endpoint_of(environment),
+            offline=is_offline(environment),
+            token=_token(environment, _home(environment)),
         )
 
     def repo_folder(self, reference: HubReference) -> Path:
@@ -59,6 +58,22 @@ class HubSettings:
     def snapshot(self, reference: HubReference, commit: str) -> Path:
         """Return the folder that holds the files of a commit under their own names."""
         return self.repo_folder(reference) / "snapshots" / commit
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of the cache. Reads no file."""
+    cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    return _expanded(cache, environment) if cache else _home(environment) / "hub"
+
+
+def endpoint_of(environment: Mapping[str, str]) -> str:
+    """Return the address of the hub, without a slash at its end."""
+    return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+
+
+def is_offline(environment: Mapping[str, str]) -> bool:
+    """Return whether no request may be sent."""
+    return (environment.get("HF_HUB_OFFLINE") or environment.get("TRANSFORMERS_OFFLINE") or "").upper() in _TRUE
 
 
 def _home(environment: Mapping[str, str]) -> Path:
@@ -78,15 +93,15 @@ def _expanded(path: str, environment: Mapping[str, str]) -> Path:
 
 
 def _token(environment: Mapping[str, str], home: Path) -> str | None:
-    if environment.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").upper() in _TRUE:
+    if environment.get(NO_TOKEN, "").upper() in _TRUE:
         return None
     for name in TOKEN_VARIABLES:
         if value := environment.get(name, "").strip():
             return value
-    given = environment.get("HF_TOKEN_PATH")
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        path = _expanded(given, environment) if given else home / "token"
-        return path.read_text(encoding="utf-8").strip() or None
+    given = environment.get(TOKEN_PATH)
+    path = _expanded(given, environment) if given else home / "token"
+    with contextlib.suppress(OSError, ValueError), open_to_read(path) as file:
+        return file.read().decode().strip() or None
     return None
 
 

@@ -10,8 +10,7 @@ from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch
 from scaletrain_cli.launch.resource_checks.files import View
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.hub_files import environment_here as hub_environment
-from scaletrain_cli.spec.hub_files import hub_uses, with_local_files
+from scaletrain_cli.spec.hub_files import hub_environment, hub_uses, with_local_files
 from scaletrain_cli.spec.shared_paths import is_shared
 
 # Set for runs that only measure their nodes, which read no files.
@@ -23,7 +22,7 @@ _KEPT_ON_NODES = ("HOME", "USER")
 
 def environment_here(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for requests from this machine, with the variables of the hub in ``env`` of the spec."""
-    return hub_environment(spec.env, environment, runs_here=spec.cluster.traits.runs_here)
+    return hub_environment(spec.env, spec.secret_env, environment, runs_here=spec.cluster.traits.runs_here)
 
 
 def environment_of_nodes(spec: RunSpec, environment: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scaletrain_cli.reasons import Text
 
-_TOKEN = "export HF_TOKEN of an account that may read it"
+_TOKEN = "export HF_TOKEN of an account that may read it; for an endpoint in env, name it in secret_env, too"
 
 _LIST = "Run `scaletrain data prepare SPEC` where the hub can be reached, which keeps the list, or name one file"
 
@@ -22,7 +22,7 @@ TEXTS: dict[str, Text] = {
         "{endpoint} refuses the token in use (HTTP {status}): it is wrong, expired or revoked",
         ("Create a new token and export it as HF_TOKEN, or unset HF_TOKEN to read without one",),
     ),
-    "forbidden": Text("{endpoint} does not let {who} read {repo} (HTTP {status})", (_TOKEN.capitalize(),)),
+    "forbidden": Text("{endpoint} does not let {who} read {repo} (HTTP {status})", ("E" + _TOKEN[1:],)),
     "no-revision": Text(
         "{repo} has no branch, tag or commit {revision}", ("Give one of its branches or tags, or a full commit hash",)
     ),

@@ -4,11 +4,12 @@ The spec keeps what the user wrote. The run record keeps the commit of each refe
 same files in the cache.
 """
 
+import contextlib
 import fnmatch
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.hub.cache import CACHE_VARIABLES, HubFile, HubSettings, Listing
+from scaletrain_cli.hub.cache import (
+    CACHE_VARIABLES,
+    NO_TOKEN,
+    TOKEN_PATH,
+    TOKEN_VARIABLES,
+    HubFile,
+    HubSettings,
+    Listing,
+    cache_folder,
+    endpoint_of,
+    is_offline,
+)
 from scaletrain_cli.hub.reference import HubError, HubReference, is_reference, parse_reference
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.corpus_files import COMPRESSED, FORMATS, ROW_FORMATS, is_about_the_corpus, kind_of
@@ -47,7 +59,7 @@ _OWN_PROGRAMS = "scaletrain_cli.engine."  # such as evaluations, which read what
 WHOLE_CHECKPOINT = "SCALETRAIN_EVALUATED_WHOLE"
 _LARGEST_INDEX_BYTES = 100_000_000
 _MORE_OF_HUB = ("HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_OFFLINE")  # without the prefix HF_
-_PATHS_ON_NODES = (*CACHE_VARIABLES, "HF_TOKEN_PATH", "HF_XET_CACHE", "HF_ASSETS_CACHE")
+_PATHS_ON_NODES = (*CACHE_VARIABLES, TOKEN_PATH, "HF_XET_CACHE", "HF_ASSETS_CACHE")
 # The names that the library datasets gives to the parts of a split.
 _SHARD = re.compile(r"(?P<before>.*-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>\.[a-z.]+)")
 _MOST_SHARDS, _MOST_SHOWN = 10_000, 3
@@ -90,23 +102,37 @@ class HubUse:
         return parse_reference(self.text)
 
 
-def environment_here(env: Mapping[str, Any], environment: Mapping[str, str], *, runs_here: bool) -> dict[str, str]:
-    """Return the environment in which this machine uses the hub for a run with ``env`` in its spec.
+def hub_environment(
+    env: Mapping[str, Any], secret_env: Iterable[str], environment: Mapping[str, str], *, runs_here: bool
+) -> dict[str, str]:
+    """Return the environment in which this machine uses the hub for a run with ``env`` and ``secret_env`` in its spec.
 
     The ranks of a run on this machine have all of ``env``. Of other runs only the variables of the hub apply here: an
-    endpoint or HF_HUB_OFFLINE as on the nodes. Their cache does if its folder exists here, too, and can be used.
+    endpoint or HF_HUB_OFFLINE as on the nodes. Their cache does if its folder exists here, too, and can be used. This
+    user's token is left out for an endpoint that only ``env`` names, unless the spec names the token, too. Values that
+    no environment can have are left out: validation reports them.
     """
-    given = {name: str(value) for name, value in env.items() if isinstance(value, str | int)}
-    if runs_here:
-        return {**environment, **given}
+    values = {name: str(value) for name, value in env.items() if isinstance(name, str) and isinstance(value, str | int)}
+    given = {name: value for name, value in values.items() if "\0" not in name + value}
+    here = {**environment, **(given if runs_here else _of_hub(given, environment))}
+    if endpoint_of(here) != endpoint_of(environment) and not {*given, *secret_env}.intersection(TOKEN_VARIABLES):
+        if runs_here and TOKEN_PATH in given:
+            return {name: value for name, value in here.items() if name not in TOKEN_VARIABLES}
+        here[NO_TOKEN] = "1"
+    return here
+
+
+def _of_hub(given: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the hub among those of the nodes that apply on this machine, too."""
     of_hub = {name: value for name, value in given.items() if name.startswith("HF_") or name in _MORE_OF_HUB}
-    here = {**environment, **{name: value for name, value in of_hub.items() if name not in _PATHS_ON_NODES}}
+    here = {name: value for name, value in of_hub.items() if name not in _PATHS_ON_NODES}
     if not CACHE_VARIABLES & of_hub.keys():
         return here
-    of_nodes = HubSettings.from_environment({**{k: v for k, v in here.items() if k not in CACHE_VARIABLES}, **of_hub})
-    folder = of_nodes.cache if of_nodes.cache.is_dir() else of_nodes.cache.parent
-    if folder.is_dir() and (of_nodes.offline or os.access(folder, os.W_OK | os.X_OK)):
-        here["HF_HUB_CACHE"] = str(of_nodes.cache)
+    cache = cache_folder({**{k: v for k, v in environment.items() if k not in CACHE_VARIABLES}, **of_hub})
+    with contextlib.suppress(OSError, ValueError):  # a folder that cannot be looked at
+        folder = cache if cache.is_dir() else cache.parent
+        if folder.is_dir() and (is_offline({**environment, **here}) or os.access(folder, os.W_OK | os.X_OK)):
+            here["HF_HUB_CACHE"] = str(cache)
     return here
 
 

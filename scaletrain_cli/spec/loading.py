@@ -21,7 +21,7 @@ from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.spec.backend_traits import DEFAULT, backend_traits
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.clusters_file import Cluster, choose_cluster
-from scaletrain_cli.spec.hub_files import environment_here, read_hub_config
+from scaletrain_cli.spec.hub_files import hub_environment, read_hub_config
 from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.presets import (
     DERIVED_FROM,
@@ -178,7 +178,9 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
     problems: list[Problem] = []
     while isinstance(given, dict):
         try:
-            raw["model"] = complete(given, base_dir, _environment_of_hub(raw))
+            config = given.get("hf_config")
+            on_hub = isinstance(config, str) and is_reference(config)
+            raw["model"] = complete(given, base_dir, hub_environment_of(raw) if on_hub else os.environ)
             return problems
         except SourceError as error:
             value = shown(given.get(error.key))
@@ -227,7 +229,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or shown(str(error))
 
 
-def _environment_of_hub(raw: dict[str, Any]) -> dict[str, str]:
+def hub_environment_of(raw: dict[str, Any]) -> dict[str, str]:
     """Return the environment in which a config.json of the hub is read, from a spec that is not validated yet."""
     env, cluster = raw.get("env"), raw.get("cluster")
     scheduler = cluster.get("scheduler", DEFAULT) if isinstance(cluster, dict) else DEFAULT
@@ -235,7 +237,9 @@ def _environment_of_hub(raw: dict[str, Any]) -> dict[str, str]:
         runs_here = isinstance(scheduler, str) and backend_traits(scheduler).runs_here
     except (KeyError, TypeError, ValueError, ScaletrainError):  # reported by validation
         runs_here = False
-    return environment_here(env if isinstance(env, dict) else {}, os.environ, runs_here=runs_here)
+    secrets = raw.get("secret_env")
+    names = [name for name in secrets if isinstance(name, str)] if isinstance(secrets, list) else []
+    return hub_environment(env if isinstance(env, dict) else {}, names, os.environ, runs_here=runs_here)
 
 
 def complete(model: dict[str, Any], base_dir: Path, environment: Mapping[str, str]) -> dict[str, Any]:

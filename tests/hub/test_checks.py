@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.cli.hub_model import find_model
+from scaletrain_cli.errors import SpecError
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.launch import hub_files
 from scaletrain_cli.launch.backends.kubernetes.manifest import manifest
@@ -17,13 +21,14 @@ from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commi
 from scaletrain_cli.launch.resource_checks.checks import check_external
 from scaletrain_cli.launch.submit import create_run, make_record
 from scaletrain_cli.rundir.record import documents_of, read_record
-from scaletrain_cli.spec import RunSpec, load_spec, parse_spec
-from scaletrain_cli.spec.hub_files import hub_uses, with_local_files
+from scaletrain_cli.spec import RunSpec, load_spec, loading, parse_spec
+from scaletrain_cli.spec.hub_files import hub_environment, hub_uses, with_local_files
 from tests.cli.command_line import Ended, scaletrain
 from tests.hub import tiny
 from tests.hub.conftest import forget
 from tests.hub.server import Hub
 from tests.launch.conftest import make_plan
+from tests.spec.samples import SPEC, load
 
 LARGE = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "a.txt", "b.txt")
 
@@ -341,3 +346,62 @@ def test_an_evaluation_reads_the_commit_of_its_run_although_the_branch_has_moved
     assert read_record(made.run).hub[f"hf://{tiny.MODEL}@main"] == model
     local = with_local_files(of_run, made.record.hub, HubSettings(Path("/cache")))
     assert local.transformer.weights == f"/cache/models--acme--tiny-llama/snapshots/{model}"
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "local"])
+@pytest.mark.parametrize("home", ["~x/\0", "/" + "x" * 300, "/closed/hf"], ids=["nul", "long", "closed"])
+def test_a_cache_in_env_that_cannot_be_looked_at_is_not_used_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, scheduler: str
+) -> None:
+    def is_dir(path: Path) -> bool:  # as for a user who may not search the folder, which root may
+        if path.is_relative_to("/closed"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return os.path.isdir(path)
+
+    if home == "/closed/hf":
+        monkeypatch.setattr(Path, "is_dir", is_dir)
+    for text in (tiny.spec_text(), SPEC):
+        with contextlib.suppress(SpecError):
+            parse_spec(
+                text,
+                file="run.yaml",
+                base_dir=Path(),
+                overrides=[
+                    f"env={json.dumps({'HF_HOME': home, 'HF_HUB_OFFLINE': '1'})}",
+                    f"cluster.scheduler={scheduler}",
+                ],
+            )
+    here = hub_environment({"HF_HOME": home}, (), {"HF_HUB_CACHE": "/mine"}, runs_here=False)
+    assert here == {"HF_HUB_CACHE": "/mine"}
+
+
+def test_the_hub_is_not_looked_at_for_a_spec_without_a_config_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "hub_environment", None)
+    load(SPEC, "env={HF_HOME: /x}")
+
+
+def test_the_token_is_sent_to_an_endpoint_in_env_only_if_the_spec_names_the_token() -> None:
+    mine = {"HF_TOKEN": "hf_mine", "HOME": "/none"}
+    mirror = {"HF_ENDPOINT": "http://mirror"}
+
+    def token(env: dict[str, str], *secret_env: str, here: dict[str, str] = mine) -> list[str | None]:
+        return [
+            HubSettings.from_environment(hub_environment(env, secret_env, here, runs_here=runs_here)).token
+            for runs_here in (False, True)
+        ]
+
+    assert token({}) == ["hf_mine"] * 2
+    assert token({"HF_ENDPOINT": "https://huggingface.co/"}) == ["hf_mine"] * 2
+    assert token(mirror) == [None] * 2
+    assert token(mirror, "HF_TOKEN") == ["hf_mine"] * 2
+    assert token(mirror, here=mine | mirror) == ["hf_mine"] * 2
+    assert token({**mirror, "HF_TOKEN": "hf_given"}) == ["hf_given"] * 2
+    assert token({**mirror, "HF_TOKEN_PATH": "/none"}) == [None] * 2
+
+
+def test_a_model_by_name_is_read_as_for_a_run_by_the_scheduler(hub: Hub, tmp_path: Path) -> None:
+    tiny.publish(hub)
+    find_model(f"hf://{tiny.MODEL}", [f"env.HF_HOME={tmp_path}/none/hf"], "slurm")
+    assert not (tmp_path / "none").exists()
+    find_model(f"hf://{tiny.MODEL}", [f"env.HF_HOME={tmp_path}/none/hf"], "local")
+    assert (tmp_path / "none").exists()
