@@ -18,6 +18,11 @@ TEXTS: dict[str, Text] = {
     "not-checked": Text(
         "not checked here: {keys:list}; looked for {place}. Each node checks it before it starts a rank"
     ),
+    "dataset-setting-unknown": Text(
+        "not checked: data.source = {source} holds prepared rows that do not record with which settings they were "
+        "made: {settings:list}",
+        ("Remove the settings, or prepare the data again",),
+    ),
     "files-not-read": Text("data.source = {source}: these files are not read: {kinds:list}"),
     # ---- evaluation.tasks ------------------------------------------------------------------------------------------
     "no-folder": Text("there is no such folder", ("Create it, or correct the path",)),
@@ -42,10 +47,6 @@ TEXTS: dict[str, Text] = {
     ),
     "dataset-setting": Text(
         "was prepared with {key} {found}, and data.{key} is {value}, which has no effect on prepared rows",
-        ("Remove data.{key}, or prepare the data again",),
-    ),
-    "dataset-setting-unknown": Text(
-        "holds prepared rows, on which data.{key} = {value} has no effect",
         ("Remove data.{key}, or prepare the data again",),
     ),
     "dataset-too-short": Text(

@@ -1,10 +1,14 @@
 """The data section of the run spec: text for pretraining, and rows for fine-tuning."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.corpus_files import PYTHON_DOCSTRINGS, PYTHON_STDLIB
 from scaletrain_cli.spec.hub_files import DataPath, ModelPath
 from scaletrain_cli.spec.quantities import Fraction, Matching, Text, Whole
@@ -108,24 +112,45 @@ class DataSpec(Section):
         if self.loss_on == "last_assistant" and self.format in ("prompt_completion", "text"):
             yield "loss_on", f"must be assistant or all with format: {self.format}, which has no turns."
 
-    def without_effect(self, prepared: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """Yield (key, value, value when prepared) for each setting that prepared rows cannot follow.
+    def recorded_fields(self) -> str:
+        """Return ``fields`` as dataset.json records them."""
+        return json.dumps(self.fields.model_dump(exclude_defaults=True), sort_keys=True)
 
-        ``prepared``: dataset.json. Settings with their default value ask for nothing. The third is empty if it was not
-        recorded, as in earlier versions. ``packing`` is not among them: the plan depends on it.
+    def recorded_template(self, folder: Path) -> str:
+        """Return ``chat_template`` as dataset.json records it: the SHA-256 of its file, null, or "" if unreadable.
+
+        ``folder``: the base of a relative path.
         """
-        if prepared.get("objective") == "sft" and self.loss_on != "assistant":
-            yield "loss_on", self.loss_on, str(prepared.get("loss_on") or "")
-        if self.truncation != "keep_start":
-            yield "truncation", self.truncation, str(prepared.get("truncation") or "")
-        if self.format != "auto":
-            yield "format", self.format, str(prepared.get("format") or "")
-        if self.chat_template_date != type(self).model_fields["chat_template_date"].default:
-            yield "chat_template_date", self.chat_template_date, str(prepared.get("template_date") or "")
+        if self.chat_template is None:
+            return "null"
+        try:
+            return f"SHA-256 {hashlib.sha256((folder / expand_home(self.chat_template)).read_bytes()).hexdigest()}"
+        except OSError:
+            return ""
+
+    def differences(self, prepared: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str, str]]:
+        """Yield (key, value, value when prepared) for each setting that is not known to be that of prepared rows.
+
+        ``prepared``: dataset.json. ``folder``: the base of relative paths. Settings with their default value ask for
+        nothing. The third is empty if it was not recorded, as in earlier versions, or cannot be compared here.
+        ``packing`` is not among them: the plan depends on it.
+        """
+        given = {"truncation": self.truncation, "format": self.format, "template_date": self.chat_template_date}
+        if prepared.get("objective") == "sft":
+            given["loss_on"] = self.loss_on
+        for name, value in given.items():
+            key = "chat_template_date" if name == "template_date" else name
+            recorded = str(prepared.get(name) or "")
+            if value not in (recorded, type(self).model_fields[key].default):
+                yield key, value, recorded
         if self.chat_template is not None:
-            yield "chat_template", str(self.chat_template), ""
+            found, recorded = self.recorded_template(folder), str(prepared.get("chat_template") or "")
+            if not found or found != recorded:
+                yield "chat_template", str(self.chat_template), recorded if found else ""
         if self.fields != FieldsSpec():
-            yield "fields", ", ".join(self.fields.model_dump(exclude_defaults=True)), ""
+            fields, recorded = self.recorded_fields(), str(prepared.get("fields") or "")
+            if fields != recorded:
+                yield "fields", fields, recorded
 
     def objective_inconsistencies(self, objective: str) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, message) for each setting that contradicts ``training.objective``."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.launch.resource_checks.files import View, source_problems, template_problems
+from scaletrain_cli.errors import sentences
+from scaletrain_cli.launch.resource_checks.files import View, not_recorded, source_problems, template_problems
 from tests.spec.samples import SPEC, load
 
 ANSWERED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -103,13 +106,18 @@ def prepared(folder: Path, **info: Any) -> None:
     [
         ({"loss_on": "all"}, "loss_on=all", ""),
         ({"loss_on": "assistant"}, "loss_on=all", "was prepared with loss_on assistant, and data.loss_on is all"),
-        ({}, "loss_on=all", "holds prepared rows, on which data.loss_on = all has no effect"),
         ({"loss_on": "all", "truncation": "drop"}, "truncation=keep_start", ""),
         ({"truncation": "keep_start"}, "truncation=drop", "was prepared with truncation keep_start"),
         ({"format": "messages"}, "format=messages", ""),
         ({"format": "messages"}, "format=alpaca", "was prepared with format messages, and data.format is alpaca"),
-        ({}, "chat_template=chat.jinja", "data.chat_template = chat.jinja has no effect"),
-        ({}, "fields.messages=chat", "data.fields = messages has no effect"),
+        ({"chat_template": f"SHA-256 {hashlib.sha256(b'{{ messages }}').hexdigest()}"}, "chat_template=chat.jinja", ""),
+        ({"chat_template": "null"}, "chat_template=chat.jinja", "was prepared with chat_template null"),
+        ({"fields": '{"messages": "chat"}'}, "fields.messages=chat", ""),
+        (
+            {"fields": "{}"},
+            "fields.messages=chat",
+            'with fields {}, and data.fields is {"messages": "chat"}',
+        ),
         ({"template_date": "2024-07-26"}, "chat_template_date=2026-01-01", "chat_template_date is 2026-01-01"),
     ],
 )
@@ -117,10 +125,24 @@ def test_settings_that_prepared_rows_cannot_follow_are_refused(
     info: dict[str, str], setting: str, said: str, tmp_path: Path
 ) -> None:
     prepared(tmp_path, objective="sft", seq_len=8, **info)
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
     given = view(tmp_path, f"data.source={tmp_path}", "model.seq_len=8", f"data.{setting}")
     found = [problem.message for problem in source_problems(given)]
     assert len(found) == bool(said)
     assert said in "".join(found)
+    assert not [*not_recorded(given)]
+    assert not [*source_problems(replace(given, begun=True))], "a run that has trained keeps its rows"
+
+
+def test_settings_that_prepared_rows_do_not_record_are_a_note_for_a_new_run(tmp_path: Path) -> None:
+    prepared(tmp_path, objective="sft", seq_len=8)
+    settings = ("data.loss_on=all", "data.chat_template=chat.jinja", "data.fields.messages=chat")
+    given = view(tmp_path, f"data.source={tmp_path}", "model.seq_len=8", *settings)
+    assert not [*source_problems(given)]
+    (note,) = not_recorded(given)
+    named = "data.loss_on = all, data.chat_template = chat.jinja, data.fields"
+    assert f"do not record with which settings they were made: {named}" in sentences(note)
+    assert not [*not_recorded(replace(given, begun=True))]
 
 
 def test_prepared_rows_are_checked_for_their_length_objective_and_packing(tmp_path: Path) -> None:

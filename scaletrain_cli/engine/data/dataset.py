@@ -153,7 +153,7 @@ def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> Tok
     return TokenSequences(mapped[0], seq_len, mapped[1], files[0], files[1])
 
 
-_LATER_FIELDS = ("loss_on", "truncation")
+_LATER_FIELDS = ("loss_on", "truncation", "chat_template", "fields")
 
 
 def seal_of(info: DatasetInfo, hashes: list[bytes]) -> str:

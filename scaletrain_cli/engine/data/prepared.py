@@ -44,9 +44,11 @@ def prepare_data(spec: RunSpec, runs_root: Path) -> Path:
 
 
 def open_data_of(
-    spec: RunSpec, folder: Path, rank: int = 0, ranks: int = 1
+    spec: RunSpec, folder: Path, rank: int = 0, ranks: int = 1, *, begun: bool = False
 ) -> tuple[DatasetInfo, TokenSequences | RowSequences, TokenSequences | RowSequences]:
     """Return info, training split and validation split of prepared data.
+
+    ``begun``: the run has a checkpoint, and keeps the rows that it has trained on, whatever its settings are.
 
     Raises UsageError, and CorruptDataError if a file has changed since it was written.
     """
@@ -62,9 +64,9 @@ def open_data_of(
     if document.get("objective") != objective:
         found = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
         raise _made_for_another(folder, found, objective)
-    if folder == expand_home(spec.data.source):  # otherwise the folder is named after the settings
-        for key, value, found in spec.data.without_effect(document):
-            if value != found:
+    if not begun and folder == expand_home(spec.data.source):  # otherwise the folder is named after the settings
+        for key, value, found in spec.data.differences(document, Path()):
+            if found:
                 params = {"folder": str(folder), "key": key, "value": value}
                 raise UsageError(Reason("data.prepared-without-setting", params))
     return open_rows(folder, document, seq_len, rank, ranks)

@@ -83,8 +83,10 @@ class RowsInfo(DatasetInfo):
     targets: int = 0
     template_date: str = ""
     template: str = ""  # SHA-256 of the special tokens and the chat templates
-    loss_on: str = ""  # empty in earlier versions, as the next one
+    loss_on: str = ""  # empty in earlier versions, as the next ones
     truncation: str = ""
+    chat_template: str = ""  # as DataSpec.recorded_template
+    fields: str = ""  # as DataSpec.recorded_fields
 
     @property
     def samples(self) -> tuple[int, int]:
@@ -285,6 +287,8 @@ def build_rows(spec: RunSpec, folder: Path) -> None:
         template=_template_hash(files),
         loss_on=data.loss_on,
         truncation=data.truncation,
+        chat_template=data.recorded_template(Path()),
+        fields=data.recorded_fields(),
         **numbers,
     )
     write_document(folder / "dataset.json", asdict(replace(info, seal=seal_of(info, hashes))))

@@ -26,19 +26,19 @@ def open_data(
 
     Raises UsageError on every rank if the dataset cannot be prepared or is too small to validate on.
     """
-    spec, folder = record.spec, Path()
+    spec, folder, begun = record.spec, Path(), False
     problem: Reason | None = None
     if ranks.rank == 0:
         try:
-            folder = prepare_data(spec, run.path.parent)
+            folder, begun = prepare_data(spec, run.path.parent), has_committed(run)
             if (owner := owner_of_dataset(folder)) is not None:
                 report_event(run, ranks.rank, "data-of-another-user", folder=str(folder), owner=owner)
         except ScaletrainError as error:
             problem = error.reason if error.reason and not error.problems else recorded(str(error))
-    folder, problem = consensus.follow_rank_zero((folder, problem))
+    folder, begun, problem = consensus.follow_rank_zero((folder, begun, problem))
     if problem is not None:
         raise UsageError(problem)
-    info, train, validation = open_data_of(spec, folder, ranks.rank, ranks.world_size)
+    info, train, validation = open_data_of(spec, folder, ranks.rank, ranks.world_size, begun=begun)
     if info.vocab_size > spec.transformer.vocab_size:
         params = {"folder": str(folder), "token_ids": info.vocab_size, "vocab_size": spec.transformer.vocab_size}
         raise UsageError(Reason("engine.vocabulary-too-large", params))

@@ -27,6 +27,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     evaluation_problems,
     not_checked,
     not_read,
+    not_recorded,
     source_problems,
     template_problems,
     tokenizer_problems,
@@ -107,7 +108,7 @@ def check_external(
     """
     view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, secrets=secrets, hub=hub or {})
     problems = tuple(dict.fromkeys(found for check in _CHECKS for found in check(view)))
-    notes = (*not_checked(view), *not_read(view), *hub_notes(view), *command_notes(view))
+    notes = (*not_checked(view), *not_read(view), *not_recorded(view), *hub_notes(view), *command_notes(view))
     return CheckResults(problems, notes)
 
 

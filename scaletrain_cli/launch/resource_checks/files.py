@@ -80,7 +80,7 @@ def source_problems(view: View) -> Iterator[Problem]:
         return
     prepared = view.folder / expand_home(source)
     if (prepared / "dataset.json").is_file():
-        if reason := _prepared_problem(prepared, view.spec):
+        if reason := _prepared_problem(prepared, view):
             yield view.problem("data.source", reason, source)
         return
     rows = view.spec.training.objective != "causal_lm"
@@ -300,7 +300,8 @@ def _safetensors_problem(path: Path) -> Reason | None:
     return Reason("checks.weights-file-size", {"file": path.name, "bytes": size, "expected": expected})
 
 
-def _prepared_problem(folder: Path, spec: RunSpec) -> Reason | None:
+def _prepared_problem(folder: Path, view: View) -> Reason | None:
+    spec = view.spec
     try:
         info = json.loads((folder / "dataset.json").read_bytes())
         width = {"uint16": 2, "uint32": 4}[info["dtype"]]
@@ -329,10 +330,9 @@ def _prepared_problem(folder: Path, spec: RunSpec) -> Reason | None:
         packing = {"found": packed, "packing": spec.data.packing}
         if packed != spec.data.packing:
             return Reason("checks.dataset-packing", packing)
-        for key, value, recorded in spec.data.without_effect(info):
-            if value != recorded:
-                setting = {"key": key, "value": value, "found": recorded}
-                return Reason("checks.dataset-setting" if recorded else "checks.dataset-setting-unknown", setting)
+        for key, value, recorded in () if view.begun else spec.data.differences(info, view.folder):
+            if recorded:
+                return Reason("checks.dataset-setting", {"key": key, "value": value, "found": recorded})
         return None
     if tokens <= model.seq_len:
         return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": model.seq_len})
@@ -357,6 +357,19 @@ def not_checked(view: View) -> Iterator[Reason]:
             places.setdefault(place, []).append(f"{key} = {path}")
     for place, named in places.items():
         yield Reason("checks.not-checked", {"keys": named, "place": place})
+
+
+def not_recorded(view: View) -> Iterator[Reason]:
+    """Yield a note on settings of a new run that its prepared rows do not record, or that cannot be compared here."""
+    source = view.spec.data.source
+    own = view.spec.code.own_program or view.spec.training.objective == "causal_lm" or source in EMBEDDED
+    if own or view.begun or is_reference(source) or view.unseen(parent_of_glob(source)):
+        return
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        info = json.loads((view.folder / expand_home(source) / "dataset.json").read_bytes())
+        found = view.spec.data.differences(info, view.folder)
+        if named := [f"data.{key} = {value}" for key, value, recorded in found if not recorded]:
+            yield Reason("checks.dataset-setting-unknown", {"source": source, "settings": named})
 
 
 def not_read(view: View) -> Iterator[Reason]:

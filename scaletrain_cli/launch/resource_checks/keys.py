@@ -76,7 +76,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "data.source",
         "files, also on the hub, or a prepared dataset",
         "exist, are readable, of a known format; the beginning of some is decoded and has the columns of data.format; "
-        "prepared rows have the settings of the spec",
+        "prepared rows have the settings of the spec (a note if unrecorded; not after the first checkpoint)",
         _SUBMIT,
         f"{_FILES}source_problems",
         f"{_UNSEEN}; every document, and the content of files on the hub: rank 0, which prepares the data",

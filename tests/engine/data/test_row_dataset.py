@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
-from scaletrain_cli.engine.data.dataset import SPLITS, prepare_dataset
+from scaletrain_cli.engine.data.dataset import _LATER_FIELDS, SPLITS, prepare_dataset
 from scaletrain_cli.engine.data.docstrings import docstring_rows
 from scaletrain_cli.engine.data.prepared import data_folder, open_data_of, prepare_data
 from scaletrain_cli.engine.data.row_dataset import RowsInfo, _open_split
@@ -231,6 +231,15 @@ def test_prepared_rows_are_a_source_for_the_same_length_and_objective_only(folde
         open_data_of(spec(folder, f"data.source={first}", "model.seq_len=32"), first)
     with pytest.raises(UsageError, match=r"holds prepared rows, on which data.loss_on = all has no effect"):
         open_data_of(spec(folder, f"data.source={first}", "data.loss_on=all"), first)
+    begun = spec(folder, f"data.source={first}", "data.loss_on=all")
+    assert open_data_of(begun, first, begun=True), "a run that has trained keeps its rows"
+    (folder / "chat.jinja").write_text("{{ messages[0].content }}{{ messages[1].content }}")
+    template = f"data.chat_template={folder}/chat.jinja"
+    with pytest.raises(UsageError, match=r"holds prepared rows, on which data.chat_template = .* has no effect"):
+        open_data_of(spec(folder, f"data.source={first}", template), first)
+    settings = (template, "data.loss_on=all", "data.fields.weight=importance")
+    made = prepare_data(spec(folder, *settings), folder / "runs")
+    assert open_data_of(spec(folder, f"data.source={made}", *settings), made)
     drops = prepare_data(spec(folder, "data.truncation=drop"), folder / "runs")
     assert open_data_of(spec(folder, f"data.source={drops}", "data.truncation=drop"), drops)
     with pytest.raises(UsageError, match=r"holds rows for sft and training.objective is dpo"):
@@ -248,12 +257,14 @@ def test_prepared_rows_of_earlier_versions_have_no_record_of_settings(folder: Pa
     path = prepare_data(given, folder / "runs")
     document = json.loads((path / "dataset.json").read_text())
     hashes = [file.hashes for split in SPLITS for file in _open_split(path, split, open_data_of(given, path)[0])[0]]
-    earlier = {name: value for name, value in document.items() if name not in ("loss_on", "truncation", "seal")}
+    earlier = {name: value for name, value in document.items() if name not in (*_LATER_FIELDS, "seal")}
     stated = hashlib.sha256(json.dumps(earlier, sort_keys=True).encode())
     for each in hashes:
         stated.update(hashlib.sha256(each).digest())
     (path / "dataset.json").write_text(json.dumps(earlier | {"seal": stated.hexdigest()}))
     assert open_data_of(given, path)[0].loss_on == ""
+    asks = (f"data.source={path}", "data.loss_on=all", "data.truncation=drop", "data.chat_template=chat.jinja")
+    assert open_data_of(spec(folder, *asks), path)
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
