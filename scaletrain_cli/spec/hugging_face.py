@@ -63,7 +63,7 @@ class KnownKeys:
 def known_keys(kind: str) -> KnownKeys:
     """Return the known keys of a transformer's ``model_type``."""
     known = ARCHITECTURES[kind]
-    used = known.used | set(_SAME_NAME) | set(known.renamed.values())
+    used = (known.used | set(_SAME_NAME) | set(known.renamed.values())) - set(known.only)
     if known.family == "gpt":
         return KnownKeys(used, known.irrelevant, known.only)
     only = {"use_mrope": (False,), **known.only}
@@ -192,6 +192,9 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     found |= _dropouts(config, known.family)
     if known.family == "llama":
         found |= {**_rope(config, kind), **_windows(config, kind), **_biases(config), **_activation(config, kind)}
+    if known.experts and "kv_lora_rank" not in known.varies and not _has_experts(config, known):
+        key = known.renamed.get("num_experts", "num_experts")
+        raise SourceError("hf_config", f"has {key} = null, but models of type {kind} have experts")
     if "decoder_sparse_step" in known.used:
         found |= _sparse_layers(config)
     if kind == "deepseek_v2":
@@ -202,7 +205,7 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
             found.pop("head_dim", None)  # that of transformers is the number of rotated channels
     given = {key: value for key, value in found.items() if value is not None or key in _NULL_IS_A_VALUE}
     whole = {"family": known.family, **known.defaults, **given, **known.fixed}
-    if "kv_lora_rank" in known.varies and _is_dense(whole):
+    if "kv_lora_rank" in known.varies and (_is_dense(whole) or not _has_experts(config, known)):
         whole = {key: value for key, value in whole.items() if key not in OF_EXPERTS}
     return {key: value for key, value in whole.items() if value is not None}
 
@@ -363,6 +366,12 @@ def _shared_experts(config: dict[str, Any], known: Architecture) -> dict[str, An
     shared = config.get("n_shared_experts", known.shared_experts)
     width = config.get("moe_intermediate_size", known.defaults["moe_intermediate_size"])
     return {"shared_expert_intermediate_size": shared * width} if _are_whole(shared, width) else {}
+
+
+def _has_experts(config: dict[str, Any], known: Architecture) -> bool:
+    """Return False if the number of experts is null, with which DeepSeek's own code has none; a missing one is not."""
+    names = {"num_experts", known.renamed.get("num_experts", "num_experts")} & config.keys()
+    return not names or any(config[name] is not None for name in names)
 
 
 def _is_dense(model: dict[str, Any]) -> bool:

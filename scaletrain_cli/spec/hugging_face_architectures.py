@@ -51,7 +51,7 @@ OF_EXPERTS = frozenset(
         "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size first_k_dense_replace "
         "norm_topk_prob scoring_func topk_method n_group topk_group routed_scaling_factor router_bias "
         "router_aux_loss_coef router_z_loss_coef capacity_factor decoder_sparse_step mlp_only_layers "
-        "shared_expert_gate"
+        "shared_expert_gate swiglu_limit"
     ).split()
 )
 _SILU = {"silu": "silu", "swish": "silu"}
@@ -66,6 +66,7 @@ _GPT2_KEYS = {
     "norm_eps": "layer_norm_epsilon",
 }
 _DEEPSEEK_KEYS = {"norm_eps": "rms_norm_eps", "num_experts": "n_routed_experts", "head_dim": "qk_nope_head_dim"}
+_DEEPSEEK_KEYS |= {"router_aux_loss_coef": "aux_loss_alpha"}  # which DeepSeek's own code reads, and transformers not
 _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "norm_position": "pre_and_post",
@@ -86,9 +87,7 @@ _QWEN_WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_la
 # Values of keys that only say that a model has no sliding window.
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (), "use_sliding_window": (False,)}
 # Keys of DeepSeek's training, and sums of other keys. The layers that predict more than the next token are not trained.
-_DEEPSEEK_IRRELEVANT = frozenset(
-    "aux_loss_alpha ep_size num_mtp_layers num_nextn_predict_layers qk_head_dim seq_aux".split()
-)
+_DEEPSEEK_IRRELEVANT = frozenset("ep_size num_mtp_layers num_nextn_predict_layers qk_head_dim seq_aux".split())
 _DEEPSEEK_ROUTER = frozenset({"n_group", "topk_group", "routed_scaling_factor"})
 _DEEPSEEK_VARIES = _DEEPSEEK_ROUTER | {"first_k_dense_replace", "shared_expert_intermediate_size", "kv_lora_rank"}
 _DEEPSEEK_ATTENTION = {"norm_eps": 1e-6, "head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
@@ -224,12 +223,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": Architecture(
         "Qwen2MoeForCausalLM",
         fixed={"shared_expert_gate": True},
+        renamed={"norm_eps": "rms_norm_eps"},
         varies=_QWEN_EXPERTS | {"qkv_bias", "sliding_window", "layer_types", "shared_expert_intermediate_size"},
         defaults={
             **{"norm_eps": 1e-6, "sliding_window": 4096, "qkv_bias": True, "num_experts": 60},
             **{"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
         },
         used=_QWEN_WINDOW | {"decoder_sparse_step", "mlp_only_layers", "qkv_bias", "shared_expert_intermediate_size"},
+        irrelevant=frozenset({"num_local_experts"}),
         only={"attention_bias": (False,), "mlp_bias": (False,)},
         activations=_SILU,
         experts=True,
@@ -238,7 +239,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3MoeForCausalLM",
         fixed={"qk_norm": True},
         varies=_QWEN_EXPERTS | {"sliding_window"},
-        defaults={"norm_eps": 1e-6, "sliding_window": 4096},
+        defaults={
+            **{"norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 4},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        },
         used=frozenset({"decoder_sparse_step", "mlp_only_layers", "sliding_window", "use_sliding_window"}),
         irrelevant=frozenset({"max_window_layers"}),
         only={"attention_bias": (False,), "mlp_bias": (False,)},
@@ -247,13 +251,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek_v2": Architecture(
         "DeepseekV2ForCausalLM",
-        fixed={"norm_topk_prob": False},  # which transformers does not read
+        fixed={"norm_topk_prob": False},
         varies=_DEEPSEEK_VARIES | {"topk_method"},
         renamed=_DEEPSEEK_KEYS,
         defaults={**_DEEPSEEK_ATTENTION, "num_experts": 64, "moe_intermediate_size": 1407},
         used=_DEEPSEEK_ROUTER | {"n_shared_experts", "topk_method"},
         irrelevant=_DEEPSEEK_IRRELEVANT,
-        only={**_EXPERTS, "moe_layer_freq": (1,), "scoring_func": ("softmax",)},
+        # with norm_topk_prob, DeepSeek's own code normalizes weights, and transformers does not
+        only={**_EXPERTS, "moe_layer_freq": (1,), "scoring_func": ("softmax",), "norm_topk_prob": (False,)},
         activations=_SILU,
         experts=True,
         shared_experts=2,

@@ -66,6 +66,8 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
         if trained.get(key, ours) != ours:
             yield differs(key, ours, trained[key])
     for key in _ABSENCE_IS_A_VALUE:
+        if key in OF_EXPERTS and not spec.moe_layers:
+            continue
         ours, theirs = getattr(spec, key), trained.get(key, ModelSpec.model_fields[key].default)
         if ours != theirs:
             yield differs(key, ours, theirs)
@@ -98,7 +100,7 @@ def _dense_differences(spec: ModelSpec, trained: dict[str, Any]) -> Iterator[tup
     """Yield the settings that differ, if other blocks then have experts."""
     theirs = {key: trained.get(key, ModelSpec.model_fields[key].default) for key in _DENSE_BLOCKS}
     theirs["mlp_only_layers"] = tuple(theirs["mlp_only_layers"])
-    other = spec.model_copy(update=theirs)
+    other = spec.model_copy(update={**theirs, "num_experts": trained.get("num_experts", 0)})
     if any(spec.has_experts(block) != other.has_experts(block) for block in range(_compared_layers(spec))):
         changed = (key for key in _DENSE_BLOCKS if getattr(spec, key) != theirs[key])
         yield from ((key, _as_list(getattr(spec, key)), _as_list(theirs[key])) for key in changed)
@@ -153,12 +155,20 @@ def _flow(value: object) -> str:
 
 def to_hugging_face(model: ModelSpec) -> dict[str, Any]:
     """Return the config.json of the architecture that matches ``model``. Raises UsageError if there is none."""
+    model = _without_unused_experts(model)
     problems = _unknown_to_all(model)
     if problems:
         raise UsageError("no Hugging Face architecture matches this model", tuple(problems))
     kind = _closest(model)
     config = {"model_type": kind, "architectures": [ARCHITECTURES[kind].model_class], "use_cache": True}
     return config | (_gpt2(model) if kind == "gpt2" else _llama(model, kind))
+
+
+def _without_unused_experts(model: ModelSpec) -> ModelSpec:
+    """Return the model without the settings of experts if all its blocks are dense."""
+    if model.moe_layers:
+        return model
+    return model.model_copy(update={key: ModelSpec.model_fields[key].default for key in OF_EXPERTS})
 
 
 def _candidates(model: ModelSpec) -> list[str]:
@@ -197,6 +207,8 @@ def _differences(model: ModelSpec, kind: str) -> list[tuple[str, str]]:
     scaling = model.rope_scaling
     if scaling is not None and scaling.rope_type not in known.ropes:
         found.append(("rope_scaling.rope_type", f"must be {' or '.join(known.ropes)}, as in {kind}."))
+    if kind == "gpt_oss" and model.swiglu_limit is None:
+        found.append(("swiglu_limit", "must be a number, as in gpt_oss."))
     if kind == "gemma3_text" and model.sliding_window and scaling is not None and not model.rope_local_base_freq:
         found.append(("rope_local_base_freq", "must be set: layers with a window are not scaled in gemma3_text."))
     return found
@@ -311,7 +323,7 @@ def _experts(model: ModelSpec, kind: str) -> dict[str, Any]:
         "num_experts" if kind.startswith("qwen") else known.renamed["num_experts"]: model.num_experts,
         "num_experts_per_tok": model.num_experts_per_tok,
         "moe_intermediate_size": model.expert_size,
-        "router_aux_loss_coef": model.router_aux_loss_coef,
+        known.renamed.get("router_aux_loss_coef", "router_aux_loss_coef"): model.router_aux_loss_coef,
     }
     for key in ("norm_topk_prob", "topk_method", "n_group", "topk_group", "routed_scaling_factor"):
         if key in known.varies:

@@ -127,11 +127,11 @@ OTHERWISE = {
     "gemma3_text": {"attn_logit_softcapping": 50.0},
     "phi3": {"resid_pdrop": 0.1, "lm_head_bias": True},
     "gpt_oss": {"attention_bias": False, "swiglu_alpha": 2.0},
-    "mixtral": {"router_jitter_noise": 0.1},
+    "mixtral": {"router_jitter_noise": 0.1, "num_local_experts": None},
     "qwen3_moe": {"mlp_only_layers": ["3"]},
     "qwen2_moe": {"attention_bias": True},
     "deepseek_v3": {"scoring_func": "softmax", "topk_method": "greedy"},
-    "deepseek_v2": {"moe_layer_freq": 2, "topk_method": "noaux_tc"},
+    "deepseek_v2": {"moe_layer_freq": 2, "topk_method": "noaux_tc", "norm_topk_prob": True},
     "gpt2": {
         "activation_function": "relu",
         "scale_attn_by_inverse_layer_idx": True,
@@ -170,23 +170,22 @@ def test_keys_missing_in_a_config_have_the_defaults_of_transformers(family: str,
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 1000}
-    sizes |= {"intermediate_size": 128, "max_position_embeddings": 64, "moe_intermediate_size": 32}
+    sizes |= {"intermediate_size": 128, "max_position_embeddings": 64}
     if family == "gpt2":
         sizes = {"n_embd": 64, "n_head": 8, "n_layer": 2, "vocab_size": 1000, "n_positions": 64}
-    if family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama"):
+    if family in ("qwen2", "qwen3", "qwen2_moe", "llama"):
         sizes |= {"num_key_value_heads": 8}
     if family == "phi3":
         sizes |= {"pad_token_id": 0}
-    if family == "qwen3_moe":
-        sizes |= {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 8}
-    theirs = CONFIG_MAPPING[family](**{key: size for key, size in sizes.items() if key != "moe_intermediate_size"})
-    sizes = {key: size for key, size in sizes.items() if key != "moe_intermediate_size" or family == "qwen3_moe"}
+    theirs = CONFIG_MAPPING[family](**sizes)
     write_config(tmp_path, {"model_type": family, **sizes})
     ours = load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
     assert ours.norm_eps == (theirs.layer_norm_epsilon if family == "gpt2" else theirs.rms_norm_eps)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.initializer_range == theirs.initializer_range
+    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        assert getattr(ours, name) == getattr(theirs, name, 0)
     if family == "gpt2":
         assert (ours.hidden_dropout, ours.attention_dropout) == (theirs.resid_pdrop, theirs.attn_pdrop)
     else:
@@ -279,6 +278,21 @@ def test_a_config_that_cannot_be_used_has_one_clear_error(tmp_path: Path) -> Non
     config = json.loads((FIXTURES / "gpt2/config.json").read_text())
     write_config(tmp_path, {key: value for key, value in config.items() if key != "embd_pdrop"})
     assert load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model.hidden_dropout == 0.1
+
+
+def test_the_number_of_experts_is_the_one_that_the_architecture_reads(tmp_path: Path) -> None:
+    def read(kind: str, **changes: object) -> ModelSpec:
+        sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 1000}
+        sizes |= {"intermediate_size": 128, "max_position_embeddings": 64, "num_key_value_heads": 8}
+        write_config(tmp_path, {"model_type": kind, **sizes, **changes})
+        return load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path).model
+
+    assert read("qwen2_moe", num_experts=8, num_local_experts=16).num_experts == 8
+    deepseek = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 2, "aux_loss_alpha": 0.5}
+    mixture = read("deepseek_v3", **deepseek, n_routed_experts=16)
+    assert (mixture.num_experts, mixture.router_aux_loss_coef) == (16, 0.5)
+    dense = read("deepseek_v3", **deepseek, n_routed_experts=None)
+    assert (dense.num_experts, dense.moe_layers, dense.scoring_func) == (0, 0, "softmax")
 
 
 def windows(config: str) -> tuple[object, ...]:

@@ -39,6 +39,8 @@ EXPORTED = {
     "gpt2": GPT,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3 without sparse blocks": {**QWEN3_MOE, "mlp_only_layers": [0, 1], "swiglu_limit": 1.0},
+    "qwen2 without sparse blocks": {**MIXTURE, "qkv_bias": True, "decoder_sparse_step": 3},
 }
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -157,6 +159,7 @@ def test_a_failed_export_leaves_no_files_and_an_existing_folder_is_not_changed(t
         ({**MIXTURE}, "model.norm_topk_prob"),
         ({**QWEN3_MOE, "shared_expert_intermediate_size": 8}, "model.shared_expert_intermediate_size"),
         ({**LLAMA, "position_embedding": "alibi"}, "model.position_embedding"),
+        ({**MIXTRAL, "bias": True, "router_bias": True, "attention_sinks": True}, "model.swiglu_limit"),
     ],
 )
 def test_a_model_that_no_hugging_face_architecture_computes_is_rejected(
