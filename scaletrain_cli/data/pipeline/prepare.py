@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, run_job
+from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, remove_phases, run_job
 from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_of, extended
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, write_shard
@@ -130,6 +130,7 @@ def _without_duplicates(
         missing = [job for job in range(phase.jobs(corpus)) if not phase.path(corpus, job).exists()]
         for done in workers.run(partial(_find_duplicates, corpus, number, texts), missing):
             progress(f"duplicates: {phase.name}", done, len(missing))
+    remove_phases(corpus)
     result, first = [], 0
     for each in found:
         work = each
