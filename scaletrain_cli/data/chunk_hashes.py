@@ -82,11 +82,8 @@ class CheckedFile:
     def __init__(self, path: Path, content: npt.NDArray[np.uint8]) -> None:
         """``content``: the whole file as bytes. Raises CorruptDataError if the number of hashes is wrong."""
         self._path, self._content = path, content
-        self.hashes = _read(hashes_path(path))
+        self.hashes = read_hashes(path, len(content))
         chunks = -(-len(content) // CHUNK_BYTES)
-        if len(self.hashes) != chunks * DIGEST_BYTES:
-            found = f"{len(self.hashes)} bytes instead of {chunks * DIGEST_BYTES}"
-            raise CorruptDataError(hashes_path(path), f"{found} for the {chunks} chunks of {path.name}")
         self._compared = bytearray(chunks)
 
     def check(self, start: int, stop: int) -> None:
@@ -104,12 +101,7 @@ class CheckedFile:
             self._compare(chunk)
 
     def _compare(self, chunk: int) -> None:
-        start, stop = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, len(self._content))
-        found = _new_hash()
-        found.update(self._content[start:stop].data)
-        if found.digest() != self.hashes[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
-            what = f"chunk {chunk} (bytes {start} to {stop}) has changed since it was prepared"
-            raise CorruptDataError(self._path, what, chunk=chunk, first_byte=start, last_byte=stop - 1)
+        compare_chunk(self._path, self.hashes, chunk, self._content[chunk * CHUNK_BYTES :][:CHUNK_BYTES].data)
         self._compared[chunk] = 1
 
 
@@ -117,11 +109,28 @@ def _new_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
-def _read(path: Path) -> bytes:
+def read_hashes(path: Path, size: int) -> bytes:
+    """Return the hashes of a data file of ``size`` bytes. Raises CorruptDataError for another number of chunks."""
     try:
-        return path.read_bytes()
+        hashes = hashes_path(path).read_bytes()
     except OSError as error:
-        raise CorruptDataError(path, str(error.strerror)) from error
+        raise CorruptDataError(hashes_path(path), str(error.strerror)) from error
+    chunks = -(-size // CHUNK_BYTES)
+    if len(hashes) != chunks * DIGEST_BYTES:
+        found = f"{len(hashes)} bytes instead of {chunks * DIGEST_BYTES}"
+        raise CorruptDataError(hashes_path(path), f"{found} for the {chunks} chunks of {path.name}")
+    return hashes
+
+
+def compare_chunk(path: Path, hashes: bytes, chunk: int, content: bytes | memoryview) -> None:
+    """Raise CorruptDataError if ``content``, the whole chunk with this number, differs from its hash."""
+    found = _new_hash()
+    found.update(content)
+    if found.digest() != hashes[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
+        start = chunk * CHUNK_BYTES
+        stop = start + len(content)
+        what = f"chunk {chunk} (bytes {start} to {stop}) has changed since it was prepared"
+        raise CorruptDataError(path, what, chunk=chunk, first_byte=start, last_byte=stop - 1)
 
 
 def _close_durably(file: BinaryIO) -> None:

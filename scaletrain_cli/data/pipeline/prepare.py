@@ -81,7 +81,7 @@ def _tokenized(preparation: Preparation, work: _Work, folder: Path, workers: Wor
         make_folder(dataset)
         _remove_drafts(dataset)
         write = partial(_write_tokens, dataset, work.chain, preparation.tokenizer, preparation.validation_share)
-        missing = [task for task in work.tasks if read_shard_info(_shard(dataset, task)) is None]
+        missing = [task for task in work.tasks if read_shard_info(shard_folder(dataset, task.number)) is None]
         for done in workers.run(write, missing):
             progress(f"tokenize {work.source.name}", len(work.tasks) - len(missing) + done, len(work.tasks))
         write_document(dataset / "dataset.json", _description(dataset, work, tokenizer))
@@ -172,8 +172,9 @@ def _find_duplicates(corpus: Corpus, phase: int, texts: _Texts, job: int) -> Non
     run_job(corpus, phase, job, texts)
 
 
-def _shard(dataset: Path, task: Task) -> Path:
-    return dataset / f"{task.number:06d}"
+def shard_folder(dataset: Path, number: int) -> Path:
+    """Return the folder with the tokens of a task, by the number of the task."""
+    return dataset / f"{number:06d}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,11 @@ class _TokenizerSettings:
 def _write_tokens(dataset: Path, chain: Chain, tokenizer: str, validation_share: float, task: Task) -> None:
     settings, loaded = _loaded(tokenizer)
     texts = (text for _, text in chain.documents(task))
-    write_shard(_shard(dataset, task), encoded(loaded, texts, settings.end_of_text, settings.dtype), validation_share)
+    write_shard(
+        shard_folder(dataset, task.number),
+        encoded(loaded, texts, settings.end_of_text, settings.dtype),
+        validation_share,
+    )
 
 
 @lru_cache(maxsize=2)
@@ -214,7 +219,7 @@ def _loaded(content: str) -> tuple[_TokenizerSettings, Tokenizer]:
 
 def _description(dataset: Path, work: _Work, tokenizer: _TokenizerSettings) -> dict[str, Any]:
     """Return the contents of dataset.json: totals, and the counts and the digest of every shard, in order."""
-    shards = [read_shard_info(_shard(dataset, task)) for task in work.tasks]
+    shards = [read_shard_info(shard_folder(dataset, task.number)) for task in work.tasks]
     if None in shards:
         raise UsageError(Reason("data.shards-missing", {"folder": str(dataset)}))
     each = [asdict(shard) for shard in shards if shard is not None]
