@@ -150,7 +150,9 @@ class Prose(_TextReader):
     def _records(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
         lines = _lines(file, replace(part, stop=_NO_END))
         if part.start:
-            next((line for line in lines if not line.content.strip()), None)
+            border = next((line for line in lines if not line.content.strip()), None)
+            if border is None or border.place >= part.stop:
+                return
         held: list[_Line] = []
         size = 0
         for line in lines:
@@ -186,9 +188,11 @@ class Code(_TextReader):
 
 def _document(lines: list[_Line]) -> Iterator[Record | BadRecord]:
     """Yield the document of some lines, unless it is blank."""
-    too_long = next((line for line in lines if not line.content), None)
+    too_long = next((number for number, line in enumerate(lines) if not line.content), None)
     if too_long is not None:
-        yield BadRecord(too_long.place, Reason("sources.too-long", {"bytes": MAX_DOCUMENT_BYTES}))
+        yield from _document(lines[:too_long])
+        yield BadRecord(lines[too_long].place, Reason("sources.too-long", {"bytes": MAX_DOCUMENT_BYTES}))
+        yield from _document(lines[too_long + 1 :])
         return
     content = b"".join(line.content for line in lines)
     if not content.strip():

@@ -82,8 +82,6 @@ class DocumentError(UsageError):
     ``reason`` does not name the place, which whoever reads the documents adds: ``place`` is that of the document.
     """
 
-    code = "document"
-
     def __init__(self, place: str, reason: Reason) -> None:
         super().__init__(reason)
         self.place = place

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scaletrain_cli.data.sources import lines
@@ -78,6 +78,7 @@ def test_each_format_gives_every_document_once_in_parts_of_any_size(name: str, p
 
 
 @settings(max_examples=60, deadline=None)
+@example(["one", "", "one"], 1, "txt")
 @given(
     st.lists(st.sampled_from(["one", "", " ", "two words", "x" * 50, "\t", "end."]), max_size=60),
     st.integers(1, 120),
@@ -272,13 +273,15 @@ def test_damaged_megatron_sets_are_named(
     assert str(bad.reason)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.py"])
 def test_a_very_long_line_is_skipped_without_being_held_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "MAX_DOCUMENT_BYTES", 1000)
-    (tmp_path / "a.jsonl").write_bytes(jsonl(["a"]) + jsonl(["x" * 5_000_000]) + jsonl(["b"]))
-    first, bad, last = read(tmp_path / "a.jsonl")
-    assert (first.text, bad.reason.code, last.text) == ("a", "sources.too-long", "b")
+    rows = ["before", "x" * 5_000_000, "after"]
+    (tmp_path / name).write_bytes(jsonl(rows) if name == "a.jsonl" else "\n".join(rows).encode())
+    first, bad, last = read(tmp_path / name)
+    assert (first.text.strip(), bad.reason.code, last.text) == ("before", "sources.too-long", "after")
 
 
 def test_a_few_invalid_bytes_in_a_long_document_are_replaced(tmp_path: Path) -> None:
