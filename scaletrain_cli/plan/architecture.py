@@ -124,8 +124,8 @@ def _latent_attention(model: ModelSpec, heads: int) -> tuple[int, int]:
     DeepSeek-V2, arXiv:2405.04434, section 2.1. The down projections are replicated on every tensor rank.
     """
     hidden, query, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
-    turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
-    wide = heads * (model.head_dim + turned)
+    turned, value = model.qk_rope_head_dim, model.value_head_dim
+    wide = heads * model.qk_head_dim
     matrices = hidden * query + query * wide if query else hidden * wide
     matrices += hidden * (latent + turned) + latent * heads * (model.head_dim + value) + heads * value * hidden
     return matrices, query + latent  # one RMSNorm after each down projection
@@ -172,12 +172,10 @@ def attention_flops(model: ModelSpec) -> int:
     appendix B) and Megatron-LM (arXiv:2104.04473). It counts twice the scores within the causal mask; so does this for
     a window of w < s tokens, whose layers have s w - w^2 / 2 of them per sequence: 4 (2 w - w^2 / s) a d per token.
     """
-    scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
-    values = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
     narrow, keys = model.windowed_layers, model.num_hidden_layers * model.seq_len
     if narrow:
         keys -= narrow * (model.seq_len - window_keys(model))
-    return 2 * keys * model.num_attention_heads * (scores + values)
+    return 2 * keys * model.num_attention_heads * (model.qk_head_dim + model.value_head_dim)
 
 
 def window_keys(model: ModelSpec) -> int:

@@ -250,7 +250,7 @@ def _experts(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
 def _latent_attention(model: ModelSpec, path: str, block: int) -> Iterator[Parameter]:
     """Yield the parameters of DeepSeek-V2's attention (arXiv:2405.04434, section 2.1) under the names of its files."""
     hidden, heads, latent, query = model.hidden_size, model.num_attention_heads, model.kv_lora_rank, model.q_lora_rank
-    wide, value = model.head_dim + model.qk_rope_head_dim, model.v_head_dim or model.head_dim
+    wide, value = model.qk_head_dim, model.value_head_dim
     if query:
         yield from _linear(path, block, _Linear("q_a_proj", query, hidden, None, False))
         yield _vector(f"{path}.q_a_layernorm.weight", query, block, None)

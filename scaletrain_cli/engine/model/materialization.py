@@ -16,9 +16,6 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.parallel.mesh import ShardSpec, shard_spec_of
 
-# Scaled random weights: a pure function of seed, name and whole shape.
-
-
 # Small enough for one CUDA launch whose threads do not loop: the order of a loop, and so the values, would depend on
 # the size of the GPU. Small enough for a CPU's cache, too.
 _CHUNK_NUMEL = 2**18
@@ -29,7 +26,8 @@ class ScaledInitialization:
     """Normal(0, ``initializer_range``) matrices; those into the residual stream are divided by sqrt(2 ``layers``).
 
     The variance of the residual stream is then independent of depth (GPT-2 report, section 2.3). Norms are
-    ``norm_weight``, biases and sinks 0. ``device`` draws; a CPU and a GPU draw different values.
+    ``norm_weight``, biases and sinks 0. Weights are a function of seed, name and whole shape. ``device`` draws them; a
+    CPU and a GPU draw different values.
     """
 
     seed: int

@@ -160,7 +160,7 @@ class MoELayer(nn.Module):
         z = z_loss(logits if self.z_coefficient else logits.detach(), parts)  # measured only, without a gradient
         loss = self.balance_coefficient * balance + self.z_coefficient * z
         if self.bias_update_speed and self.gate.weight.requires_grad:  # the bias of a frozen router stays
-            weights = _WithCount.apply(weights, self, load.sum(dim=0))  # type: ignore[no-untyped-call]
+            weights = _counted(weights, self, load.sum(dim=0))
         weights = _WithLoss.apply(weights, loss, self.loss_scale)  # type: ignore[no-untyped-call]
         self._measure(balance, z, kept, total, parts)
         return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), None if kept is None else kept.flatten(0, 1))
@@ -400,6 +400,10 @@ class _WithCount(Function):
         before = ctx.layer.step_load
         ctx.layer.step_load = ctx.load if before is None else before + ctx.load
         return gradient, None, None
+
+
+# the backward pass changes the layer, which torch.compile does not trace
+_counted = torch.compiler.disable(_WithCount.apply)  # type: ignore[no-untyped-call]
 
 
 class _Rows(Function):

@@ -219,10 +219,10 @@ def _latent_attention(model: ModelSpec, element: int, heads: int) -> tuple[int, 
     Saved are the latents before and after their norms, queries and keys with and without their rotary part, and values
     (DeepSeek-V2, arXiv:2405.04434, section 2.1).
     """
-    turned, value = model.qk_rope_head_dim, model.v_head_dim or model.head_dim
+    turned, wide, value = model.qk_rope_head_dim, model.qk_head_dim, model.value_head_dim
     latents = 2 * (model.q_lora_rank + model.kv_lora_rank) + turned
-    wide = heads * (2 * (model.head_dim + turned) + (model.head_dim + turned) + (model.head_dim + value) + value)
-    return element * (latents + wide), element * heads * value
+    channels = heads * (3 * wide + (model.head_dim + value) + value)
+    return element * (latents + channels), element * heads * value
 
 
 def _dense(model: ModelSpec, profile: MemoryProfile, sharding: BlockSharding, inner: int) -> tuple[int, int]:

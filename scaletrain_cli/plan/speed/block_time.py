@@ -188,8 +188,8 @@ def _attention_products(model: ModelSpec, tokens: int, heads: int, t: int) -> li
         queries = heads * model.head_dim
         return [(1, tokens, hidden, queries + 2 * keys), (1, tokens, queries, hidden)]
     # Latent attention (arXiv:2405.04434, section 2.1): down projections to latents, up projections to heads, output.
-    turned, value, latent = model.qk_rope_head_dim, model.v_head_dim or model.head_dim, model.kv_lora_rank
-    wide = heads * (model.head_dim + turned)
+    turned, value, latent = model.qk_rope_head_dim, model.value_head_dim, model.kv_lora_rank
+    wide = heads * model.qk_head_dim
     query = (
         [(1, tokens, hidden, model.q_lora_rank), (1, tokens, model.q_lora_rank, wide)]
         if model.q_lora_rank
@@ -236,8 +236,7 @@ def _attention_core(
     # Ulysses' all-to-all gives each rank all queries of some heads, instead of some queries of all heads.
     local = max(1, heads // work.sequence)
     queries = work.tokens * work.sequence
-    scores = model.head_dim + (model.qk_rope_head_dim if model.kv_lora_rank else 0)
-    values = (model.v_head_dim or model.head_dim) if model.kv_lora_rank else model.head_dim
+    scores, values = model.qk_head_dim, model.value_head_dim
     if work.flash:
         biased = model.positions == "alibi"
         forward, backward = flash_attention_seconds(queries, work.keys, local, scores, values, biased, rate)

@@ -151,3 +151,18 @@ def test_the_bias_of_the_choice_moves_towards_even_loads_by_its_speed() -> None:
     layer(x.requires_grad_()).sum().backward()
     update_correction_biases(layer)
     torch.testing.assert_close(layer.gate.e_score_correction_bias, expected, msg="that of a frozen router stays")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks for it
+def test_a_compiled_layer_counts_the_loads_of_each_pass_once() -> None:
+    layer = MoELayer(spec_of(scoring_func="sigmoid", topk_method="noaux_tc", bias_update_speed=0.01))
+    for tensor in layer.parameters():
+        torch.nn.init.normal_(tensor, 0.0, 0.5, generator=torch.Generator().manual_seed(5))
+    layer(tokens()).sum().backward()
+    once, layer.step_load = layer.step_load, None
+    compiled = torch.compile(layer, backend="aot_eager")
+    for passes in (1, 2):
+        checkpoint(compiled, tokens(), use_reentrant=False).sum().backward()
+        assert once is not None
+        torch.testing.assert_close(layer.step_load, passes * once)
