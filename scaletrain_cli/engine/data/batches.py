@@ -171,7 +171,10 @@ class StepBatch(NamedTuple):
             return None if values is None else values[number]
 
         def cut(values: Tensor, number: int) -> Tensor:
-            """Return what a micro-batch has of values of all positions, of this rank or of the whole length."""
+            """Return the values of a micro-batch without the positions beyond its length.
+
+            The last dimension is the whole length, or this rank's part of it, of which it keeps the same share.
+            """
             if self.lengths is None:
                 return values[number]
             length = self.lengths[number] * values.shape[-1] // max(self.lengths)
@@ -246,7 +249,7 @@ class BatchReader:
             [first + (micro * layout.data_parallel + self.mesh.data.rank) * size + offset for offset in range(size)]
             for micro in range(len(indices))
         ]
-        return self._batch(indices, places, self._counted_in(number), number)
+        return self._batch(indices, places, self._counted_in(number), of_training=number)
 
     def in_order(self, rounds: int) -> Iterator[MicroBatch]:
         """Yield the first sequences in file order: per round, one micro-batch for each data-parallel rank."""
@@ -299,15 +302,16 @@ class BatchReader:
         return len(indices) * self.sequences.seq_len - masked
 
     def _batch(
-        self, indices: list[list[int]], places: list[list[int]], counted: float, number: int | None = None
+        self, indices: list[list[int]], places: list[list[int]], counted: float, *, of_training: int | None = None
     ) -> StepBatch:
         """``counted``: weights of the labels in a global micro-batch, whose loss is the mean of the replicas' losses.
 
-        ``places``: numbers of the sequences in the run. ``number``: of the batch; None if it is not one of training.
+        ``places``: numbers of the sequences in the run. ``of_training``: number of the batch; None for one of
+        an evaluation or of the reference.
         """
         divisor = torch.tensor(counted / self.mesh.replicas.size, dtype=torch.float32) if self._is_divided else None
         if isinstance(self.sequences, RowSequences):
-            return self._rows(self.sequences, indices, places, divisor, number)
+            return self._rows(self.sequences, indices, places, divisor, of_training)
         part = self._part_of(self.sequences.seq_len)
         flat = [index for batch in indices for index in batch]
         rows = self.sequences.rows(flat)
@@ -329,9 +333,9 @@ class BatchReader:
         indices: list[list[int]],
         places: list[list[int]],
         divisor: Tensor | None,
-        number: int | None,
+        of_training: int | None,
     ) -> StepBatch:
-        lengths = self._lengths(sequences, indices, number is not None)
+        lengths = self._lengths(sequences, indices, in_training=of_training is not None)
         read = [sequences.read(batch, length) for batch, length in zip(indices, lengths, strict=True)]
         weights = [rows.weights for rows in read if rows.weights is not None]
         documents = [rows.documents for rows in read if rows.documents is not None]
@@ -362,13 +366,13 @@ class BatchReader:
             numbers=numbers,
             reference=reference,
             lengths=None if alike else tuple(lengths),
-            step_tokens=None if number is None else self._step_tokens(sequences, number),
+            step_tokens=None if of_training is None else self._step_tokens(sequences, of_training),
             real=self._stacked([rows.real for rows in read]),
         )
 
-    def _lengths(self, sequences: RowSequences, indices: list[list[int]], trains: bool) -> list[int]:
+    def _lengths(self, sequences: RowSequences, indices: list[list[int]], *, in_training: bool) -> list[int]:
         """Return the tokens that the rows of each micro-batch are padded to, the same on all ranks of a replica."""
-        if self.padded_to == "seq_len" or (self.padded_to == "step" and not trains):
+        if self.padded_to == "seq_len" or (self.padded_to == "step" and not in_training):
             return [sequences.seq_len] * len(indices)
         multiple = self.padding_multiple * self.mesh.sequence.size
         padded = [-(-sequences.longest(batch) // multiple) * multiple for batch in indices]
@@ -379,7 +383,7 @@ class BatchReader:
         """Return the positions that all replicas compute for a batch."""
         rows = self.layout.micro_batch_size * (2 if sequences.pairs else 1)
         batches = (self._indices(number, rank) for rank in range(self.layout.data_parallel))
-        return rows * sum(sum(self._lengths(sequences, indices, True)) for indices in batches)
+        return rows * sum(sum(self._lengths(sequences, indices, in_training=True)) for indices in batches)
 
     def _part_of(self, length: int) -> slice:
         """Return this rank's part of sequences of a length."""

@@ -21,6 +21,8 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 # Queries that attend to a window at once on the CPU; more would compute more scores outside of it.
 _BLOCK = 256
 _LARGEST_CUDA_HEAD = 256  # FlashAttention 2
+# Its backward pass has heads of these channels on two capabilities only (torch, ``flash_attn/flash_api.cpp``).
+_RARE_CUDA_HEADS, _CAPABILITIES_WITH_RARE_HEADS = range(193, 225), ((8, 0), (9, 0))
 
 
 def _cuda_kernel() -> Any | None:
@@ -67,12 +69,14 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
     """Return True if ``document_attention`` has a kernel for queries of this kind."""
     if device.type != "cuda":
         return device.type == "cpu"
+    capability = torch.cuda.get_device_capability(device)
     return (
         dtype in (torch.bfloat16, torch.float16)
         and head_dim % 8 == 0
         and head_dim <= _LARGEST_CUDA_HEAD
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and capability >= (8, 0)
+        and (head_dim not in _RARE_CUDA_HEADS or capability in _CAPABILITIES_WITH_RARE_HEADS)
         and _CUDA_KERNEL is not None
     )
 
@@ -90,8 +94,14 @@ def document_attention(
         window = None
     if query.is_cuda:
         return _on_cuda(query, key, value, segments, scale, window)
+    query, key, value = (_with_adjacent_channels(x) for x in (query, key, value))
     result: Tensor = _attention(query, key, value, segments.bounds, scale, window)[0]
     return result
+
+
+def _with_adjacent_channels(x: Tensor) -> Tensor:
+    """Return the tensor with the channels of a head adjacent in memory, which torch's CPU kernel assumes."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
@@ -222,6 +232,7 @@ def _backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    gradient = _with_adjacent_channels(gradient)
     groups, wide = query.shape[1] // key.shape[1], query.dtype if window is None else normalizers.dtype
     of_query = torch.zeros_like(query)
     # The blocks of a window add to the same keys, so their sums are in fp32.

@@ -295,11 +295,15 @@ class _Product(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, ends)
+        if not len(rows):  # no token of this rank has an expert; not all kernels take a product without rows
+            return rows.new_zeros(0, weights.shape[1])
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights, ends = ctx.saved_tensors
+        if not len(rows):
+            return rows.new_zeros(rows.shape), weights.new_zeros(weights.shape), None
         gradient = gradient.contiguous()
         return F.grouped_mm(gradient, weights, offs=ends), F.grouped_mm(gradient.t(), rows, offs=ends), None
 
@@ -328,9 +332,11 @@ class _Biased(Function):
         (ends,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return gradient, None, None
+        if not len(gradient):
+            return gradient, gradient.new_zeros(len(ends), gradient.shape[1]), None
         gradient = gradient.contiguous()
         ones = gradient.new_ones(len(gradient), _BIAS_COLUMNS)
-        return gradient, F.grouped_mm(gradient.t(), ones, offs=ends)[..., 0], None
+        return gradient, F.grouped_mm(gradient.t(), ones, offs=ends)[..., 0].contiguous(), None
 
 
 _SIGMOID_SCALE = 1.702  # of GPT-OSS: gate * sigmoid(1.702 gate) is close to GELU (arXiv:1606.08415)

@@ -84,9 +84,8 @@ class DispatchOverRanks:
         outgoing = counts.view(self._expert.size, held)
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing, group=self._expert.group)
-        send, receive = torch.stack(
-            (outgoing.sum(1), incoming.sum(1))
-        ).tolist()  # the only synchronization with the device
+        # waits for the device, as ``by_expert`` does where assignments are dropped or rows have padding
+        send, receive = torch.stack((outgoing.sum(1), incoming.sum(1))).tolist()
         arrived = _send(rows, send, receive, self._expert)
         # rows arrive rank by rank, and from each rank sorted by expert
         numbers = torch.arange(held, device=rows.device).repeat(self._expert.size)

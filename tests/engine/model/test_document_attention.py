@@ -64,6 +64,28 @@ def test_results_and_gradients_are_those_of_a_mask(
         assert (one - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
 
 
+def test_channels_need_not_be_adjacent_in_memory() -> None:
+    sources = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs(torch.float64, 4)]
+    segments = segments_of(DOCUMENTS)
+    expected = with_gradients(document_attention(*(x.contiguous() for x in sources), segments), sources)
+    for one, other in zip(with_gradients(document_attention(*sources, segments), sources), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads"),
+    [((8, 0), {192, 200, 224, 256}), ((9, 0), {192, 200, 224, 256}), ((8, 6), {192, 256}), ((12, 0), {192, 256})],
+    ids=str,
+)
+def test_heads_without_a_backward_pass_on_a_gpu_take_a_mask(
+    capability: tuple[int, int], heads: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = torch.device("cuda")
+    found = {size for size in (192, 200, 224, 256, 264) if module.is_supported(gpu, torch.bfloat16, size)}
+    assert found == heads
+
+
 def test_values_may_have_fewer_channels_than_queries() -> None:
     query, key, value = inputs(torch.float64, 4)
     narrow, context = value[..., :10], TokenContext(torch.arange(LENGTH), torch.arange(3), DOCUMENTS)

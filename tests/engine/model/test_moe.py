@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from scaletrain_cli.engine.model.moe import MoELayer, routing_measures, scale_router_losses
+from scaletrain_cli.engine.model.moe import MoELayer, _Biased, _Product, routing_measures, scale_router_losses
 from scaletrain_cli.spec import ModelSpec
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP = 16, 8, 4, 2
@@ -83,6 +83,22 @@ def test_an_expert_that_no_token_chose_has_a_gradient_of_zero() -> None:
         made.gate.weight[1:] = 1.0
     made(batch().abs()).square().sum().backward()
     assert made.experts.down_proj.grad[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_without_any_row_return_none_and_have_gradients_of_zero(dtype: torch.dtype) -> None:
+    """As on a sequence rank with padding only."""
+    rows = torch.zeros(0, 16, dtype=dtype, requires_grad=True)
+    weights, biases = (torch.randn(4, 24, *rest, dtype=dtype).requires_grad_() for rest in ((16,), ()))
+    ends = torch.zeros(4, dtype=torch.int32)
+    result = _Biased.apply(_Product.apply(rows, weights, ends), biases, ends)
+    assert result.shape == (0, 24)
+    for source, gradient in zip(
+        (rows, weights, biases), torch.autograd.grad(result.sum(), (rows, weights, biases)), strict=True
+    ):
+        assert gradient.shape == source.shape
+        assert gradient.is_contiguous()
+        assert not gradient.any()
 
 
 def test_experts_save_their_parameters_and_no_view_of_them() -> None:
