@@ -37,6 +37,8 @@ _SPECIFIC: tuple[ExitReason, ...] = (
 )
 _STATED: tuple[ExitReason, ...] = (*_SPECIFIC, "hang", "communication")  # as reported; any other reason is a crash
 _AGAINST_ITS_NODE: tuple[ExitReason, ...] = ("wrong-nodes", "hardware", "hang")
+# Why the cache of a node cannot take files of the hub; the cache of another node may be able to.
+OF_THE_CACHE = ("hub.no-space", "hub.disk-full", "hub.not-writable")
 _STOPPING = (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER)
 _LOST, _ENDED_WITH_JOB = "launch.nodes-lost", "launch.nodes-ended-with-job"
 
@@ -192,6 +194,14 @@ def _why_lost(missing: Sequence[NodeRecord], silent: Sequence[str], unseen: int)
         else Reason("launch.unnamed-nodes-never-started", {"count": unseen})
     )
     return Reason("launch.one-and-another", {"first": lost, "second": never}) if missing else never
+
+
+def cache_failure(why: Reason) -> str | None:
+    """Return the code in OF_THE_CACHE in a reason or those nested in it; None if there is none."""
+    if why.code in OF_THE_CACHE:
+        return why.code
+    nested = (cache_failure(value) for value in why.params.values() if isinstance(value, Reason))
+    return next((code for code in nested if code is not None), None)
 
 
 def ended_with_its_job(outcome: Outcome) -> Outcome:

@@ -244,12 +244,24 @@ class Fetch:
         return dataclasses.replace(self._progress(), state="done")
 
     def _wanted(self, use: HubUse, commit: str, locks: contextlib.ExitStack) -> tuple[Listing, tuple[HubFile, ...]]:
-        from scaletrain_cli.hub.client import read_small_file, resolve
+        from scaletrain_cli.hub.client import resolve
 
         reference = use.reference
         listing = resolve(reference, self._settings, commit)
         self._lock(use, commit, locks)
-        return listing, selected_files(use, listing, lambda file: read_small_file(listing, file, self._settings))
+        return listing, selected_files(use, listing, lambda file: self._read(listing, file))
+
+    def _read(self, listing: Listing, file: HubFile) -> Path:
+        """Return the path of a small file in the cache, fetched if necessary. Raises HubError."""
+        from scaletrain_cli.hub.client import read_small_file
+
+        try:
+            return read_small_file(listing, file, self._settings)
+        except OSError as error:
+            cache, said = str(self._settings.cache), error.strerror or str(error)
+            if is_full(error):
+                raise HubError(Reason("hub.disk-full", {"cache": cache, "said": said})) from error
+            raise HubError(Reason("hub.not-writable", {"count": 1, "cache": cache, "said": said})) from error
 
     def _lock(self, use: HubUse, commit: str, locks: contextlib.ExitStack) -> None:
         """Take the lock of the repository, so that of several fetches one downloads and the others find the files.

@@ -23,7 +23,7 @@ from scaletrain_cli.launch.attempts import (
     revise_decision,
     with_outcome,
 )
-from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, ended_with_its_job
+from scaletrain_cli.launch.exit_classification import ExitReason, Outcome, cache_failure, ended_with_its_job
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.bad_nodes import BadNode, remember_bad_nodes
 from scaletrain_cli.rundir.journal import has_committed, record_event
@@ -33,6 +33,7 @@ from scaletrain_cli.spec.run import RestartsSpec
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
 PREEMPTIONS_WITHOUT_PROGRESS = 10
+CACHES_TRIED = 2
 
 _BUDGET: dict[ExitReason, str] = {
     "preempted": "preemption",
@@ -74,6 +75,8 @@ def decide(
         return Decision.because(False, exit_code, Reason("launch.stop-cancelled"))
     if exit_code in (ExitCode.USAGE, ExitCode.INFEASIBLE, ExitCode.SCHEDULER, ExitCode.DO_NOT_REQUEUE):
         return Decision.because(False, exit_code, Reason("launch.stop-no-retry", {"exit_code": int(exit_code)}))
+    if (cache := _full_caches(history)) is not None:
+        return Decision.because(False, ExitCode.DO_NOT_REQUEUE, cache)
     free = bool(history) and history[-1].free_of_charge
     stuck = attempts_without_progress(history)
     if progress_known and stuck >= ATTEMPTS_WITHOUT_PROGRESS and reason not in _NEUTRAL and not free:
@@ -96,6 +99,17 @@ def decide(
     # Exit code 75 reports to the scheduler that the state of the preempted run is saved.
     code = exit_code if exit_code == ExitCode.PREEMPTED else ExitCode.CRASHED
     return Decision.because(False, code, Reason("launch.stop-budget-used-up", params))
+
+
+def _full_caches(history: Sequence[AttemptRecord]) -> Reason | None:
+    """Return why no third node is tried for files of the hub; None if one may be.
+
+    If the caches of two attempts cannot take the files for the same reason, the files or the folder are the cause.
+    """
+    codes = [cache_failure(attempt.why) if attempt.reason == "wrong-nodes" else None for attempt in history]
+    if not codes or codes[-1] is None or codes.count(codes[-1]) < CACHES_TRIED:
+        return None
+    return Reason("launch.stop-caches", {"attempts": codes.count(codes[-1]), "failure": history[-1].why})
 
 
 def _budget_of(attempt: AttemptRecord) -> str | None:
@@ -167,6 +181,7 @@ _EXCLUDED_SECONDS: dict[ExitReason, float] = {
     "hang": 6 * _HOUR,
     "node": 6 * _HOUR,
 }
+_FULL_CACHE_SECONDS = _HOUR  # enough for the next attempt: the node itself works
 
 
 def conclude_attempt(
@@ -211,7 +226,7 @@ def conclude_attempt(
             progress_known=_progress_known(run, record),
         )
     _record(run, end_attempt(run, spec, number, outcome, decision))
-    _remember_bad_nodes(run, number, outcome, down)
+    _remember_bad_nodes(run, number, outcome, down, decision)
     return decision
 
 
@@ -254,10 +269,16 @@ def forget_secrets(run: RunDir) -> None:
         run.secrets.unlink(missing_ok=True)
 
 
-def _remember_bad_nodes(run: RunDir, number: int, outcome: Outcome, down: frozenset[str] | None) -> None:
+def _remember_bad_nodes(
+    run: RunDir, number: int, outcome: Outcome, down: frozenset[str] | None, decision: Decision
+) -> None:
     now, kept = time.time(), _EXCLUDED_SECONDS.get(outcome.reason)
     if kept is None:
         return
+    if cache_failure(outcome.why) is not None:
+        if not decision.requeue:
+            return
+        kept = _FULL_CACHE_SECONDS
     found = [
         BadNode(name, outcome.reason, str(outcome.why), run.run_id, number, now, now + kept)
         for name in outcome.against

@@ -55,6 +55,11 @@ TEXTS: dict[str, Text] = {
         "{attempts} preempted attempts in a row committed no step: cluster.grace_seconds, the time limit or the time "
         "between preemptions is too short to start up. Increase them, then `scaletrain resume`"
     ),
+    "stop-caches": Text(
+        "{attempts} attempts could not fetch the files of the hub for the same reason, so another node is not tried: "
+        "{failure}",
+        ("Correct the cause, then `scaletrain resume`",),
+    ),
     "watcher-gone": Text("the process that watched the attempt is gone"),
     # ---- exit reasons: what each means, and what to do -------------------------------------------------------------
     "exit-done": Text("attempt {attempt} ended: the run is done"),

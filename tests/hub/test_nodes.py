@@ -211,6 +211,17 @@ def test_a_refusal_ends_the_attempt_with_its_reason_and_without_a_rank(
     assert not agent.ranks
 
 
+def test_a_cache_that_env_names_and_no_node_can_write_ends_the_run(
+    hub: Hub, make: MakeHubRun, start: StartAgent, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    made = make(1, f"env={{HF_HOME: {tmp_path}/file/hf}}")
+    agent = start(made, "node")
+    assert agent.wait() == 2, agent.errors
+    (failure,) = read_failures(made.run, 1)
+    assert failure.code == "hub.not-writable"
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of a drive's kind that has space for the files and little more than the reserve."""

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from scaletrain_cli.launch.attempts import begin_attempt
+from scaletrain_cli.launch.attempts import begin_attempt, read_attempts
 from scaletrain_cli.launch.backends.slurm import job, site
 from scaletrain_cli.launch.backends.slurm.job import time_is_up
 from scaletrain_cli.launch.backends.slurm.script import sbatch_options
@@ -114,6 +114,25 @@ def test_evidence_against_a_node_expires_after_the_time_of_its_kind(make_run: Ma
         assert found.expires - found.time == days * 86400
     assert found.attempt == 3
     assert "hardware it is" in found.message
+
+
+def test_a_full_cache_excludes_the_first_node_for_an_hour_and_the_second_one_ends_the_run(make_run: MakeRun) -> None:
+    made = make_run()
+    root = made.run.path.parent
+    params = {"needed": 2.0**40, "cache": "/local/hf", "free": 2.0**30}
+    full = Failure(0, "wrong-nodes", "full", 5, code="hub.no-space", params=params)
+    conclude(made, full, code=5)
+    (first,) = read_bad_nodes(root, time.time())
+    assert (first.attempt, first.expires - first.time) == (1, 3600)
+    conclude(made, Failure(0, "preempted", "x", 75), code=75)
+    conclude(made, full, code=5)
+    (found,) = read_bad_nodes(root, time.time())
+    assert found.attempt == 1
+    decision = read_attempts(made.run)[-1].decision
+    assert decision is not None
+    assert (decision.requeue, decision.exit_code, decision.code) == (False, 93, "launch.stop-caches")
+    assert "2 attempts" in decision.why
+    assert "/local/hf" in decision.why
 
 
 @pytest.mark.parametrize("reason", ["crash", "oom", "host-oom", "nan", "communication", "disk-full"])

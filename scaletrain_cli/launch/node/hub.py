@@ -23,6 +23,7 @@ from typing import Any
 from scaletrain_cli.errors import DoNotRequeueError, PreemptedError, ScaletrainError, WrongNodesError
 from scaletrain_cli.hub.cache import CACHE_VARIABLES, HubSettings
 from scaletrain_cli.hub.reference import HubError
+from scaletrain_cli.launch.exit_classification import OF_THE_CACHE
 from scaletrain_cli.launch.hub_fetch import FetchProgress, FetchStopped, fetch
 from scaletrain_cli.launch.hub_files import MEASURES_ONLY, environment_here
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
@@ -45,9 +46,8 @@ _SEEN_SECONDS = 60.0  # until a shared file system shows every node what another
 _LOOK_SECONDS = 1.0  # between two looks for other nodes on the shared file system
 # Until a node whose progress no longer changes counts as lost; a fetching agent writes every _NOTE_SECONDS.
 LOST_SECONDS = 600.0
+_NOT_WRITABLE = "hub.not-writable"
 _READY, _STOPPED, _START = "ready", "stopped", "start"
-# Why a cache cannot take the files; another node may have one that can.
-_OF_THE_CACHE = ("hub.no-space", "hub.disk-full", "hub.not-writable")
 logger = logging.getLogger(__name__)
 
 
@@ -69,7 +69,8 @@ def fetch_hub_files(run: RunDir, record: RunRecord, options: AgentOptions, secre
     """Fetch what this node lacks, wait until all nodes are ready, and return the local files.
 
     Raises HubError for what a retry cannot cure, FetchError for what one may, WrongNodesError for a cache of this node
-    that is full or read-only, CacheFullError for another cache that is full, and PreemptedError after a signal.
+    that is full, or read-only and not named by ``env``, CacheFullError for another cache that is full, and
+    PreemptedError after a signal.
     """
     spec = record.spec
     if not record.hub or spec.env.get(MEASURES_ONLY):  # a run that only measures its nodes reads no files
@@ -99,9 +100,13 @@ def _cache_errors(spec: RunSpec, cache: Path) -> Iterator[None]:
     try:
         yield
     except HubError as error:
-        if error.why.code in _OF_THE_CACHE and _is_of_this_node(spec, cache):
+        if error.why.code not in OF_THE_CACHE:
+            raise
+        may_be_written = error.why.code != _NOT_WRITABLE
+        # A folder that the spec names is the same on every node.
+        if _is_of_this_node(spec, cache) and (may_be_written or not CACHE_VARIABLES & spec.env.keys()):
             raise WrongNodesError(error.why) from error
-        if error.why.code in _OF_THE_CACHE[:2]:
+        if may_be_written:
             raise CacheFullError(error.why) from error
         raise
 
