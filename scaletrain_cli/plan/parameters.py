@@ -117,7 +117,8 @@ def modules_with_adapter(model: ModelSpec) -> list[Adapted]:
     """Return the modules of a model that have an adapter, in order; empty without ``model.adapter``."""
     if model.adapter is None:
         return []
-    return adapted_modules(model.adapter, base_shapes(model), tied=model.tie_word_embeddings)
+    tied, interleaved = model.tie_word_embeddings, model.has_interleaved_experts
+    return adapted_modules(model.adapter, base_shapes(model), tied=tied, interleaved=interleaved)
 
 
 def _with_factors(model: ModelSpec, base: tuple[Parameter, ...]) -> Iterator[Parameter]:

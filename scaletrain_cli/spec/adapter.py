@@ -91,16 +91,16 @@ _ROUTERS = ("gate", "router")
 _TRANSPOSED = ("c_attn", "c_proj", "c_fc")  # GPT-2's weights are [in, out]
 
 
-def adaptable_modules(shapes: Mapping[str, Shape], *, tied: bool = False) -> list[Adapted]:
+def adaptable_modules(shapes: Mapping[str, Shape], *, tied: bool = False, interleaved: bool = False) -> list[Adapted]:
     """Return the modules that can have an adapter, in the order of ``shapes``, which has every base parameter by name.
 
-    ``tied``: the head shares the weight of the token embedding, and is not in ``shapes``.
+    ``tied``: the head shares the weight of the token embedding, and is not in ``shapes``. ``interleaved``: the outputs
+    of gates and ups of experts alternate in Hugging Face models.
     """
     found: dict[str, Adapted] = {}
     for name, shape in shapes.items():
         if match := _EXPERT.fullmatch(name):
-            with_biases = f"{name.removesuffix('.weight')}.bias" in shapes  # only GPT-OSS's experts have them
-            _add_expert(found, match, shape, interleaved=with_biases)
+            _add_expert(found, match, shape, interleaved=interleaved)
         elif name.endswith(".weight") and len(shape) == 2:
             module = name.removesuffix(".weight")
             last = module.rpartition(".")[2]
@@ -131,11 +131,13 @@ def _add_expert(found: dict[str, Adapted], match: re.Match[str], shape: Shape, *
     )
 
 
-def adapted_modules(adapter: AdapterSpec, shapes: Mapping[str, Shape], *, tied: bool = False) -> list[Adapted]:
+def adapted_modules(
+    adapter: AdapterSpec, shapes: Mapping[str, Shape], *, tied: bool = False, interleaved: bool = False
+) -> list[Adapted]:
     """Return the modules that have an adapter, in the order of the model. See ``adaptable_modules``."""
     return [
         module
-        for module in adaptable_modules(shapes, tied=tied)
+        for module in adaptable_modules(shapes, tied=tied, interleaved=interleaved)
         if any(_matches(pattern, module) for pattern in adapter.targets)
     ]
 

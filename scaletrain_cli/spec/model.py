@@ -317,6 +317,11 @@ class ModelSpec(Section):
         """Return the intermediate size of one routed expert."""
         return self.moe_intermediate_size or self.intermediate_size
 
+    @property
+    def has_interleaved_experts(self) -> bool:
+        """Return True if the outputs of gates and ups of experts alternate in Hugging Face's files, as in GPT-OSS."""
+        return self.swiglu_limit is not None
+
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads

@@ -15,13 +15,14 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.materialization import Matrix, materialize, matrices_in, named_matrices
+from scaletrain_cli.engine.model.materialization import Matrix, materialize, matrices_in
 from scaletrain_cli.engine.model.peft_files import PeftFolder
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
 from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.plan.parameters import modules_with_adapter
 from scaletrain_cli.spec import ModelSpec, to_hugging_face
-from scaletrain_cli.spec.adapter import AdapterSpec, adapted_modules, is_adapter_parameter
+from scaletrain_cli.spec.adapter import AdapterSpec, is_adapter_parameter
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -107,7 +108,7 @@ def ours(spec: ModelSpec, adapter: AdapterSpec, folder: Path, seed: int = 0) -> 
     """Return our model with weights from a folder, its adapter and its first values; only the adapter trains."""
     model, whole = outline(spec), outline(spec)
     assign_dropout_keys(model, seed)
-    modules = adapted_modules(adapter, dict(named_matrices(whole)), tied=spec.tie_word_embeddings)
+    modules = modules_with_adapter(spec.model_copy(update={"adapter": adapter}))
     attach_adapters(model, adapter, modules, Mesh.alone(), seed)
     layers = {module.name: module for module in modules}
     before = None if adapter.weights is None else PeftFolder(Path(adapter.weights), adapter, modules)

@@ -26,8 +26,9 @@ from scaletrain_cli.engine.model.peft_files import (
     peft_tensors,
 )
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.parameters import modules_with_adapter
 from scaletrain_cli.spec import ModelSpec
-from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, is_adapter_parameter
+from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, is_adapter_parameter
 from tests.engine.model.adapted_models import (
     GPT,
     GPT_OSS,
@@ -54,7 +55,7 @@ MODELS = [
 
 
 def modules_of(spec: ModelSpec, adapter: AdapterSpec) -> list[Adapted]:
-    return adapted_modules(adapter, dict(named_matrices(outline(spec))), tied=spec.tie_word_embeddings)
+    return modules_with_adapter(spec.model_copy(update={"adapter": adapter}))
 
 
 def reader(model: CausalLM) -> Read:
