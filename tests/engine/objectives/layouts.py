@@ -36,6 +36,8 @@ _EXPERTS = (
     *("model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32"),
     *("model.router_aux_loss_coef=0.1", "model.router_z_loss_coef=0.01"),
 )
+# Frequencies of positions that depend on the length of each row.
+_DYNAMIC = ("model.rope_scaling={rope_type: dynamic, factor: 4}", "model.max_position_embeddings=8")
 KINDS: dict[str, tuple[str, ...]] = {
     "sft": _SFT,
     "sft weighted": _SFT,
@@ -49,6 +51,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dpo robust": (*_DPO, "training.dpo.loss=robust", "training.dpo.label_smoothing=0.1"),
     "dpo ipo": (*_DPO, "training.dpo.loss=ipo"),
     "dpo by length": (*_DPO, "training.dpo.length_normalized=true"),
+    "dpo by length dynamic": (*_DPO, "training.dpo.length_normalized=true", *_DYNAMIC),
 }
 _AXES = ("data", "tensor", "pipeline", "sequence")
 LAYOUTS: dict[str, tuple[str, ...]] = {
