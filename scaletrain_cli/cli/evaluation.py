@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from dataclasses import asdict
 from typing import Annotated
 
@@ -42,6 +41,7 @@ def submit(
         submit_due_evaluations,
         submit_evaluation,
     )
+    from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record, require_own_run
     from scaletrain_cli.ui.console import say
@@ -49,12 +49,14 @@ def submit(
 
     if follow and steps:
         raise UsageError("--follow and --step cannot be combined. Give one of them.")
+    if follow:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [LAST_LOOK_SIGNAL])
     found = find_run(run)
     require_own_run(found, trust_owner=trust_owner, remedy="Ask that user to submit it")
     require_tasks(found, read_record(found))
     done: list[SubmittedEvaluation] = []
     submitted = (
-        follow_evaluations(found, _last_look())
+        follow_evaluations(found, _asked_for_last)
         if follow
         else (submit_evaluation(found, step) for step in steps)
         if steps
@@ -71,14 +73,14 @@ def submit(
         say("every checkpoint has an evaluation")
 
 
-def _last_look() -> threading.Event:
-    """Return an event that is set by the signal with which a node agent asks for the last evaluation."""
+def _asked_for_last(seconds: float) -> bool:
+    """Wait for the signal with which a node agent asks for the last evaluation; return whether it came in time.
+
+    The signal stays blocked and is fetched here, so that it interrupts nothing, and one that came earlier is not lost.
+    """
     from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL
 
-    asked = threading.Event()
-    signal.signal(LAST_LOOK_SIGNAL, lambda number, frame: asked.set())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [LAST_LOOK_SIGNAL])  # a node agent blocks it
-    return asked
+    return signal.sigtimedwait([LAST_LOOK_SIGNAL], seconds) is not None
 
 
 @app.command("list", epilog=describe(READING))

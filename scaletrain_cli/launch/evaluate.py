@@ -7,8 +7,8 @@ explained like any other. Its id is derived from the checkpoint, so that a secon
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from scaletrain_cli.errors import InfeasibleError, ScaletrainError, UsageError, sentences
@@ -162,18 +162,25 @@ def _name(spec: RunSpec) -> str:
     return gpu if isinstance(gpu, str) else gpu.name
 
 
-def follow_evaluations(run: RunDir, last: threading.Event | None = None) -> Iterator[SubmittedEvaluation]:
+def _pause(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def follow_evaluations(run: RunDir, asked_for_last: Callable[[float], bool] = _pause) -> Iterator[SubmittedEvaluation]:
     """Submit and yield an evaluation of each checkpoint until the run is over and all have one.
 
-    Once ``last`` is set, it looks for checkpoints at once and a last time. A failure is recorded as the event
+    ``asked_for_last`` waits up to so many seconds and returns whether this process is asked to end: it then looks for
+    checkpoints a last time. A failure is recorded as the event
     ``evaluation-not-submitted``, once while it lasts, and tried again.
     """
     problem, record = None, read_record(run)
     require_tasks(run, record)
-    last = last or threading.Event()
+    last = False
     while True:
         # Before the checkpoints are listed: the last one must not be missed.
-        over = last.is_set() or is_over(run, run_status(run))
+        last = last or asked_for_last(0.0)
+        over = last or is_over(run, run_status(run))
         try:
             yield from submit_due_evaluations(run)
             problem = None
@@ -184,7 +191,7 @@ def follow_evaluations(run: RunDir, last: threading.Event | None = None) -> Iter
             problem = found
         if over:
             return
-        last.wait(_POLL_SECONDS if problem is None else _RETRY_SECONDS)
+        last = asked_for_last(_POLL_SECONDS if problem is None else _RETRY_SECONDS)
 
 
 def record_left_evaluations(run: RunDir, record: RunRecord) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scaletrain_cli.cli.evaluation import _asked_for_last as asked_for_last
 from scaletrain_cli.errors import SchedulerError, UsageError
-from scaletrain_cli.launch import drill, preflight
+from scaletrain_cli.launch import drill, evaluate, preflight
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.evaluate import due_steps, evaluation_run_id, submit_due_evaluations, submit_evaluation
+from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL
 from scaletrain_cli.launch.submit import LONGEST_RUN_ID, create_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.evaluations import awaited_steps, read_evaluation
@@ -114,3 +118,28 @@ def test_a_step_that_was_rolled_back_and_trained_again_is_evaluated_again(
     evaluation = read_evaluation(run, 40)
     assert evaluation is not None
     assert evaluation.run_id == first[40]
+
+
+def test_the_request_for_a_last_evaluation_is_kept_until_it_is_waited_for() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [LAST_LOOK_SIGNAL])
+    try:
+        assert not asked_for_last(0.0)
+        os.kill(os.getpid(), LAST_LOOK_SIGNAL)
+        assert asked_for_last(60.0)
+        assert not asked_for_last(0.0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_a_request_for_a_last_evaluation_ends_the_following_after_one_more_look(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    looks: list[int] = []
+    answers = iter([False, False, True])
+    monkeypatch.setattr(evaluate, "read_record", lambda run: None)
+    monkeypatch.setattr(evaluate, "require_tasks", lambda run, record: None)
+    monkeypatch.setattr(evaluate, "is_over", lambda run, status: False)
+    monkeypatch.setattr(evaluate, "run_status", lambda run: None)
+    monkeypatch.setattr(evaluate, "submit_due_evaluations", lambda run: looks.append(1) or [])  # type: ignore[func-returns-value]
+    assert not list(evaluate.follow_evaluations(RunDir(tmp_path), lambda seconds: next(answers)))
+    assert len(looks) == 2

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+# To the process that submits evaluations: look for checkpoints a last time, and end. Blocked until that process waits.
+LAST_LOOK_SIGNAL = signal.SIGUSR1
 # Blocked from the first statement on and fetched one by one with next_signal. Without handlers no signal can be lost or
 # interrupt anything.
-# To the process that submits evaluations: look for checkpoints a last time, and end. Blocked until it has a handler.
-LAST_LOOK_SIGNAL = signal.SIGUSR1
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 

@@ -1,9 +1,10 @@
 """Checks of the recipe of a run that starts from weights: learning rate, epochs, batch, weight decay and adapter.
 
 The figures are those of runs and examples that others published: Tulu 3 (arXiv:2411.15124; allenai/open-instruct,
-docs/tulu3.md), Zephyr (arXiv:2310.16944; huggingface/alignment-handbook, recipes/zephyr-7b-beta), QLoRA
-(arXiv:2305.14314; artidoro/qlora, scripts), the defaults of TRL, and the Llama 3 examples of Axolotl
-(examples/llama-3/lora-8b.yml) and LLaMA-Factory (examples/train_lora/llama3_lora_sft.yaml).
+docs/tulu3.md), Zephyr (rates: arXiv:2310.16944; batches and epochs, which differ there: alignment-handbook's recipe,
+huggingface/alignment-handbook, recipes/zephyr-7b-beta), QLoRA (arXiv:2305.14314; artidoro/qlora, scripts), the defaults
+of TRL, and the Llama 3 examples of Axolotl (examples/llama-3/lora-8b.yml) and LLaMA-Factory
+(examples/train_lora/llama3_lora_sft.yaml).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _LOW_ADAPTER_RATE, _HIGH_ADAPTER_RATE = 2e-5, 2e-3
 # about ten times as much.
 _PREFERENCE_RATE, _LARGE_PREFERENCE_RATE = 5e-7, 2e-7
 _HIGH_PREFERENCE_RATE, _LARGE_HIGH_PREFERENCE_RATE = 5e-6, 2e-6
-# Epochs: Zephyr 1, Tulu 3 2, TRL's and LLaMA-Factory's defaults 3, Axolotl's example 4; of DPO Zephyr and Tulu 3 1,
+# Epochs: alignment-handbook's recipe for Zephyr 1, Tulu 3 2, TRL's and LLaMA-Factory's defaults 3, Axolotl's example 4;
+# of DPO the recipe for Zephyr and Tulu 3 1, Zephyr itself up to 3 (arXiv:2310.16944),
 # OLMo 7B Instruct 3 (its model card). Repeated text is almost as good as new up to 4 epochs (arXiv:2305.16264).
 # By objective: the code for a usual number, that for more, and the most that is usual.
 _EPOCHS = {
@@ -38,8 +40,10 @@ _EPOCHS = {
     "dpo": ("plan.preference-epochs", "plan.preference-epochs-many", 3.0),
     "causal_lm": ("plan.repeated-text", "plan.repeated-text-many", 4.0),
 }
-# Samples per batch: Tulu 3 and Zephyr 128, for both objectives. With LoRA, QLoRA 16, Axolotl and LLaMA-Factory 8, and
-# below 32 is recommended, because large batches hurt more (LoRA Without Regret). A note begins at several times these.
+_FEWEST_EPOCHS = 0.5  # below, the run reads a part of the data, and published numbers of epochs say nothing
+# Samples per batch: Tulu 3 and alignment-handbook's recipe for Zephyr 128, for both objectives. With LoRA, QLoRA 16,
+# Axolotl and LLaMA-Factory 8, and below 32 is recommended, because large batches hurt more (LoRA Without Regret). A note
+# begins at several times these.
 _MOST_SAMPLES, _MOST_SAMPLES_OF_ADAPTER, _FEWEST_SAMPLES = 1024, 128, 8
 # Weight decay: Tulu 3, Zephyr, QLoRA and Axolotl 0, torchtune 0.01, Llama 2 chat 0.1.
 _MOST_DECAY = 0.1
@@ -48,6 +52,7 @@ _MOST_DECAY = 0.1
 _LEAST_SCALE, _MOST_SCALE = 1 / 32, 8.0
 # A language model stores about 2 bits per parameter (arXiv:2404.05405); at a loss of 0.7 nats a token has one bit.
 _BITS_PER_PARAMETER, _BITS_PER_TOKEN = 2.0, 1.0
+_HIGHEST_RANK = 256  # that is advised, as in TRL's guide to LoRA Without Regret
 _SGD = ("sgd", "momentum")
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "c_attn"}
 
@@ -120,6 +125,8 @@ def _epochs(spec: RunSpec) -> Iterator[Sanity]:
     value = f"{counted}{epochs:.2g} over {counted}{known.train:,} {spec.samples}"
     usual, many, most = _EPOCHS[objective]
     above = epochs > most
+    if epochs < _FEWEST_EPOCHS:
+        usual = "plan.part-of-the-data"
     yield Sanity("epochs", value, "note" if above else "ok", Reason(many if above else usual))
 
 
@@ -129,16 +136,17 @@ def _batch(spec: RunSpec) -> Iterator[Sanity]:
     if objective == "causal_lm":
         return
     value = f"{samples:,} {spec.samples}"
+    of_pairs = "preference" if objective == "dpo" else "fine-tuning"
     if getattr(spec.model, "adapter", None) is not None and objective == "sft":
         large = samples > _MOST_SAMPLES_OF_ADAPTER
         code = "plan.adapter-batch-large" if large else "plan.adapter-batch"
         yield Sanity("fine-tuning batch", value, "note" if large else "ok", Reason(code))
     elif samples > _MOST_SAMPLES:
-        yield Sanity("fine-tuning batch", value, "note", Reason("plan.fine-tuning-batch-large"))
+        yield Sanity("fine-tuning batch", value, "note", Reason(f"plan.{of_pairs}-batch-large"))
     elif samples < _FEWEST_SAMPLES and spec.data.packing == "none":
-        yield Sanity("fine-tuning batch", value, "note", Reason("plan.fine-tuning-batch-small"))
+        yield Sanity("fine-tuning batch", value, "note", Reason(f"plan.{of_pairs}-batch-small"))
     else:
-        yield Sanity("fine-tuning batch", value, "ok", Reason("plan.fine-tuning-batch"))
+        yield Sanity("fine-tuning batch", value, "ok", Reason(f"plan.{of_pairs}-batch"))
 
 
 def _weight_decay(spec: RunSpec) -> Iterator[Sanity]:
@@ -165,7 +173,9 @@ def _adapter(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     tokens = {"tokens": known.tokens, "parameters": size.trainable_parameters}
     if held > 2 * stored:
         enough = 2 ** max(0, round(adapter.rank * held / stored) - 1).bit_length()
-        reason = Reason("plan.adapter-rank-low", {**tokens, "enough": min(enough, 256)})
-        yield Sanity("adapter rank", f"{adapter.rank}", "note", reason)
+        enough = min(enough, _HIGHEST_RANK)
+        more = Reason("plan.adapter-rank-low", {**tokens, "enough": enough})
+        most = Reason("plan.adapter-rank-highest", tokens)
+        yield Sanity("adapter rank", f"{adapter.rank}", "note", more if enough > adapter.rank else most)
     else:
         yield Sanity("adapter rank", f"{adapter.rank}", "ok", Reason("plan.adapter-rank", tokens))

@@ -1,8 +1,7 @@
 """Checks of the training recipe: batch, learning rate, warm-up, data, precision and dimensions.
 
 Scaling rules: linear for SGD (Goyal et al., arXiv:1706.02677), square root for Adam (Malladi et al., arXiv:2205.10287).
-A run that starts from weights is compared with
-fine-tuning instead (fine_tuning_checks.py).
+A run that starts from weights is compared with fine-tuning instead (fine_tuning_checks.py).
 """
 
 from __future__ import annotations

@@ -201,31 +201,48 @@ _RECIPE = {
         "arXiv:2305.14314, figure 2; LoRA Without Regret, Thinking Machines Lab, 2025)"
     ),
     "usual-epochs": Text(
-        "published recipes read instructions 1 to 4 times (Zephyr 1, Tulu 3 2, TRL and LLaMA-Factory 3, Axolotl 4)"
+        "published recipes read instructions 1 to 4 times (alignment-handbook's recipe for Zephyr 1, Tulu 3 2, TRL and "
+        "LLaMA-Factory 3, Axolotl 4)"
     ),
+    "part-of-the-data": Text("the run reads a part of the data"),
     "epochs-many": Text(
-        "published recipes read instructions 1 to 4 times (Zephyr 1, Tulu 3 2, TRL and LLaMA-Factory 3, Axolotl 4); "
-        "more epochs memorize the rows. Watch the validation loss, or set checkpoint.keep_best"
+        "published recipes read instructions 1 to 4 times (alignment-handbook's recipe for Zephyr 1, Tulu 3 2, TRL and "
+        "LLaMA-Factory 3, Axolotl 4); more epochs memorize the rows. Watch the validation loss, or set "
+        "checkpoint.keep_best"
     ),
     "preference-epochs": Text(
-        "published DPO runs read the pairs once (Zephyr, Tulu 3) to three times (OLMo 7B Instruct)"
+        "published DPO runs read the pairs once (alignment-handbook's recipe for Zephyr, Tulu 3) to three times (OLMo "
+        "7B Instruct)"
     ),
     "preference-epochs-many": Text(
-        "published DPO runs read the pairs once (Zephyr, Tulu 3) to three times (OLMo 7B Instruct); more epochs "
-        "overfit. Watch the validation loss, or set checkpoint.keep_best"
+        "published DPO runs read the pairs once (alignment-handbook's recipe for Zephyr, Tulu 3) to three times (OLMo "
+        "7B Instruct); more epochs overfit. Watch the validation loss, or set checkpoint.keep_best"
     ),
     "repeated-text": Text("repeated text is almost as good as new text up to 4 epochs (arXiv:2305.16264)"),
     "repeated-text-many": Text(
         "repeated text is almost as good as new text up to 4 epochs, and much less beyond (arXiv:2305.16264)"
     ),
-    "fine-tuning-batch": Text("published runs of full fine-tuning have about 128 samples (Tulu 3, Zephyr)"),
+    "fine-tuning-batch": Text(
+        "published runs of full fine-tuning have about 128 samples (Tulu 3, alignment-handbook's recipe for Zephyr)"
+    ),
     "fine-tuning-batch-large": Text(
-        "published runs of full fine-tuning have about 128 samples (Tulu 3, Zephyr); so large a batch leaves few "
-        "updates"
+        "published runs of full fine-tuning have about 128 samples (Tulu 3, alignment-handbook's recipe for Zephyr); "
+        "so large a batch leaves few updates"
     ),
     "fine-tuning-batch-small": Text(
-        "published runs of full fine-tuning have about 128 samples (Tulu 3, Zephyr); the gradient of so small a batch "
-        "is noisy, and needs a lower learning rate"
+        "published runs of full fine-tuning have about 128 samples (Tulu 3, alignment-handbook's recipe for Zephyr); "
+        "the gradient of so small a batch is noisy, and needs a lower learning rate"
+    ),
+    "preference-batch": Text(
+        "published runs of DPO have about 128 pairs (Tulu 3, alignment-handbook's recipe for Zephyr)"
+    ),
+    "preference-batch-large": Text(
+        "published runs of DPO have about 128 pairs (Tulu 3, alignment-handbook's recipe for Zephyr); "
+        "so large a batch leaves few updates"
+    ),
+    "preference-batch-small": Text(
+        "published runs of DPO have about 128 pairs (Tulu 3, alignment-handbook's recipe for Zephyr); "
+        "the gradient of so small a batch is noisy, and needs a lower learning rate"
     ),
     "adapter-batch": Text("published LoRA runs have 8 to 32 samples (QLoRA 16, Axolotl and LLaMA-Factory 8)"),
     "adapter-batch-large": Text(
@@ -246,6 +263,11 @@ _RECIPE = {
     "adapter-rank": Text(
         "{parameters:count} parameters for {tokens:count} tokens: enough, at about 2 bits per parameter "
         "(arXiv:2404.05405) and one bit per token"
+    ),
+    "adapter-rank-highest": Text(
+        "{parameters:count} parameters for {tokens:count} tokens: at about 2 bits per parameter (arXiv:2404.05405) and "
+        "one bit per token the adapter cannot hold the data, and falls behind full fine-tuning (LoRA Without Regret, "
+        "Thinking Machines Lab, 2025)"
     ),
     "adapter-rank-low": Text(
         "{parameters:count} parameters for {tokens:count} tokens: at about 2 bits per parameter (arXiv:2404.05405) and "

@@ -36,7 +36,9 @@ def prepared(folder: Path, rows: int, tokens: int, **info: Any) -> dict[str, Any
     [
         ("sft", 30, "plan.usual-epochs"),
         ("sft", 80, "plan.epochs-many"),
+        ("sft", 4, "plan.part-of-the-data"),
         ("dpo", 20, "plan.preference-epochs"),
+        ("dpo", 5, "plan.preference-epochs"),
         ("dpo", 40, "plan.preference-epochs-many"),
     ],
 )
@@ -72,7 +74,9 @@ def test_epochs_over_unknown_data_are_not_guessed() -> None:
         ({"data__packing": "best_fit"}, 4, "plan.fine-tuning-batch"),
         (LORA, 4, "plan.adapter-batch"),
         (LORA, 256, "plan.adapter-batch-large"),
-        ({**LORA, "training__objective": "dpo"}, 256, "plan.fine-tuning-batch"),
+        ({**LORA, "training__objective": "dpo"}, 256, "plan.preference-batch"),
+        ({"training__objective": "dpo"}, 2048, "plan.preference-batch-large"),
+        ({"training__objective": "dpo"}, 4, "plan.preference-batch-small"),
     ],
 )
 def test_the_batch_is_compared_with_published_ones_of_the_method(
@@ -105,6 +109,11 @@ def test_an_adapter_is_compared_with_the_tokens_of_the_data(tmp_path: Path) -> N
     many = checks(**LORA, **prepared(tmp_path / "more", 1000, 600_000_000))["adapter rank"]  # 42 M parameters
     assert many.verdict == "note"
     assert many.message.params["enough"] == 128  # 16 x 600 / 84, to the next power of two
+    (tmp_path / "most").mkdir()
+    data = prepared(tmp_path / "most", 1000, 600_000_000_000)
+    for rank, code in ((128, "plan.adapter-rank-low"), (256, "plan.adapter-rank-highest")):
+        high = checks(model__adapter={"name": "lora", "rank": rank, "alpha": 32}, **data)["adapter rank"]
+        assert (high.verdict, high.message.code) == ("note", code)
 
 
 @pytest.mark.parametrize(
