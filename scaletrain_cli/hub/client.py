@@ -51,6 +51,9 @@ _UNFINISHED = ".scaletrain-incomplete"
 # Answers of the last minutes by endpoint, reference and cache, so that all references of one submission agree.
 _listings: dict[tuple[str, HubReference, Path, bool], tuple[float, Listing]] = {}
 _REMEMBERED_SECONDS = 600.0
+# Requests without an answer, by what was asked: a silent mirror is not waited for again for each use of a repository.
+_unanswered: dict[tuple[HubReference, HubSettings], tuple[float, HubError]] = {}
+_UNANSWERED_SECONDS = 30.0
 
 
 def resolve(reference: HubReference, settings: HubSettings, commit: str | None = None) -> Listing:
@@ -77,7 +80,7 @@ def _resolve(reference: HubReference, settings: HubSettings) -> Listing:
         params = {"cache": str(settings.cache), "place": reference.place}
         raise HubError(Reason("hub.offline-commit", params))
     try:
-        listing = _ask(reference, settings)
+        listing = _ask_once(reference, settings)
     except HubError as error:
         if error.temporary and cached is not None:
             return cached
@@ -86,6 +89,19 @@ def _resolve(reference: HubReference, settings: HubSettings) -> Listing:
         keep_listing(settings, listing)
         keep_commit(settings, reference, listing.commit, fetched=False)
     return listing
+
+
+def _ask_once(reference: HubReference, settings: HubSettings) -> Listing:
+    """Return the answer of the hub; a hub that could not be reached a short time ago is not asked again."""
+    tried, before = _unanswered.get((reference, settings), (float("-inf"), None))
+    if before is not None and time.monotonic() - tried < _UNANSWERED_SECONDS:
+        raise HubError(before.why, temporary=before.temporary) from before
+    try:
+        return _ask(reference, settings)
+    except HubError as error:
+        if error.why.code == "hub.unreachable":
+            _unanswered[reference, settings] = time.monotonic(), error
+        raise
 
 
 def _ask(reference: HubReference, settings: HubSettings) -> Listing:

@@ -29,3 +29,4 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def forget() -> None:
     """Forget the answers that this process remembers, as a new process would."""
     client._listings.clear()
+    client._unanswered.clear()

@@ -14,12 +14,15 @@ import pytest
 
 from scaletrain_cli.cli.hub_model import find_model
 from scaletrain_cli.errors import SpecError
-from scaletrain_cli.hub.cache import HubSettings
+from scaletrain_cli.hub import client
+from scaletrain_cli.hub.cache import HubSettings, Listing
+from scaletrain_cli.hub.reference import HubError, HubReference
 from scaletrain_cli.launch import hub_files
 from scaletrain_cli.launch.backends.kubernetes.manifest import manifest
 from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commits, shared_cache
 from scaletrain_cli.launch.resource_checks.checks import check_external
 from scaletrain_cli.launch.submit import create_run, make_record
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.record import documents_of, read_record
 from scaletrain_cli.spec import RunSpec, load_spec, loading, parse_spec
 from scaletrain_cli.spec.hub_files import hub_environment, hub_uses, with_local_files
@@ -30,6 +33,11 @@ from tests.hub.server import Hub
 from tests.launch.conftest import make_plan
 from tests.spec.samples import SPEC, load
 
+REFERENCES = (
+    f"model.weights=hf://{tiny.MODEL}@main",
+    f"data.source=hf://datasets/{tiny.DATA}@main",
+    f"data.tokenizer={{kind: file, path: 'hf://{tiny.MODEL}@main'}}",
+)
 LARGE = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "a.txt", "b.txt")
 
 
@@ -405,3 +413,21 @@ def test_a_model_by_name_is_read_as_for_a_run_by_the_scheduler(hub: Hub, tmp_pat
     assert not (tmp_path / "none").exists()
     find_model(f"hf://{tiny.MODEL}", [f"env.HF_HOME={tmp_path}/none/hf"], "local")
     assert (tmp_path / "none").exists()
+
+
+def test_a_silent_mirror_is_asked_once_for_each_repository(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repository of the model is named by two keys, and the notes look at it once more."""
+    asked: list[str] = []
+
+    def silent(reference: HubReference, settings: HubSettings) -> Listing:
+        asked.append(reference.repo)
+        raise HubError(Reason("hub.unreachable", {"endpoint": settings.endpoint, "said": "timeout"}), temporary=True)
+
+    monkeypatch.setattr(client, "_ask", silent)
+    env = "env={HF_ENDPOINT: 'http://mirror', HF_HOME: /local/hf}"
+    spec = parse_spec(SPEC, file="run.yaml", base_dir=Path(), overrides=["cluster.scheduler=slurm", env, *REFERENCES])
+    found = check_external(spec, str(tmp_path))
+    assert "hub.not-checked" in [note.code for note in found.warnings]
+    assert sorted(asked) == sorted({tiny.MODEL, tiny.DATA})

@@ -42,8 +42,8 @@ _EPOCHS = {
 }
 _FEWEST_EPOCHS = 0.5  # below, the run reads a part of the data, and published numbers of epochs say nothing
 # Samples per batch: Tulu 3 and alignment-handbook's recipe for Zephyr 128, for both objectives. With LoRA, QLoRA 16,
-# Axolotl and LLaMA-Factory 8, and below 32 is recommended, because large batches hurt more (LoRA Without Regret). A note
-# begins at several times these.
+# Axolotl and LLaMA-Factory 8, and below 32 is recommended, because large batches hurt more (LoRA Without Regret). A
+# note begins at several times these.
 _MOST_SAMPLES, _MOST_SAMPLES_OF_ADAPTER, _FEWEST_SAMPLES = 1024, 128, 8
 # Weight decay: Tulu 3, Zephyr, QLoRA and Axolotl 0, torchtune 0.01, Llama 2 chat 0.1.
 _MOST_DECAY = 0.1
