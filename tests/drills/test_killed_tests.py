@@ -16,6 +16,7 @@ _PROJECT = Path(__file__).parents[2]
 _ROW = ["tests/engine/parity/test_parity.py", "-k", "trains_the_model and zero0 and dp2"]
 
 
+@pytest.mark.long
 def test_killing_the_tests_leaves_no_process_no_shared_memory_and_no_lock(tmp_path: Path) -> None:
     folder, abandoned = tmp_path / "killed", abandoned_shared_memory()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}", *_ROW]

@@ -42,6 +42,7 @@ def mlflow_runs(drill: Drill) -> list[tuple[Any, dict[str, list[tuple[int, float
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*noload.*")
+@pytest.mark.long
 def test_a_killed_and_preempted_run_is_one_run_in_tensorboard_and_mlflow(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

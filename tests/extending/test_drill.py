@@ -15,6 +15,7 @@ def cli(tmp_path: Path) -> Cli:
     return Cli(tmp_path, "A drill")
 
 
+@pytest.mark.long
 def test_a_drill_of_another_package_is_listed_and_passes(cli: Cli, tmp_path: Path) -> None:
     kinds = cli.json("drill", "--list")["kinds"]
     assert "sigkill" in kinds

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.extending.installed import Cli, scaletrain, without_package, write_spec
 
 
+@pytest.mark.long
 def test_a_run_trains_a_model_family_of_another_package(tmp_path: Path) -> None:
     cli, spec = Cli(tmp_path, "A model family"), write_spec(tmp_path)
     losses, run = cli.train(spec, "--set", "model.family=parallel_llama")
