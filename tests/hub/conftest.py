@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub.constants  # noqa: F401, TID253  # reads the environment, which tests change, when it is imported
 import pytest
 
 from scaletrain_cli.hub import client
