@@ -136,17 +136,20 @@ def _batch(spec: RunSpec) -> Iterator[Sanity]:
     if objective == "causal_lm":
         return
     value = f"{samples:,} {spec.samples}"
-    of_pairs = "preference" if objective == "dpo" else "fine-tuning"
+    pairs = objective == "dpo"
     if getattr(spec.model, "adapter", None) is not None and objective == "sft":
         large = samples > _MOST_SAMPLES_OF_ADAPTER
         code = "plan.adapter-batch-large" if large else "plan.adapter-batch"
         yield Sanity("fine-tuning batch", value, "note" if large else "ok", Reason(code))
     elif samples > _MOST_SAMPLES:
-        yield Sanity("fine-tuning batch", value, "note", Reason(f"plan.{of_pairs}-batch-large"))
+        code = "plan.preference-batch-large" if pairs else "plan.fine-tuning-batch-large"
+        yield Sanity("fine-tuning batch", value, "note", Reason(code))
     elif samples < _FEWEST_SAMPLES and spec.data.packing == "none":
-        yield Sanity("fine-tuning batch", value, "note", Reason(f"plan.{of_pairs}-batch-small"))
+        code = "plan.preference-batch-small" if pairs else "plan.fine-tuning-batch-small"
+        yield Sanity("fine-tuning batch", value, "note", Reason(code))
     else:
-        yield Sanity("fine-tuning batch", value, "ok", Reason(f"plan.{of_pairs}-batch"))
+        code = "plan.preference-batch" if pairs else "plan.fine-tuning-batch"
+        yield Sanity("fine-tuning batch", value, "ok", Reason(code))
 
 
 def _weight_decay(spec: RunSpec) -> Iterator[Sanity]:
