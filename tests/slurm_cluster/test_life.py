@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=4, grace_seconds=50, kill_wait_seconds=10) as cluster:
+    with DevCluster.running(nodes=4, grace_seconds=50, kill_wait_seconds=20) as cluster:
         yield cluster
 
 

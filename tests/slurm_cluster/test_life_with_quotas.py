@@ -17,7 +17,7 @@ CAPPED = "cluster.slurm.qos=capped"
 @pytest.fixture(scope="module")
 def shared() -> Iterator[DevCluster]:
     conf = ["PreemptType=preempt/qos", "PriorityWeightQOS=1000"]
-    with DevCluster.running("--accounting", nodes=4, kill_wait_seconds=10, conf=conf) as cluster:
+    with DevCluster.running("--accounting", nodes=4, kill_wait_seconds=20, conf=conf) as cluster:
         for words in (
             "add qos scavenger Priority=0 PreemptMode=requeue GraceTime=50",
             "add qos prod Priority=1000 Preempt=scavenger",

@@ -32,7 +32,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def shared(small_disk: Path) -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=2, grace_seconds=50, kill_wait_seconds=10) as cluster:
+    with DevCluster.running(nodes=2, grace_seconds=50, kill_wait_seconds=20) as cluster:
         yield cluster
 
 
