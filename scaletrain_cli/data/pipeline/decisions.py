@@ -1,4 +1,4 @@
-"""What is kept of a step: for each task the documents that it removed, and its counts.
+"""The results of a step that are kept: for each task the documents that it removed, and its counts.
 
 The text that a step changes is not kept: a step is a pure function, and runs again where the text is needed.
 """

@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is prepared, and how. ``tokenizer``: the content of a tokenizer.json."""
+    """The sources to prepare, with the settings. ``tokenizer``: the content of a tokenizer.json."""
 
     sources: tuple[Source, ...]
     sections: tuple[PreparationStep, ...]
@@ -155,7 +155,7 @@ class _Texts:
 
 @dataclass(frozen=True)
 class _Duplicates:
-    """What deduplication has removed from the tasks of a source; ``first``: the number of its first task there."""
+    """The documents that deduplication has removed from a source; ``first``: the number of its first task there."""
 
     corpus: Corpus
     first: int

@@ -68,7 +68,7 @@ def decoded(content: bytes) -> tuple[str, Reason | None]:
 
 
 class _TextReader:
-    """What readers of text files have in common. A compressed file is one part."""
+    """The base of readers of text files. A compressed file is one part."""
 
     def parts(self, file: SourceFile, part_bytes: int) -> Iterator[tuple[int, int]]:
         if file.compression:

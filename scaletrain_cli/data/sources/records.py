@@ -1,4 +1,4 @@
-"""What a reader of any format yields: documents, and documents that cannot be read."""
+"""The records that readers of all formats yield: documents, and documents that cannot be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Record(NamedTuple):
 
 
 class TokenRecord(NamedTuple):
-    """Ids of a file that is already tokenized; a document ends with them, or only where an id says so."""
+    """Token ids of a tokenized file. ``ends_document``: the last one is the end of a document, whatever it is."""
 
     place: int
     tokens: npt.NDArray[np.integer[Any]]
