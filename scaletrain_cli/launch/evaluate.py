@@ -170,9 +170,8 @@ def _pause(seconds: float) -> bool:
 def follow_evaluations(run: RunDir, asked_for_last: Callable[[float], bool] = _pause) -> Iterator[SubmittedEvaluation]:
     """Submit and yield an evaluation of each checkpoint until the run is over and all have one.
 
-    ``asked_for_last`` waits up to so many seconds and returns whether this process is asked to end: it then looks for
-    checkpoints a last time. A failure is recorded as the event
-    ``evaluation-not-submitted``, once while it lasts, and tried again.
+    ``asked_for_last(seconds)`` waits up to that time and returns True if this process is asked to end; it then looks
+    for checkpoints a last time. A failure is recorded once as the event ``evaluation-not-submitted``, and tried again.
     """
     problem, record = None, read_record(run)
     require_tasks(run, record)

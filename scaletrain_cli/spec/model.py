@@ -104,7 +104,7 @@ class ModelSpec(Section):
     )
     first_k_dense_replace: WholeOrZero = Field(default=0, description="number of leading blocks with a dense MLP")
     decoder_sparse_step: Annotated[Whole, _EXPERTS] = Field(
-        default=1, description="every so many blocks one has experts: those whose number, from 1, it divides"
+        default=1, description="a block has experts if its number, counted from 1, is a multiple of this"
     )
     mlp_only_layers: Annotated[tuple[WholeOrZero, ...], _EXPERTS] = Field(
         default=(), description="numbers, from 0, of further blocks with a dense MLP"

@@ -29,7 +29,7 @@ _Texts = Annotated[tuple[Text, ...], Field(min_length=1, max_length=1000)]
 
 
 class PreparationStep(Section):
-    """What every step has: the sources that it applies to."""
+    """The base of all steps: the sources that a step applies to."""
 
     only: _Texts | None = Field(default=None, description="names of sources that the step applies to; null: all")
 
@@ -70,8 +70,10 @@ class LanguageSpec(PreparationStep):
     step: Literal["language"]
     keep: Annotated[tuple[Language, ...], Field(min_length=1, max_length=200)]
     min_probability: Share = Field(default=0.65, description="least probability of the most likely language")
-    model: Literal["py3langid"] = Field(default="py3langid", description="140 languages, installed with the extra data")
-    characters: Whole = Field(default=2000, description="the language is that of the first so many characters")
+    model: Literal["py3langid"] = Field(default="py3langid", description="142 languages, installed with the extra data")
+    characters: Whole = Field(
+        default=2000, description="number of characters at the beginning that decide the language"
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
@@ -282,7 +284,7 @@ Identifier = Literal["email", "ip", "phone", "key"]
 
 
 class PlaceholdersSpec(Section):
-    """What stands in the text in place of an identifier."""
+    """The texts that replace identifiers."""
 
     email: Text = "<EMAIL>"
     ip: Text = "<IP_ADDRESS>"

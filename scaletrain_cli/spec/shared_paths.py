@@ -1,4 +1,4 @@
-"""Which paths of this machine the nodes of a cluster are assumed to have, too. Uses the standard library only."""
+"""Decide if the nodes of a cluster are assumed to share a path of this machine. Uses the standard library only."""
 
 import os
 from pathlib import PurePosixPath

@@ -384,8 +384,10 @@ def test_a_cache_in_env_that_cannot_be_looked_at_is_not_used_here(
 
 
 def test_the_hub_is_not_looked_at_for_a_spec_without_a_config_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "hub_environment", None)
+    asked: list[object] = []
+    monkeypatch.setattr(loading, "hub_environment", lambda *args, **_: asked.append(args))
     load(SPEC, "env={HF_HOME: /x}")
+    assert asked == []
 
 
 def test_the_token_is_sent_to_an_endpoint_in_env_only_if_the_spec_names_the_token() -> None:

@@ -1,4 +1,4 @@
-"""What the phases of deduplication share: the settings, the folder of their files, and the numbers of documents.
+"""The settings, the folder and the document numbers that all phases of deduplication share.
 
 A document is known by its number: documents are counted through the signature files in the order of the tasks. Of
 documents that are the same, the one with the lowest number is kept.
@@ -33,7 +33,10 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Settings:
-    """Which documents are duplicates. ``similarity``: the least Jaccard similarity of near duplicates' shingles."""
+    """The settings that decide which documents are duplicates.
+
+    ``similarity``: the least Jaccard similarity of the shingles of near duplicates.
+    """
 
     exact: bool = True
     near: bool = True

@@ -79,7 +79,7 @@ class Step(Protocol):
 class DocumentError(UsageError):
     """A step cannot read a document (exit 2); ``data.on_bad`` decides what follows.
 
-    ``reason`` does not name the place, which whoever reads the documents adds: ``place`` is that of the document.
+    ``reason`` does not name the document; ``place`` does, and the reader of the documents adds it to the message.
     """
 
     def __init__(self, place: str, reason: Reason) -> None:

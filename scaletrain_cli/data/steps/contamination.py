@@ -145,7 +145,10 @@ class _WordHashes(dict[str, int]):
 
 
 def _sequences(hashes: _Numbers, lengths: Iterable[int]) -> Iterator[tuple[int, _Numbers]]:
-    """Yield each of the ascending lengths with the numbers of all sequences of so many words; none beyond the words."""
+    """Yield each length, in ascending order, with the numbers of all sequences of that many words.
+
+    Lengths above the number of words are left out.
+    """
     numbers, reached = hashes, 1
     for length in lengths:
         if length > len(hashes):

@@ -1,4 +1,4 @@
-"""What layouts, patterns of trained parameters, adapters and this engine rule out.
+"""The texts of rules that a layout, trained parameters, an adapter or the limits of this engine break.
 
 The text of a rule follows the key and value that break it: "layout.tensor_parallel = 3: must divide 32 heads".
 """

@@ -1,4 +1,4 @@
-"""What holds for every step: purity, no exception for any text, identity, and the sources of ``only``."""
+"""Every step is pure, raises no exception for any text, has an identity, and applies to the sources of ``only``."""
 
 from __future__ import annotations
 
