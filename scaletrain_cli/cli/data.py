@@ -27,14 +27,14 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
     """
     from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.cli.options import show_fetch
-    from scaletrain_cli.launch.hub_files import DATA_KEYS, fetched_spec
+    from scaletrain_cli.launch.hub_files import fetched_spec
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.text import whole_text
     from scaletrain_cli.ui.console import say
 
-    run = fetched_spec(load_spec(spec, overrides or ()), DATA_KEYS, show_fetch())
+    run = fetched_spec(load_spec(spec, overrides or ()), "data", show_fetch())
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
@@ -68,7 +68,7 @@ def show(
     from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.cli.options import show_fetch
     from scaletrain_cli.errors import UsageError
-    from scaletrain_cli.launch.hub_files import DATA_KEYS, fetched_spec
+    from scaletrain_cli.launch.hub_files import fetched_spec
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
@@ -78,7 +78,7 @@ def show(
     run = load_spec(spec, overrides or ())
     if run.training.objective == "causal_lm":
         raise UsageError(Reason("data.nothing-to-show"))
-    run = fetched_spec(run, DATA_KEYS, show_fetch())
+    run = fetched_spec(run, "data", show_fetch())
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))

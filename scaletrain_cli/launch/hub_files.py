@@ -15,7 +15,6 @@ from scaletrain_cli.spec.shared_paths import is_shared
 
 # Set for runs that only measure their nodes, which read no files.
 MEASURES_ONLY = "SCALETRAIN_ONLY"
-DATA_KEYS = ("data.source", "data.tokenizer.path", "data.chat_template")
 # What the job's environment keeps of the submitter's, and the cache depends on.
 _KEPT_ON_NODES = ("HOME", "USER")
 
@@ -83,15 +82,15 @@ def fetch_to_shared_cache(
 
 def fetched_spec(
     spec: RunSpec,
-    keys: tuple[str, ...],
+    keys: str,
     on_progress: Callable[[FetchProgress], None] = lambda progress: None,
     known: Mapping[str, str] | None = None,
 ) -> RunSpec:
-    """Return the spec with local paths at ``keys``, after a fetch on this machine: for verbs that read files here.
+    """Return the spec with local paths, after a fetch on this machine: for verbs that read files here.
 
-    ``known``: commits that a run has recorded. Raises HubError, FetchError and OSError.
+    ``keys``: a key or a section. ``known``: commits that a run has recorded. Raises HubError, FetchError and OSError.
     """
-    uses = [use for use in hub_uses(spec) if use.key in keys]
+    uses = [use for use in hub_uses(spec) if f"{use.key}.".startswith(f"{keys}.")]
     if not uses:
         return spec
     environment = environment_here(spec, os.environ)

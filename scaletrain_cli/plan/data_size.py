@@ -46,7 +46,7 @@ def data_size(spec: RunSpec) -> DataSize | None:
     the beginnings of the files show too few, and files that this machine has not or may have in other versions.
     """
     source = spec.data.source
-    if spec.code.own_program or spec.unit != "tokens" or source in EMBEDDED or is_reference(source):
+    if source is None or spec.code.own_program or spec.unit != "tokens" or source in EMBEDDED or is_reference(source):
         return None
     try:
         if not _is_seen(spec, source):

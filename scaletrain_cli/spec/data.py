@@ -8,11 +8,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.corpus_files import PYTHON_DOCSTRINGS, PYTHON_STDLIB
 from scaletrain_cli.spec.hub_files import DataPath, ModelPath
+from scaletrain_cli.spec.preparation import AnyStep, preparation_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, Matching, Text, Whole
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where
+from scaletrain_cli.spec.sources import (
+    CacheSpec,
+    LoaderSpec,
+    SourceSpec,
+    StageSpec,
+    source_inconsistencies,
+    stage_inconsistencies,
+)
 
 
 class TokenizerSpec(Section):
@@ -26,6 +36,9 @@ class TokenizerSpec(Section):
 
 
 _WITH_ROWS = used_when(where("training.objective", "sft", "dpo"))
+_WITH_TEXT = used_when(where("training.objective", "causal_lm"))
+# The name of the source in a spec with data.source.
+ONLY_SOURCE = "source"
 
 
 class FieldsSpec(Section):
@@ -62,11 +75,23 @@ class DataSpec(Section):
     ``python-docstrings`` are questions and answers from the standard library, for ``sft`` and ``dpo``.
     """
 
-    source: DataPath
+    source: DataPath | None = None
+    sources: tuple[SourceSpec, ...] = Field(
+        default=(), max_length=1000, description="several sources of text, in place of source"
+    )
+    stages: Annotated[tuple[StageSpec, ...], used_when(where("data.mixes", True, setting="data.sources"))] = Field(
+        default=(), max_length=1000, description="later weights of the sources, such as better data at the end"
+    )
+    prepare: Annotated[tuple[AnyStep, ...], _WITH_TEXT] = Field(
+        default=(), max_length=100, description="steps before tokenization, in order"
+    )
+    on_bad: Annotated[Literal["stop", "skip"], _WITH_TEXT] = Field(
+        default="stop", description="a document that cannot be read ends the preparation, or is left out and counted"
+    )
     tokenizer: TokenizerSpec = LEFT_OUT
     validation_split: Fraction = 0.05
-    loss_mask: Annotated[Literal["none", "document_starts"], used_when(where("training.objective", "causal_lm"))] = (
-        Field(default="none", description="document_starts: exclude the first token of each document from the loss")
+    loss_mask: Annotated[Literal["none", "document_starts"], _WITH_TEXT] = Field(
+        default="none", description="document_starts: exclude the first token of each document from the loss"
     )
     skip: tuple[tuple[Whole, Whole], ...] = Field(
         default=(), description="ranges of batches to skip: [[first, last], ...], counted from 1"
@@ -100,8 +125,44 @@ class DataSpec(Section):
         )
     )
 
+    loader: LoaderSpec = LEFT_OUT
+    cache: Annotated[CacheSpec, _WITH_TEXT] = LEFT_OUT
+
+    @property
+    def mixes(self) -> bool:
+        """Return True if there are several sources."""
+        return len(self.sources) > 1
+
+    @property
+    def all_sources(self) -> tuple[SourceSpec, ...]:
+        """Return the sources of text, also for a single ``data.source``."""
+        if self.source is None:
+            return self.sources
+        return (SourceSpec(name=ONLY_SOURCE, path=self.source),)
+
+    @property
+    def only_source(self) -> str:
+        """Return the path of the single source. Raises UsageError if there are several."""
+        if self.source is None and len(self.sources) != 1:
+            raise UsageError("data.sources names several sources, where one is needed. Use data.source.")
+        return self.source if self.source is not None else self.sources[0].path
+
+    def paths(self) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, path) of each source."""
+        if self.source is not None:
+            yield "data.source", self.source
+        yield from ((f"data.sources.{number}.path", source.path) for number, source in enumerate(self.sources))
+
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
+        if self.source is None and not self.sources:
+            yield "source", "is required, or sources."
+        elif self.source is not None and self.sources:
+            yield "sources", "and source both name the data. Give one of them."
+        yield from source_inconsistencies(self.sources)
+        yield from stage_inconsistencies(self.stages, self.sources)
+        names = [source.name for source in self.all_sources]
+        yield from ((f"prepare.{key}", message) for key, message in preparation_inconsistencies(self.prepare, names))
         if (self.tokenizer.kind == "file") != (self.tokenizer.path is not None):
             yield "tokenizer.path", "is required with kind: file, and not allowed otherwise."
         for first, last in self.skip:
@@ -161,3 +222,8 @@ class DataSpec(Section):
             yield "data.source", "requires training.objective: sft or dpo. For plain text use python-stdlib."
         if objective != "causal_lm" and self.source == PYTHON_STDLIB:
             yield "data.source", f"is plain text. Use {PYTHON_DOCSTRINGS} or files with rows."
+        if objective != "causal_lm" and self.sources:
+            yield "data.sources", "requires training.objective: causal_lm. For rows use data.source."
+        for number, source in enumerate(self.sources):
+            if source.path == PYTHON_DOCSTRINGS:
+                yield f"data.sources.{number}.path", "has rows for sft and dpo. For plain text use python-stdlib."

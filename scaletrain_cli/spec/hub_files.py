@@ -146,12 +146,16 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
         ("model.adapter.weights", None if spec.code.own_program else getattr(adapter, "weights", None), "adapter"),
         ("data.tokenizer.path", spec.data.tokenizer.path, "tokenizer"),
         ("data.chat_template", spec.data.chat_template, "template"),
-        ("data.source", None if spec.code.own_program and spec.data.tokenizer.path else spec.data.source, "source"),
+        *(() if spec.code.own_program and spec.data.tokenizer.path else _sources(spec)),
     )
     kinds: tuple[str, ...] = FORMATS if spec.training.objective == "causal_lm" else ROW_FORMATS
     if spec.code.own_program:  # an evaluation, which has no objective
         kinds = tuple(dict.fromkeys((*FORMATS, *ROW_FORMATS)))
     return tuple(HubUse(key, text, purpose, kinds) for key, text, purpose in values if is_reference(text))
+
+
+def _sources(spec: "RunSpec") -> Iterator[tuple[str, Any, Purpose]]:
+    yield from ((key, path, "source") for key, path in spec.data.paths())
 
 
 def may_be_frozen(spec: "RunSpec") -> bool:
@@ -321,11 +325,15 @@ def with_local_files(spec: "RunSpec", commits: Mapping[str, str], settings: HubS
 
 
 def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of the section with values at dotted keys."""
+    """Return a copy of the section, or of a list of sections, with values at dotted keys."""
+    in_list = isinstance(section, tuple)
     updates: dict[str, Any] = {}
     for key, value in values.items():
         name, _, rest = key.partition(".")
-        updates[name] = _with_values(updates.get(name, getattr(section, name)), {rest: value}) if rest else value
+        before = updates.get(name, section[int(name)] if in_list else getattr(section, name))
+        updates[name] = _with_values(before, {rest: value}) if rest else value
+    if in_list:
+        return tuple(updates.get(str(number), each) for number, each in enumerate(section))
     return section.model_copy(update=updates)
 
 

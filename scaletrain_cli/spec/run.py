@@ -28,6 +28,7 @@ from scaletrain_cli.spec.quantities import (
 )
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 from scaletrain_cli.spec.source import Source, key_of
+from scaletrain_cli.spec.sources import stage_order_problems
 from scaletrain_cli.spec.tracking import TrackingSpec
 from scaletrain_cli.spec.training import LayoutSpec, TrainingSpec
 from scaletrain_cli.spec.vision_model import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
@@ -337,6 +338,9 @@ class RunSpec(Section):
                 message = f"must not exceed {self.total_steps} steps together with warmup_steps."
                 yield "training.schedule.cooldown_steps", message
         yield from self.data.objective_inconsistencies(self.training.objective)
+        yield from (
+            (f"data.{key}", message) for key, message in stage_order_problems(self.data.stages, self.total_steps)
+        )
         if self.training.objective == "dpo":
             for key in ("hidden_dropout", "attention_dropout"):
                 if getattr(model, key):
@@ -370,6 +374,9 @@ class RunSpec(Section):
         family = self.model.family
         if self.training.objective != "causal_lm":
             yield "training.objective", f"must be causal_lm, the default, with family: {family}."
+        for key in ("sources", "prepare"):
+            if getattr(self.data, key):
+                yield f"data.{key}", f"must be empty: {family} is not trained on text."
         if self.training.tokens is not None:
             yield "training.tokens", f"counts tokens of text. Set training.steps with family: {family}."
         if self.training.trainable:

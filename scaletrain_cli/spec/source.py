@@ -111,7 +111,10 @@ def read_documents(text: str) -> list[Any]:
 
 
 def apply_override(raw: dict[str, Any], override: str, source: Source) -> Iterator[Problem]:
-    """Set one ``a.b=c``; the value is parsed as YAML. Yields a problem instead of raising."""
+    """Set one ``a.b=c``, or ``a.0.b=c`` in an item of a list; the value is parsed as YAML.
+
+    Yields a problem instead of raising.
+    """
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or not all(parts):
@@ -125,18 +128,29 @@ def apply_override(raw: dict[str, Any], override: str, source: Source) -> Iterat
         why = error.problems[0].message if error.problems else error.message
         yield Problem(SET_OPTION, shown(name), f"is not a YAML value: {why}", shown(text))
         return
-    target = raw
-    for depth, part in enumerate(parts[:-1], start=1):
-        inner = target.get(part)
-        if inner is None:
-            inner = target[part] = {}
-            source.places.setdefault(tuple(parts[:depth]), SET_OPTION)
-        if not isinstance(inner, dict):
-            yield Problem(SET_OPTION, shown(name), f"cannot be set: {shown('.'.join(parts[:depth]))} is not a section.")
+    target: Any = raw
+    key: Key = ()
+    for depth, part in enumerate(parts):
+        before = shown(".".join(parts[:depth]))
+        if isinstance(target, list):
+            if not part.isdecimal() or int(part) >= len(target):
+                count = f"{before} has {len(target)} items, numbered from 0"
+                yield Problem(SET_OPTION, shown(name), f"cannot be set: {count}.")
+                return
+            item: Any = int(part)
+        elif isinstance(target, dict):
+            item = part
+        else:
+            yield Problem(SET_OPTION, shown(name), f"cannot be set: {before} is not a section.")
             return
-        target = inner
-    target[parts[-1]] = value
-    source.move_to_option(tuple(parts))
+        key = (*key, item)
+        if depth == len(parts) - 1:
+            target[item] = value
+        elif (target[item] if isinstance(target, list) else target.get(item)) is None:
+            target[item] = {}
+            source.places.setdefault(key, SET_OPTION)
+        target = target[item]
+    source.move_to_option(key)
 
 
 def shown(value: Any) -> str:

@@ -58,11 +58,12 @@ def model_text(spec: RunSpec) -> str:
 def data_text(spec: RunSpec) -> str:
     if spec.code.own_program and spec.data.source == NO_DATA:
         return "read by your program"
+    source = spec.data.source or ", ".join(each.name for each in spec.data.sources)
     if spec.unit == "images":
-        return spec.data.source
+        return source
     tokenizer = spec.data.tokenizer
     how = f"bpe, {whole_text(tokenizer.vocab_size)}" if tokenizer.kind == "bpe" else str(tokenizer.path)
-    return f"{spec.data.source}, tokenizer {how}"
+    return f"{source}, tokenizer {how}"
 
 
 def training_text(spec: RunSpec) -> str:

@@ -22,6 +22,7 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import load_spec
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.json_schema import json_schema
+from scaletrain_cli.spec.preparation import IDENTIFIERS
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
 from tests.launch.conftest import MakeRun
 from tests.launch.working_tree import WorkingTree
@@ -35,6 +36,20 @@ NAMES_NOTHING = {
     "name": "the run's own",
     **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
     "data.chat_template_date": "a date",
+    **dict.fromkeys(("data.sources.*.name", "data.prepare.*.only.*"), "names of sources"),
+    "data.sources.*.path": "checked as data.source",
+    "data.sources.*.field": "a column, which the check of the source looks for",
+    "data.prepare.*.files.*": "read when the data are prepared",
+    "data.prepare.*.bad_words": "read when the data are prepared",
+    **dict.fromkeys(("data.prepare.*.fields.*", "data.prepare.*.column"), "columns"),
+    **{
+        f"data.prepare.*.{key}": "texts to look for, or to write"
+        for key in (
+            *("keep.*", "stop_words.*", "bullets.*", "end_marks.*", "line_phrases.*", "document_phrases.*"),
+            *(f"placeholders.{kind}" for kind in IDENTIFIERS),
+        )
+    },
+    "data.cache.path": "made on each node where it is used",
     "env.*": "values of variables",
     "checkpoint.keep_best": "a metric of an evaluation of this spec, which loading the spec checks",
     **{

@@ -63,3 +63,12 @@ def test_problems_name_the_option_or_the_line_that_set_the_key() -> None:
     text = SPEC + "layout: {zero_stage: 9}\n"
     assert [one.where for one in problems(text, "layout.data_parallel=0")] == ["--set", "run.yaml:18"]
     assert [one.where for one in problems(text, "layout={zero_stage: 8}")] == ["--set"]
+
+
+def test_an_item_of_a_list_can_be_set() -> None:
+    two = "data.sources=[{name: a, path: /a, weight: 1}, {name: b, path: /b, weight: 1}]"
+    spec = load(SPEC, "data.source=null", two, "data.sources.1.weight=3")
+    assert [source.weight for source in spec.data.sources] == [1, 3]
+    assert "data.sources has 2 items, numbered from 0." in problem(
+        SPEC, "data.source=null", two, "data.sources.2.weight=3"
+    )

@@ -20,6 +20,7 @@ GPT = SPEC.replace("family: llama", "family: gpt")
 SFT = ("training.objective=sft", "data.source=python-docstrings")
 DPO = ("training.objective=dpo", "data.source=python-docstrings")
 EXPERTS = ("model.num_experts=2", "model.num_experts_per_tok=1")
+TWO_SOURCES = "[{name: web, path: /w, weight: 1}, {name: code, path: /c, weight: 1}]"
 # For each key with a condition: a value, settings with which it has no effect, and settings with which it has one.
 CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.rope_theta": ("5e5", ("model.family=gpt",), ("model.family=llama",)),
@@ -45,6 +46,10 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.router_bias": ("true", (), EXPERTS),
     "data.tokenizer.vocab_size": ("99", ("data.tokenizer={kind: file, path: t.json}",), ()),
     "data.loss_mask": ("document_starts", SFT, ()),
+    "data.stages": ("[{start: 9, weights: {web: 1}}]", (), ("data.source=null", f"data.sources={TWO_SOURCES}")),
+    "data.prepare": ("[{step: normalization}]", SFT, ()),
+    "data.on_bad": ("skip", SFT, ()),
+    "data.cache": ("{size: 1GB}", SFT, ()),
     "data.fields": ("{messages: chat}", (), SFT),
     "data.chat_template": ("chat.jinja", (), DPO),
     "data.chat_template_date": ("2025-01-01", (), SFT),

@@ -184,13 +184,13 @@ def map_numbers(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
 
 def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
     """Return the folder of the prepared dataset: the source itself if it is one, else a folder below the runs root."""
-    source = expand_home(data.source)
+    source = expand_home(data.only_source)
     if (source / "dataset.json").is_file():
         return source
     tokenizer = data.tokenizer.model_dump_json()
     if data.tokenizer.path is not None:
         tokenizer = hashlib.sha256(tokenizer_file(data.tokenizer.path)).hexdigest()
-    identity = [_SCHEMA, known_content(data.source, runs_root), tokenizer, repr(data.validation_split)]
+    identity = [_SCHEMA, known_content(data.only_source, runs_root), tokenizer, repr(data.validation_split)]
     key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     return dataset_place(runs_root, key)
 
@@ -226,7 +226,7 @@ def _build(data: DataSpec, folder: Path) -> None:
     if data.tokenizer.path is not None:
         tokenizer = load_tokenizer(data.tokenizer.path)
     else:
-        tokenizer = train_tokenizer(documents(data.source), data.tokenizer.vocab_size, [END_OF_TEXT])
+        tokenizer = train_tokenizer(documents(data.only_source), data.tokenizer.vocab_size, [END_OF_TEXT])
     create_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
     known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
@@ -242,7 +242,7 @@ def _build(data: DataSpec, folder: Path) -> None:
     with ExitStack() as opened:
         files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in SPLITS}
         ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in SPLITS}
-        for texts in _batched(documents(data.source, tally), _DOCUMENTS_PER_ENCODE):
+        for texts in _batched(documents(data.only_source, tally), _DOCUMENTS_PER_ENCODE):
             for text, encoded in zip(texts, encode(texts), strict=True):
                 split = "validation" if draw(text) < data.validation_split else "train"
                 ids = [*encoded.ids, end_of_text]

@@ -64,7 +64,7 @@ def open_data_of(
     if document.get("objective") != objective:
         found = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
         raise _made_for_another(folder, found, objective)
-    if not begun and folder == expand_home(spec.data.source):  # otherwise the folder is named after the settings
+    if not begun and folder == expand_home(spec.data.only_source):  # otherwise the folder is named after the settings
         for key, value, found in spec.data.differences(document, Path()):
             if found:
                 params = {"folder": str(folder), "key": key, "value": value}

@@ -98,7 +98,7 @@ class RowsInfo(DatasetInfo):
 def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
     """Return the folder of the prepared rows: the source itself if it is one, else a folder below the runs root."""
     data = spec.data
-    source = expand_home(data.source)
+    source = expand_home(data.only_source)
     if (source / "dataset.json").is_file():
         return source
     tokenizer = data.tokenizer.model_dump_json()
@@ -111,7 +111,7 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
         SCHEMA,
         spec.training.objective,
         str(spec.transformer.seq_len),
-        known_content(data.source, runs_root, ROW_FORMATS),
+        known_content(data.only_source, runs_root, ROW_FORMATS),
         tokenizer,
         _template_hash(template_files(data)),
         json.dumps(settings, sort_keys=True),

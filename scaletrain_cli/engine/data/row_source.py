@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 def rows_of(data: DataSpec, objective: str, tally: Tally | None = None) -> tuple[str, Iterator[Row]]:
     """Return the format of the rows and the rows. Raises UsageError, also while they are read."""
-    raw = _raw_rows(data.source, objective, tally or Tally())
+    raw = _raw_rows(data.only_source, objective, tally or Tally())
     first = next(raw, None)
     if first is None:
         raise UsageError(Reason("data.no-rows", {"source": data.source}))

@@ -24,7 +24,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     first, count = int(arguments[2]), int(arguments[3])
     data, objective, seq_len = spec.data, spec.training.objective, spec.transformer.seq_len
-    if (expand_home(data.source) / "dataset.json").is_file():
+    if (expand_home(data.only_source) / "dataset.json").is_file():
         raise UsageError(Reason("data.prepared-not-shown", {"source": data.source}))
     tokenizer, is_own = _tokenizer(spec, Path(arguments[1]))
     chat = ChatTokenizer(tokenizer, template_files(data), data)

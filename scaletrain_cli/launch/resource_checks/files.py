@@ -74,7 +74,7 @@ def is_missing(path: str) -> bool:
 def source_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.source``, if the built-in engine reads it."""
     source = view.spec.data.source
-    if view.spec.code.own_program or source in EMBEDDED or is_reference(source):
+    if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source):
         return
     if view.unseen(parent_of_glob(source)):
         return
@@ -344,7 +344,7 @@ def not_checked(view: View) -> Iterator[Reason]:
     spec = view.spec
     own = spec.code.own_program
     paths = {
-        "data.source": None if own or spec.data.source in EMBEDDED else spec.data.source,
+        **{key: None if own or path in EMBEDDED else path for key, path in spec.data.paths()},
         "data.tokenizer.path": None if own else spec.data.tokenizer.path,
         "data.chat_template": None if own else spec.data.chat_template,
         "model.weights": None if own or view.begun else getattr(spec.model, "weights", None),
@@ -363,7 +363,7 @@ def not_recorded(view: View) -> Iterator[Reason]:
     """Yield a note on settings of a new run that its prepared rows do not record, or that cannot be compared here."""
     source = view.spec.data.source
     own = view.spec.code.own_program or view.spec.training.objective == "causal_lm" or source in EMBEDDED
-    if own or view.begun or is_reference(source) or view.unseen(parent_of_glob(source)):
+    if source is None or own or view.begun or is_reference(source) or view.unseen(parent_of_glob(source)):
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):
         info = json.loads((view.folder / expand_home(source) / "dataset.json").read_bytes())
@@ -375,7 +375,7 @@ def not_recorded(view: View) -> Iterator[Reason]:
 def not_read(view: View) -> Iterator[Reason]:
     """Yield a note on files of the data folder that the engine does not read."""
     source = view.spec.data.source
-    if view.spec.code.own_program or source in EMBEDDED or is_reference(source):
+    if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source):
         return
     if view.unseen(parent_of_glob(source)) or (view.folder / expand_home(source) / "dataset.json").is_file():
         return

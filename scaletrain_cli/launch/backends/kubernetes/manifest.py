@@ -130,7 +130,7 @@ def _about_files(spec: RunSpec) -> Iterator[Reason]:
     kubernetes = spec.cluster.kubernetes
     mounted = [kubernetes.runs.path, *(volume.path for volume in kubernetes.volumes)]
     paths = {
-        "data.source": None if spec.data.source in EMBEDDED else spec.data.source,
+        **{key: None if path in EMBEDDED else path for key, path in spec.data.paths()},
         "data.tokenizer.path": spec.data.tokenizer.path,
         "data.chat_template": spec.data.chat_template,
         "model.weights": getattr(spec.model, "weights", None),
