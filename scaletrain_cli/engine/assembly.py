@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,15 @@ def assemble(
         expected_seconds=record.plan.durability.save_seconds,
     )
     stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)
-    mask_starts, padding = spec.data.loss_mask == "document_starts", padded_to(spec, layout)
+    read_batches = partial(
+        BatchReader,
+        layout=layout,
+        mesh=mesh,
+        seed=spec.training.seed,
+        mask_document_starts=spec.data.loss_mask == "document_starts",
+        within_documents=spec.data.packing == "documents",
+        padded_to=padded_to(spec, layout),
+    )
     step_sync = StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger)
 
     def goes_on() -> bool:
@@ -143,8 +152,8 @@ def assemble(
         average=average,
         checkpointer=checkpointer,
         dataset=dataset,
-        training=BatchReader(train, layout, mesh, spec.training.seed, mask_starts, padded_to=padding),
-        validation=BatchReader(validation, layout, mesh, spec.training.seed, mask_starts, padded_to=padding),
+        training=read_batches(train),
+        validation=read_batches(validation),
         faults=faults,
         guard=GuardActions(
             run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat, stages

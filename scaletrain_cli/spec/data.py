@@ -66,6 +66,11 @@ FORMATS_OF: dict[str, tuple[str, ...]] = {
     "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "text"),
     "dpo": ("preference",),
 }
+PACKINGS_OF: dict[str, tuple[str, ...]] = {
+    "causal_lm": ("none", "documents"),
+    "sft": ("none", "best_fit", "best_fit_split"),
+    "dpo": ("none",),
+}
 
 
 class DataSpec(Section):
@@ -117,12 +122,13 @@ class DataSpec(Section):
         default="keep_start",
         description="rows of more than model.seq_len tokens. drop: leave them out; refuse: end with an error",
     )
-    packing: Annotated[Literal["none", "best_fit", "best_fit_split"], used_when(where("training.objective", "sft"))] = (
-        Field(
-            default="none",
-            description="best_fit: several rows in one sequence, each with attention and positions of its own; "
-            "best_fit_split: also cut long rows into several",
-        )
+    packing: Annotated[
+        Literal["none", "documents", "best_fit", "best_fit_split"],
+        used_when(where("training.objective", "causal_lm", "sft")),
+    ] = Field(
+        default="none",
+        description="documents (causal_lm): attention and positions within each document of a sequence; best_fit: "
+        "(sft) several rows in a sequence, each with attention and positions of its own; best_fit_split: also cut rows",
     )
 
     loader: LoaderSpec = LEFT_OUT
@@ -168,6 +174,8 @@ class DataSpec(Section):
         for first, last in self.skip:
             if first > last:
                 yield "skip", f"[{first}, {last}] has its first batch after its last. Use [{last}, {first}]."
+        if self.packing == "documents" and self.loss_mask != "none":
+            yield "loss_mask", "has no effect with packing: documents, which excludes these tokens. Remove it."
         if self.packing == "best_fit_split" and self.truncation != "keep_start":
             yield "truncation", "has no effect with packing: best_fit_split, which cuts long rows. Remove it."
         if self.loss_on == "last_assistant" and self.format in ("prompt_completion", "text"):
@@ -218,6 +226,9 @@ class DataSpec(Section):
         allowed = FORMATS_OF[objective]
         if self.format not in ("auto", *allowed):
             yield "data.format", f"must be auto or {' or '.join(allowed)} with training.objective: {objective}."
+        if self.packing not in PACKINGS_OF[objective]:
+            allowed_here = ", ".join(PACKINGS_OF[objective])
+            yield "data.packing", f"must be one of {allowed_here} with training.objective: {objective}."
         if objective == "causal_lm" and self.source == PYTHON_DOCSTRINGS:
             yield "data.source", "requires training.objective: sft or dpo. For plain text use python-stdlib."
         if objective != "causal_lm" and self.source == PYTHON_STDLIB:

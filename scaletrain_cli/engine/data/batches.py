@@ -228,6 +228,8 @@ class BatchReader:
     ``padded_to``: see the function; with "step" the rows of evaluations are padded to seq_len. Text has no padding.
     ``padding_multiple``: the tokens of a row on one rank are a multiple of it, or as many as of seq_len.
     ``mask_document_starts``: the label of the first token of a document in text is ignored.
+    ``within_documents``: so it is, and attention and positions stay within each document of a sequence of text. The
+    part of a document that an earlier sequence ended with is not there: positions begin at 0 in each sequence.
     ``reference``: [pairs of the split, 2] fp32, log-probabilities of the chosen and of the rejected answer.
     """
 
@@ -239,6 +241,7 @@ class BatchReader:
     reference: npt.NDArray[np.float32] | None = None
     padded_to: PaddedTo = "seq_len"
     padding_multiple: int = PADDING_MULTIPLE
+    within_documents: bool = False
 
     def batch(self, number: int) -> StepBatch:
         """Return this rank's part of the global batch with this number (1-based)."""
@@ -280,7 +283,11 @@ class BatchReader:
     @property
     def _is_divided(self) -> bool:
         """True if some labels do not count, or count with a weight of their own."""
-        return self.mask_document_starts or isinstance(self.sequences, RowSequences)
+        return self._masks_labels or isinstance(self.sequences, RowSequences)
+
+    @property
+    def _masks_labels(self) -> bool:
+        return self.mask_document_starts or self.within_documents
 
     def _counted_in(self, number: int) -> float:
         """Return the weights of the labels in a global micro-batch, as the mean over those of the batch.
@@ -316,16 +323,21 @@ class BatchReader:
         flat = [index for batch in indices for index in batch]
         rows = self.sequences.rows(flat)
         tokens, labels = rows[:, :-1], rows[:, 1:]
-        if self.mask_document_starts:
+        if self._masks_labels:
             labels = self._masked(labels, flat)
-        shape = (len(indices), self.layout.micro_batch_size, part.stop - part.start)
-        return StepBatch(
+        shape = (len(indices), self.layout.micro_batch_size, -1)
+        batch = StepBatch(
             tokens=_tensor(tokens[:, part]).view(shape),
             labels=_tensor(labels[:, part]).view(shape),
             samples=torch.tensor(places),
             positions=torch.arange(part.start, part.stop),
             divisor=divisor,
         )
+        if not self.within_documents:
+            return batch
+        documents, positions = (_tensor(each).view(shape) for each in self._documents(flat))
+        segments = _joined([segments_of(each) for each in documents])
+        return batch._replace(documents=documents, segments=segments, positions=positions[..., part].contiguous())
 
     def _rows(
         self,
@@ -402,6 +414,21 @@ class BatchReader:
         for row, index in zip(masked, indices, strict=True):
             row[self.sequences.document_ends_within(index, index + 1)] = NOT_COUNTED
         return masked
+
+    def _documents(self, indices: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the document of each token of these sequences, and the token's position in it: [sequences, seq_len].
+
+        Documents are counted from 0 in each sequence.
+        """
+        assert isinstance(self.sequences, TokenSequences)
+        length = self.sequences.seq_len
+        documents, starts = np.zeros((2, len(indices), length), np.int64)
+        for row, index in enumerate(indices):
+            firsts = self.sequences.document_ends_within(index, index + 1) + 1
+            firsts = firsts[firsts < length]
+            documents[row, firsts] = 1
+            starts[row, firsts] = firsts
+        return documents.cumsum(1), np.arange(length) - np.maximum.accumulate(starts, axis=1)
 
 
 def _joined_rows(arrays: list[npt.NDArray[Any]]) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from scaletrain_cli.engine.data.batches import NOT_COUNTED, BatchReader, MicroBatch
 from scaletrain_cli.engine.data.dataset import TokenSequences
+from scaletrain_cli.engine.model.document_attention import segments_of
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan.result import Layout
 
@@ -40,7 +41,9 @@ def sequences(count: int = 40) -> TokenSequences:
     return TokenSequences(tokens, LENGTH, ends)
 
 
-def readers(data: int, sequence: int, micro_batch_size: int, mask: bool = False) -> list[BatchReader]:
+def readers(
+    data: int, sequence: int, micro_batch_size: int, mask: bool = False, packed: bool = False
+) -> list[BatchReader]:
     layout = replace(
         WHOLE,
         data_parallel=data,
@@ -55,6 +58,7 @@ def readers(data: int, sequence: int, micro_batch_size: int, mask: bool = False)
             Mesh(data=Axis(data, d), sequence=Axis(sequence, s), replicas=Axis(data * sequence, d * sequence + s)),
             seed=3,
             mask_document_starts=mask,
+            within_documents=packed,
         )
         for d in range(data)
         for s in range(sequence)
@@ -72,6 +76,25 @@ def triples(parts: list[MicroBatch]) -> Triples:
         for row, sample in enumerate(part.samples)
         for position, token, label in zip(part.positions, part.tokens[row], part.labels[row], strict=True)
     }
+
+
+def of_documents(readers: list[BatchReader], step: int) -> dict[int, tuple[list[list[int]], ...]]:
+    """Return document, position, token and label of each token of each sample, parts of a sequence joined."""
+    found: dict[int, tuple[list[list[int]], ...]] = {}
+    for reader in readers:
+        for part in reader.batch(step).micro_batches():
+            assert part.documents is not None
+            assert part.segments is not None
+            assert segments_of(part.documents).longest <= part.segments.longest
+            assert segments_of(part.documents).bounds.tolist() == sorted(set(part.segments.bounds.tolist()))
+            for row, sample in enumerate(part.samples.tolist()):
+                document = part.documents[row].tolist()
+                mine = [values[row].tolist() for values in (part.positions, part.tokens, part.labels)]
+                before = found.setdefault(sample, (document, [], [], []))
+                assert before[0] == document  # of the whole sequence on every rank
+                for joined, more in zip(before[1:], mine, strict=True):
+                    joined.extend(more)
+    return found
 
 
 CUTS = [(1, 1, 12), (1, 1, 1), (2, 1, 3), (1, 2, 4), (3, 2, 2), (2, 4, 1)]
@@ -109,18 +132,39 @@ def test_only_the_first_token_of_each_document_is_not_counted() -> None:
     assert torch.equal(torch.where(torch.tensor(masked), plain.labels[0], batch.labels[0]), plain.labels[0])
 
 
+def test_packed_documents_restart_positions_and_are_the_same_in_every_layout() -> None:
+    source = sequences()
+    ends = set(source.document_ends.tolist())
+    for step in (1, 9):
+        expected = {}
+        (reader,) = readers(1, 1, GLOBAL_BATCH, packed=True)
+        for place, index in enumerate(reader._indices(step, 0)[0]):
+            rows: tuple[list[int], ...] = ([], [], [], [])
+            document = position = 0
+            for at in range(index * LENGTH, (index + 1) * LENGTH):
+                label = NOT_COUNTED if at in ends else int(source.tokens[at + 1])
+                for values, value in zip(rows, (document, position, int(source.tokens[at]), label), strict=True):
+                    values.append(value)
+                document, position = (document + 1, 0) if at in ends else (document, position + 1)
+            expected[(step - 1) * GLOBAL_BATCH + place] = rows
+        for cut in CUTS:
+            assert of_documents(readers(*cut, packed=True), step) == expected
+
+
 def weighted_loss(part: MicroBatch, weights: torch.Tensor) -> float:
     assert part.divisor is not None
     losses = F.cross_entropy(weights[part.tokens].flatten(0, 1), part.labels.flatten(), reduction="sum")
     return float(losses / part.divisor)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_mean_of_all_losses_is_the_mean_over_the_tokens_that_count(cut: tuple[int, int, int]) -> None:
+def test_the_mean_of_all_losses_is_the_mean_over_the_tokens_that_count(cut: tuple[int, int, int], packed: bool) -> None:
     weights = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     whole = readers(1, 1, GLOBAL_BATCH, mask=True)[0].batch(3).micro_batches()[0]
     expected = F.cross_entropy(weights[whole.tokens].flatten(0, 1), whole.labels.flatten())
-    parts = [micro for reader in readers(*cut, mask=True) for micro in reader.batch(3).micro_batches()]
+    read = readers(*cut, mask=not packed, packed=packed)
+    parts = [micro for reader in read for micro in reader.batch(3).micro_batches()]
     assert np.mean([weighted_loss(part, weights) for part in parts]) == pytest.approx(float(expected), rel=1e-6)
 
 

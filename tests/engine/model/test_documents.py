@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scaletrain_cli.engine.compose import wrap_blocks
+from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.model.attention import AttentionWithDropout, TokenContext, causal_attention
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.rope import rotary_tables
+from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import ModelSpec, to_hugging_face
 from scaletrain_cli.spec.training import LayoutSpec
+from tests.engine.data.test_batches import WHOLE
 from tests.engine.fresh_model import build_model
+from tests.engine.model.families import logits
 from tests.engine.model.test_models import GPT, LLAMA, spec
 
 LENGTHS = (7, 3, 12, 10)  # of the documents of one row of 32 tokens
@@ -88,6 +96,52 @@ def test_transformers_computes_the_same_loss_of_packed_documents(dims: dict[str,
     with torch.no_grad():
         found = theirs(input_ids=tokens, labels=shifted, position_ids=context.positions, use_cache=False).loss
         torch.testing.assert_close(ours(tokens, labels, context), found, rtol=1e-6, atol=1e-6)
+
+
+# Each kind of attention that a model can have, and attention with a mask, as on a GPU without a kernel by document.
+ATTENTION: dict[str, dict[str, Any]] = {
+    "by document": {},
+    "with a mask": {},
+    "windows": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "windows with a mask": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "unfused": {"attn_logit_softcapping": 0.5},
+    "sinks": {"attention_sinks": True, "sliding_window": 5},
+    "latent": {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_a_batch_of_text_within_documents_computes_each_document_as_if_it_were_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(spec({**LLAMA, **ATTENTION[kind], "initializer_range": 0.1}), seed=0)
+    if kind == "sinks":
+        torch.nn.init.normal_(model.model.layers["0"].self_attn.sinks)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 512, 8 * 32 + 1).astype(np.uint16)
+    text = TokenSequences(tokens, 32, np.flatnonzero(random.random(len(tokens)) < 0.1).astype(np.int64))
+    layout = replace(WHOLE, micro_batch_size=2, gradient_accumulation_steps=3, global_batch_size=6)
+    reader = BatchReader(text, layout, Mesh(), seed=0, mask_document_starts=False, within_documents=True)
+    losses, weights, cut = [], [], False
+    for batch in reader.batch(1).micro_batches():
+        assert batch.documents is not None
+        expected, parts = [], []
+        for row, documents in zip(batch.tokens, batch.documents, strict=True):
+            lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
+            parts += row.split(lengths)
+            cut |= len(lengths) > 1
+            expected.append(torch.cat([logits(model, part[None])[0] for part in row.split(lengths)]))
+        if "mask" in kind:
+            monkeypatch.setattr("scaletrain_cli.engine.model.attention.is_supported", lambda *_: False)
+        torch.testing.assert_close(logits(model, batch.tokens, batch.context), torch.stack(expected), rtol=0, atol=1e-5)
+        counted = int((batch.labels != -100).sum())
+        losses.append(model(batch.tokens, batch.labels, batch.context).item() * counted)
+        weights.append(counted)
+        monkeypatch.undo()
+        ends = F.cross_entropy(torch.cat(expected), batch.labels.flatten(), reduction="sum").item()
+        assert losses[-1] == pytest.approx(ends, rel=1e-5)
+    assert cut
+    assert sum(weights) == pytest.approx(float(batch.divisor) * 3)
 
 
 def test_dropout_in_attention_stays_within_documents() -> None:

@@ -131,11 +131,14 @@ def batch_loss(model: nn.Module, spec: RunSpec, rows: Tensor, samples: Tensor) -
     rows [batch, length + 1] int64; samples [batch]: their places in the run, which decide what is dropped.
     """
     tokens, labels = rows[:, :-1], rows[:, 1:].clone()
-    if spec.data.loss_mask == "document_starts":
+    if spec.data.packing == "documents" or spec.data.loss_mask == "document_starts":
         labels[tokens == end_of_text(Path(spec.data.source))] = -100
     if isinstance(model, CausalLM):
-        context = TokenContext(torch.arange(tokens.shape[1]), samples)
-        hidden = model.transform(model.embed(tokens, context), context)
+        if spec.data.packing == "documents":
+            hidden = torch.stack([_of_documents(model, row, end_of_text(Path(spec.data.source))) for row in tokens])
+        else:
+            context = TokenContext(torch.arange(tokens.shape[1]), samples)
+            hidden = model.transform(model.embed(tokens, context), context)
         logits = F.linear(model.final_norm(hidden), model.lm_head.weight)
         if (cap := spec.transformer.final_logit_softcapping) is not None:
             logits = cap * torch.tanh(logits / cap)
@@ -143,6 +146,18 @@ def batch_loss(model: nn.Module, spec: RunSpec, rows: Tensor, samples: Tensor) -
         logits = model(tokens).logits
     smoothing = spec.training.label_smoothing
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, label_smoothing=smoothing)
+
+
+def _of_documents(model: CausalLM, tokens: Tensor, end: int) -> Tensor:
+    """Return the last hidden states of the tokens of a row, [length, hidden]: each document in a pass of its own."""
+    ends = (tokens[:-1] == end).nonzero().flatten() + 1
+    parts = torch.tensor_split(tokens, ends)
+    contexts = [TokenContext(torch.arange(len(part)), torch.zeros(1, dtype=torch.int64)) for part in parts]
+    found = [
+        model.transform(model.embed(part[None], context), context)
+        for part, context in zip(parts, contexts, strict=True)
+    ]
+    return torch.cat(found, dim=1)[0]
 
 
 def end_of_text(dataset: Path) -> int:

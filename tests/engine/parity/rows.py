@@ -120,6 +120,10 @@ _GATED = ("model.shared_expert_intermediate_size=24", "model.shared_expert_gate=
 _DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
 _GPT = ("model.family=gpt", "model.num_key_value_heads=4", "model.tie_word_embeddings=true")
 _MASK = ("data.loss_mask=document_starts",)
+_DOCUMENTS = ("data.packing=documents",)
+_NO_AUXILIARY_LOSS = (
+    "model.router_aux_loss_coef=0"  # a mean over the tokens of a pass, which the reference has fewer of
+)
 _SMOOTHING = ("training.label_smoothing=0.1",)
 
 
@@ -198,6 +202,12 @@ def features() -> list[Row]:
         with_features(cubed, "label smoothing", *_SMOOTHING),
         with_features(Row(3, data=2, sequence=2), "document mask", *_MASK),
         with_features(cubed, "document mask", *_MASK),
+        with_features(Row(3, data=2, sequence=2), "documents", *_DOCUMENTS),
+        with_features(cubed, "documents", *_DOCUMENTS),
+        with_features(cubed, "documents in windows", *_DOCUMENTS, *_WINDOWS),
+        with_features(Row(3, data=2, tensor=2, sequence=2), "documents with caps", *_DOCUMENTS, *_CAPS),
+        with_features(Row(2, data=2, sequence=2), "documents with sinks", *_DOCUMENTS, *_GPT_OSS, _NO_AUXILIARY_LOSS),
+        with_features(cubed, "documents in latent attention", *_DOCUMENTS, *_DEEPSEEK, _NO_AUXILIARY_LOSS),
         with_features(Row(0, data=2, tensor=2), "tied", "model.tie_word_embeddings=true"),
         with_features(Row(3, data=2, accumulation=4), "tied", "model.tie_word_embeddings=true"),
         with_features(cubed, "tied", "model.tie_word_embeddings=true"),

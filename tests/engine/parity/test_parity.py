@@ -34,14 +34,19 @@ FEATURES = [
         "zero3 dp2 ga4 offload both",
         "zero2 dp2 sp2 experts",
         "zero1 tp2 pp2 sp2 ga4 dropout",
-        "zero3 dp2 sp2 document mask",
+        "zero3 dp2 sp2 documents",
         "zero2 tp2 ga4 label smoothing",
         "zero3 dp2 tp2 olmo2",
     )
 ]
 RESUMED = [CUT[4], CUT[6], pytest.param(NAMED["zero2 dp2 sp2 groups of experts"], marks=pytest.mark.long)]
 ROWS = [*CUT, *FEATURES]
-LONG = [NAMED["zero1 tp2 pp2 sp2 ga4 deepseek"], NAMED["zero3 dp2 tp2 deepseek"]]
+LONG = [
+    NAMED["zero3 dp2 sp2 document mask"],
+    *(row for row in NAMED.values() if "documents" in row.name and row.name != "zero3 dp2 sp2 documents"),
+    NAMED["zero1 tp2 pp2 sp2 ga4 deepseek"],
+    NAMED["zero3 dp2 tp2 deepseek"],
+]
 rows = pytest.mark.parametrize(
     "row", [*ROWS, *(pytest.param(row, marks=pytest.mark.long) for row in LONG)], ids=lambda row: row.name
 )
