@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from scaletrain_cli.data.pipeline.decisions import Decisions, chained, read_decisions
 from scaletrain_cli.data.pipeline.tasks import Source, Task, place_text
-from scaletrain_cli.data.sources.records import BadRecord, Record
+from scaletrain_cli.data.sources.records import BadRecord, Part, Record
 from scaletrain_cli.data.steps import identity, step_of
 from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.spec.preparation import PreparationStep
 
-_READING = "reading/v1"  # raised with every change of what readers yield
+_READING = "reading/v2"  # raised with every change of what readers yield, and of the files of decisions
 
 
-class RemovedByNumber(Protocol):
-    """Says which documents of a task a step has removed that looks at all documents, by number in the task."""
+class LooksAtAll(Protocol):
+    """The results of a step that looks at all documents."""
 
-    def __call__(self, task: Task, /) -> dict[int, Removed]: ...
+    @property
+    def key(self) -> str:
+        """Return the key of the results, the same for all sources that the step applies to."""
+        ...
+
+    def __call__(self, task: Task, /) -> dict[int, Removed]:
+        """Return the documents of a task that the step has removed, by number in the task."""
+        ...
+
+    def number_of(self, task: Task, /) -> int:
+        """Return the number of a task among those of all sources."""
+        ...
+
+    def shown(self, task: Task, /) -> Collection[int]:
+        """Return the numbers of the documents of a task that the report names."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """Return the report of the step."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,8 +50,9 @@ class ChainStep:
     """A step with the key of its results. ``looks_at_all``: what a step over all documents has removed."""
 
     key: str
-    section: PreparationStep | None = None  # None: reading
-    looks_at_all: RemovedByNumber | None = None
+    name: str = "reading"  # for people
+    section: PreparationStep | None = None  # None: reading, or a step over all documents
+    looks_at_all: LooksAtAll | None = None
 
 
 @dataclass(frozen=True)
@@ -65,24 +85,18 @@ class Chain:
         reading, *others = running
         for number, (part, record) in enumerate(task.records()):
             if isinstance(record, BadRecord):
-                reading.was_not_read(
-                    number, partial(place_text, part, record.place), record.reason, skip=self.skips_bad
-                )
+                reading.was_not_read(number, part, record, skip=self.skips_bad)
                 continue
             assert isinstance(record, Record)
             reading.was_read(record.text)
             document = Document(record.text, task.source, "", record.columns)
-            place = partial(place_text, part, record.place)
             for each in others:
-                result = each.apply(number, document, place, skip_bad=self.skips_bad)
+                result = each.apply(number, document, part, record.place, skip_bad=self.skips_bad)
                 if result is None:
                     break
                 document = result
             else:
                 yield number, document.text
-
-
-_Place = Callable[[], str]
 
 
 class _Running:
@@ -94,38 +108,43 @@ class _Running:
         known = read_decisions(self._path)
         self._known = None if known is None else known.removed_numbers
         self._made = Decisions()
-        self._by_number = None
+        self._by_number: dict[int, Removed] | None = None
+        self._shown: Collection[int] = ()
         if self._known is None and self._step.looks_at_all is not None:
             self._by_number = self._step.looks_at_all(task)
+            self._shown = self._step.looks_at_all.shown(task)
 
     def was_read(self, text: str) -> None:
         """Count a document that was read."""
         self._made.take(text)
         self._made.keep(text, {})
 
-    def was_not_read(self, number: int, place: _Place, reason: Reason, *, skip: bool) -> None:
+    def was_not_read(self, number: int, part: Part, record: BadRecord, *, skip: bool) -> None:
         """Count a document that could not be read. Raises UsageError unless bad ones are skipped."""
         self._made.documents += 1
-        self._bad(number, place, reason, skip=skip)
+        self._bad(number, record.reason, part, record.place, "", skip=skip)
 
-    def _bad(self, number: int, place: _Place, reason: Reason, *, skip: bool) -> None:
+    def _bad(self, number: int, reason: Reason, part: Part, place: int, text: str, *, skip: bool) -> None:
         """Record a bad document. Raises UsageError unless bad ones are skipped."""
         if not skip:
-            raise UsageError(Reason("data.bad-document", {"where": place(), "problem": reason}))
-        self._made.remove(number, Removed(reason.code, str(reason), ""), place, "")
+            raise UsageError(Reason("data.bad-document", {"where": place_text(part, place), "problem": reason}))
+        self._made.remove_bad(number, reason, part, place, text)
 
-    def apply(self, number: int, document: Document, place: _Place, *, skip_bad: bool) -> Document | None:
+    def apply(self, number: int, document: Document, part: Part, place: int, *, skip_bad: bool) -> Document | None:
         """Return the document after the step; None if it was removed. Raises UsageError for a bad document."""
         if self._known is not None:
             return self._repeated(number, document)
         self._made.take(document.text)
+        if number in self._shown:
+            self._made.show(number, part, place, document.text)
         try:
             result = self._result(number, document)
         except DocumentError as error:
-            self._bad(number, place, error.reason or recorded(str(error)), skip=skip_bad)
+            reason = error.reason or recorded(str(error))
+            self._bad(number, reason, part, place, document.text, skip=skip_bad)
             return None
         if isinstance(result, Removed):
-            self._made.remove(number, result, place, document.text)
+            self._made.remove(number, result, part, place, document.text)
             return None
         self._made.keep(result.text, result.counts)
         return document._replace(text=result.text)
@@ -170,8 +189,15 @@ def extended(chain: Chain, source: Source, sections: Sequence[PreparationStep]) 
     steps = list(chain.steps)
     for section in sections:
         if applies(section, source):
-            steps.append(ChainStep(chained(steps[-1].key, identity(section, _step(section))), section))
+            key = chained(steps[-1].key, identity(section, _step(section)))
+            steps.append(ChainStep(key, step_name(section), section))
     return replace(chain, steps=tuple(steps))
+
+
+def step_name(section: PreparationStep) -> str:
+    """Return the name of a step for people: its key, with the rules that it applies."""
+    settings = section.model_dump(mode="json")
+    return f"{settings['step']} ({settings['rules']})" if "rules" in settings else str(settings["step"])
 
 
 def applies(section: PreparationStep, source: Source) -> bool:

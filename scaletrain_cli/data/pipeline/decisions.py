@@ -8,16 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.steps.base import Removed
+from scaletrain_cli.data.sources.records import Part
+from scaletrain_cli.data.steps.base import Document, Removed
+from scaletrain_cli.data.steps.identifiers import Identifiers
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import make_folder, replace_file
+from scaletrain_cli.spec.preparation import IDENTIFIERS, IdentifiersSpec
 
 _EXAMPLES_PER_RULE = 3
-_EXAMPLE_CHARACTERS = 200
+_BAD_PER_REASON = 20
+_EXAMPLE_CHARACTERS = 300
+# No expression of the step ``identifiers`` matches more characters, except for private keys of many lines.
+_LONGEST_IDENTIFIER = 1 << 15
 
 
 def chained(*parts: Any) -> str:
@@ -27,15 +35,24 @@ def chained(*parts: Any) -> str:
 
 @dataclass
 class Decisions:
-    """One step and task. ``removed``: numbers of documents in the task, by rule; characters are Unicode code points."""
+    """One step and task. ``removed``: numbers of documents in the task, by rule; characters are Unicode code points.
+
+    ``removed_characters``: of the same documents. ``measured``: for each rule, how many of its documents had a value,
+    numbers rounded to two digits. ``examples``, ``bad`` and ``shown``: few documents with their places, without
+    identifiers; ``bad``: those that could not be read; ``shown``: those that the report of duplicates names, by number.
+    """
 
     documents: int = 0
     characters: int = 0
     documents_left: int = 0
     characters_left: int = 0
     removed: dict[str, list[int]] = field(default_factory=dict)
+    removed_characters: dict[str, int] = field(default_factory=dict)
+    measured: dict[str, dict[str, int]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, Any]] = field(default_factory=list)
+    bad: list[dict[str, Any]] = field(default_factory=list)
+    shown: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def take(self, text: str) -> None:
         """Count a document that arrives at the step."""
@@ -48,13 +65,30 @@ class Decisions:
         self.characters_left += len(text)
         self.counts.update(counts)
 
-    def remove(self, number: int, removed: Removed, place: Callable[[], str], text: str) -> None:
-        """Record a document that is removed; the first ones of each rule become examples, with their place."""
-        numbers = self.removed.setdefault(removed.rule, [])
+    def remove(self, number: int, removed: Removed, part: Part, place: int, text: str) -> None:
+        """Record a document that is removed; the first ones of each rule become examples."""
+        rule = removed.rule
+        self.removed_characters[rule] = self.removed_characters.get(rule, 0) + len(text)
+        measured, value = self.measured.setdefault(rule, {}), _rounded(removed.measured)
+        measured[value] = measured.get(value, 0) + 1
+        if self._count(number, rule) <= _EXAMPLES_PER_RULE:
+            about = {"rule": rule, "measured": removed.measured, "limit": removed.limit}
+            self.examples.append(about | _located(part, place) | {"text": shortened(text)})
+
+    def remove_bad(self, number: int, reason: Reason, part: Part, place: int, text: str) -> None:
+        """Record a document that cannot be read; ``text`` is empty if there is none."""
+        self.removed_characters[reason.code] = self.removed_characters.get(reason.code, 0) + len(text)
+        if self._count(number, reason.code) <= _BAD_PER_REASON:
+            self.bad.append({"rule": reason.code, **_located(part, place), "problem": shortened(str(reason))})
+
+    def show(self, number: int, part: Part, place: int, text: str) -> None:
+        """Record the beginning of a document that the report shows."""
+        self.shown[str(number)] = _located(part, place) | {"text": shortened(text)}
+
+    def _count(self, number: int, rule: str) -> int:
+        numbers = self.removed.setdefault(rule, [])
         numbers.append(number)
-        if len(numbers) <= _EXAMPLES_PER_RULE:
-            about = {"rule": removed.rule, "measured": removed.measured, "limit": removed.limit}
-            self.examples.append(about | {"place": place(), "text": text[:_EXAMPLE_CHARACTERS]})
+        return len(numbers)
 
     @property
     def removed_numbers(self) -> frozenset[int]:
@@ -75,3 +109,27 @@ def read_decisions(path: Path) -> Decisions | None:
         return Decisions(**document | {"counts": Counter(document["counts"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _rounded(value: float | str) -> str:
+    """Return a measured value as text, numbers with two digits, so that there are few different ones."""
+    return value if isinstance(value, str) else f"{float(f'{value:.2g}'):g}"
+
+
+def _located(part: Part, place: int) -> dict[str, Any]:
+    """Return where a document is: ``place`` is in the unit of the file's format."""
+    return {"file": part.file.path, "at": place}
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text with placeholders for mail addresses, IP addresses, phone numbers and keys."""
+    window = text[: 2 * _LONGEST_IDENTIFIER]
+    replaced = _identifiers()(Document(window, "", "")).text
+    if len(window) < len(text):  # the last match may be incomplete, and was not found
+        replaced = replaced[: max(0, len(replaced) - _LONGEST_IDENTIFIER)]
+    return replaced if len(replaced) <= _EXAMPLE_CHARACTERS else f"{replaced[:_EXAMPLE_CHARACTERS]}…"
+
+
+@cache
+def _identifiers() -> Identifiers:
+    return Identifiers(IdentifiersSpec(step="identifiers", replace=IDENTIFIERS))

@@ -7,6 +7,7 @@ that is stopped at any moment is continued by the next one. The bytes do not dep
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, remove_phases, run_job
 from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_of, extended
 from scaletrain_cli.data.pipeline.decisions import chained
+from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, write_reports
 from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, write_shard
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
 from scaletrain_cli.data.pipeline.workers import Workers
@@ -69,7 +71,12 @@ def prepare(preparation: Preparation, folder: Path, workers: int, progress: Prog
     with locked(steps / f".lock-{os.geteuid()}"), Workers(workers) as pool:
         _remove_drafts(steps)
         found = _with_all_steps(preparation, steps, pool, progress)
-        return {work.source.name: _tokenized(preparation, work, folder, pool, progress) for work in found}
+        done = {work.source.name: _tokenized(preparation, work, folder, pool, progress) for work in found}
+        # at the end: examples of duplicates may be documents of any source
+        write_reports(
+            [PreparedSource(each.source.name, done[each.source.name], each.tasks, each.chain) for each in found]
+        )
+        return done
 
 
 def _tokenized(preparation: Preparation, work: _Work, folder: Path, workers: Workers, progress: Progress) -> Path:
@@ -135,7 +142,8 @@ def _without_duplicates(
     for each in found:
         work = each
         if applies(section, each.source):
-            step = ChainStep(chained(each.chain.steps[-1].key, key), None, _Duplicates(corpus, first))
+            duplicates = _Duplicates(corpus, first)
+            step = ChainStep(chained(each.chain.steps[-1].key, key), section.step, None, duplicates)
             work = replace(each, chain=replace(each.chain, steps=(*each.chain.steps, step)))
             first += len(each.tasks)
         result.append(work)
@@ -166,6 +174,20 @@ class _Duplicates:
             rule = "duplicates.near" if found.near else "duplicates.exact"
             removed[found.index] = Removed(rule, found.similarity, self.corpus.settings.similarity)
         return removed
+
+    @property
+    def key(self) -> str:
+        return self.corpus.folder.name
+
+    def number_of(self, task: Task, /) -> int:
+        return self.first + task.number
+
+    def shown(self, task: Task, /) -> frozenset[int]:
+        places = duplicates_shown(self.report())
+        return frozenset(place["index"] for place in places if place["task"] == self.number_of(task))
+
+    def report(self) -> dict[str, Any]:
+        return self.corpus.read_report()
 
 
 def _find_duplicates(corpus: Corpus, phase: int, texts: _Texts, job: int) -> None:
@@ -205,6 +227,7 @@ def _write_tokens(dataset: Path, chain: Chain, tokenizer: str, validation_share:
         shard_folder(dataset, task.number),
         encoded(loaded, texts, settings.end_of_text, settings.dtype),
         validation_share,
+        _unknown_token(tokenizer),
     )
 
 
@@ -215,6 +238,16 @@ def _loaded(content: str) -> tuple[_TokenizerSettings, Tokenizer]:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return _TokenizerSettings.of(content), tokenizer
+
+
+@lru_cache(maxsize=2)
+def _unknown_token(content: str) -> int | None:
+    """Return the token for text that a tokenizer has no tokens for; None if there is none."""
+    model = json.loads(content)["model"]
+    if model.get("unk_id") is not None:  # Unigram
+        return int(model["unk_id"])
+    name = model.get("unk_token")
+    return None if name is None else Tokenizer.from_str(content).token_to_id(name)
 
 
 def _description(dataset: Path, work: _Work, tokenizer: _TokenizerSettings) -> dict[str, Any]:

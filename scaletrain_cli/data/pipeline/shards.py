@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
+from scaletrain_cli.data.pipeline.statistics import Statistics
 from scaletrain_cli.safe_files import create_file, make_folder
 
 SPLITS = ("train", "validation")
@@ -23,6 +24,7 @@ SPLITS = ("train", "validation")
 _DOCUMENTS_PER_ENCODE = 256
 _CHARACTERS_PER_ENCODE = 1 << 22
 _INFO = "shard.json"
+_STATISTICS = "statistics.json"
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,16 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def write_shard(folder: Path, documents: Iterable[tuple[str, npt.NDArray[Any]]], validation_share: float) -> None:
+def write_shard(
+    folder: Path,
+    documents: Iterable[tuple[str, npt.NDArray[Any]]],
+    validation_share: float,
+    unknown: int | None = None,
+) -> None:
     """Write the tokens of documents as ``folder``, unless it is there. Raises OSError.
 
     Of each split there are two files with the hashes of their chunks: tokens, and the positions of the last token of
-    each document (int64).
+    each document (int64). ``unknown``: the token for text that the tokenizer has no tokens for, if there is one.
     """
     if folder.is_dir():
         return
@@ -82,7 +89,9 @@ def write_shard(folder: Path, documents: Iterable[tuple[str, npt.NDArray[Any]]],
     draft = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
     make_folder(draft, exist_ok=False)
     try:
-        info = _write(draft, documents, validation_share)
+        statistics = Statistics(unknown)
+        info = _write(draft, documents, validation_share, statistics)
+        create_file(draft / _STATISTICS, json.dumps(statistics.to_json()))
         create_file(draft / _INFO, json.dumps(asdict(info), sort_keys=True))
         try:
             draft.rename(folder)
@@ -93,17 +102,23 @@ def write_shard(folder: Path, documents: Iterable[tuple[str, npt.NDArray[Any]]],
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write(folder: Path, documents: Iterable[tuple[str, npt.NDArray[Any]]], validation_share: float) -> ShardInfo:
+def _write(
+    folder: Path,
+    documents: Iterable[tuple[str, npt.NDArray[Any]]],
+    validation_share: float,
+    statistics: Statistics,
+) -> ShardInfo:
     tokens, count, size = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0), 0
     with ExitStack() as opened:
         files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in SPLITS}
         ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in SPLITS}
         for text, ids in documents:
-            split = split_of(text, validation_share)
+            split, content = split_of(text, validation_share), text.encode()
+            statistics.add(text, content, ids)
             files[split].write(ids.tobytes())
             tokens[split] += len(ids)
             count[split] += 1
-            size += len(text.encode())
+            size += len(content)
             ends[split].write(np.int64(tokens[split] - 1).tobytes())
         digest = hashlib.sha256()
         for split in SPLITS:
@@ -125,3 +140,12 @@ def read_shard_info(folder: Path) -> ShardInfo | None:
         return ShardInfo(**json.loads((folder / _INFO).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def read_statistics(folder: Path) -> dict[str, Any] | None:
+    """Return the statistics of the documents of a shard; None if there are none."""
+    try:
+        found = json.loads((folder / _STATISTICS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

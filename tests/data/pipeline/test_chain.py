@@ -11,6 +11,7 @@ import pytest
 
 from scaletrain_cli.data.pipeline.chain import Chain, chain_of
 from scaletrain_cli.data.pipeline.decisions import read_decisions
+from scaletrain_cli.data.pipeline.report import place_of
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
 from scaletrain_cli.data.sources.records import Columns, SourceFile
 from scaletrain_cli.data.steps import apply, step_of
@@ -115,7 +116,9 @@ def test_decisions_count_documents_and_give_examples_with_their_line(tmp_path: P
     assert score is not None
     assert score.documents == 200
     assert score.documents_left == sum(int(str(row["score"])) >= 2 for row in ROWS)
-    assert {example["place"] for example in score.examples} == {f"{tmp_path}/0.jsonl:{line}" for line in (1, 5, 6)}
+    assert {place_of(task, example) for example in score.examples} == {
+        f"{tmp_path}/0.jsonl:{line}" for line in (1, 5, 6)
+    }
     assert found[4] is not None
     assert found[4].counts["identifiers.email"] == found[4].documents
 
@@ -137,11 +140,11 @@ def test_a_bad_document_is_named_or_skipped(skips_bad: bool, tmp_path: Path) -> 
     (task,) = tasks_of(given)
     reading, scored = read_decisions(chain.decisions(0, task)), read_decisions(chain.decisions(2, task))
     assert reading is not None
-    assert reading.examples[0]["place"] == f"{tmp_path}/0.jsonl:3"
+    assert [place_of(task, each) for each in reading.bad] == [f"{tmp_path}/0.jsonl:3"]
     assert list(reading.removed) == ["sources.no-field"]
     assert reading.documents - reading.documents_left == 1
     assert scored is not None
-    assert any(example["place"] == f"{tmp_path}/1.jsonl:3" for example in scored.examples)
+    assert [place_of(task, each) for each in scored.bad] == [f"{tmp_path}/1.jsonl:3"]
 
 
 def test_steps_of_other_sources_change_nothing(tmp_path: Path) -> None:

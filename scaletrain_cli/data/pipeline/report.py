@@ -1,0 +1,243 @@
+"""The report of a prepared source: documents after each step, what was removed and why, and the text that is left.
+
+It is put together from what the steps have recorded, and is the same for any number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.data.pipeline.chain import Chain, ChainStep
+from scaletrain_cli.data.pipeline.decisions import Decisions, read_decisions
+from scaletrain_cli.data.pipeline.shards import read_statistics
+from scaletrain_cli.data.pipeline.statistics import length_range_end
+from scaletrain_cli.data.pipeline.tasks import Task
+from scaletrain_cli.data.sources.formats import reader_of
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.safe_files import replace_file
+
+SCHEMA = "scaletrain.dataset-report/v1"
+NAME = "report.json"
+_EXAMPLES_PER_RULE = 3
+_PLACES_PER_REASON = 50
+# The number of a line is found by reading the file up to there.
+_READ_FOR_LINE = {True: 4 << 20, False: 256 << 20}  # remote: bytes
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """A source whose dataset is complete, with its tasks and its steps."""
+
+    name: str
+    dataset: Path
+    tasks: tuple[Task, ...]
+    chain: Chain
+
+
+def write_reports(sources: Sequence[PreparedSource]) -> None:
+    """Write the report of each source into its dataset, where it is missing. Raises OSError."""
+    for source in sources:
+        if not (source.dataset / NAME).exists():
+            replace_file(
+                source.dataset / NAME, json.dumps(_report(source, sources), indent=1, ensure_ascii=False) + "\n"
+            )
+
+
+def duplicates_shown(report: Mapping[str, Any]) -> list[dict[str, int]]:
+    """Return (task, index) of the documents that a report of duplicates names."""
+    pairs = [example[name] for example in report.get("examples", ()) for name in ("first", "second")]
+    return [*pairs, *(cluster["kept"] for cluster in report["largest_clusters"])]
+
+
+def _report(source: PreparedSource, sources: Sequence[PreparedSource]) -> dict[str, Any]:
+    steps = [_step(source, number) for number in range(len(source.chain.steps))]
+    return {
+        "schema": SCHEMA,
+        "source": source.name,
+        "bytes_read": sum(file.size for file in _files(source)),
+        "files": len(_files(source)),
+        "steps": steps,
+        "languages": _languages(steps),
+        "duplicates": [_duplicates(step, sources) for step in source.chain.steps if step.looks_at_all is not None],
+        **_tokens(source),
+    }
+
+
+def _files(source: PreparedSource) -> list[Any]:
+    return list(dict.fromkeys(part.file for task in source.tasks for part in task.parts))
+
+
+def _step(source: PreparedSource, number: int) -> dict[str, Any]:
+    step, total = source.chain.steps[number], Decisions()
+    removed: Counter[str] = Counter()
+    for task in source.tasks:
+        found = _decisions(source, number, task)
+        for name in ("documents", "characters", "documents_left", "characters_left"):
+            setattr(total, name, getattr(total, name) + getattr(found, name))
+        removed.update({rule: len(numbers) for rule, numbers in found.removed.items()})
+        _add(total.removed_characters, found.removed_characters)
+        for rule, values in found.measured.items():
+            _add(total.measured.setdefault(rule, {}), values)
+        total.counts.update(found.counts)
+        _keep_first(total.examples, found.examples, task, _EXAMPLES_PER_RULE)
+        _keep_first(total.bad, found.bad, task, _PLACES_PER_REASON)
+    bad = {each["rule"] for each in total.bad}
+    return {
+        "name": step.name,
+        "documents": total.documents,
+        "characters": total.characters,
+        "documents_left": total.documents_left,
+        "characters_left": total.characters_left,
+        "removed": [
+            {
+                "rule": rule,
+                "documents": removed[rule],
+                "share": removed[rule] / total.documents,
+                "characters": total.removed_characters[rule],
+                "limit": next((each["limit"] for each in total.examples if each["rule"] == rule), None),
+                "measured": _in_order(total.measured.get(rule, {})),
+                "examples": [
+                    {"place": each["place"], "measured": each["measured"], "text": each["text"]}
+                    for each in total.examples
+                    if each["rule"] == rule
+                ],
+            }
+            for rule in sorted(removed, key=lambda rule: (-removed[rule], rule))
+            if rule not in bad
+        ],
+        "bad": [
+            {
+                "reason": rule,
+                "documents": removed[rule],
+                "places": [
+                    {"place": each["place"], "problem": each["problem"]} for each in total.bad if each["rule"] == rule
+                ],
+            }
+            for rule in sorted(bad, key=lambda rule: (-removed[rule], rule))
+        ],
+        "counts": dict(sorted(total.counts.items())),
+    }
+
+
+def _decisions(source: PreparedSource, number: int, task: Task) -> Decisions:
+    return read_decisions(source.chain.decisions(number, task)) or Decisions()
+
+
+def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        total[name] = total.get(name, 0) + count
+
+
+def _keep_first(kept: list[dict[str, Any]], found: Sequence[Mapping[str, Any]], task: Task, most: int) -> None:
+    """Add what was recorded of documents, with the place for people, up to a number for each rule."""
+    counts = Counter(each["rule"] for each in kept)
+    for each in found:
+        if counts[each["rule"]] < most:
+            counts[each["rule"]] += 1
+            kept.append({**each, "place": place_of(task, each)})
+
+
+def place_of(task: Task, document: Mapping[str, Any]) -> str:
+    """Return the place of a document: ``web.jsonl:17``, or its byte if the line could only be found with much work."""
+    path, place = document["file"], document["at"]
+    file = next(part.file for part in task.parts if part.file.path == path)
+    if file.kind in _BY_BYTES and place > _READ_FOR_LINE["://" in path]:
+        return f"{path}, byte {place}"
+    return reader_of(file).place_text(file, place)
+
+
+_BY_BYTES = ("txt", "md", "code", "jsonl")
+
+
+def _in_order(measured: Mapping[str, int]) -> dict[str, int]:
+    """Return values in ascending order; texts by their number of documents."""
+    try:
+        return dict(sorted(measured.items(), key=lambda item: float(item[0])))
+    except ValueError:
+        return dict(sorted(measured.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _languages(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]] | None:
+    """Return the documents of each language that were kept and removed; None without a step ``language``."""
+    kept: dict[str, int] = {}
+    removed: dict[str, int] = {}
+    for step in steps:
+        if step["name"] == "language":
+            _add(kept, {name.partition(".")[2]: count for name, count in step["counts"].items()})
+            for rule in step["removed"]:
+                unsure = {"": rule["documents"]} if rule["rule"] == "language.min_probability" else rule["measured"]
+                _add(removed, unsure)
+    return {"kept": _in_order(kept), "removed": _in_order(removed)} if kept or removed else None
+
+
+def _duplicates(step: ChainStep, sources: Sequence[PreparedSource]) -> dict[str, Any]:
+    """Return the report of a step over all documents, with the beginning of each document that it names."""
+    assert step.looks_at_all is not None
+    key, report = step.looks_at_all.key, step.looks_at_all.report()
+    places = dict(_shown(key, sources))
+
+    def named(document: Mapping[str, int]) -> dict[str, Any]:
+        return places.get((document["task"], document["index"]), {"source": "", "place": "", "text": ""})
+
+    examples = [
+        {"similarity": each["similarity"], "first": named(each["first"]), "second": named(each["second"])}
+        for each in report.get("examples", ())
+    ]
+    clusters = [{"documents": each["documents"], "kept": named(each["kept"])} for each in report["largest_clusters"]]
+    return {"key": key, **report, "largest_clusters": clusters, "examples": examples}
+
+
+def _shown(key: str, sources: Sequence[PreparedSource]) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    """Yield (task, index) in the report of a step with the source, the place and the text of the document."""
+    for source in sources:
+        for number, step in enumerate(source.chain.steps):
+            if step.looks_at_all is None or step.looks_at_all.key != key:
+                continue
+            for task in source.tasks:
+                for index, each in _decisions(source, number, task).shown.items():
+                    named = {"source": source.name, "place": place_of(task, each), "text": each["text"]}
+                    yield (step.looks_at_all.number_of(task), int(index)), named
+
+
+def _tokens(source: PreparedSource) -> dict[str, Any]:
+    """Return documents, tokens, bytes, lengths and kinds of characters of what is left."""
+    document = read_document(source.dataset / "dataset.json") or {}
+    lengths: dict[int, list[int]] = {}
+    characters: dict[str, int] = {}
+    shortest: int | None = None
+    longest, unknown = 0, None
+    for task in source.tasks:
+        found = read_statistics(source.dataset / f"{task.number:06d}")
+        if found is None or found["shortest"] is None:
+            continue
+        for least, (documents, tokens) in found["lengths"].items():
+            total = lengths.setdefault(int(least), [0, 0])
+            total[0] += documents
+            total[1] += tokens
+        _add(characters, found["characters"])
+        shortest = found["shortest"] if shortest is None else min(shortest, found["shortest"])
+        longest = max(longest, found["longest"])
+        if found["unknown_tokens"] is not None:
+            unknown = (unknown or 0) + found["unknown_tokens"]
+    tokens = document["train_tokens"] + document["validation_tokens"]
+    return {
+        "documents": {split: document[f"{split}_documents"] for split in ("train", "validation")},
+        "tokens": {split: document[f"{split}_tokens"] for split in ("train", "validation")},
+        "bytes": document["bytes"],
+        "tokens_per_byte": tokens / document["bytes"] if document["bytes"] else None,
+        "unknown_tokens": unknown,
+        "characters": characters,
+        "lengths": {
+            "shortest": shortest,
+            "longest": longest,
+            "ranges": [
+                {"from": least, "to": length_range_end(least), "documents": count, "tokens": tokens_in}
+                for least, (count, tokens_in) in sorted(lengths.items())
+            ],
+        },
+    }
