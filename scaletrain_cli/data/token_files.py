@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +26,65 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 
-_MOST_OPEN_FILES = 64
+_MOST_OPEN_FILES = 64  # of a process, however many sources it reads
+_MOST_ENDS_KEPT = 256  # files with the ends of documents, of about 100 KB each
+
+
+class _OpenFiles:
+    """The files that a process has open for reading; the one that was not read for longest is closed first.
+
+    Threads may read at the same time: a file is not closed, and its number not given to another one, during a read.
+    """
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, path: Path, start: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``start`` on, fewer at the end of the file. Raises OSError."""
+        with self._lock:
+            if path in self._open:
+                self._open.move_to_end(path)
+            else:
+                while len(self._open) >= _MOST_OPEN_FILES:
+                    os.close(self._open.popitem(last=False)[1])
+                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.pread(self._open[path], count, start)
+
+    def close(self, paths: Iterable[Path]) -> None:
+        """Close these files, if they are open."""
+        with self._lock:
+            for path in paths:
+                if path in self._open:
+                    os.close(self._open.pop(path))
+
+    def begin_in_child(self) -> None:
+        """Open files anew in a forked process, whose lock another thread of the parent may have held."""
+        self._open, self._lock = OrderedDict(), threading.Lock()
+
+
+_FILES = _OpenFiles()
+os.register_at_fork(after_in_child=_FILES.begin_in_child)
 
 
 class NumberFiles:
-    """The numbers in several files, one after another: tokens, or positions of the ends of documents."""
+    """The numbers in several files, one after another: tokens, or positions of the ends of documents.
+
+    ``starts``: the place of the first number of each file among all numbers, and the number of all.
+    """
 
     def __init__(self, paths: Sequence[Path], counts: Sequence[int], dtype: str) -> None:
         """Raises CorruptDataError if a file has another size than its count says."""
         self.dtype = np.dtype(dtype)
         self._paths = list(paths)
-        self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.starts: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self._hashes: dict[int, bytes] = {}
         self._compared = set[tuple[int, int]]()
-        self._open = OrderedDict[int, int]()
         for path, count in zip(paths, counts, strict=True):
             _require_size(path, count * self.dtype.itemsize)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return the numbers from ``start`` to ``stop - 1``, which may be in several files.
@@ -53,8 +95,8 @@ class NumberFiles:
             raise IndexError(f"numbers {start} to {stop} of {len(self)}")
         parts = [np.empty(0, self.dtype)]
         while start < stop:
-            file = int(np.searchsorted(self._starts, start, side="right")) - 1
-            first, last = int(self._starts[file]), int(self._starts[file + 1])
+            file = int(np.searchsorted(self.starts, start, side="right")) - 1
+            first, last = int(self.starts[file]), int(self.starts[file + 1])
             end = min(stop, last)
             parts.append(self._read(file, start - first, end - first))
             start = end
@@ -67,11 +109,10 @@ class NumberFiles:
 
     def close(self) -> None:
         """Close all files; the next read opens them again."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+        _FILES.close(self._paths)
 
     def _count(self, file: int) -> int:
-        return int(self._starts[file + 1] - self._starts[file])
+        return int(self.starts[file + 1] - self.starts[file])
 
     def _read(self, file: int, start: int, stop: int) -> npt.NDArray[Any]:
         size = self.dtype.itemsize
@@ -92,21 +133,12 @@ class NumberFiles:
 
     def _bytes(self, file: int, start: int, stop: int) -> bytes:
         try:
-            content = os.pread(self._descriptor(file), stop - start, start)
+            content = _FILES.read(self._paths[file], start, stop - start)
         except OSError as error:
             raise CorruptDataError(self._paths[file], error.strerror or str(error)) from error
         if len(content) != stop - start:
             raise CorruptDataError(self._paths[file], f"it ends before byte {stop}")
         return content
-
-    def _descriptor(self, file: int) -> int:
-        if file in self._open:
-            self._open.move_to_end(file)
-        else:
-            if len(self._open) == _MOST_OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-        return self._open[file]
 
 
 def _require_size(path: Path, expected: int) -> None:
@@ -124,6 +156,28 @@ class Split:
 
     tokens: NumberFiles
     ends: NumberFiles
+
+    def ends_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the positions among all tokens, from ``start`` to ``stop - 1``, of tokens that end documents.
+
+        Raises CorruptDataError if a chunk that holds them has changed since it was written.
+        """
+        found = [np.empty(0, np.int64)]
+        shard = int(np.searchsorted(self.tokens.starts, start, side="right")) - 1
+        while start < stop and shard < len(self.ends.starts) - 1 and self.tokens.starts[shard] < stop:
+            first = int(self.tokens.starts[shard])
+            ends = _ends_of_shard(self.ends, shard)
+            low, high = np.searchsorted(ends, (start - first, stop - first))
+            found.append(ends[low:high] + first)
+            shard += 1
+        return np.concatenate(found)
+
+
+@lru_cache(maxsize=_MOST_ENDS_KEPT)
+def _ends_of_shard(ends: NumberFiles, shard: int) -> npt.NDArray[np.int64]:
+    """Return the ends of all documents of a shard, ascending, within the shard."""
+    first, last = int(ends.starts[shard]), int(ends.starts[shard + 1])
+    return ends.read(first, last)
 
 
 def open_source(dataset: Path) -> tuple[dict[str, Any], dict[str, Split]]:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaletrain_cli.engine.data.dataset import TokenSequences
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
+from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.document_attention import Segments, segments_of
 from scaletrain_cli.engine.parallel.mesh import Mesh
@@ -116,6 +116,7 @@ class MicroBatch(NamedTuple):
     reference: [rows] fp32, log-probabilities of the answers under the reference model; None unless they were computed.
     step_tokens: positions that all replicas compute in the step of this micro-batch, padding included; None for text.
     real: [rows, local length] bool, False for padding; None: every token is one of the data.
+    sources: [rows] int64, number of the source of each sequence; None: there is only one.
     """
 
     tokens: Tensor
@@ -130,6 +131,7 @@ class MicroBatch(NamedTuple):
     reference: Tensor | None = None
     step_tokens: int | None = None
     real: Tensor | None = None
+    sources: Tensor | None = None
 
     @property
     def context(self) -> TokenContext:
@@ -163,6 +165,7 @@ class StepBatch(NamedTuple):
     lengths: tuple[int, ...] | None = None
     step_tokens: int | None = None
     real: Tensor | None = None
+    sources: Tensor | None = None
 
     def micro_batches(self) -> list[MicroBatch]:
         """Return the micro-batches, in the order of accumulation."""
@@ -194,6 +197,7 @@ class StepBatch(NamedTuple):
                 reference=part(self.reference, i),
                 step_tokens=self.step_tokens,
                 real=None if self.real is None else cut(self.real, i),
+                sources=part(self.sources, i),
             )
             for i in range(len(self.tokens))
         ]
@@ -231,9 +235,10 @@ class BatchReader:
     ``within_documents``: so it is, and attention and positions stay within each document of a sequence of text. The
     part of a document that an earlier sequence ended with is not there: positions begin at 0 in each sequence.
     ``reference``: [pairs of the split, 2] fp32, log-probabilities of the chosen and of the rejected answer.
+    ``order``: returns the sequence that is a sample of the run, both counted from 0; None: the order of one source.
     """
 
-    sequences: TokenSequences | RowSequences
+    sequences: TextSequences | RowSequences
     layout: Layout
     mesh: Mesh
     seed: int
@@ -242,16 +247,12 @@ class BatchReader:
     padded_to: PaddedTo = "seq_len"
     padding_multiple: int = PADDING_MULTIPLE
     within_documents: bool = False
+    order: Callable[[int], int] | None = None
 
     def batch(self, number: int) -> StepBatch:
         """Return this rank's part of the global batch with this number (1-based)."""
-        layout, size = self.layout, self.layout.micro_batch_size
         indices = self._indices(number, self.mesh.data.rank)
-        first = (number - 1) * layout.global_batch_size
-        places = [
-            [first + (micro * layout.data_parallel + self.mesh.data.rank) * size + offset for offset in range(size)]
-            for micro in range(len(indices))
-        ]
+        places = self._places(number, self.mesh.data.rank)
         return self._batch(indices, places, self._counted_in(number), of_training=number)
 
     def in_order(self, rounds: int) -> Iterator[MicroBatch]:
@@ -268,8 +269,19 @@ class BatchReader:
         """Return micro-batches of the sequences or pairs with these indices, whose losses have no common divisor."""
         return self._batch(indices, indices, 0.0).micro_batches()
 
+    def _places(self, number: int, data_rank: int) -> list[list[int]]:
+        """Return the numbers in the run of the sequences of a rank's micro-batches, from 0 on."""
+        layout, size = self.layout, self.layout.micro_batch_size
+        first = (number - 1) * layout.global_batch_size
+        return [
+            [first + (micro * layout.data_parallel + data_rank) * size + offset for offset in range(size)]
+            for micro in range(layout.gradient_accumulation_steps)
+        ]
+
     def _indices(self, number: int, data_rank: int) -> list[list[int]]:
         layout = self.layout
+        if self.order is not None:
+            return [[self.order(sample) for sample in micro] for micro in self._places(number, data_rank)]
         return batch_indices(
             seed=self.seed,
             batch=number - 1,
@@ -332,12 +344,18 @@ class BatchReader:
             samples=torch.tensor(places),
             positions=torch.arange(part.start, part.stop),
             divisor=divisor,
+            sources=self._sources(indices),
         )
         if not self.within_documents:
             return batch
         documents, positions = (_tensor(each).view(shape) for each in self._documents(flat))
         segments = _joined([segments_of(each) for each in documents])
         return batch._replace(documents=documents, segments=segments, positions=positions[..., part].contiguous())
+
+    def _sources(self, indices: list[list[int]]) -> Tensor | None:
+        if not isinstance(self.sequences, JoinedSequences):
+            return None
+        return torch.tensor([[self.sequences.source_of(index) for index in micro] for micro in indices])
 
     def _rows(
         self,
@@ -409,7 +427,7 @@ class BatchReader:
 
     def _masked(self, labels: npt.NDArray[np.int64], indices: list[int]) -> npt.NDArray[np.int64]:
         """Return a copy with masked labels; tokens and labels are views of the same rows."""
-        assert isinstance(self.sequences, TokenSequences)
+        assert isinstance(self.sequences, TextSequences)
         masked: npt.NDArray[np.int64] = labels.copy()
         for row, index in zip(masked, indices, strict=True):
             row[self.sequences.document_ends_within(index, index + 1)] = NOT_COUNTED
@@ -420,7 +438,7 @@ class BatchReader:
 
         Documents are counted from 0 in each sequence.
         """
-        assert isinstance(self.sequences, TokenSequences)
+        assert isinstance(self.sequences, TextSequences)
         length = self.sequences.seq_len
         documents, starts = np.zeros((2, len(indices), length), np.int64)
         for row, index in enumerate(indices):

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
+from scaletrain_cli.engine.data.sources import TextSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
@@ -64,7 +65,7 @@ class DatasetInfo:
 
 
 @dataclass(frozen=True)
-class TokenSequences:
+class TokenSequences(TextSequences):
     """Non-overlapping sequences of ``seq_len`` tokens and their successors, from one token file.
 
     ``document_ends``: ascending indices into ``tokens`` of the last token of each document. ``file``, ``ends_file``:
@@ -87,10 +88,6 @@ class TokenSequences:
         return replace(self, first=self.first + first, count=count)
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
-        """Return sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:].
-
-        Raises CorruptDataError if the file has changed since it was written.
-        """
         starts = [(self.first + index) * self.seq_len for index in indices]
         if self.file is not None:
             width = self.tokens.itemsize
@@ -99,10 +96,6 @@ class TokenSequences:
         return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
 
     def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return document ends among the inputs of sequences ``first`` to ``last - 1``, counted from the first of them.
-
-        The label of such a token is the first token of another document.
-        """
         start, stop = ((self.first + index) * self.seq_len for index in (first, last))
         low, high = np.searchsorted(self.document_ends, (start, stop))
         return self.document_ends[low:high] - start
