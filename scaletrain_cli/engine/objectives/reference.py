@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.engine.data.batches import BatchReader, MicroBatch
+from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.model.rope import depends_on_longest
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus
@@ -151,6 +152,7 @@ class ReferencePass:
         Raises ReferenceDataError if the run has trained ``step`` > 0 steps and its file is missing, or counted padding
         in an earlier version: the weights are no longer the reference.
         """
+        assert isinstance(reader.sequences, RowSequences)
         pairs, path = len(reader.sequences), self.run.reference / split
         # Files of the weights may be gone once a checkpoint has replaced them.
         key = reference_key(self.spec, self.dataset) if step == 0 and self._leads else {}
