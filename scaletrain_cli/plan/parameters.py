@@ -110,6 +110,14 @@ def base_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {parameter.name: parameter.shape for parameter in model_parameters(model.model_copy(update=_NO_ADAPTER))}
 
 
+def stored_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all that a file of weights has, by name: parameters, then buffers. Without adapters."""
+    biased = model.topk_method == "noaux_tc" and not model.has_fused_qkv
+    blocks = [block for block in range(model.num_hidden_layers) if biased and model.has_experts(block)]
+    buffers = {f"model.layers.{block}.mlp.gate.e_score_correction_bias": (model.num_experts,) for block in blocks}
+    return base_shapes(model) | buffers
+
+
 _NO_ADAPTER: dict[str, None] = {"adapter": None}
 
 

@@ -69,9 +69,21 @@ TEXTS: dict[str, Text] = {
     "weights-index": Text("its index cannot be read", _WEIGHTS),
     "weights-file": Text("{file} is not a safetensors file, or is truncated", _WEIGHTS),
     "weights-file-size": Text("{file} holds {bytes} bytes, and its header says {expected}", _WEIGHTS),
+    "weights-differ": Text(
+        "{count:of tensor} differ from those of the spec's model: {shown:list}",
+        ("Set model.hf_config to the config.json of these weights, or use the weights of this model",),
+    ),
+    "weights-other-model": Text(
+        "has {tensors:of tensor} and none of those of the spec's model",
+        ("Set model.hf_config to the config.json of these weights, or use other weights",),
+    ),
     "weights-config-unusable": Text("{why}", ("Use other weights",)),
     "weights-config-differs": Text("its config.json has {setting}, and {difference}", ("{remedy}",)),
     # ---- model.adapter.weights -------------------------------------------------------------------------------------
+    "adapter-tensors-differ": Text(
+        "{count:of tensor} differ from the adapter of the spec: {shown:list}",
+        ("Set model.adapter to the rank and targets of this adapter, or use another one",),
+    ),
     "adapter-unreadable": Text("cannot be read: {said}", ("Set it to a folder that PEFT wrote",)),
     "adapter-differs": Text(
         "its adapter_config.json has {theirs} = {value}, which differs from model.adapter.{key}",

@@ -63,14 +63,6 @@ TEXTS: dict[str, Text] = {
         ("Give a path or a glob of its files",),
     ),
     "not-a-template": Text("{path} is not a Jinja template", ("Give the path of a file that ends in .jinja",)),
-    "shapes-differ": Text(
-        "{count:of tensor} have another shape than in the spec: {shown:list}",
-        ("Set model.hf_config to the same reference, and remove the dimensions from model",),
-    ),
-    "other-model": Text(
-        "{files:of file} hold none of the tensors of the spec's model",
-        ("Set model.hf_config to the same reference",),
-    ),
     "no-package": Text("huggingface_hub is not installed here", ("Run {command}",)),
     "no-token-on-nodes": Text("{repo} is private or gated, and the nodes that fetch it get no token", ("{hint}",)),
     "variables-not-passed": Text(

@@ -65,7 +65,7 @@ def test_a_submission_is_checked_from_lists_and_headers_alone(hub: Hub, tmp_path
         ({"model-00002-of-00002.safetensors": None}, "model.weights", 5, "lacks model-00002-of-00002.safetensors"),
         ({"model.safetensors.index.json": b"{"}, "model.weights", 5, "is not an index of safetensors"),
         ({"model-00001-of-00002.safetensors": b"x" * 99}, "model.weights", 5, "is not a safetensors file"),
-        (dict(tiny.shards(hidden=64)), "model.weights", 5, "model.embed_tokens.weight is 300x64, the spec has 300x32"),
+        (dict(tiny.shards(hidden=64)), "model.weights", 5, "embed_tokens.weight = [300, 64]: the model has [300, 32]"),
         ({"tokenizer.json": b"[]"}, "data.tokenizer.path", 9, "is not a tokenizer.json"),
         ({"tokenizer.json": None}, "data.tokenizer.path", 9, "has no file tokenizer.json"),
         ({"config.json": None}, "model.hf_config", 4, "has no file config.json"),
@@ -146,7 +146,9 @@ def test_a_gated_model_needs_a_token_on_the_nodes_that_fetch_it(
 def test_an_adapter_of_the_hub_is_compared_with_the_spec(hub: Hub, tmp_path: Path) -> None:
     tiny.publish(hub)
     config = json.dumps({"r": 8, "lora_alpha": 32}).encode()
-    hub.add("acme/adapter", {"adapter_config.json": config, "adapter_model.safetensors": b"", "adapter_model.bin": b""})
+    factors = tiny.factors(rank=8)
+    files = {"adapter_config.json": config, "adapter_model.safetensors": factors, "adapter_model.bin": b""}
+    hub.add("acme/adapter", files)
     adapter = "model.adapter={name: lora, rank: 16, weights: 'hf://acme/adapter'}"
     ended = submit(tmp_path, adapter)
     assert ended.code == 2
@@ -154,6 +156,11 @@ def test_an_adapter_of_the_hub_is_compared_with_the_spec(hub: Hub, tmp_path: Pat
     assert "rank" in ended.err
     assert hub.downloads("adapter_config.json")
     assert submit(tmp_path, adapter.replace("16", "8")).code == 0
+    hub.add("acme/other", {**files, "adapter_model.safetensors": tiny.factors(rank=4)})
+    ended = submit(tmp_path, adapter.replace("16", "8").replace("acme/adapter", "acme/other"))
+    assert ended.code == 2
+    said = "q_proj.lora_A.weight = [4, 32]: the adapter of the spec has [8, 32]"
+    assert said in " ".join(ended.err.split())
 
 
 def test_a_wrong_reference_is_an_error_of_the_spec(hub: Hub, tmp_path: Path) -> None:

@@ -64,6 +64,23 @@ def shards(seed: int = 0, hidden: int = 32) -> tuple[tuple[str, bytes], ...]:
     return (*files, ("model.safetensors.index.json", json.dumps(index).encode()))
 
 
+def factors(rank: int) -> bytes:
+    """Return the weights of an adapter of the default targets, all 0."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    from scaletrain_cli.plan.parameters import modules_with_adapter
+    from scaletrain_cli.spec.hugging_face import from_config
+    from scaletrain_cli.spec.model import ModelSpec
+    from scaletrain_cli.spec.weight_files import peft_shapes
+
+    adapter = {"name": "lora", "rank": rank}
+    model = ModelSpec.model_validate({**from_config(CONFIG), "seq_len": 32, "head_dim": 8, "adapter": adapter})
+    assert model.adapter is not None
+    shapes = peft_shapes(model.adapter, modules_with_adapter(model))
+    return bytes(save({name: np.zeros(shape, dtype="float32") for name, shape in shapes.items()}))
+
+
 def model_files(seed: int = 0) -> dict[str, bytes]:
     """Return the files of the model's repository, with pickled weights that nothing may fetch."""
     return {

@@ -9,7 +9,7 @@ import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.architecture import parameter_count
-from scaletrain_cli.plan.parameters import Settings, Stage, model_parameters, training_stages
+from scaletrain_cli.plan.parameters import Settings, Stage, model_parameters, stored_shapes, training_stages
 from scaletrain_cli.plan.planning import make_plan
 from scaletrain_cli.spec import ModelSpec, RunSpec, to_hugging_face
 from tests.plan.specs import model_of, spec_of
@@ -60,9 +60,10 @@ def settings(spec: RunSpec, step: int = 1) -> dict[str, Settings]:
 def test_names_and_shapes_are_those_of_the_modules_of_the_engine(name: str) -> None:
     pytest.importorskip("torch")
     from scaletrain_cli.engine.model import outline
-    from scaletrain_cli.engine.model.materialization import named_matrices
+    from scaletrain_cli.engine.model.materialization import named_matrices, named_weights
 
     model = {**MODELS, **MIXTURES}[name]
+    assert stored_shapes(model) == named_weights(outline(model))
     ours = {parameter.name: parameter.shape for parameter in model_parameters(model)}
     assert list(ours.items()) == list(named_matrices(outline(model)))
     tensors = dict.fromkeys(parameter.tensor for parameter in model_parameters(model))

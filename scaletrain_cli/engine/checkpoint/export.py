@@ -35,7 +35,7 @@ from scaletrain_cli.engine.data.prepared import data_folder
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.gpt_oss_files import Stored, stored_tensors
 from scaletrain_cli.engine.model.materialization import named_weights, stored_buffers
-from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder, mixtral_name
+from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.base_weights import check_base_of, read_base
@@ -43,6 +43,7 @@ from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
 from scaletrain_cli.spec import ModelSpec, RunSpec, to_hugging_face
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
+from scaletrain_cli.spec.weight_files import mixtral_name
 
 # The tokenizer, its special tokens, and the generation settings of an exported folder.
 

@@ -7,34 +7,11 @@ config.json (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-DTYPE = "F8_E4M3"
-_BLOCK = (128, 128)
-
-
-def scales_of(name: str) -> str:
-    """Return the name of the scales of a matrix."""
-    return f"{name}_scale_inv"
-
-
-def block_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns of a block by a config.json; those of DeepSeek-V3 if it does not state them."""
-    quantization = config.get("quantization_config")
-    given = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    if isinstance(given, list) and len(given) == 2 and all(isinstance(size, int) and size > 0 for size in given):
-        return given[0], given[1]
-    return _BLOCK
-
-
-def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix; blocks at its end may be smaller."""
-    return tuple(-(-size // each) for size, each in zip(shape, block, strict=False))
 
 
 @dataclass(frozen=True)

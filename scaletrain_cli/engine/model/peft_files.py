@@ -20,9 +20,9 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, factor_shapes
+from scaletrain_cli.spec.weight_files import PEFT_PREFIX, peft_differences, peft_shapes, stacked_factor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX = "base_model.model."
 _MOST_SHOWN = 8  # differences; a wrong rank would list hundreds
 
 # Name and whole shape of a parameter -> its values
@@ -34,23 +34,15 @@ def peft_tensors(adapter: AdapterSpec, modules: Sequence[Adapted], read: Read) -
     for module in modules:
         shapes = factor_shapes(adapter, module)
         if module.kind != "experts":
-            yield from ((_PREFIX + name, read(name, shape)) for name, shape in shapes.items())
+            yield from ((PEFT_PREFIX + name, read(name, shape)) for name, shape in shapes.items())
             continue
         low = torch.cat([read(name, shape) for name, shape in shapes.items() if name.endswith("lora_A.weight")])
         halves = [read(name, shape) for name, shape in shapes.items() if name.endswith("lora_B.weight")]
         count = len(module.halves)
         groups = [halves[first : first + count] for first in range(0, len(halves), count)]
         experts = [torch.stack(each, 1).flatten(0, 1) if module.interleaved else torch.cat(each) for each in groups]
-        yield _stacked_name(module, modules, "A"), low
-        yield _stacked_name(module, modules, "B"), torch.stack(experts, dim=-1).flatten(1)
-
-
-def _stacked_name(module: Adapted, modules: Sequence[Adapted], letter: str) -> str:
-    """Return PEFT's name of a factor of all experts; of two stacks the first is inside the wrapper of the second."""
-    experts, _, _ = module.name.rpartition(".")
-    beside = [one.name for one in modules if one.kind == "experts" and one.name.rpartition(".")[0] == experts]
-    inner = ".base_layer" * (len(beside) - 1 - beside.index(module.name))
-    return f"{_PREFIX}{experts}{inner}.lora_{letter}.weight"
+        yield stacked_factor(module, modules, "A"), low
+        yield stacked_factor(module, modules, "B"), torch.stack(experts, dim=-1).flatten(1)
 
 
 def peft_config(
@@ -147,30 +139,20 @@ class PeftFolder:
                 yield Problem(path, key, "is not supported.", str(config[key])[:80])
 
     def _mismatches(self) -> Iterator[Problem]:
-        expected = {name: tuple(shape) for name, shape in self._expected()}
-        path = str(self._folder / WEIGHTS)
-        for name, shape in expected.items():
-            if name not in self._stored:
-                yield Problem(path, name, "is in the adapter of the spec but not in the file.")
-            elif self._stored[name] != shape:
-                yield Problem(path, name, f"the adapter of the spec has {list(shape)}.", str(list(self._stored[name])))
-        for name in sorted(self._stored.keys() - expected.keys()):
-            yield Problem(path, name, "is in the file but not in the adapter of the spec.")
-
-    def _expected(self) -> Iterator[tuple[str, Sequence[int]]]:
-        with torch.device("meta"):
-            for name, values in peft_tensors(self._adapter, self._modules, lambda _, shape: torch.empty(shape)):
-                yield name, values.shape
+        expected = peft_shapes(self._adapter, self._modules)
+        return peft_differences(expected, self._stored, str(self._folder / WEIGHTS))
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of a factor, fp32."""
         module = self._module_of[name]
-        values = self._of_expert(name, module) if module.kind == "experts" else self._file.get_tensor(_PREFIX + name)
+        values = (
+            self._of_expert(name, module) if module.kind == "experts" else self._file.get_tensor(PEFT_PREFIX + name)
+        )
         return (values if spec is None else spec.take(values)).float()
 
     def _of_expert(self, name: str, module: Adapted) -> Tensor:
         *_, number, matrix, letter, _ = name.split(".")
-        stored = self._file.get_tensor(_stacked_name(module, self._modules, letter[-1]))
+        stored = self._file.get_tensor(stacked_factor(module, self._modules, letter[-1]))
         if letter == "lora_A":
             whole: Tensor = stored.chunk(module.experts)[int(number)]
             return whole

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from scaletrain_cli.engine.model import fp8_files
 from scaletrain_cli.engine.model.causal_lm import CausalLM
-from scaletrain_cli.engine.model.fp8_files import ScaledMatrix, block_of, scales_of, scales_shape
-from scaletrain_cli.engine.model.gpt_oss_files import Place, place_of, read_expert, router_name
+from scaletrain_cli.engine.model.fp8_files import ScaledMatrix
+from scaletrain_cli.engine.model.gpt_oss_files import read_expert
 from scaletrain_cli.engine.model.materialization import named_weights
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
@@ -28,28 +26,21 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from scaletrain_cli.spec.presets import SourceError
-from scaletrain_cli.text import either
+from scaletrain_cli.spec.weight_files import (
+    ExpertPlace,
+    Header,
+    WeightDifferences,
+    block_of,
+    scales_of,
+    stacked_place,
+    stored_name,
+)
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = ("F64", "F32", "F16", "BF16")
 _MOST_SHOWN = 8  # differences; a wrong number of layers would list hundreds
 _HEAD = "lm_head.weight"
-_MOST_FURTHER = 16  # layers that predict further tokens
 _ROWS = 4096  # of a matrix that need not be read whole, at a time
-# Constants in older files: causal masks and rotary frequencies.
-_CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
-# Names in the files that differ from those of the model: base models lack the outermost name, and Mixtral has names of
-# its own (https://huggingface.co/mistralai/Mixtral-8x7B-v0.1, model.safetensors.index.json).
-_BASE = re.compile(r"^(model|transformer)\.")
-_MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
-
-
-def mixtral_name(name: str) -> str:
-    """Return the name of a parameter in Mixtral's files."""
-    for ours, theirs in _MIXTRAL.items():
-        name = name.replace(ours, theirs)
-    return name
 
 
 class HuggingFaceFolder:
@@ -64,12 +55,11 @@ class HuggingFaceFolder:
         self._file_of = _index(folder)
         config = _config(folder)
         self._block = block_of(config)
-        self._untrained = _untrained_layers(config)
         try:
             differing = list(config_mismatches(folder, model.spec))
         except UsageError as error:
             raise UsageError(Reason("engine.weights-invalid", {"problem": error.reason or error.message})) from error
-        if problems := [*differing, *self._mismatches(model)]:
+        if problems := [*differing, *self._mismatches(model, config)]:
             shown = tuple(problems[:_MOST_SHOWN])
             params = {"folder": str(folder), "differences": len(problems), "shown": len(shown)}
             raise UsageError(Reason("engine.weights-differ", params), shown)
@@ -77,7 +67,7 @@ class HuggingFaceFolder:
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of a parameter, as stored."""
         stored = self._stored(name)
-        if stored is None and (place := self._place(name, whole_shape)) is not None:
+        if stored is None and (place := stacked_place(name, whole_shape, self._experts, self._file_of)) is not None:
             return read_expert(place, whole_shape, spec, self._named_slice, packed=self._is_packed(place))
         if stored is None:
             raise UsageError(Reason("engine.weights-missing", {"folder": str(self._folder), "name": name}))
@@ -91,19 +81,9 @@ class HuggingFaceFolder:
 
     def _stored(self, name: str) -> str | None:
         """Return the name of a parameter in the files; None if they do not have it."""
-        in_gpt_oss = router_name(name)
-        for candidate in (name, _BASE.sub("", name), mixtral_name(name), in_gpt_oss, _BASE.sub("", in_gpt_oss)):
-            if candidate in self._file_of:
-                return candidate
-        return None
+        return stored_name(name, self._file_of)
 
-    def _place(self, name: str, shape: tuple[int, ...]) -> Place | None:
-        """Return the place of an expert's parameter if the files have all experts of a layer in one tensor."""
-        place = place_of(name, shape, self._experts)
-        found = place is not None and (self._stored(place.stack) or self._stored(place.blocks))
-        return place if found else None
-
-    def _is_packed(self, place: Place) -> bool:
+    def _is_packed(self, place: ExpertPlace) -> bool:
         return self._stored(place.stack) is None
 
     def _named_slice(self, name: str) -> Any:
@@ -128,65 +108,21 @@ class HuggingFaceFolder:
         except (OSError, SafetensorError) as error:
             raise UsageError(Reason("engine.weights-unreadable", {"path": str(path), "error": str(error)})) from error
 
-    def _mismatches(self, model: CausalLM) -> Iterator[Problem]:
+    def _mismatches(self, model: CausalLM, config: dict[str, Any]) -> Iterator[Problem]:
         expected = named_weights(model)
-        used: set[str | None] = set()
-        for name, shape in expected.items():
-            stored = self._stored(name)
-            if stored is None and (place := self._place(name, shape)) is not None:
-                yield from self._stack_mismatches(place, used)
-                continue
-            used.add(stored)
-            if stored is None:
-                hint = "Set model.tie_word_embeddings: true." if name == _HEAD else None
-                yield Problem(str(self._folder), name, "is in the model but in none of the files.", hint=hint)
-                continue
-            path, header = self._file_of[stored], self._slice(stored)
-            if tuple(header.get_shape()) != shape:
-                given = str(header.get_shape())
-                yield Problem(str(path), stored, f"the model has {list(shape)}.", given)
-            if header.get_dtype() == fp8_files.DTYPE and scales_of(stored) in self._file_of:
-                used.add(scales_of(stored))
-                yield from self._scales_mismatches(stored, shape)
-            elif header.get_dtype() not in _DTYPES:
-                yield Problem(str(path), stored, f"must be one of {', '.join(_DTYPES)}.", header.get_dtype())
-        ignored = 0
-        for stored in sorted(self._file_of.keys() - used):
-            if self._untrained and stored.startswith(self._untrained):
-                ignored += 1
-                continue
-            if not _CONSTANTS.search(stored) and not (stored == _HEAD and self._is_tied(expected)):
-                yield Problem(str(self._file_of[stored]), stored, "is in the files but not in the model.")
-        if ignored and (not dist.is_initialized() or dist.get_rank() == 0):
-            params = {"folder": str(self._folder), "tensors": ignored, "layers": len(self._untrained)}
-            logger.info("%s", Reason("engine.weights-not-loaded", params))
+        headers = {name: self._header(name) for name in self._file_of}
+        found = WeightDifferences(expected, headers, experts=self._experts, config=config, folder=str(self._folder))
+        yield from found.problems()
+        head = found.unexpected_head()
+        if head is not None and not self._is_tied(expected):
+            yield head
+        if found.not_loaded and (not dist.is_initialized() or dist.get_rank() == 0):
+            params = {"tensors": len(found.not_loaded), "layers": found.untrained_layers}
+            logger.info("%s", Reason("engine.weights-not-loaded", {"folder": str(self._folder), **params}))
 
-    def _scales_mismatches(self, stored: str, shape: tuple[int, ...]) -> Iterator[Problem]:
-        """Yield how the scales of a matrix in fp8 differ from its blocks."""
-        name = scales_of(stored)
-        found, expected = tuple(self._slice(name).get_shape()), scales_shape(shape, self._block)
-        if found != expected:
-            rows, columns = self._block
-            message = f"blocks of {rows} x {columns} have scales {list(expected)}."
-            yield Problem(str(self._file_of[name]), name, message, str(list(found)))
-
-    def _stack_mismatches(self, place: Place, used: set[str | None]) -> Iterator[Problem]:
-        """Yield how the tensors of a layer's experts differ from the model, once for all experts."""
-        packed = self._is_packed(place)
-        for name, shape in place.stored_shapes(packed=packed).items():
-            stored = self._stored(name)
-            if (stored or name) in used:
-                continue
-            used.add(stored or name)
-            if stored is None:
-                yield Problem(str(self._folder), name, "is in the model but in none of the files.")
-                continue
-            path, header = self._file_of[stored], self._slice(stored)
-            if tuple(header.get_shape()) != shape:
-                yield Problem(str(path), stored, f"the model has {list(shape)}.", str(header.get_shape()))
-            allowed = ("U8",) if packed else _DTYPES
-            if header.get_dtype() not in allowed:
-                yield Problem(str(path), stored, f"must be {either(allowed)}.", header.get_dtype())
+    def _header(self, stored: str) -> Header:
+        values = self._slice(stored)
+        return Header(str(self._file_of[stored]), tuple(values.get_shape()), values.get_dtype())
 
     def _is_tied(self, expected: dict[str, tuple[int, ...]]) -> bool:
         """Return True if the head in the files is a copy of the embedding, which is the first parameter."""
@@ -194,8 +130,6 @@ class HuggingFaceFolder:
         if embedding is None:
             return False
         head, table = self._slice(_HEAD), self._slice(embedding)
-        if head.get_shape() != table.get_shape():
-            return False
         rows = (slice(first, first + _ROWS) for first in range(0, head.get_shape()[0], _ROWS))
         return all(torch.equal(head[part], table[part]) for part in rows)
 
@@ -206,18 +140,6 @@ def _config(folder: Path) -> dict[str, Any]:
         return read_config(folder)
     except SourceError:
         return {}
-
-
-def _untrained_layers(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the beginnings of the names of layers that predict further tokens (DeepSeek-V3, section 2.2).
-
-    They come after the ``num_hidden_layers`` others in the files, and are not loaded, as in transformers.
-    """
-    layers = config.get("num_hidden_layers")
-    further = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
-    if not isinstance(layers, int) or not isinstance(further, int):
-        return ()
-    return tuple(f"model.layers.{number}." for number in range(layers, layers + min(further, _MOST_FURTHER)))
 
 
 def _index(folder: Path) -> dict[str, Path]:

@@ -15,6 +15,7 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
+from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -28,8 +29,23 @@ from scaletrain_cli.spec.corpus_files import (
     problems_of,
 )
 from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
+from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
+from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.shared_paths import is_shared, parent_of_glob
+from scaletrain_cli.spec.weight_files import (
+    INDEX,
+    SINGLE,
+    DamagedHeaderError,
+    Header,
+    WeightDifferences,
+    peft_differences,
+    peft_shapes,
+    read_headers,
+)
+
+_MOST_SHOWN = 3  # differences of weights; a wrong number of layers would list hundreds
 
 
 @dataclass(frozen=True)
@@ -207,8 +223,39 @@ def weights_problems(view: View) -> Iterator[Problem]:
         why = error.message.rstrip(".")
         yield view.problem("model.weights", Reason("checks.weights-config-unusable", {"why": why}), given)
         return
-    for reason in differing:
+    for reason in differing or tensor_problems(folder, view.spec):
         yield view.problem("model.weights", reason, given)
+
+
+def tensor_problems(folder: Path, spec: RunSpec) -> Iterator[Reason]:
+    """Yield how the tensors of a folder of complete files differ from those of the model, by the files' headers."""
+    index = folder / INDEX
+    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {SINGLE}
+    headers: dict[str, Header] = {}
+    for name in sorted(map(str, names)):
+        headers |= read_headers(folder / name)
+    yield from header_problems(headers, folder, spec.transformer, str(folder))
+
+
+def header_problems(headers: Mapping[str, Header], folder: Path, model: ModelSpec, place: str) -> Iterator[Reason]:
+    """Yield how tensors differ from those of the model. ``folder``: has config.json; ``place``: for the message.
+
+    Models of families that others have added are not compared: their names are their own.
+    """
+    if model.family not in BUILT_IN_FAMILIES:
+        return
+    try:
+        config = read_config(folder)
+    except SourceError:
+        config = {}
+    expected = stored_shapes(model)
+    found = WeightDifferences(expected, headers, experts=model.num_experts, config=config, folder=place)
+    problems = list(found.problems())
+    if problems and not found.known:
+        yield Reason("checks.weights-other-model", {"tensors": len(headers)})
+    elif problems:
+        shown = [str(problem).removesuffix(".") for problem in problems[:_MOST_SHOWN]]
+        yield Reason("checks.weights-differ", {"count": len(problems), "shown": shown})
 
 
 def config_problems(folder: Path, model: ModelSpec) -> Iterator[Reason]:
@@ -229,12 +276,31 @@ def adapter_problems(view: View) -> Iterator[Problem]:
         yield view.problem("model.adapter.weights", reason, given)
     if differing:
         return
+    path = folder / "adapter_model.safetensors"
     try:
-        incomplete = _safetensors_problem(folder / "adapter_model.safetensors")
+        stored = {name: header.shape for name, header in read_headers(path).items()}
+    except DamagedHeaderError as damage:
+        yield view.problem("model.adapter.weights", damage_of(damage), given)
+        return
     except OSError as error:
-        incomplete = Reason("checks.adapter-unreadable", {"said": f"{error.filename}: {error.strerror or error}"})
-    if incomplete is not None:
-        yield view.problem("model.adapter.weights", incomplete, given)
+        said = f"{error.filename}: {error.strerror or error}"
+        yield view.problem("model.adapter.weights", Reason("checks.adapter-unreadable", {"said": said}), given)
+        return
+    different = factor_problem(stored, view.spec, str(path))
+    if different is not None:
+        yield view.problem("model.adapter.weights", different, given)
+
+
+def factor_problem(stored: Mapping[str, tuple[int, ...]], spec: RunSpec, path: str) -> Reason | None:
+    """Return how the factors in a PEFT adapter differ from those of the spec's; None if they are the same."""
+    model = spec.transformer
+    if model.adapter is None or model.family not in BUILT_IN_FAMILIES:
+        return None
+    problems = list(peft_differences(peft_shapes(model.adapter, modules_with_adapter(model)), stored, path))
+    if not problems:
+        return None
+    shown = [str(problem).removesuffix(".") for problem in problems[:_MOST_SHOWN]]
+    return Reason("checks.adapter-tensors-differ", {"count": len(problems), "shown": shown})
 
 
 def adapter_config_problems(folder: Path, adapter: object) -> Iterator[Reason]:
@@ -280,24 +346,20 @@ def weights_problem(folder: Path) -> Reason | None:
 
 
 def _safetensors_problem(path: Path) -> Reason | None:
-    """Return the problem of a safetensors file; None for a valid one.
+    """Return the problem of a safetensors file; None for a valid one. Raises OSError."""
+    try:
+        read_headers(path)
+    except DamagedHeaderError as error:
+        return damage_of(error)
+    return None
 
-    The header gives the file's length (github.com/huggingface/safetensors, section Format).
-    """
-    with open_to_read(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, 100_000_000):
-            return Reason("checks.weights-file", {"file": path.name})
-        try:
-            header = json.loads(file.read(length))
-            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            return Reason("checks.weights-file", {"file": path.name})
-    expected = 8 + length + max(ends, default=0)
-    if size == expected:
-        return None
-    return Reason("checks.weights-file-size", {"file": path.name, "bytes": size, "expected": expected})
+
+def damage_of(error: DamagedHeaderError) -> Reason:
+    """Return the reason of an invalid or incomplete file."""
+    if error.found is None:
+        return Reason("checks.weights-file", {"file": error.file})
+    params = {"file": error.file, "bytes": error.found, "expected": error.expected}
+    return Reason("checks.weights-file-size", params)
 
 
 def _prepared_problem(folder: Path, view: View) -> Reason | None:

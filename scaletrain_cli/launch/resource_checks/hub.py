@@ -5,11 +5,9 @@ Fetched are lists of files, configs, indices, tokenizers, and the headers of saf
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from scaletrain_cli.errors import MissingPackageError, Problem, UsageError
 from scaletrain_cli.hub.cache import VARIABLES, HubFile, HubSettings, Listing, missing_files
@@ -20,18 +18,20 @@ from scaletrain_cli.launch.resource_checks.files import (
     View,
     adapter_config_problems,
     config_problems,
+    damage_of,
+    factor_problem,
+    header_problems,
+    tensor_problems,
     tokenizer_problem,
     weights_problem,
 )
-from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hub_files import HubUse, hub_uses, local_path, selected_files
+from scaletrain_cli.spec.weight_files import DamagedHeaderError, Header, header_bytes, parsed_headers, read_headers
 
 _FIRST_BYTES = 1 << 17  # holds the header of most files
-_LARGEST_HEADER_BYTES = 100_000_000
 _REQUESTS = 8  # at a time
-_MOST_SHOWN = 3
 _MIRROR = "HF_ENDPOINT"
 _OFFLINE = ("hub.offline-commit", "hub.offline-files")
 _NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -112,7 +112,11 @@ def _problems(view: View, use: HubUse, settings: HubSettings) -> Iterator[Reason
     elif use.purpose == "adapter":
         read_small_file(listing, files[0], settings)
         folder = Path(local_path(use, settings, listing.commit))
-        yield from adapter_config_problems(folder, getattr(view.spec.model, "adapter", None))
+        differing = list(adapter_config_problems(folder, getattr(view.spec.model, "adapter", None)))
+        yield from differing
+        if not differing:
+            here = None if missing else folder / "adapter_model.safetensors"
+            yield from _factors(view, listing, files[1], settings, here)
     elif use.purpose == "weights":
         yield from _weights(view, use, listing, files, missing, settings)
     if listing.restricted and missing and not _nodes_may_read(view):
@@ -143,69 +147,46 @@ def _weights(
             if file.path.rpartition("/")[2] == "config.json":
                 read_small_file(listing, file, settings)
     try:
-        found = list(config_problems(folder, view.spec.transformer))
+        differing = list(config_problems(folder, view.spec.transformer))
     except UsageError as error:
         yield Reason("checks.weights-config-unusable", {"why": error.message.rstrip(".")})
         return
-    yield from found
-    if not found and missing and isinstance(view.spec.model, ModelSpec):
+    yield from differing
+    if not differing and not missing:
+        yield from tensor_problems(folder, view.spec)
+    elif not differing and isinstance(view.spec.model, ModelSpec):
         shards = [file for file in files if file.path.endswith(".safetensors")]
         with ThreadPoolExecutor(_REQUESTS) as pool:
-            headers = list(pool.map(lambda file: _header(listing, file, settings), shards))
-        yield from _shape_problems(view.spec.transformer, shards, headers)
+            try:
+                found = list(pool.map(lambda file: _headers(listing, file, settings), shards))
+            except DamagedHeaderError as error:
+                yield damage_of(error)
+                return
+        headers = {name: header for each in found for name, header in each.items()}
+        yield from header_problems(headers, folder, view.spec.transformer, use.reference.place)
 
 
-def _header(listing: Listing, file: HubFile, settings: HubSettings) -> dict[str, Any] | None:
-    """Return the header of a safetensors file (8 bytes of its length, then JSON); None for another kind of file.
+def _factors(view: View, listing: Listing, file: HubFile, settings: HubSettings, here: Path | None) -> Iterator[Reason]:
+    """Yield how the factors of an adapter differ from the spec's. ``here``: the file, if the cache has it."""
+    try:
+        headers = read_headers(here) if here is not None else _headers(listing, file, settings)
+        stored = {name: header.shape for name, header in headers.items()}
+    except DamagedHeaderError as error:
+        yield damage_of(error)
+        return
+    if reason := factor_problem(stored, view.spec, file.path):
+        yield reason
 
-    Source: github.com/huggingface/safetensors, section Format.
-    """
+
+def _headers(listing: Listing, file: HubFile, settings: HubSettings) -> dict[str, Header]:
+    """Return the tensors of a safetensors file of the hub, by its header. Raises DamagedHeaderError."""
     from scaletrain_cli.hub.client import read_range
 
-    if file.size is None or file.size < 8:
-        return None
-    data = read_range(listing, file, settings, 0, min(_FIRST_BYTES, file.size))
-    length = int.from_bytes(data[:8], "little")
-    if length > min(_LARGEST_HEADER_BYTES, file.size - 8):
-        return None
+    size = file.size or 0
+    data = read_range(listing, file, settings, 0, min(_FIRST_BYTES, size)) if size else b""
+    length = header_bytes(data, size)
+    if length is None:
+        raise DamagedHeaderError(file.path)
     if length > len(data) - 8:
         data += read_range(listing, file, settings, len(data), 8 + length - len(data))
-    try:
-        header = json.loads(data[8 : 8 + length])
-        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None
-    return header if file.size == 8 + length + max(ends, default=0) else None
-
-
-def _shape_problems(model: ModelSpec, files: list[HubFile], headers: list[dict[str, Any] | None]) -> Iterator[Reason]:
-    """Yield files that are not complete safetensors, and tensors of the model that have another shape in the files.
-
-    Names that differ between the files of an architecture and the engine are left to the ranks, which know them.
-    """
-    stored: dict[str, tuple[int, ...]] = {}
-    for file, header in zip(files, headers, strict=True):
-        if header is None:
-            yield Reason("checks.weights-file", {"file": file.path})
-            return
-        stored |= {name: tuple(entry.get("shape", ())) for name, entry in header.items() if name != "__metadata__"}
-    names = {
-        name.partition(".")[2] if name.split(".")[0] in ("model", "transformer") else name: name for name in stored
-    }
-    differing, known = [], 0
-    for parameter in model_parameters(model):
-        base = parameter.name.partition(".")[2]
-        name = parameter.name if parameter.name in stored else names.get(base)
-        if name is None:
-            continue
-        known += 1
-        if stored[name] != parameter.shape:
-            differing.append(f"{name} is {_shape(stored[name])}, the spec has {_shape(parameter.shape)}")
-    if not known:
-        yield Reason("hub.other-model", {"files": len(files)})
-    elif differing:
-        yield Reason("hub.shapes-differ", {"count": len(differing), "shown": differing[:_MOST_SHOWN]})
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "a number"
+    return parsed_headers(file.path, data[8 : 8 + length], size)

@@ -58,19 +58,20 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(
         "model.weights",
         "a folder of *.safetensors, or a model of the hub",
-        "exists, is readable, every file is complete; config.json agrees with the spec; on the hub, from the headers "
-        "of the files: shapes of the tensors",
+        "exists, is readable, every file is complete; config.json agrees with the spec; by the headers of the files, "
+        "also on the hub: names, shapes and types of all tensors",
         _SUBMIT,
         f"{_FILES}weights_problems",
-        f"{_UNSEEN}; names and shapes of the tensors: each rank before it loads them",
+        f"{_UNSEEN}; a head that is a copy of a tied embedding: each rank before it loads the tensors",
     ),
     _row(
         "model.adapter.weights",
         "a folder of a PEFT adapter, or an adapter of the hub",
-        "both files are readable and complete; rank, alpha, rsLoRA and DoRA agree with the spec",
+        "both files are readable and complete; rank, alpha, rsLoRA and DoRA agree with the spec; names and shapes of "
+        "all factors",
         _SUBMIT,
         f"{_FILES}adapter_problems",
-        f"{_UNSEEN}; names and shapes of the factors: each rank before it loads them",
+        _UNSEEN,
     ),
     _row(
         "data.source",
