@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/setup-done-$(TORCH)
 
 # What `make setup` installs and `make lock` pins.
-EXTRAS := train,optimizers,fp8,parquet,data,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,docs,reference,dev
+EXTRAS := train,optimizers,fp8,parquet,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,docs,reference,dev
 
 .PHONY: help setup lock docs demo check unit test test-long test-oldest test-newest drills slurm-packages parity bench bench-planner bench-engine clean
 
@@ -32,7 +32,7 @@ help: ## List the targets
 
 setup: $(STAMP) ## Create .venv and install everything
 
-$(STAMP): pyproject.toml constraints.txt .ci/install_torch.sh
+$(STAMP): pyproject.toml constraints.txt .ci/install_torch.sh .ci/s3_server.txt
 	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv $(VENV)
 	@# install_torch.sh asks pip for a dry run; an older pip downloads the whole wheel to answer one.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'pip>=24' hatchling
@@ -40,6 +40,9 @@ $(STAMP): pyproject.toml constraints.txt .ci/install_torch.sh
 	@# Not isolated: the build uses the hatchling of the constraints too.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt editables
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	@# The S3 server of the tests needs libraries in other versions.
+	[[ -x $(VENV)/s3-server/bin/python ]] || $(PYTHON) -m venv $(VENV)/s3-server
+	$(VENV)/s3-server/bin/python -m pip install --quiet --requirement .ci/s3_server.txt
 	@touch $@
 
 lock: setup ## Write constraints.txt anew, with the newest versions that pyproject.toml admits

@@ -10,6 +10,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "fp8": ("torchao",),
     "parquet": ("pyarrow",),
     "data": ("py3langid", "rensa", "zstandard"),
+    "remote": ("obstore",),
     "slurm": ("submitit",),
     "k8s": ("kubernetes",),
     "wandb": ("wandb",),

@@ -254,7 +254,7 @@ def _source_files(reference: HubReference, listing: Listing, kinds: tuple[str, .
         found = [f for f, name in kept if not _is_hidden(name) and not is_about_the_corpus(Path(name))]
         kinds = tuple(kind for kind in kinds if kind != "json")  # often a description of the files beside it
     else:
-        found = [f for f in listing.files if _matches(PurePosixPath(f.path).parts, PurePosixPath(path).parts)]
+        found = [f for f in listing.files if path_matches(PurePosixPath(f.path).parts, PurePosixPath(path).parts)]
     found = [f for f in found if kind_of(Path(f.path)) in kinds]
     if not found:
         shown = f" {path}" if path else ""
@@ -280,7 +280,9 @@ def _part_of_the_files(reference: HubReference, listing: Listing) -> Reason:
     }
     absent = all_names - {file.path for file in listing.files}
     below, pattern = f"{reference.path}/" if reference.path else "", PurePosixPath(reference.path).parts
-    missing = sorted(name for name in absent if name.startswith(below) or _matches(PurePosixPath(name).parts, pattern))
+    missing = sorted(
+        name for name in absent if name.startswith(below) or path_matches(PurePosixPath(name).parts, pattern)
+    )
     params = {"place": reference.place, "path": f" {reference.path}" if reference.path else ""}
     if missing:
         shown = missing[:_MOST_SHOWN] + (["..."] if len(missing) > _MOST_SHOWN else [])
@@ -292,17 +294,17 @@ def _is_hidden(path: PurePosixPath) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+def path_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     """Return whether glob.glob(..., recursive=True) would find the path by the pattern."""
     if not pattern:
         return not parts
     if pattern[0] == "**":
-        if _matches(parts, pattern[1:]):
+        if path_matches(parts, pattern[1:]):
             return True
-        return bool(parts) and not parts[0].startswith(".") and _matches(parts[1:], pattern)
+        return bool(parts) and not parts[0].startswith(".") and path_matches(parts[1:], pattern)
     if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
         return False
-    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and path_matches(parts[1:], pattern[1:])
 
 
 def local_path(use: HubUse, settings: HubSettings, commit: str) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import io
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
 
+from scaletrain_cli.data.sources.libraries import require
+from scaletrain_cli.data.sources.places import RemoteFile, RemoteStream, find_file, is_remote
 from scaletrain_cli.data.sources.records import SourceFile
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.extras import install_command
 from scaletrain_cli.reasons import Reason
 
 _BLOCK = 1 << 20
@@ -30,7 +30,7 @@ class DamagedFileError(Exception):
 def opened(file: SourceFile) -> Iterator[IO[bytes]]:
     """Open a file for buffered reading. Raises OSError, and DamagedFileError while it is read or opened."""
     try:
-        with open(file.path, "rb") as raw:
+        with stored(file) as raw:
             if file.compression == "gz":
                 with gzip.GzipFile(fileobj=raw) as stream:
                     yield cast(IO[bytes], stream)
@@ -41,6 +41,29 @@ def opened(file: SourceFile) -> Iterator[IO[bytes]]:
                 yield raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DamagedFileError(Reason("sources.damaged", {"compression": "gzip", "error": str(error)})) from error
+
+
+@contextmanager
+def stored(file: SourceFile) -> Iterator[IO[bytes]]:
+    """Open a file as it is stored, here or remote: seekable, and not decompressed.
+
+    Raises OSError; for a remote file also PlaceError and UnavailableError.
+    """
+    if is_remote(file.path):
+        with io.BufferedReader(RemoteStream(RemoteFile(file.path, file.size, file.etag)), _BLOCK) as remote:
+            yield remote
+    else:
+        with open(file.path, "rb") as local:
+            yield local
+
+
+def beside(file: SourceFile, suffix: str) -> SourceFile:
+    """Return the file that differs from ``file`` in its suffix alone, such as ``.idx``. Raises as stored() does."""
+    path = f"{os.path.splitext(file.path)[0]}{suffix}"
+    if is_remote(path):
+        found = find_file(path)
+        return SourceFile(path, found.size, file.kind, etag=found.etag)
+    return SourceFile(path, os.stat(path).st_size, file.kind)
 
 
 class _ZstdStream(io.RawIOBase):
@@ -83,13 +106,3 @@ class _ZstdStream(io.RawIOBase):
     @staticmethod
     def _damaged(error: str) -> DamagedFileError:
         return DamagedFileError(Reason("sources.damaged", {"compression": "zstd", "error": error}))
-
-
-def require(module: str, extra: str) -> Any:
-    """Return a module of an optional extra. Raises UsageError with the command that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(
-            Reason("sources.library-missing", {"module": module, "command": install_command(extra)})
-        ) from error

@@ -48,12 +48,16 @@ class Columns:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source. ``kind``: its format by name; ``compression``: gz, zst or empty; ``size`` in bytes."""
+    """A file of a source. ``kind``: its format by name; ``compression``: gz, zst or empty; ``size`` in bytes.
+
+    ``etag``: of a remote file.
+    """
 
     path: str
     size: int
     kind: str
     compression: str = ""
+    etag: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.sources.lines import record_of
-from scaletrain_cli.data.sources.opening import require
+from scaletrain_cli.data.sources.opening import stored
+from scaletrain_cli.data.sources.places import is_remote
 from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile
 from scaletrain_cli.reasons import Reason
 
@@ -28,7 +30,8 @@ class Parquet(_TableReader):
         parquet = require("pyarrow.parquet", "parquet")
         start = stop = size = 0
         try:
-            metadata = parquet.read_metadata(file.path)
+            with _input(file) as content:
+                metadata = parquet.read_metadata(content)
         except require("pyarrow", "parquet").ArrowException:
             yield 0, 0  # whose records name the fault
             return
@@ -44,7 +47,7 @@ class Parquet(_TableReader):
 
     def records(self, part: Part) -> Iterator[Record | BadRecord]:
         arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
-        with _faults(arrow) as fault, parquet.ParquetFile(part.file.path) as file:
+        with _faults(arrow) as fault, _input(part.file) as content, parquet.ParquetFile(content) as file:
             if (problem := _column_problem(arrow, file.schema_arrow, part.columns)) is not None:
                 yield BadRecord(part.start, problem)
                 return
@@ -70,7 +73,7 @@ class Arrow(_TableReader):
 
     def records(self, part: Part) -> Iterator[Record | BadRecord]:
         arrow = require("pyarrow", "parquet")
-        with _faults(arrow) as fault, arrow.OSFile(part.file.path) as source:
+        with _faults(arrow) as fault, _input(part.file) as source:
             is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
             source.seek(0)
             reader = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
@@ -85,6 +88,18 @@ class Arrow(_TableReader):
                     yield from _rows(batch.slice(start, _ROWS_AT_ONCE), place + start, part.columns)
                 place += batch.num_rows
         yield from fault.record()
+
+
+@contextmanager
+def _input(file: SourceFile) -> Iterator[Any]:
+    """Open a file for pyarrow. Raises as stored() does."""
+    arrow = require("pyarrow", "parquet")
+    if not is_remote(file.path):
+        with arrow.OSFile(file.path) as local:
+            yield local
+        return
+    with stored(file) as remote, arrow.PythonFile(remote, mode="r") as source:
+        yield source
 
 
 class _Fault:

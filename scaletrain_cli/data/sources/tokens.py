@@ -9,12 +9,12 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.data.sources.opening import beside, stored
 from scaletrain_cli.data.sources.records import BadRecord, Part, SourceFile, TokenRecord
 from scaletrain_cli.reasons import Reason
 
@@ -43,9 +43,10 @@ class _Index:
     documents: npt.NDArray[np.int64]
 
 
-def _index_of(path: Path) -> _Index:
-    """Read and check an .idx file. Raises _WrongFileError and OSError."""
-    content = path.read_bytes()
+def _index_of(file: SourceFile) -> _Index:
+    """Read and check an .idx file. Raises _WrongFileError, and as stored() does."""
+    with stored(file) as opened:
+        content = opened.read()
     if content.startswith(_OLD_MAGIC):
         raise _WrongFileError("megatron-old")
     if len(content) < _HEADER.size or not content.startswith(_MAGIC):
@@ -72,7 +73,7 @@ class Megatron:
 
     def parts(self, file: SourceFile, part_bytes: int) -> Iterator[tuple[int, int]]:
         try:
-            index = _index_of(_pair(file)[0])
+            index = _index_of(beside(file, ".idx"))
         except _WrongFileError:
             yield 0, 0  # whose records name the fault
             return
@@ -86,16 +87,16 @@ class Megatron:
             start = stop
 
     def records(self, part: Part) -> Iterator[TokenRecord | BadRecord]:
-        index_path, data_path = _pair(part.file)
         try:
-            index = _index_of(index_path)
+            index = _index_of(beside(part.file, ".idx"))
+            data_file = beside(part.file, ".bin")
             expected = int(index.lengths.sum(dtype=np.int64)) * index.dtype.itemsize
-            if (size := data_path.stat().st_size) != expected:
-                raise _WrongFileError("size-differs", bytes=size, expected=expected)
+            if data_file.size != expected:
+                raise _WrongFileError("size-differs", bytes=data_file.size, expected=expected)
         except _WrongFileError as error:
             yield BadRecord(0, error.reason)
             return
-        with data_path.open("rb") as data:
+        with stored(data_file) as data:
             for number in range(part.start, min(part.stop, len(index.documents) - 1)):
                 parts = []
                 for sequence in range(index.documents[number], index.documents[number + 1]):
@@ -132,7 +133,7 @@ class TokenArray:
         except _WrongFileError as error:
             yield BadRecord(0, error.reason)
             return
-        with open(part.file.path, "rb") as data:
+        with stored(part.file) as data:
             for start in range(part.start, min(part.stop, count), _TOKENS_AT_ONCE):
                 stop = min(start + _TOKENS_AT_ONCE, part.stop, count)
                 tokens = _read(data, dtype, offset + start * dtype.itemsize, stop - start)
@@ -147,7 +148,7 @@ class TokenArray:
 
     def _layout(self, file: SourceFile) -> tuple[np.dtype[Any], int, int]:
         """Return (type, number of tokens, offset of the first). Raises _WrongFileError and OSError."""
-        with open(file.path, "rb") as data:
+        with stored(file) as data:
             has_header = data.read(len(_NUMPY_MAGIC)) == _NUMPY_MAGIC
             data.seek(0)
             if has_header == (self._dtype is not None):
@@ -188,8 +189,3 @@ def _read(file: IO[bytes], dtype: np.dtype[Any], offset: int, count: int) -> npt
     file.seek(offset)
     content = file.read(count * dtype.itemsize)
     return np.frombuffer(content, dtype) if len(content) == count * dtype.itemsize else None
-
-
-def _pair(file: SourceFile) -> tuple[Path, Path]:
-    path = Path(file.path)
-    return path.with_suffix(".idx"), path.with_suffix(".bin")

@@ -1,0 +1,53 @@
+"""The texts of remote files that cannot be used: object stores and web servers."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+_CREDENTIALS = (
+    "Set the credentials in the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or "
+    "AWS_SKIP_SIGNATURE=true for a public bucket"
+)
+
+TEXTS: dict[str, Text] = {
+    "unknown-scheme": Text("{path} has no known scheme; known are {schemes:list}"),
+    "credentials-in-path": Text(
+        "a path of {place} must not contain a user name or password", ("Set credentials in the environment",)
+    ),
+    "no-bucket-named": Text("{path} names no bucket", ("Write {scheme}://BUCKET/PATH",)),
+    "no-file-named": Text("{path} names no file on the server"),
+    "query-in-path": Text(
+        "{path} must not have a query, which could be a signature",
+        ("Use s3://, gs:// or az:// with credentials from the environment",),
+    ),
+    "plain-http": Text(
+        "{path} would be read from {endpoint} without encryption, so that others could change the data",
+        ("Use https://, or set {variable}=1 if the network is trusted",),
+    ),
+    "store-settings": Text("the settings of the store of {bucket} are not valid: {error}"),
+    "profile-without-keys": Text(
+        "the profile {profile} has no static keys",
+        ('Run eval "$(aws configure export-credentials --profile {profile} --format env)"',),
+    ),
+    "no-credentials": Text("there are no credentials for {bucket}", (_CREDENTIALS,)),
+    "no-listing": Text("{path} is on a web server, whose files cannot be listed", ("Name one file for each source",)),
+    "nothing-found": Text("no object matches {path}"),
+    "not-found": Text("{path} does not exist"),
+    "no-bucket": Text("the bucket {bucket} of {path} does not exist"),
+    "denied": Text(
+        "{path} cannot be accessed (HTTP {status}{code}): the credentials do not permit it, or it does not exist",
+        ("Check the credentials in the environment, and the rights to read and to list",),
+    ),
+    "refused": Text(
+        "the server rejected the request for {path} (HTTP {status}{code})",
+        ("Check the region and the endpoint: AWS_REGION, AWS_ENDPOINT_URL",),
+    ),
+    "no-ranges": Text("the server of {path} cannot send a part of a file"),
+    "changed": Text(
+        "{path} was replaced since it was listed",
+        ("Do not change data that is in use: write new data at another path",),
+    ),
+    "unavailable": Text("{path} could not be accessed within {seconds:seconds}, in {tries:of request}: {error}"),
+    "not-writable": Text("{path} is on a web server, where nothing can be written", ("Use s3://, gs:// or az://",)),
+    "size-differs": Text("{path} has {bytes:whole} bytes after it was written, instead of {expected:whole}"),
+}

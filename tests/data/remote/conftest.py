@@ -1,0 +1,96 @@
+"""A real S3 server on 127.0.0.1 (moto), and a proxy before it that breaks requests on demand."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.data.sources import places, stores
+from tests.conftest import in_ci
+from tests.data.remote.faults import FaultyProxy
+
+# In an environment of its own: the server and kubernetes need different versions of python-dateutil.
+SERVER = Path(sys.prefix) / "s3-server" / "bin" / "moto_server"
+BUCKET = "training-data"
+_OF_PROVIDERS = ("AWS_", "GOOGLE_", "AZURE_")
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start an S3 server, and return its URL."""
+    if not SERVER.exists():
+        assert not in_ci(), f"{SERVER} is missing: make setup installs it"
+        pytest.skip(f"{SERVER} is missing: make setup installs it")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Credentials of nobody: the server must not look for real ones.
+    variables = {"AWS_ACCESS_KEY_ID": "server", "AWS_SECRET_ACCESS_KEY": "server", "AWS_EC2_METADATA_DISABLED": "true"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")} | variables
+    log = (tmp_path_factory.mktemp("s3") / "log").open("wb")
+    command = [str(SERVER), "-H", "127.0.0.1", "-p", str(port)]
+    with log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(url)
+            yield url
+        finally:
+            server.kill()
+
+
+def _wait(url: str) -> None:
+    end = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/moto-api/", timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < end, "the S3 server does not start"
+            time.sleep(0.1)
+
+
+def post(url: str, body: bytes = b"") -> None:
+    """Send a command to the server."""
+    urllib.request.urlopen(
+        urllib.request.Request(url, body, {"Content-Type": "text/plain"}, method="POST"), timeout=10
+    ).close()
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyProxy]:
+    """Make an empty bucket behind a proxy the store of this process; the proxy counts and breaks requests."""
+    post(f"{s3_server}/moto-api/reset")
+    for name in [name for name in os.environ if name.startswith(_OF_PROVIDERS)]:
+        monkeypatch.delenv(name)
+    with FaultyProxy(s3_server) as proxy:
+        variables = {
+            "AWS_ACCESS_KEY_ID": "AKIA-of-the-test",
+            "AWS_SECRET_ACCESS_KEY": "secret-of-the-test",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": proxy.url,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no-credentials"),
+            "AWS_CONFIG_FILE": str(tmp_path / "no-config"),
+            places.TIMEOUT: "20",
+        }
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        signed(f"{s3_server}/{BUCKET}")
+        stores._store.cache_clear()
+        yield proxy
+        stores._store.cache_clear()
+
+
+def signed(url: str, headers: dict[str, str] | None = None) -> None:
+    """Send a PUT request with credentials that the server does not compare."""
+    scope = "Credential=any/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+    given = {"Authorization": f"AWS4-HMAC-SHA256 {scope}", **(headers or {})}
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=given), timeout=10).close()
