@@ -17,6 +17,8 @@ TEXTS: dict[str, Text] = {
     "bad-document": Text(
         "{where}: {problem}", ("Correct the file, or set data.on_bad: skip to leave such documents out",)
     ),
+    "file-changed": Text("{path} has changed while it was prepared", ("Run the command again",)),
+    "file-gone": Text("{path} was listed, and cannot be read any more: {error}", ("Run the command again",)),
     "shards-missing": Text("{folder} lacks tokens that were written before", ("Prepare the data again",)),
     "worker-killed": Text(
         "a worker process was killed, perhaps for its memory", ("Use fewer workers, and run the command again",)

@@ -55,7 +55,7 @@ TEXTS: dict[str, Text] = {
         "training.cross_entropy: liger has no weights of labels, which the rows of the dataset have", ("Use chunked.",)
     ),
     # The text to train on.
-    "data-source-unreadable": Text("data.source = {source}: {problem}"),
+    "data-source-unreadable": Text("{key} = {source}: {problem}"),
     "file-unreadable": Text("{path} cannot be read: {error}"),
     "file-not-gzip": Text("{path} is not a complete gzip file: {error}"),
     "file-not-utf-8": Text(

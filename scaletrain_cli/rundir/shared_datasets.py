@@ -32,17 +32,30 @@ def dataset_place(root: Path, key: str) -> Path:
     """Return the folder of the data with this key: the shared one if this user can read it, else a separate one per
     user.
     """
-    folder = root / "datasets" / key
+    return place_of(root / "datasets", key)
+
+
+def place_of(datasets: Path, key: str) -> Path:
+    """Return the folder of the data with this key in the folder of all datasets, as dataset_place()."""
+    folder = datasets / key
     if not os.path.lexists(folder) or other_owner(folder) is None or is_readable(folder):
         return folder
     return folder.with_name(f"{key}-{os.geteuid()}")
 
 
+def steps_folder(datasets: Path) -> Path:
+    """Return the folder of the results of this user's preparations that come before tokens."""
+    folder = datasets / ".steps"
+    return folder if other_owner(folder) is None else folder.with_name(f".steps-{os.geteuid()}")
+
+
 def is_readable(folder: Path) -> bool:
-    """Return whether this user can read all files of a prepared dataset."""
+    """Return whether this user can read all files of a prepared dataset, and the folders of its shards."""
     with contextlib.suppress(OSError):
-        files = [path for path in folder.iterdir() if path.is_file()]
-        return (folder / DATASET) in files and all(os.access(path, os.R_OK, effective_ids=True) for path in files)
+        found = list(folder.iterdir())
+        return (folder / DATASET).is_file() and all(
+            os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK, effective_ids=True) for path in found
+        )
     return False
 
 
@@ -89,17 +102,26 @@ def built(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
+def make_datasets_folder(root: Path) -> Path:
+    """Return the folder of all datasets of a runs root, which is created if necessary.
+
+    Raises UsageError where this user cannot write there, and OSError.
+    """
+    folder = root / "datasets"
+    require_writable_datasets(root)
+    make_folder(root, mode=0o777)
+    make_shared_folder(folder)
+    require_writable_datasets(root)
+    return folder
+
+
 @contextlib.contextmanager
 def building(folder: Path) -> Iterator[Path | None]:
     """Yield an empty folder that becomes ``folder`` at the end; None if ``folder`` exists already.
 
     One process of a user builds at a time. Raises UsageError where nothing can be written there, and OSError.
     """
-    root = folder.parent.parent
-    require_writable_datasets(root)
-    make_folder(root, mode=0o777)
-    make_shared_folder(folder.parent)
-    require_writable_datasets(root)
+    make_datasets_folder(folder.parent.parent)
     with locked(folder.parent / f".{folder.name}.{os.geteuid()}.lock"):
         if is_readable(folder):
             yield None
@@ -109,7 +131,7 @@ def building(folder: Path) -> Iterator[Path | None]:
         make_folder(staging, mode=_PRIVATE, exist_ok=False)
         try:
             yield staging
-            _open_to_readers(staging)
+            open_to_readers(staging)
             with contextlib.suppress(OSError):
                 staging.rename(folder)
             if not is_readable(folder):
@@ -121,11 +143,11 @@ def building(folder: Path) -> Iterator[Path | None]:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def _open_to_readers(staging: Path) -> None:
+def open_to_readers(dataset: Path) -> None:
     """Give read access to all users who may read the folder of all datasets, less the umask."""
-    about = staging.parent.stat().st_mode
+    about = dataset.parent.stat().st_mode
     umask = process_umask()
-    for path in (*staging.rglob("*"), staging):
+    for path in (*dataset.rglob("*"), dataset):
         execute = 0o011 if path.is_dir() else 0
         path.chmod((0o700 if path.is_dir() else 0o600) | about & (0o044 | execute) & ~umask)
 

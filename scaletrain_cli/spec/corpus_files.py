@@ -32,6 +32,23 @@ SOURCES = f"Give {' or '.join(EMBEDDED)}, a prepared dataset, or a path or glob 
 FORMATS = ("txt", "md", "py", "jsonl", "parquet")
 ROW_FORMATS = ("jsonl", "json", "parquet")  # of rows for fine-tuning
 COMPRESSED = ("txt.gz", "md.gz", "py.gz", "jsonl.gz")
+# What text for pretraining is read from: the format by the suffix of a file.
+TEXT_SUFFIXES = {
+    "txt": "txt",
+    "text": "txt",
+    "md": "md",
+    "py": "code",
+    "jsonl": "jsonl",
+    "ndjson": "jsonl",
+    "parquet": "parquet",
+    "arrow": "arrow",
+    "idx": "megatron",
+    "bin": "megatron",
+    "npy": "npy",
+}
+COMPRESSIONS = ("gz", "zst")
+# Formats whose files are text, which may be compressed.
+COMPRESSIBLE = ("txt", "md", "code", "jsonl")
 # The library itself: no installed packages, and no tests, whose generated tables are poor training text.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 # Files that describe a corpus: read only if a path or a glob names them.
@@ -63,8 +80,8 @@ def kind_of(path: Path) -> str:
 class NoCorpusError(UsageError):
     """The source has no files that can be read (exit 2); ``why`` is the reason without the source."""
 
-    def __init__(self, source: str, why: str) -> None:
-        super().__init__(f"data.source = {source}: {why}. {SOURCES}")
+    def __init__(self, source: str, why: str, key: str = "data.source") -> None:
+        super().__init__(f"{key} = {source}: {why}. {SOURCES}")
         self.why = why
 
 
@@ -74,11 +91,76 @@ def find_files(source: str, folder: Path = Path(), kinds: Collection[str] = FORM
     ``kinds``: the formats to read. The .json files of a folder are left out, which often describe the others.
     """
     if source == PYTHON_STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        found = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)]
-        return CorpusFiles(tuple(sorted(found)), {})
+        return CorpusFiles(_standard_library(), {})
     path = folder / expand_home(source)
+    found = _entries(source, folder)
+    files, not_read = [], Counter[str]()
+    for entry in found:
+        if kind_of(entry) in kinds and not (kind_of(entry) == "json" and path.is_dir()):
+            files.append(entry)
+        else:
+            not_read[entry.suffix or entry.name] += 1
+    if not files:
+        known = [kind for kind in kinds if kind != "json" or not path.is_dir()]
+        known += [kind for kind in COMPRESSED if kind[:-3] in kinds]
+        raise NoCorpusError(source, _nothing_to_read(source, path, found, known))
+    return CorpusFiles(tuple(files), dict(not_read))
+
+
+def find_text(source: str, folder: Path = Path(), named: str = "auto", key: str = "data.source") -> CorpusFiles:
+    """Return the files of a source of text, relative to ``folder``. Raises NoCorpusError if there are none to read.
+
+    ``named``: the format that the spec gives, or auto; ``key``: of the path in the spec. A Megatron-LM set is listed
+    by its .idx file.
+    """
+    if source == PYTHON_STDLIB:
+        return CorpusFiles(_standard_library(), {})
+    path = folder / expand_home(source)
+    found = _entries(source, folder, key)
+    # A path or a glob that gives a format is taken at its word; a folder may have other files, too.
+    given = named if not path.is_dir() else "auto"
+    files: dict[Path, None] = {}
     not_read: Counter[str] = Counter()
+    for entry in found:
+        kind, _ = format_by_name(entry.name, given)
+        if not kind or not _fits(kind, named):
+            not_read[entry.suffix or entry.name] += 1
+        elif (named if named != "auto" else kind) == "megatron":
+            index = entry.with_suffix(".idx")
+            if index.exists() or not path.is_dir():
+                files[index] = None
+            else:
+                not_read[entry.suffix] += 1
+        else:
+            files[entry] = None
+    if not files:
+        known = [suffix for suffix, kind in TEXT_SUFFIXES.items() if _fits(kind, named)]
+        raise NoCorpusError(source, _nothing_to_read(source, path, found, known), key)
+    return CorpusFiles(tuple(files), dict(not_read))
+
+
+def format_by_name(name: str, named: str = "auto") -> tuple[str, str]:
+    """Return (format, compression) of a file of text; an empty format if it cannot be read. ``named``: by the spec."""
+    suffixes = name.rsplit("/", 1)[-1].lower().split(".")[1:]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    kind = named if named != "auto" else TEXT_SUFFIXES.get(suffixes[-1] if suffixes else "", "")
+    return ("" if compression and kind not in COMPRESSIBLE else kind), compression
+
+
+def _fits(kind: str, named: str) -> bool:
+    """Return whether a file whose suffix says ``kind`` is read as the format that the spec gives."""
+    return named in ("auto", kind) or (named.startswith("raw_") and kind in ("npy", "megatron"))
+
+
+def _standard_library() -> tuple[Path, ...]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = [path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
+    return tuple(sorted(found))
+
+
+def _entries(source: str, folder: Path, key: str = "data.source") -> list[Path]:
+    """Return what a path, folder or glob names, in a fixed order. Raises NoCorpusError if it cannot be read."""
+    path = folder / expand_home(source)
     try:
         if path.is_dir():
             found = [entry for entry in _files_below(path) if not is_about_the_corpus(entry.relative_to(path))]
@@ -88,21 +170,14 @@ def find_files(source: str, folder: Path = Path(), kinds: Collection[str] = FORM
             names = glob.glob(str(expand_home(source)), root_dir=folder, recursive=True)
             found = [entry for name in names if not (entry := folder / name).is_dir()]
     except OSError as error:
-        raise NoCorpusError(source, f"cannot be read: {error}") from error
-    files = []
-    for entry in sorted(found):
-        if kind_of(entry) in kinds and not (kind_of(entry) == "json" and path.is_dir()):
-            files.append(entry)
-        else:
-            not_read[entry.suffix or entry.name] += 1
-    if not files:
-        known = [kind for kind in kinds if kind != "json" or not path.is_dir()]
-        known += [kind for kind in COMPRESSED if kind[:-3] in kinds]
-        what = f"the {'folder' if path.is_dir() else 'source'} has no {', '.join(known)} file"
-        if not found and not path.is_dir():
-            what = "no file matches" if glob.has_magic(source) else "no such file or folder"
-        raise NoCorpusError(source, what)
-    return CorpusFiles(tuple(files), dict(not_read))
+        raise NoCorpusError(source, f"cannot be read: {error}", key) from error
+    return sorted(found)
+
+
+def _nothing_to_read(source: str, path: Path, found: Collection[Path], known: Collection[str]) -> str:
+    if not found and not path.is_dir():
+        return "no file matches" if glob.has_magic(source) else "no such file or folder"
+    return f"the {'folder' if path.is_dir() else 'source'} has no {', '.join(known)} file"
 
 
 def open_bytes(path: Path) -> IO[bytes]:

@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, remove_phases, run_job
+from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
 from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_of, extended
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, write_reports
@@ -26,11 +27,13 @@ from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, write_
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
 from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.data.steps.base import Removed
+from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, write_document
-from scaletrain_cli.safe_files import locked, make_folder
-from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
+from scaletrain_cli.rundir.shared_datasets import is_readable, open_to_readers, place_of, steps_folder
+from scaletrain_cli.safe_files import locked, make_folder, replace_file
+from scaletrain_cli.spec.corpus_files import END_OF_TEXT, ENDS_OF_TEXT
 from scaletrain_cli.spec.preparation import DuplicatesSpec, PreparationStep
 
 SCHEMA = "scaletrain.dataset/v4"
@@ -41,7 +44,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Preparation:
-    """The sources to prepare, with the settings. ``tokenizer``: the content of a tokenizer.json."""
+    """The sources to prepare, with the settings.
+
+    ``tokenizer``: the content of a tokenizer.json; empty: byte-level BPE with ``vocab_size`` tokens is trained on the
+    documents that are left. ``memory_bytes``: what deduplication may use in each process.
+    """
 
     sources: tuple[Source, ...]
     sections: tuple[PreparationStep, ...]
@@ -49,6 +56,8 @@ class Preparation:
     validation_share: float
     skips_bad: bool = False
     task_bytes: int = TASK_BYTES
+    vocab_size: int = 0
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
 
 
 @dataclass(frozen=True)
@@ -66,33 +75,112 @@ def prepare(preparation: Preparation, folder: Path, workers: int, progress: Prog
     ``progress`` gets the name of a phase, and how many of its tasks are done. Raises UsageError for input that cannot
     be used, ScaletrainError and OSError.
     """
-    steps = folder / ".steps"
+    steps = steps_folder(folder)
     make_folder(steps, parents=True)
     with locked(steps / f".lock-{os.geteuid()}"), Workers(workers) as pool:
         _remove_drafts(steps)
         found = _with_all_steps(preparation, steps, pool, progress)
-        done = {work.source.name: _tokenized(preparation, work, folder, pool, progress) for work in found}
+        tokenizer = _tokenizer(preparation, steps, [each.chain for each in found], found, progress)
+        done = [_with_tokens(preparation, tokenizer, work, folder, pool, progress) for work in found]
         # at the end: examples of duplicates may be documents of any source
-        write_reports(
-            [PreparedSource(each.source.name, done[each.source.name], each.tasks, each.chain) for each in found]
-        )
-        return done
+        unfinished = [each for each in done if read_document(each.dataset / "dataset.json") is None]
+        write_reports(unfinished, done)
+        for each, work in zip(done, found, strict=True):
+            if each in unfinished:
+                _finish(each.dataset, work, tokenizer)
+        return {each.name: each.dataset for each in done}
 
 
-def _tokenized(preparation: Preparation, work: _Work, folder: Path, workers: Workers, progress: Progress) -> Path:
-    """Return the dataset of a source, after writing the shards that are missing."""
-    tokenizer = _TokenizerSettings.of(preparation.tokenizer)
-    key = chained(_TOKENS, work.chain.steps[-1].key, asdict(tokenizer), preparation.validation_share)
-    dataset = folder / key
+def prepared(preparation: Preparation, folder: Path) -> dict[str, Path] | None:
+    """Return what ``prepare`` would return, without doing anything; None if something is missing. Raises UsageError."""
+    chains = [
+        chain_of(steps_folder(folder), source, (), skips_bad=preparation.skips_bad) for source in preparation.sources
+    ]
+    for section in preparation.sections:
+        chains = _planned(chains, preparation.sources, section)
+    tokenizer = preparation.tokenizer or _read_tokenizer(_tokenizer_path(preparation, steps_folder(folder), chains))
+    if not tokenizer:
+        return None
+    keys = [_dataset_key(preparation, tokenizer, chain) for chain in chains]
+    places = {source.name: place_of(folder, key) for source, key in zip(preparation.sources, keys, strict=True)}
+    return places if all(is_readable(place) for place in places.values()) else None
+
+
+def _planned(chains: Sequence[Chain], sources: Sequence[Source], section: PreparationStep) -> list[Chain]:
+    """Return chains with a further step, of which only the key can be used. Raises UsageError."""
+    pairs = list(zip(chains, sources, strict=True))
+    if not isinstance(section, DuplicatesSpec):
+        return [extended(chain, source, (section,)) for chain, source in pairs]
+    key = _duplicates_key([chain for chain, source in pairs if applies(section, source)], section)
+    return [
+        replace(chain, steps=(*chain.steps, ChainStep(chained(chain.steps[-1].key, key))))
+        if applies(section, source)
+        else chain
+        for chain, source in pairs
+    ]
+
+
+def _duplicates_key(chains: Sequence[Chain], section: DuplicatesSpec) -> str:
+    """Return the key of the results of deduplication over several sources."""
+    return chained("duplicates", [each.steps[-1].key for each in chains], Settings.of(section).key())
+
+
+def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
+    settings = asdict(_TokenizerSettings.of(tokenizer))
+    return chained(_TOKENS, chain.steps[-1].key, settings, preparation.validation_share)
+
+
+def _tokenizer(
+    preparation: Preparation, steps: Path, chains: Sequence[Chain], found: Sequence[_Work], progress: Progress
+) -> str:
+    """Return the tokenizer.json of the preparation, trained if there is none."""
+    if preparation.tokenizer:
+        return preparation.tokenizer
+    path = _tokenizer_path(preparation, steps, chains)
+    if known := _read_tokenizer(path):
+        return known
+    progress("train the tokenizer", 0, 1)
+    texts = (text for work in found for task in work.tasks for _, text in work.chain.documents(task))
+    content = str(train_tokenizer(texts, preparation.vocab_size, [END_OF_TEXT]).to_str(pretty=True))
+    make_folder(path.parent)
+    replace_file(path, content)
+    progress("train the tokenizer", 1, 1)
+    return content
+
+
+def _tokenizer_path(preparation: Preparation, steps: Path, chains: Sequence[Chain]) -> Path:
+    key = chained("bpe/v1", [each.steps[-1].key for each in chains], preparation.vocab_size)
+    return steps / key / "tokenizer.json"
+
+
+def _read_tokenizer(path: Path) -> str:
+    """Return the content of a tokenizer.json that was trained before; empty if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _with_tokens(
+    preparation: Preparation, tokenizer: str, work: _Work, folder: Path, workers: Workers, progress: Progress
+) -> PreparedSource:
+    """Return a source with its dataset, after writing the shards that are missing."""
+    dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain))
     if read_document(dataset / "dataset.json") is None:
         make_folder(dataset)
         _remove_drafts(dataset)
-        write = partial(_write_tokens, dataset, work.chain, preparation.tokenizer, preparation.validation_share)
+        write = partial(_write_tokens, dataset, work.chain, tokenizer, preparation.validation_share)
         missing = [task for task in work.tasks if read_shard_info(shard_folder(dataset, task.number)) is None]
         for done in workers.run(write, missing):
             progress(f"tokenize {work.source.name}", len(work.tasks) - len(missing) + done, len(work.tasks))
-        write_document(dataset / "dataset.json", _description(dataset, work, tokenizer))
-    return dataset
+    return PreparedSource(work.source.name, dataset, work.tasks, work.chain)
+
+
+def _finish(dataset: Path, work: _Work, tokenizer: str) -> None:
+    """Write what makes a dataset complete: dataset.json is the last file."""
+    replace_file(dataset / "tokenizer.json", tokenizer)
+    write_document(dataset / "dataset.json", _description(dataset, work, _TokenizerSettings.of(tokenizer)))
+    open_to_readers(dataset)
 
 
 def _remove_drafts(folder: Path) -> None:
@@ -116,21 +204,25 @@ def _with_all_steps(preparation: Preparation, steps: Path, workers: Workers, pro
     ]
     for section in preparation.sections:
         if isinstance(section, DuplicatesSpec):
-            found = _without_duplicates(found, section, steps, workers, progress)
+            found = _without_duplicates(found, section, steps, preparation.memory_bytes, workers, progress)
         else:
             found = [replace(each, chain=extended(each.chain, each.source, (section,))) for each in found]
     return found
 
 
 def _without_duplicates(
-    found: Sequence[_Work], section: DuplicatesSpec, steps: Path, workers: Workers, progress: Progress
+    found: Sequence[_Work],
+    section: DuplicatesSpec,
+    steps: Path,
+    memory_bytes: int,
+    workers: Workers,
+    progress: Progress,
 ) -> list[_Work]:
     """Find the duplicates among the documents that are left so far, and return the sources with that step."""
     chosen = [each for each in found if applies(section, each.source)]
     tasks = [(each.chain, task) for each in chosen for task in each.tasks]
-    settings = Settings(**section.model_dump(exclude={"step", "only"}))
-    key = chained("duplicates", [each.chain.steps[-1].key for each in chosen], settings.key())
-    corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), settings)
+    key = _duplicates_key([each.chain for each in chosen], section)
+    corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), Settings.of(section), memory_bytes)
     make_folder(corpus.folder)
     texts = _Texts(tuple(tasks))
     for number, phase in enumerate(PHASES):

@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.pipeline.chain import Chain, ChainStep
 from scaletrain_cli.data.pipeline.decisions import Decisions, read_decisions
-from scaletrain_cli.data.pipeline.shards import read_statistics
+from scaletrain_cli.data.pipeline.shards import read_shard_info, read_statistics
 from scaletrain_cli.data.pipeline.statistics import length_range_end
 from scaletrain_cli.data.pipeline.tasks import Task
 from scaletrain_cli.data.sources.formats import reader_of
-from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.safe_files import replace_file
 
 SCHEMA = "scaletrain.dataset-report/v1"
@@ -31,7 +30,7 @@ _READ_FOR_LINE = {True: 4 << 20, False: 256 << 20}  # remote: bytes
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """A source whose dataset is complete, with its tasks and its steps."""
+    """A source whose tokens are written, with its tasks and its steps."""
 
     name: str
     dataset: Path
@@ -39,13 +38,11 @@ class PreparedSource:
     chain: Chain
 
 
-def write_reports(sources: Sequence[PreparedSource]) -> None:
-    """Write the report of each source into its dataset, where it is missing. Raises OSError."""
+def write_reports(sources: Sequence[PreparedSource], prepared: Sequence[PreparedSource]) -> None:
+    """Write the report of each source into its dataset. ``prepared``: all sources. Raises OSError."""
     for source in sources:
-        if not (source.dataset / NAME).exists():
-            replace_file(
-                source.dataset / NAME, json.dumps(_report(source, sources), indent=1, ensure_ascii=False) + "\n"
-            )
+        report = json.dumps(_report(source, prepared), indent=1, ensure_ascii=False)
+        replace_file(source.dataset / NAME, f"{report}\n")
 
 
 def duplicates_shown(report: Mapping[str, Any]) -> list[dict[str, int]]:
@@ -206,13 +203,16 @@ def _shown(key: str, sources: Sequence[PreparedSource]) -> Iterator[tuple[tuple[
 
 def _tokens(source: PreparedSource) -> dict[str, Any]:
     """Return documents, tokens, bytes, lengths and kinds of characters of what is left."""
-    document = read_document(source.dataset / "dataset.json") or {}
+    document: Counter[str] = Counter()
     lengths: dict[int, list[int]] = {}
     characters: dict[str, int] = {}
     shortest: int | None = None
     longest, unknown = 0, None
     for task in source.tasks:
-        found = read_statistics(source.dataset / f"{task.number:06d}")
+        shard = source.dataset / f"{task.number:06d}"
+        if (info := read_shard_info(shard)) is not None:
+            document.update({name: count for name, count in asdict(info).items() if name != "digest"})
+        found = read_statistics(shard)
         if found is None or found["shortest"] is None:
             continue
         for least, (documents, tokens) in found["lengths"].items():

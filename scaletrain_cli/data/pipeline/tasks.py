@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scaletrain_cli.data.sources.formats import reader_of
+from scaletrain_cli.data.sources.local_files import require_unchanged
 from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile, TokenRecord
 
 # A worker tokenizes this in about ten seconds, and loses no more than that when it is killed.
@@ -31,10 +32,17 @@ class Task:
     parts: tuple[Part, ...]
 
     def records(self) -> Iterator[tuple[Part, Record | TokenRecord | BadRecord]]:
-        """Yield the documents in order, each with the part that it is in. Raises OSError."""
+        """Yield the documents in order, each with the part that it is in.
+
+        Raises UsageError for a file that changes meanwhile, and OSError.
+        """
         for part in self.parts:
+            require_unchanged(part.file)
             for record in reader_of(part.file).records(part):
+                if isinstance(record, BadRecord):
+                    require_unchanged(part.file)
                 yield part, record
+            require_unchanged(part.file)
 
 
 def tasks_of(source: Source, task_bytes: int = TASK_BYTES) -> tuple[Task, ...]:

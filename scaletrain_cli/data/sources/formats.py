@@ -1,4 +1,4 @@
-"""The formats of source files, by name and by suffix. A new format is one entry here and its reader."""
+"""The readers of source files, by format. A new format is an entry here, its reader, and its suffix in the spec."""
 
 from __future__ import annotations
 
@@ -19,24 +19,6 @@ READERS: dict[str, Reader] = {
     "raw_uint16": TokenArray("uint16"),
     "raw_uint32": TokenArray("uint32"),
 }
-# The format of a file by its suffix, where it is not the suffix itself.
-_BY_SUFFIX = {"py": "code", "ndjson": "jsonl", "text": "txt", "idx": "megatron", "bin": "megatron"}
-COMPRESSIONS = ("gz", "zst")
-# Formats whose files are text, which may be compressed.
-COMPRESSIBLE = ("txt", "md", "code", "jsonl")
-
-
-def format_by_name(path: str, named: str = "auto") -> tuple[str, str]:
-    """Return (format, compression) of a file; an empty format if the suffix is unknown. ``named``: by the user."""
-    suffixes = path.rsplit("/", 1)[-1].lower().split(".")[1:]
-    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
-    kind = named
-    if named == "auto":
-        suffix = suffixes[-1] if suffixes else ""
-        kind = _BY_SUFFIX.get(suffix, suffix)
-    if kind not in READERS or (compression and kind not in COMPRESSIBLE):
-        kind = ""
-    return kind, compression
 
 
 def reader_of(file: SourceFile) -> Reader:

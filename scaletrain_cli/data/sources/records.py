@@ -50,7 +50,7 @@ class Columns:
 class SourceFile:
     """A file of a source. ``kind``: its format by name; ``compression``: gz, zst or empty; ``size`` in bytes.
 
-    ``etag``: of a remote file.
+    ``state``: changes with every write to a local file; empty if not known. ``etag``: that of a remote file.
     """
 
     path: str
@@ -58,6 +58,7 @@ class SourceFile:
     kind: str
     compression: str = ""
     etag: str = ""
+    state: str = ""
 
 
 @dataclass(frozen=True)

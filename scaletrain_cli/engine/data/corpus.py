@@ -50,7 +50,9 @@ def source_files(source: str, kinds: Collection[str] = FORMATS) -> list[Path]:
     """Return the files of a corpus in a fixed order. Raises UsageError if there are none or one cannot be read."""
     files = find_files(source, kinds=kinds).files
     if source != PYTHON_STDLIB and (problem := unreadable_among(files)):
-        raise UsageError(Reason("engine.data-source-unreadable", {"source": source, "problem": problem}))
+        raise UsageError(
+            Reason("engine.data-source-unreadable", {"key": "data.source", "source": source, "problem": problem})
+        )
     return list(files)
 
 

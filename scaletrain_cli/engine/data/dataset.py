@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
+from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokenizer_file, train_tokenizer
 from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
 from scaletrain_cli.engine.data.sources import TextSequences
 from scaletrain_cli.errors import UsageError
@@ -32,8 +33,6 @@ _SCHEMA = "scaletrain.dataset/v3"
 _WITHOUT_HASHES = "scaletrain.dataset/v2"  # written by earlier versions; opened without verification
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")
-# More text does not improve a tokenizer, and takes memory in proportion.
-_MOST_CHARACTERS_TO_LEARN_FROM = 500_000_000
 _DOCUMENTS_PER_ENCODE = 256
 
 
@@ -259,56 +258,6 @@ def _build(data: DataSpec, folder: Path) -> None:
         replaced=tally.replaced,
     )
     write_document(folder / "dataset.json", asdict(replace(info, seal=seal_of(info, hashes))))
-
-
-def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer of a tokenizer.json, without truncation and padding. Raises UsageError."""
-    from tokenizers import Tokenizer
-
-    content = tokenizer_file(path)
-    try:
-        tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises nothing narrower
-        params = {"path": path, "error": str(error)}
-        raise UsageError(Reason("engine.tokenizer-invalid", params)) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def train_tokenizer(texts: Iterator[str], vocab_size: int, special_tokens: list[str]) -> Any:
-    """Return a byte-level BPE tokenizer (GPT-2 report, section 2.2) that was trained on texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special_tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_beginning(texts), trainer)
-    return tokenizer
-
-
-def _beginning(texts: Iterator[str]) -> Iterator[str]:
-    total = 0
-    for text in texts:
-        yield text
-        total += len(text)
-        if total > _MOST_CHARACTERS_TO_LEARN_FROM:
-            return
-
-
-def tokenizer_file(path: str) -> bytes:
-    """Return the content of a tokenizer.json. Raises UsageError."""
-    try:
-        return expand_home(path).read_bytes()
-    except OSError as error:
-        params = {"path": path, "error": error.strerror or str(error)}
-        raise UsageError(Reason("engine.tokenizer-unreadable", params)) from error
 
 
 def draw(text: str) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
+from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokenizer_file, train_tokenizer
 from scaletrain_cli.engine.data.chat_template import CHATML_TOKENS
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, TemplateFiles, template_files
 from scaletrain_cli.engine.data.corpus import Tally
@@ -24,11 +25,8 @@ from scaletrain_cli.engine.data.dataset import (
     DatasetInfo,
     draw,
     known_content,
-    load_tokenizer,
     map_numbers,
     seal_of,
-    tokenizer_file,
-    train_tokenizer,
 )
 from scaletrain_cli.engine.data.packing import Piece, pack
 from scaletrain_cli.engine.data.row_source import Row, row_error, rows_of

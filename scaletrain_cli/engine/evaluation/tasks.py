@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.checkpoint.adapter_export import exported_model
 from scaletrain_cli.engine.checkpoint.export import export, text_files
 from scaletrain_cli.engine.data.corpus import documents
-from scaletrain_cli.engine.data.dataset import load_tokenizer
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss, perplexity
 from scaletrain_cli.engine.evaluation.lm_eval import run_lm_eval

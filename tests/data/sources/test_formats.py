@@ -18,8 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scaletrain_cli.data.sources import lines
-from scaletrain_cli.data.sources.formats import format_by_name, reader_of
+from scaletrain_cli.data.sources.formats import reader_of
 from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile
+from scaletrain_cli.spec.corpus_files import format_by_name
 
 _TEXT = Columns()
 TEXTS = [f"document {number}: " + "word " * (number % 40) + "é\u2028" for number in range(300)]

@@ -1,0 +1,106 @@
+"""The hash of what the files of a source contain, computed once and remembered while the files are unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from scaletrain_cli.data.sources.local_files import paths_of, require_unchanged
+from scaletrain_cli.data.sources.records import SourceFile
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import replace_file
+from scaletrain_cli.spec.corpus_files import EMBEDDED
+
+_BLOCK_BYTES = 1 << 20
+# The name of a format in the identity of a corpus, where versions before v4 called it otherwise.
+_EARLIER_NAMES = {"code": "py"}
+
+
+def embedded_content(source: str) -> str:
+    """Return a hash of what an embedded source contains, which depends on the interpreter's version."""
+    return _combined([source, sys.version])
+
+
+def known_content(
+    source: str, files: Sequence[SourceFile], runs_root: Path, workers: int = 1, *, may_read: bool = True
+) -> str | None:
+    """Return a hash of what files contain; remember the hash of each below ``runs_root``.
+
+    ``source``: the path in the spec, which names the note. ``may_read``: read files whose content is not remembered;
+    otherwise None is returned for them. Raises UsageError for a file that cannot be read, or changes meanwhile.
+    """
+    if source in EMBEDDED:
+        return embedded_content(source)
+    folder, name = runs_root / "datasets", _combined([os.path.abspath(source)])[:32]
+    note = folder / f".content-{os.geteuid()}-{name}.json"
+    known = _read_note(note)
+    if not known and os.geteuid() == 0:  # as in a container, whose submitter has read the files
+        known = {
+            path: found for each in folder.glob(f".content-*-{name}.json") for path, found in _read_note(each).items()
+        }
+    local = [file for file in files if not file.etag]
+    missing = [file for file in local if known.get(file.path, ("", ""))[0] != file.state]
+    if missing:
+        if not may_read:
+            return None
+        with ThreadPoolExecutor(max(1, workers)) as pool:  # hashing and reading release the interpreter's lock
+            hashes = list(pool.map(_hash_of, missing))
+        known = {file.path: known[file.path] for file in local if file.path in known}
+        known |= {file.path: (file.state, digest) for file, digest in zip(missing, hashes, strict=True)}
+        with contextlib.suppress(OSError):  # this user may not write to the runs root: computed again next time
+            if note.parent.is_dir():
+                replace_file(note, json.dumps(known))
+    return combined_content(files, {path: digest for path, (_, digest) in known.items()})
+
+
+def combined_content(files: Sequence[SourceFile], hashes: Mapping[str, str]) -> str:
+    """Return the hash of a source from those of its local files by path; a remote file counts by its ETag."""
+    return _combined([_identity(file, hashes) for file in files])
+
+
+def _identity(file: SourceFile, hashes: Mapping[str, str]) -> str:
+    if file.etag:
+        return f"{file.kind} {file.path} {file.size} {file.etag}"
+    return f"{_EARLIER_NAMES.get(file.kind, file.kind)} {hashes[file.path]}"
+
+
+def _read_note(path: Path) -> dict[str, tuple[str, str]]:
+    """Return (state, hash) of files by path. A note of another user is not trusted, unless this user is root."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and os.geteuid() in (0, found.st_uid):
+            return {
+                name: (str(state), str(digest))
+                for name, (state, digest) in json.loads(path.read_text(encoding="utf-8")).items()
+            }
+    return {}
+
+
+def _hash_of(file: SourceFile) -> str:
+    """Return the hash of a local file. Raises UsageError."""
+    found = []
+    for path in paths_of(file):
+        digest = hashlib.blake2b(digest_size=32)
+        try:
+            with path.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                while block := opened.read(_BLOCK_BYTES):
+                    digest.update(block)
+        except OSError as error:
+            params = {"path": str(path), "error": error.strerror or str(error)}
+            raise UsageError(Reason("engine.file-unreadable", params), file=str(path)) from error
+        found.append(digest.hexdigest())
+    require_unchanged(file)
+    return " ".join(found)
+
+
+def _combined(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
