@@ -12,7 +12,7 @@ import os
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -117,26 +117,38 @@ def find_text(source: str, folder: Path = Path(), named: str = "auto", key: str 
         return CorpusFiles(_standard_library(), {})
     path = folder / expand_home(source)
     found = _entries(source, folder, key)
-    # A path or a glob that gives a format is taken at its word; a folder may have other files, too.
-    given = named if not path.is_dir() else "auto"
-    files: dict[Path, None] = {}
-    not_read: Counter[str] = Counter()
-    for entry in found:
-        kind, _ = format_by_name(entry.name, given)
+    names = chosen_text(list(map(str, found)), named, in_folder=path.is_dir())
+    if not names:
+        raise NoCorpusError(source, _nothing_to_read(source, path, found, suffixes_of(named)), key)
+    read = {Path(name) for name in names}
+    read |= {name.with_suffix(".bin") for name in read if name.suffix == ".idx"}
+    not_read = Counter(entry.suffix or entry.name for entry in found if entry not in read)
+    return CorpusFiles(tuple(map(Path, names)), dict(not_read))
+
+
+def chosen_text(names: Sequence[str], named: str = "auto", *, in_folder: bool) -> list[str]:
+    """Return the paths of text among ``names``, in their order; of a Megatron-LM set that of its .idx file.
+
+    ``named``: the format that the spec gives, or auto. Files that a path or a glob names have that format whatever they
+    are called; those of a folder only if their suffix does not say another one.
+    """
+    found: dict[str, None] = {}
+    known = set(names)
+    for name in names:
+        kind, _ = format_by_name(name, "auto" if in_folder else named)
         if not kind or not _fits(kind, named):
-            not_read[entry.suffix or entry.name] += 1
-        elif (named if named != "auto" else kind) == "megatron":
-            index = entry.with_suffix(".idx")
-            if index.exists() or not path.is_dir():
-                files[index] = None
-            else:
-                not_read[entry.suffix] += 1
-        else:
-            files[entry] = None
-    if not files:
-        known = [suffix for suffix, kind in TEXT_SUFFIXES.items() if _fits(kind, named)]
-        raise NoCorpusError(source, _nothing_to_read(source, path, found, known), key)
-    return CorpusFiles(tuple(files), dict(not_read))
+            continue
+        if (named if named != "auto" else kind) == "megatron":
+            name = f"{name.rpartition('.')[0]}.idx"
+            if in_folder and name not in known:  # a .bin file of something else
+                continue
+        found[name] = None
+    return list(found)
+
+
+def suffixes_of(named: str) -> list[str]:
+    """Return the suffixes of the files that are read as the format that the spec gives."""
+    return [suffix for suffix, kind in TEXT_SUFFIXES.items() if _fits(kind, named)]
 
 
 def format_by_name(name: str, named: str = "auto") -> tuple[str, str]:

@@ -5,29 +5,54 @@ from __future__ import annotations
 from pathlib import Path
 
 from scaletrain_cli.data.sources.local_files import local_file, parts_of
+from scaletrain_cli.data.sources.places import find_file, is_remote, list_files
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB, find_text, format_by_name, unreadable_among
+from scaletrain_cli.spec.corpus_files import (
+    PYTHON_STDLIB,
+    chosen_text,
+    find_text,
+    format_by_name,
+    suffixes_of,
+    unreadable_among,
+)
 from scaletrain_cli.spec.sources import SourceSpec
 
 
 def source_files(section: SourceSpec, folder: Path = Path(), key: str = "data.source") -> tuple[SourceFile, ...]:
     """Return the files of a source; relative paths are below ``folder``. ``key``: of its path in the spec.
 
-    Raises UsageError if there are none, or if one cannot be read.
+    Raises UsageError if there are none, or if one cannot be read; for a remote source also UnavailableError.
     """
+    if is_remote(section.path):
+        return _remote(section, key)
     found = find_text(section.path, folder, section.format, key).files
-    files = [(path, *_format(path, section)) for path in found]
-    read = [each for path, kind, _ in files for each in parts_of(path, kind)]
-    if section.path != PYTHON_STDLIB and (problem := unreadable_among(tuple(read))):
-        raise UsageError(
-            Reason("engine.data-source-unreadable", {"key": key, "source": section.path, "problem": problem})
-        )
+    if section.path == PYTHON_STDLIB:
+        return tuple(local_file(path, "code") for path in found)
+    files = [(path, *format_by_name(path.name, section.format)) for path in found]
+    read = tuple(each for path, kind, _ in files for each in parts_of(path, kind))
+    if problem := unreadable_among(read):
+        raise _unreadable(key, section.path, problem)
     return tuple(local_file(path, kind, compression) for path, kind, compression in files)
 
 
-def _format(path: Path, section: SourceSpec) -> tuple[str, str]:
-    if section.path == PYTHON_STDLIB:
-        return "code", ""
-    return format_by_name(path.name, section.format)
+def _remote(section: SourceSpec, key: str) -> tuple[SourceFile, ...]:
+    listed = {file.path: file for file in list_files(section.path)}
+    in_folder = section.path not in listed and not set("*?[") & set(section.path)
+    chosen = chosen_text(list(listed), section.format, in_folder=in_folder)
+    if not chosen:
+        problem = f"has no {', '.join(suffixes_of(section.format))} file"
+        raise _unreadable(key, section.path, problem)
+    files = []
+    for path in chosen:
+        kind, compression = format_by_name(path, section.format)
+        names = (path, f"{path.removesuffix('.idx')}.bin") if kind == "megatron" else (path,)
+        parts = [listed.get(name) or find_file(name) for name in names]
+        etag = " ".join(part.etag for part in parts)
+        files.append(SourceFile(path, sum(part.size for part in parts), kind, compression, etag))
+    return tuple(files)
+
+
+def _unreadable(key: str, path: str, problem: str) -> UsageError:
+    return UsageError(Reason("engine.data-source-unreadable", {"key": key, "source": path, "problem": problem}))
