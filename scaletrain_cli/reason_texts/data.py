@@ -23,6 +23,7 @@ TEXTS: dict[str, Text] = {
     "worker-killed": Text(
         "a worker process was killed, perhaps for its memory", ("Use fewer workers, and run the command again",)
     ),
+    "task-failed": Text("{task}: {error}"),
     # ---- the columns of a row --------------------------------------------------------------------------------------
     "not-an-object": Text("each row must be a JSON object"),
     "not-an-array": Text("must be a JSON array of objects"),

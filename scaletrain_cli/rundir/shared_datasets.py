@@ -149,7 +149,8 @@ def open_to_readers(dataset: Path) -> None:
     umask = process_umask()
     for path in (*dataset.rglob("*"), dataset):
         execute = 0o011 if path.is_dir() else 0
-        path.chmod((0o700 if path.is_dir() else 0o600) | about & (0o044 | execute) & ~umask)
+        with contextlib.suppress(FileNotFoundError):  # another process of this user was writing it
+            path.chmod((0o700 if path.is_dir() else 0o600) | about & (0o044 | execute) & ~umask)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from scaletrain_cli.data.drafts import remove_drafts
 from scaletrain_cli.data.duplicates.candidates import write_band, write_identical, write_pairs
 from scaletrain_cli.data.duplicates.clusters import RemovedDocument, read_removed, write_clusters
 from scaletrain_cli.data.duplicates.corpus import Corpus, Document, Settings, Texts
-from scaletrain_cli.data.duplicates.files import remove_drafts
 from scaletrain_cli.data.duplicates.signatures import write_signatures
 from scaletrain_cli.data.duplicates.verification import parts, write_shingles, write_verified
 from scaletrain_cli.data.pipeline.workers import Workers
@@ -116,7 +116,7 @@ def deduplicate(corpus: Corpus, texts: Texts, workers: int = 1, *, keep_phases: 
     """
     if not corpus.report.exists():
         make_folder(corpus.folder)
-        remove_drafts(corpus.folder)
+        remove_drafts(corpus.folder, lambda _owner: True)
         _run_phases(corpus, texts, workers)
     if not keep_phases:
         remove_phases(corpus)
@@ -128,12 +128,11 @@ def remove_phases(corpus: Corpus) -> None:
         for path in (corpus.identical, corpus.pairs):
             path.unlink(missing_ok=True)
         for path in (corpus.signatures(0), corpus.band(0), corpus.shingles(0), corpus.verified(0)):
-            if path.parent.exists():
-                shutil.rmtree(path.parent)
+            shutil.rmtree(path.parent, ignore_errors=True)  # another process may be doing the same
 
 
 def _run_phases(corpus: Corpus, texts: Texts, workers: int) -> None:
-    with Workers(workers) as pool:
+    with Workers[int](workers) as pool:
         for number, phase in enumerate(PHASES):
             for _ in pool.run(partial(_run_job, corpus, number, texts), range(phase.jobs(corpus))):
                 pass

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.duplicates.candidates import REPRESENTATIVES, SMALL_BUCKET
 from scaletrain_cli.data.duplicates.corpus import Corpus, Document, Ids, Numbering
 from scaletrain_cli.data.duplicates.files import Sections, SectionWriter
 from scaletrain_cli.data.duplicates.verification import parts
-from scaletrain_cli.safe_files import replace_file
 
 _EDGES_AT_ONCE = 1 << 16
 _DOCUMENTS_AT_ONCE = 1 << 20
@@ -51,7 +51,7 @@ def write_clusters(corpus: Corpus) -> None:
             start, stop = int(numbering.starts[task]), int(numbering.starts[task + 1])
             _write_removed(corpus, numbering, task, table, roots[start:stop])
         report = _report(corpus, numbering, table, roots)
-    replace_file(corpus.report, json.dumps(report, indent=1, sort_keys=True) + "\n")
+    write_whole(corpus.report, json.dumps(report, indent=1, sort_keys=True) + "\n")
 
 
 def read_removed(corpus: Corpus, task: int) -> Iterator[RemovedDocument]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.data.drafts import draft_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import make_folder, open_new, open_to_read
 
@@ -26,7 +26,6 @@ Numbers = npt.NDArray[Any]
 
 _MAGIC = b"STSECT1\n"
 _TAIL = struct.Struct("<Q8s")  # length of the table, magic
-_DRAFT = ".draft"
 
 
 class SectionWriter:
@@ -34,7 +33,7 @@ class SectionWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_DRAFT}")
+        self._draft = draft_of(path)
         self._sections: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
 
@@ -129,9 +128,3 @@ class Sections:
         if not section["rows"]:
             return np.empty(shape, section["dtype"])
         return np.memmap(self.path, section["dtype"], "r", section["offset"], shape)
-
-
-def remove_drafts(folder: Path) -> None:
-    """Remove what killed processes have left under way. No other process may be writing in the folder."""
-    for path in folder.rglob(f".*{_DRAFT}"):
-        path.unlink(missing_ok=True)

@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.sources.records import Part
 from scaletrain_cli.data.steps.base import Document, Removed
 from scaletrain_cli.data.steps.identifiers import Identifiers
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.safe_files import make_folder, replace_file
 from scaletrain_cli.spec.preparation import IDENTIFIERS, IdentifiersSpec
 
 _EXAMPLES_PER_RULE = 3
@@ -97,9 +97,8 @@ class Decisions:
 
     def write(self, path: Path) -> None:
         """Write the decisions, whole or not at all. Raises OSError."""
-        make_folder(path.parent, parents=True)
         document = vars(self) | {"counts": dict(sorted(self.counts.items()))}
-        replace_file(path, json.dumps(document, ensure_ascii=False))
+        write_whole(path, json.dumps(document, ensure_ascii=False))
 
 
 def read_decisions(path: Path) -> Decisions | None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,11 +16,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, remove_phases, run_job
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
 from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_of, extended
+from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, write_reports
+from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
 from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, write_shard
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
 from scaletrain_cli.data.pipeline.workers import Workers
@@ -30,16 +31,14 @@ from scaletrain_cli.data.steps.base import Removed
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import is_readable, open_to_readers, place_of, steps_folder
-from scaletrain_cli.safe_files import locked, make_folder, replace_file
+from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT, ENDS_OF_TEXT
 from scaletrain_cli.spec.preparation import DuplicatesSpec, PreparationStep
 
 SCHEMA = "scaletrain.dataset/v4"
 _TOKENS = "tokens/v1"  # raised with every change of the tokens of equal documents
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -69,26 +68,76 @@ class _Work:
     chain: Chain
 
 
-def prepare(preparation: Preparation, folder: Path, workers: int, progress: Progress) -> dict[str, Path]:
+def prepare(
+    preparation: Preparation,
+    folder: Path,
+    workers: int,
+    progress: Progress,
+    *,
+    job: str | None = None,
+    timing: Timing | None = None,
+) -> dict[str, Path]:
     """Return the folder of the dataset of each source, by its name, after preparing what is missing.
 
-    ``progress`` gets the name of a phase, and how many of its tasks are done. Raises UsageError for input that cannot
+    Any number of processes, on any machines that share the folder, may do this at the same time, and share the work.
+    ``job``: a name that some of them have in common: they all end with the error of the first one that fails.
+    ``progress`` gets the name of a stage, and how many of its units are done. Raises UsageError for input that cannot
     be used, ScaletrainError and OSError.
     """
     steps = steps_folder(folder)
     make_folder(steps, parents=True)
-    with locked(steps / f".lock-{os.geteuid()}"), Workers(workers) as pool:
-        _remove_drafts(steps)
-        found = _with_all_steps(preparation, steps, pool, progress)
-        tokenizer = _tokenizer(preparation, steps, [each.chain for each in found], found, progress)
-        done = [_with_tokens(preparation, tokenizer, work, folder, pool, progress) for work in found]
-        # at the end: examples of duplicates may be documents of any source
-        unfinished = [each for each in done if read_document(each.dataset / "dataset.json") is None]
-        write_reports(unfinished, done)
-        for each, work in zip(done, found, strict=True):
-            if each in unfinished:
-                _finish(each.dataset, work, tokenizer)
+    with Claims(work_folder(folder), job, timing) as claims:
+        written = [steps]
+        try:
+            with Workers[int](workers, claims.owner) as pool:
+                crew = _Crew(claims, pool, progress)
+                claims.remove_drafts(steps)
+                claims.raise_failure()
+                found = _with_all_steps(preparation, steps, crew)
+                tokenizer = _tokenizer(preparation, steps, [each.chain for each in found], found, crew)
+                done = []
+                for work in found:
+                    dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain))
+                    written.append(dataset)
+                    done.append(PreparedSource(work.source.name, dataset, work.tasks, work.chain))
+                    _write_shards(done[-1], tokenizer, preparation.validation_share, work, crew)
+                for each, work in zip(done, found, strict=True):
+                    finish = partial(_finish, each, work, tokenizer, done)
+                    key = f"{each.dataset.name}-dataset"
+                    crew.run(Stage(f"finish {each.name}", key, each.dataset, ("dataset.json",), finish))
+        except BaseException:
+            for each_folder in written:
+                claims.remove_own_drafts(each_folder)
+            raise
+        if claims.is_alone():
+            for each_folder in written:
+                claims.remove_drafts(each_folder)
+            for corpus in _corpora(found):
+                remove_phases(corpus)  # of which a slow process may have written some again
         return {each.name: each.dataset for each in done}
+
+
+def work_folder(datasets: Path) -> Path:
+    """Return the folder of the claims and failures of this user's preparations."""
+    return steps_folder(datasets) / ".work"
+
+
+@dataclass(frozen=True)
+class _Crew:
+    """What runs the stages: this process with its worker processes, among others."""
+
+    claims: Claims
+    workers: Workers[int]
+    progress: Progress
+
+    def run(self, stage: Stage) -> None:
+        run_stage(stage, self.claims, self.workers, self.progress)
+
+
+def _corpora(found: Sequence[_Work]) -> set[Corpus]:
+    """Return what the steps over all documents have worked on."""
+    steps = (step.looks_at_all for work in found for step in work.chain.steps)
+    return {step.corpus for step in steps if isinstance(step, _Duplicates)}
 
 
 def prepared(preparation: Preparation, folder: Path) -> dict[str, Path] | None:
@@ -131,21 +180,22 @@ def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
 
 
 def _tokenizer(
-    preparation: Preparation, steps: Path, chains: Sequence[Chain], found: Sequence[_Work], progress: Progress
+    preparation: Preparation, steps: Path, chains: Sequence[Chain], found: Sequence[_Work], crew: _Crew
 ) -> str:
     """Return the tokenizer.json of the preparation, trained if there is none."""
     if preparation.tokenizer:
         return preparation.tokenizer
     path = _tokenizer_path(preparation, steps, chains)
-    if known := _read_tokenizer(path):
-        return known
-    progress("train the tokenizer", 0, 1)
+    train = partial(_train_tokenizer, path, found, preparation.vocab_size)
+    with Workers[int](1, crew.claims.owner) as this_process:  # whose training uses all cores
+        stage = Stage("train the tokenizer", path.parent.name, path.parent, (path.name,), train)
+        run_stage(stage, crew.claims, this_process, crew.progress)
+    return _read_tokenizer(path)
+
+
+def _train_tokenizer(path: Path, found: Sequence[_Work], vocab_size: int, _unit: int) -> None:
     texts = (text for work in found for task in work.tasks for _, text in work.chain.documents(task))
-    content = str(train_tokenizer(texts, preparation.vocab_size, [END_OF_TEXT]).to_str(pretty=True))
-    make_folder(path.parent)
-    replace_file(path, content)
-    progress("train the tokenizer", 1, 1)
-    return content
+    write_whole(path, str(train_tokenizer(texts, vocab_size, [END_OF_TEXT]).to_str(pretty=True)))
 
 
 def _tokenizer_path(preparation: Preparation, steps: Path, chains: Sequence[Chain]) -> Path:
@@ -161,38 +211,33 @@ def _read_tokenizer(path: Path) -> str:
         return ""
 
 
-def _with_tokens(
-    preparation: Preparation, tokenizer: str, work: _Work, folder: Path, workers: Workers, progress: Progress
-) -> PreparedSource:
-    """Return a source with its dataset, after writing the shards that are missing."""
-    dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain))
+def _write_shards(source: PreparedSource, tokenizer: str, validation_share: float, work: _Work, crew: _Crew) -> None:
+    """Write the shards of a source that are missing."""
+    dataset = source.dataset
     if read_document(dataset / "dataset.json") is None:
         make_folder(dataset)
-        _remove_drafts(dataset)
-        write = partial(_write_tokens, dataset, work.chain, tokenizer, preparation.validation_share)
-        missing = [task for task in work.tasks if read_shard_info(shard_folder(dataset, task.number)) is None]
-        for done in workers.run(write, missing):
-            progress(f"tokenize {work.source.name}", len(work.tasks) - len(missing) + done, len(work.tasks))
-    return PreparedSource(work.source.name, dataset, work.tasks, work.chain)
+        crew.claims.remove_drafts(dataset)
+        write = partial(_write_tokens, dataset, work, tokenizer, validation_share)
+        shards = tuple(shard_folder(dataset, task.number).name for task in work.tasks)
+        crew.run(Stage(f"tokenize {source.name}", f"{dataset.name}-shards", dataset, shards, write))
 
 
-def _finish(dataset: Path, work: _Work, tokenizer: str) -> None:
-    """Write what makes a dataset complete: dataset.json is the last file."""
-    replace_file(dataset / "tokenizer.json", tokenizer)
-    write_document(dataset / "dataset.json", _description(dataset, work, _TokenizerSettings.of(tokenizer)))
+def _finish(
+    source: PreparedSource, work: _Work, tokenizer: str, prepared: Sequence[PreparedSource], _unit: int
+) -> None:
+    """Write what makes a dataset complete: dataset.json is the last file.
+
+    ``prepared``: all sources, whose tokens are there: examples of duplicates may be documents of any of them.
+    """
+    write_reports([source], prepared)
+    dataset = source.dataset
+    write_whole(dataset / "tokenizer.json", tokenizer)
+    description = _description(dataset, work, _TokenizerSettings.of(tokenizer))
+    write_whole(dataset / "dataset.json", json.dumps(description, indent=1) + "\n")
     open_to_readers(dataset)
 
 
-def _remove_drafts(folder: Path) -> None:
-    """Remove what killed processes were writing; the caller holds the lock."""
-    for path in [*folder.rglob(".*.tmp"), *folder.rglob(".*.draft")]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _with_all_steps(preparation: Preparation, steps: Path, workers: Workers, progress: Progress) -> list[_Work]:
+def _with_all_steps(preparation: Preparation, steps: Path, crew: _Crew) -> list[_Work]:
     """Return the sources with all of their steps; run those that must be done for all documents before the next one."""
     found = [
         _Work(
@@ -204,7 +249,7 @@ def _with_all_steps(preparation: Preparation, steps: Path, workers: Workers, pro
     ]
     for section in preparation.sections:
         if isinstance(section, DuplicatesSpec):
-            found = _without_duplicates(found, section, steps, preparation.memory_bytes, workers, progress)
+            found = _without_duplicates(found, section, steps, preparation.memory_bytes, crew)
         else:
             found = [replace(each, chain=extended(each.chain, each.source, (section,))) for each in found]
     return found
@@ -215,8 +260,7 @@ def _without_duplicates(
     section: DuplicatesSpec,
     steps: Path,
     memory_bytes: int,
-    workers: Workers,
-    progress: Progress,
+    crew: _Crew,
 ) -> list[_Work]:
     """Find the duplicates among the documents that are left so far, and return the sources with that step."""
     chosen = [each for each in found if applies(section, each.source)]
@@ -225,10 +269,8 @@ def _without_duplicates(
     corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), Settings.of(section), memory_bytes)
     make_folder(corpus.folder)
     texts = _Texts(tuple(tasks))
-    for number, phase in enumerate(PHASES):
-        missing = [job for job in range(phase.jobs(corpus)) if not phase.path(corpus, job).exists()]
-        for done in workers.run(partial(_find_duplicates, corpus, number, texts), missing):
-            progress(f"duplicates: {phase.name}", done, len(missing))
+    for number in range(len(PHASES)):
+        crew.run(_phase(corpus, number, texts))
     remove_phases(corpus)
     result, first = [], 0
     for each in found:
@@ -282,6 +324,25 @@ class _Duplicates:
         return self.corpus.read_report()
 
 
+def _phase(corpus: Corpus, number: int, texts: _Texts) -> Stage:
+    """Return the stage of a phase of deduplication, whose phases before are done."""
+    phase, paths = PHASES[number], list[Path]()
+    try:
+        paths = [phase.path(corpus, job) for job in range(phase.jobs(corpus))]
+    except FileNotFoundError:
+        if not corpus.report.exists():  # else another process has finished and removed what the phases wrote
+            raise
+    folder = paths[0].parent if paths else corpus.folder
+    return Stage(
+        f"duplicates: {phase.name}",
+        f"{corpus.folder.name}-{phase.name}",
+        folder,
+        tuple(path.name for path in paths),
+        partial(_find_duplicates, corpus, number, texts),
+        corpus.report.exists,
+    )
+
+
 def _find_duplicates(corpus: Corpus, phase: int, texts: _Texts, job: int) -> None:
     run_job(corpus, phase, job, texts)
 
@@ -312,11 +373,11 @@ class _TokenizerSettings:
         return cls(hashlib.sha256(content.encode()).hexdigest(), end, size, "uint16" if size <= 1 << 16 else "uint32")
 
 
-def _write_tokens(dataset: Path, chain: Chain, tokenizer: str, validation_share: float, task: Task) -> None:
+def _write_tokens(dataset: Path, work: _Work, tokenizer: str, validation_share: float, number: int) -> None:
     settings, loaded = _loaded(tokenizer)
-    texts = (text for _, text in chain.documents(task))
+    texts = (text for _, text in work.chain.documents(work.tasks[number]))
     write_shard(
-        shard_folder(dataset, task.number),
+        shard_folder(dataset, number),
         encoded(loaded, texts, settings.end_of_text, settings.dtype),
         validation_share,
         _unknown_token(tokenizer),

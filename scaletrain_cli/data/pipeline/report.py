@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.pipeline.chain import Chain, ChainStep
 from scaletrain_cli.data.pipeline.decisions import Decisions, read_decisions
 from scaletrain_cli.data.pipeline.shards import read_shard_info, read_statistics
 from scaletrain_cli.data.pipeline.statistics import length_range_end
 from scaletrain_cli.data.pipeline.tasks import Task
 from scaletrain_cli.data.sources.formats import reader_of
-from scaletrain_cli.safe_files import replace_file
 
 SCHEMA = "scaletrain.dataset-report/v1"
 NAME = "report.json"
@@ -42,7 +42,7 @@ def write_reports(sources: Sequence[PreparedSource], prepared: Sequence[Prepared
     """Write the report of each source into its dataset. ``prepared``: all sources. Raises OSError."""
     for source in sources:
         report = json.dumps(_report(source, prepared), indent=1, ensure_ascii=False)
-        replace_file(source.dataset / NAME, f"{report}\n")
+        write_whole(source.dataset / NAME, f"{report}\n")
 
 
 def duplicates_shown(report: Mapping[str, Any]) -> list[dict[str, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
+from scaletrain_cli.data.drafts import draft_of
 from scaletrain_cli.data.pipeline.statistics import Statistics
 from scaletrain_cli.safe_files import create_file, make_folder
 
@@ -86,7 +86,7 @@ def write_shard(
     if folder.is_dir():
         return
     make_folder(folder.parent, parents=True)
-    draft = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
+    draft = draft_of(folder)
     make_folder(draft, exist_ok=False)
     try:
         statistics = Statistics(unknown)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scaletrain_cli.data.drafts import draft_of, remove_drafts
 from scaletrain_cli.data.duplicates import sorting
-from scaletrain_cli.data.duplicates.files import Sections, SectionWriter, remove_drafts
+from scaletrain_cli.data.duplicates.files import Sections, SectionWriter
 from scaletrain_cli.data.duplicates.sorting import Sorter
 from scaletrain_cli.errors import UsageError
 
@@ -72,8 +73,11 @@ def test_a_file_appears_only_when_it_is_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     write(fail=False)
     assert list(tmp_path.iterdir()) == [path]
-    (tmp_path / ".file.0011.draft").touch()
-    remove_drafts(tmp_path)
+    draft = draft_of(path)
+    draft.touch()
+    remove_drafts(tmp_path, lambda owner: False)
+    assert draft.exists()
+    remove_drafts(tmp_path, lambda owner: True)
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -64,7 +64,9 @@ def source(folder: Path, name: str, rows: Sequence[str], files: int = 3) -> Sour
     found = []
     for number in range(files):
         path = folder / f"{name}-{number}.jsonl"
-        path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows[number::files]), encoding="utf-8")
+        if not path.exists():  # else another process may be reading it
+            text = "".join(json.dumps({"text": row}) + "\n" for row in rows[number::files])
+            path.write_text(text, encoding="utf-8")
         found.append(SourceFile(str(path), path.stat().st_size, "jsonl"))
     content = hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()
     return Source(name, tuple(found), content)

@@ -1,0 +1,264 @@
+"""Claims: which of the processes that prepare data in one folder, perhaps on several machines, does which unit of work.
+
+Results are atomic and any process may write any of them, so a claim only avoids double work; nothing breaks when two
+processes do the same unit. Below ``folder``:
+
+- ``workers/ID``: a living process; it changes the time of the file every few seconds. A process whose file is gone, or
+  does not change while another one watches it, counts as dead. Times are those of the file system, and are compared
+  with one another only.
+- ``claims/STAGE/UNIT.N``: the process that does a unit. The file is created exclusively; ``UNIT.N+1`` may be created by
+  any process once the owner of ``UNIT.N`` is dead, so that exactly one process takes it over.
+- ``failures/JOB.json``: why a job has failed. All of its workers stop when they see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from scaletrain_cli.data.drafts import new_owner, remove_drafts
+from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason, reason_from, recorded
+from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
+from scaletrain_cli.safe_files import create_file, make_folder, open_to_read
+
+_LONG_STALE = 30  # times stale_seconds: dead without watching, whatever the clocks of file servers
+
+
+@dataclass(frozen=True)
+class Timing:
+    """``stale_seconds``: a process is dead if its file has not changed for so long.
+
+    NFS clients may see times that are a minute old, and a process that computes may be late by seconds.
+    """
+
+    heartbeat_seconds: float = 10.0
+    stale_seconds: float = 150.0
+    poll_seconds: float = 1.0
+
+
+class Claims:
+    """This process among those that work in a folder. ``job``: a name that the processes of one job have in common."""
+
+    def __init__(self, folder: Path, job: str | None = None, timing: Timing | None = None) -> None:
+        self._workers, self._claims, self._failures = (folder / name for name in ("workers", "claims", "failures"))
+        self._job = job
+        self.timing = timing or Timing()
+        self.owner = new_owner()
+        self.losses = 0  # how often others took this process for dead, as when it was suspended
+        self._generations: dict[str, dict[str, int]] = {}
+        self._owners: dict[Path, str] = {}
+        self._seen: dict[Path, tuple[int, float]] = {}
+        self._judged: dict[str, tuple[float, bool]] = {}
+        self._ended = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="claims", daemon=True)
+
+    def __enter__(self) -> Claims:
+        for folder in (self._workers, self._claims, self._failures):
+            make_folder(folder, parents=True)
+        self._register()
+        self._beating.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._beating.join()
+        with contextlib.suppress(OSError):
+            if self.is_alone():
+                shutil.rmtree(self._claims, ignore_errors=True)
+            self._own.unlink(missing_ok=True)
+
+    @property
+    def _own(self) -> Path:
+        return self._workers / self.owner
+
+    def _register(self) -> None:
+        about = {
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),
+        }
+        with contextlib.suppress(FileExistsError):
+            create_file(self._own, json.dumps(about))
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self.timing.heartbeat_seconds):
+            with contextlib.suppress(OSError):  # the folder may come back; until then others take over
+                self.beat()
+
+    def beat(self) -> None:
+        """Show that this process lives; note if others took it for dead. Raises OSError."""
+        try:
+            os.utime(self._own)
+        except FileNotFoundError:
+            self.losses += 1
+            make_folder(self._workers, parents=True)
+            self._register()
+
+    # ---- other processes ----------------------------------------------------------------------------------------
+
+    def is_alone(self) -> bool:
+        """Return whether no other process lives."""
+        return all(name == self.owner or self.is_dead(name) for name in os.listdir(self._workers))
+
+    def is_dead(self, owner: str) -> bool:
+        """Return whether a process is dead; never true for this one."""
+        if owner == self.owner:
+            return False
+        now = time.monotonic()
+        checked, dead = self._judged.get(owner, (-1e9, False))
+        if now - checked >= self.timing.poll_seconds:
+            dead = self._judge(owner)
+            self._judged[owner] = now, dead
+        return dead
+
+    def _judge(self, owner: str) -> bool:
+        path = self._workers / owner
+        try:
+            with open_to_read(path) as file:  # opened, since an NFS client may show old times otherwise
+                changed = os.fstat(file.fileno()).st_mtime_ns
+                about = _parsed(file.read())
+        except FileNotFoundError:
+            return True
+        gone = about.get("machine") == _machine() != "" and about.get("started") != _started(about.get("pid"))
+        if gone or self._is_stale(path, changed):
+            path.unlink(missing_ok=True)
+            return True
+        return False
+
+    def _is_stale(self, path: Path, changed: int) -> bool:
+        """Return whether a file has not changed while it was watched, or for very long by the file system's clock."""
+        now = time.monotonic()
+        before, since = self._seen.get(path, (None, now))
+        if before != changed:
+            self._seen[path] = changed, now
+            since = now
+        with contextlib.suppress(OSError):
+            age = (self._own.stat().st_mtime_ns - changed) / 1e9
+            return now - since > self.timing.stale_seconds or age > _LONG_STALE * self.timing.stale_seconds
+        return False
+
+    def remove_drafts(self, folder: Path) -> None:
+        """Remove what dead processes were writing below a folder."""
+        remove_drafts(folder, self.is_dead)
+
+    def remove_own_drafts(self, folder: Path) -> None:
+        """Remove what this process was writing, once its worker processes have ended."""
+        remove_drafts(folder, lambda owner: owner == self.owner or self.is_dead(owner))
+
+    # ---- claims -------------------------------------------------------------------------------------------------
+
+    def refresh(self, stage: str) -> None:
+        """Read which claims of a stage there are."""
+        found: dict[str, int] = {}
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self._claims / stage):
+                unit, _, number = name.rpartition(".")
+                if unit and number.isdecimal():
+                    found[unit] = max(found.get(unit, 0), int(number))
+        self._generations[stage] = found
+
+    def claim(self, stage: str, unit: str) -> bool:
+        """Return whether this process has the unit now: nobody had it, or only processes that are dead."""
+        known = self._generations.setdefault(stage, {})
+        latest = known.get(unit)
+        if latest is not None:
+            owner = self._owner_of(self._claims / stage / f"{unit}.{latest}")
+            if owner == self.owner:
+                return True
+            if owner is None or (owner and not self.is_dead(owner)):
+                return False
+        number = 0 if latest is None else latest + 1
+        path = self._claims / stage / f"{unit}.{number}"
+        known[unit] = number
+        try:
+            make_folder(path.parent, parents=True)
+            create_file(path, self.owner)
+        except (FileExistsError, FileNotFoundError):  # another was faster, or has just removed all claims
+            return False
+        self._owners[path] = self.owner
+        return True
+
+    def _owner_of(self, path: Path) -> str | None:
+        """Return the owner of a claim; "" for one who died while creating it, None if that is not known yet."""
+        if path not in self._owners:
+            try:
+                with open_to_read(path) as file:
+                    changed = os.fstat(file.fileno()).st_mtime_ns
+                    owner = file.read().decode("ascii", "replace")
+            except FileNotFoundError:  # all claims were removed
+                return ""
+            if len(owner) != len(self.owner):
+                return "" if self._is_stale(path, changed) else None
+            self._owners[path] = owner
+        return self._owners[path]
+
+    # ---- failures -----------------------------------------------------------------------------------------------
+
+    def fail(self, error: Exception, unit: str) -> ScaletrainError:
+        """Record why the job has failed, unless it is recorded, and return the error to raise."""
+        found = error if isinstance(error, ScaletrainError) else _unexpected(error, unit)
+        if self._job is not None:
+            path = self._failures / f"{self._job}.json"
+            reason = found.reason or recorded(str(found))
+            if read_failure(self._failures.parent, self._job) is None:
+                about = {"reason": reason.to_document(), "exit_code": int(found.exit_code), "unit": unit}
+                write_document(path, about | {"host": socket.gethostname(), "time": time.time()})
+        return found
+
+    def raise_failure(self) -> None:
+        """Raise the error of another process of the same job, if one has failed."""
+        if self._job is not None and (error := read_failure(self._failures.parent, self._job)) is not None:
+            raise error
+
+
+def read_failure(folder: Path, job: str) -> ScaletrainError | None:
+    """Return the error with which a job has failed; None if none is recorded."""
+    found = read_document(folder / "failures" / f"{job}.json")
+    if found is None:
+        return None
+    kind = UsageError if found.get("exit_code") == ExitCode.USAGE else ScaletrainError
+    return kind(reason_from(found.get("reason")))
+
+
+def _unexpected(error: Exception, unit: str) -> ScaletrainError:
+    said = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+    found = ScaletrainError(Reason("data.task-failed", {"task": unit, "error": said}))
+    found.__cause__ = error
+    return found
+
+
+def _machine() -> str:
+    """Return an id of the process table that this process is in; "" if there is none."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
+def _started(pid: object) -> str:
+    """Return when a process of this machine started, in ticks; "" if there is no such process."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return "" if stat[0] in "ZX" else stat[19]
+    return ""
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        found = parse_json(data)
+    except ValueError:  # just created
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,115 @@
+"""The order of the work: stages one after another, the units of a stage in any order and by any number of processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.data.pipeline.claims import Claims
+from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.safe_files import make_folder
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Units of work that need all stages before. ``results``: the file or folder in ``folder`` that each unit writes.
+
+    ``key``: a name of the stage that other settings do not share. ``work``: called with the number of a unit; it
+    writes the result whole or not at all, and any process can do it.
+    """
+
+    name: str
+    key: str
+    folder: Path
+    results: tuple[str, ...]
+    work: Callable[[int], None]
+    is_over: Callable[[], bool] = lambda: False  # all later stages are done too, and results may be removed
+
+
+def run_stage(stage: Stage, claims: Claims, workers: Workers[int], progress: Progress) -> None:
+    """Return when all results of a stage are there. Other processes may do any part of it.
+
+    Raises the error of the first unit that fails, here or in another process of the same job.
+    """
+    left = _Left(stage)
+    left.look()
+    if not left.units:
+        return
+    make_folder(stage.folder, parents=True)
+    losses: dict[int, int] = {}
+    while True:
+        if left.is_due(claims.timing.poll_seconds):
+            claims.raise_failure()
+            left.look()
+            claims.refresh(stage.key)
+            progress(stage.name, len(stage.results) - len(left.units), len(stage.results))
+        running = workers.running
+        if (not left.units and not running) or stage.is_over():
+            for unit, error in workers.finished():
+                _settle(stage, unit, error, claims, losses, left)
+            return
+        free = workers.count - len(running)
+        for unit in [each for each in left.from_place(claims.owner) if each not in running] if free else []:
+            if claims.claim(stage.key, stage.results[unit]):
+                losses[unit] = claims.losses
+                workers.start(stage.work, unit)
+                free -= 1
+            if not free:
+                break
+        if not workers.running:  # the rest is done by others
+            time.sleep(claims.timing.poll_seconds)
+            left.is_stale = True
+        for unit, error in workers.finished(claims.timing.poll_seconds):
+            _settle(stage, unit, error, claims, losses, left)
+            progress(stage.name, len(stage.results) - len(left.units), len(stage.results))
+
+
+class _Left:
+    """The units of a stage whose results are missing, as of the last look."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.units = dict.fromkeys(range(len(stage.results)))
+        self.is_stale = True
+        self._looked = 0.0
+
+    def is_due(self, seconds: float) -> bool:
+        """Return whether it is time to look again."""
+        return self.is_stale or time.monotonic() - self._looked >= seconds
+
+    def look(self) -> None:
+        """Read which results are there."""
+        there: set[str] = set()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            there = set(os.listdir(self._stage.folder))
+        self.units = {unit: None for unit in self.units if self._stage.results[unit] not in there}
+        self.is_stale, self._looked = False, time.monotonic()
+
+    def from_place(self, owner: str) -> list[int]:
+        """Return the units, beginning at a place that differs from process to process."""
+        units = list(self.units)
+        start = int(owner, 16) % len(units) if units else 0
+        return units[start:] + units[:start]
+
+
+def _settle(
+    stage: Stage, unit: int, error: Exception | None, claims: Claims, losses: dict[int, int], left: _Left
+) -> None:
+    """Take note of the end of a unit. Raises its error, unless the unit is done or will be done again."""
+    if (stage.folder / stage.results[unit]).exists():
+        left.units.pop(unit, None)
+        return
+    if error is None or stage.is_over():
+        left.is_stale = True  # removed again, or not visible here yet
+        return
+    with suppress(OSError):
+        claims.beat()
+    if claims.losses != losses[unit]:  # others took this process for dead and removed its drafts
+        return
+    raise claims.fail(error, f"{stage.name} {unit}")

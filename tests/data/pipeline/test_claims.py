@@ -1,0 +1,192 @@
+"""One preparation by several processes: claims, dead processes, failures, and the same bytes after kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.data.drafts import draft_of, new_owner, own_drafts_as
+from scaletrain_cli.data.pipeline import claims as claims_module
+from scaletrain_cli.data.pipeline.claims import Claims, Timing, read_failure
+from scaletrain_cli.data.pipeline.prepare import prepare
+from scaletrain_cli.data.pipeline.schedule import Stage, run_stage
+from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.errors import UsageError
+from tests.data.pipeline.test_prepare import files_below, ignore, preparation, tokenizer
+
+__all__ = ["tokenizer"]  # a fixture
+QUICK = Timing(heartbeat_seconds=0.05, stale_seconds=0.6, poll_seconds=0.02)
+
+
+@contextmanager
+def other_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Processes that register meanwhile are on a machine whose process table cannot be seen."""
+    with monkeypatch.context() as patch:
+        patch.setattr(claims_module, "_machine", lambda: "another machine")
+        yield
+
+
+def test_a_unit_belongs_to_one_process_until_that_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Claims(tmp_path, timing=QUICK) as third, Claims(tmp_path, timing=QUICK) as second:
+        with other_machine(monkeypatch):
+            first = Claims(tmp_path, timing=QUICK).__enter__()
+        assert first.claim("stage", "unit")
+        for other in (second, third):
+            other.refresh("stage")
+            assert not other.claim("stage", "unit")
+        time.sleep(0.8)
+        assert not second.claim("stage", "unit")  # the first one shows that it lives
+        first._ended.set()  # as if its machine were off
+        deadline = time.monotonic() + 20
+        taken: list[Claims] = []
+        while not taken and time.monotonic() < deadline:
+            for other in (second, third):
+                other.refresh("stage")
+                taken += [other] if other.claim("stage", "unit") else []
+            time.sleep(0.05)
+        assert len(taken) == 1
+        first.beat()  # it was only suspended
+        assert first.losses == 1
+        assert sorted(path.name for path in (tmp_path / "claims" / "stage").iterdir()) == ["unit.0", "unit.1"]
+
+
+def test_of_many_processes_that_take_over_at_once_one_succeeds(tmp_path: Path) -> None:
+    with Claims(tmp_path, timing=QUICK) as dead:
+        assert all(dead.claim("stage", str(unit)) for unit in range(20))
+    (tmp_path / "claims" / "stage").mkdir(parents=True)  # the last one to leave removes the claims: put some back
+    for unit in range(20):
+        (tmp_path / "claims" / "stage" / f"{unit}.0").write_text(dead.owner, encoding="ascii")
+    taken: list[str] = []
+    start = threading.Barrier(8)
+
+    def take() -> None:
+        with Claims(tmp_path, timing=QUICK) as own:
+            start.wait()
+            own.refresh("stage")
+            taken.extend(str(unit) for unit in range(20) if own.claim("stage", str(unit)))
+            start.wait()
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == sorted(str(unit) for unit in range(20))
+
+
+def test_drafts_of_living_processes_stay(tmp_path: Path) -> None:
+    with Claims(tmp_path / "work", timing=QUICK) as living, Claims(tmp_path / "work", timing=QUICK) as other:
+        drafts = {}
+        for owner in (living.owner, new_owner()):
+            own_drafts_as(owner)
+            drafts[owner] = draft_of(tmp_path / "result")
+            drafts[owner].mkdir()
+        other.remove_drafts(tmp_path)
+        assert [path for path in tmp_path.iterdir() if path.name != "work"] == [drafts[living.owner]]
+    with Claims(tmp_path / "work", timing=QUICK) as other:
+        other.remove_drafts(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["work"]
+
+
+def fail(folder: Path, unit: int) -> None:
+    time.sleep(0.05)
+    if unit == 3:
+        raise UsageError("web.jsonl:3: not JSON")
+    (folder / str(unit)).touch()
+
+
+def test_a_failing_unit_ends_all_processes_of_the_job_with_its_reason(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def work(name: str) -> None:
+        units = tuple(str(unit) for unit in range(200))
+        stage = Stage("tokenize", "tokens", tmp_path / "out", units, partial(fail, tmp_path / "out"))
+        with Claims(tmp_path / "work", "job-1", QUICK) as own, Workers[int](1) as workers:
+            try:
+                run_stage(stage, own, workers, ignore)
+            except UsageError as error:
+                said.append(f"{name}: {str(error).rstrip('.')}")
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(said) == [f"{name}: web.jsonl:3: not JSON" for name in "abc"]
+    assert len(list((tmp_path / "out").iterdir())) < 200
+    recorded = json.loads((tmp_path / "work" / "failures" / "job-1.json").read_text(encoding="utf-8"))
+    assert (recorded["unit"], recorded["exit_code"]) == ("tokenize 3", 2)
+    assert isinstance(read_failure(tmp_path / "work", "job-1"), UsageError)
+
+
+def main(folder: str, workers: str, tokenizer: str, machine: str, count: str) -> None:
+    """Prepare in a process of its own, which the test kills. ``machine``: as if it were another one."""
+    claims_module._machine = lambda: machine
+    given = preparation(Path(folder), Path(tokenizer).read_text(encoding="utf-8"), int(count))
+    prepare(given, Path(folder) / "data", int(workers), ignore, job="drill", timing=QUICK)
+
+
+def start(folder: Path, workers: int, machine: int, count: int) -> subprocess.Popen[bytes]:
+    tokens = str(folder / "tokenizer.json")
+    words = [sys.executable, "-m", "tests.data.pipeline.test_claims", str(folder), str(workers), tokens, str(machine)]
+    return subprocess.Popen([*words, str(count)], start_new_session=True, cwd=Path(__file__).parents[3])
+
+
+def prepared_by_many(folder: Path, tokenizer: str, processes: int, kills: int, seed: int, count: int) -> None:
+    """Prepare with ``processes`` on up to three machines, killing one of them at random ``kills`` times."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    draw = random.Random(seed)
+    expected = preparation(folder, tokenizer, count)
+    before = time.monotonic()
+    prepare(expected, folder / "whole", 1, ignore)
+    seconds = time.monotonic() - before
+    running = [start(folder, 1 + number % 2, number % 3, count) for number in range(processes)]
+    try:
+        while kills:
+            time.sleep(draw.random() * seconds / 2)
+            number = draw.randrange(processes)
+            if running[number].poll() is None:
+                os.killpg(running[number].pid, signal.SIGKILL)
+                kills -= 1
+            elif running[number].returncode == 0 and kills:
+                break
+            running[number].wait()
+            running[number] = start(folder, 1 + number % 2, number % 3, count)
+        assert [process.wait(timeout=120) for process in running] == [0] * processes
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    prepare(expected, folder / "data", 1, ignore, timing=QUICK)  # removes what killed processes have left
+    assert files_below(folder / "data") == files_below(folder / "whole")
+
+
+def test_processes_that_are_killed_on_several_machines_prepare_the_same_bytes(tokenizer: str, tmp_path: Path) -> None:
+    prepared_by_many(tmp_path / "three", tokenizer, processes=3, kills=1, seed=1, count=60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_random_kills_of_processes_on_several_machines_change_no_byte(
+    tokenizer: str, tmp_path: Path, processes: int
+) -> None:
+    for seed in range(4):
+        prepared_by_many(tmp_path / str(seed), tokenizer, processes, kills=5, seed=seed, count=150)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
