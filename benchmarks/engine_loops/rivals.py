@@ -108,7 +108,7 @@ def _optimizer(spec: RunSpec, model: nn.Module, device: torch.device) -> torch.o
 
 def _batches(trainer: Trainer) -> Batches:
     """Return this rank's part of every batch of the run, as the engine reads it."""
-    read = trainer.prefetcher._read
+    read = trainer.training.batch
     steps = range(1, trainer.record.spec.total_steps + 1)
     read_ahead = ([batch.to(trainer.device) for batch in read(step).micro_batches()] for step in steps)
     return [[(batch.tokens, batch.labels) for batch in batches] for batches in read_ahead]

@@ -16,8 +16,9 @@ from torch import Tensor
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.compose import Composed
-from scaletrain_cli.engine.data.batches import BatchReader, Prefetcher
+from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
 from scaletrain_cli.engine.data.dataset import DatasetInfo
+from scaletrain_cli.engine.data.loader import Loader
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
@@ -114,7 +115,7 @@ class Trainer:
     heartbeat: Heartbeat
     stragglers: Stragglers
     reference: ReferencePass | None  # None: the objective has no reference
-    prefetcher: Prefetcher = field(init=False)
+    loader: Loader[StepBatch] = field(init=False)
     metrics: MetricsLog = field(init=False)
     garbage_collection: GarbageCollection = field(default_factory=GarbageCollection)
 
@@ -130,7 +131,7 @@ class Trainer:
             contextlib.closing(self.ledger),
             MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as self.metrics,
             self.garbage_collection,
-            contextlib.closing(self.prefetcher),
+            contextlib.closing(self.loader),
             reporting(),
         ):
             if prepared:
@@ -223,7 +224,7 @@ class Trainer:
         with self.plan_check.around(step):
             number = self.guard.batch_number(step)
             with self.ledger.during("data"):
-                batches = self.prefetcher.take(number)
+                batches = self.loader.take(number, self._following(step)).micro_batches()
             nan_gradient, factor = self.faults.injects_nan(step), self.faults.loss_factor(number)
             result = self.stepper.train(batches, nan_gradient=nan_gradient, factor=factor)
         if self.average is not None:
@@ -242,6 +243,11 @@ class Trainer:
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
         self.deferred_metrics.end(step, measured)
+
+    def _following(self, step: int) -> list[int]:
+        """Return the batches of the steps after ``step`` that are read ahead."""
+        last = min(step + self.record.spec.data.loader.prefetch, self.record.spec.total_steps)
+        return [self.guard.batch_number(later) for later in range(step + 1, last + 1)]
 
     def _enter_stage(self, step: int, rate: float) -> None:
         """Begin the step, with another engine if a training stage begins: that takes as long as the set-up of a run."""
@@ -296,7 +302,13 @@ class Trainer:
                 validation = None if training is None else self._validation_with_reference(step)
             ready = training is not None and validation is not None
             self.training, self.validation = training or self.training, validation or self.validation
-        self.prefetcher = Prefetcher(self.training.batch, self.device)
+        settings = self.record.spec.data.loader
+        self.loader = Loader(
+            self.training.without_groups().batch,
+            self.device,
+            workers=settings.workers,
+            pin_memory=settings.pin_memory,
+        )
         if ready and self.reference is not None and step == 0:
             batches = self.training.batch(self.guard.batch_number(1)).micro_batches()
             self.reference.check([batch.to(self.device) for batch in batches])

@@ -55,6 +55,10 @@ TEXTS: dict[str, Text] = {
         "training.cross_entropy: liger has no weights of labels, which the rows of the dataset have", ("Use chunked.",)
     ),
     # The text to train on.
+    "reader-killed": Text(
+        "a process of data.loader.workers ended with {status}, after {restarts} others were started again",
+        ("Set fewer data.loader.workers if the kernel of the node reports that it ran out of memory.",),
+    ),
     "data-source-unreadable": Text("{key} = {source}: {problem}"),
     "file-unreadable": Text("{path} cannot be read: {error}"),
     "file-not-gzip": Text("{path} is not a complete gzip file: {error}"),

@@ -1,11 +1,9 @@
-"""The batches of a rank: which sequences they hold, reading them, and copying them to the device."""
+"""The batches of a rank: which sequences they hold, and reading them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaletrain_cli.engine.data.loader import map_tensors
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.document_attention import Segments, segments_of
-from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
@@ -140,7 +139,7 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on another device."""
-        return MicroBatch._make(_moved(part, lambda tensor: tensor.to(device)) for part in self)
+        return map_tensors(self, lambda tensor: tensor.to(device))
 
 
 class StepBatch(NamedTuple):
@@ -203,13 +202,6 @@ class StepBatch(NamedTuple):
         ]
 
 
-def _moved(part: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """Return a part of a batch with its tensors moved."""
-    if isinstance(part, Segments):
-        return Segments(move(part.bounds), part.longest)
-    return move(part) if isinstance(part, Tensor) else part
-
-
 PADDING_MULTIPLE = 64  # few shapes, and none that a kernel does not take
 PaddedTo = Literal["seq_len", "step", "micro_batch"]
 
@@ -254,6 +246,11 @@ class BatchReader:
         indices = self._indices(number, self.mesh.data.rank)
         places = self._places(number, self.mesh.data.rank)
         return self._batch(indices, places, self._counted_in(number), of_training=number)
+
+    def without_groups(self) -> BatchReader:
+        """Return a reader of the same batches without process groups, which another process can get as a pickle."""
+        axes = {each.name: getattr(self.mesh, each.name) for each in fields(Mesh)}
+        return replace(self, mesh=Mesh(**{name: Axis(axis.size, axis.rank) for name, axis in axes.items()}))
 
     def in_order(self, rounds: int) -> Iterator[MicroBatch]:
         """Yield the first sequences in file order: per round, one micro-batch for each data-parallel rank."""
@@ -465,66 +462,3 @@ def _joined(segments: list[Segments]) -> Segments:
 
 def _tensor(values: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
-
-
-class _Prefetched(NamedTuple):
-    batch: StepBatch
-    copied: torch.cuda.Event | None  # on the copying stream, after the copies; None without a GPU
-
-
-class Prefetcher:
-    """Reads batches by number, one ahead, in a thread; ``read`` must be a pure function of the number.
-
-    On a GPU the copies go from pinned memory on a separate stream, in parallel with the computation.
-    """
-
-    def __init__(self, read: Callable[[int], StepBatch], device: torch.device) -> None:
-        self._read, self._device = read, device
-        on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        # the current GPU is a setting per thread
-        choose_gpu = partial(torch.cuda.set_device, device) if on_gpu else None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed", initializer=choose_gpu)
-        self._ahead: tuple[int, Future[_Prefetched]] | None = None
-
-    def take(self, number: int) -> list[MicroBatch]:
-        """Return the micro-batches of a batch, and start to fetch the next one. Raises the errors of ``read``.
-
-        A batch that was fetched ahead and then skipped is discarded.
-        """
-        if self._ahead is None or self._ahead[0] != number:
-            self._begin(number)
-        assert self._ahead is not None
-        arrival = self._ahead[1].result()
-        self._begin(number + 1)
-        if arrival.copied is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(arrival.copied)
-            for part in arrival.batch:
-                _moved(part, partial(_recorded, stream))
-        return arrival.batch.micro_batches()
-
-    def close(self) -> None:
-        """Wait for the batch in flight and discard it."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _begin(self, number: int) -> None:
-        self._ahead = (number, self._thread.submit(self._fetch, number))
-
-    def _fetch(self, number: int) -> _Prefetched:
-        batch = self._read(number)
-        if self._stream is None:
-            return _Prefetched(batch, None)
-        with torch.cuda.stream(self._stream):
-            on_device = StepBatch._make(
-                _moved(part, lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True)) for part in batch
-            )
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._stream)
-        return _Prefetched(on_device, copied)
-
-
-def _recorded(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
-    """Return the tensor, whose memory the copying stream then does not reuse too early."""
-    tensor.record_stream(stream)
-    return tensor
