@@ -17,7 +17,6 @@ from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import replace_file
-from scaletrain_cli.spec.corpus_files import EMBEDDED
 
 _BLOCK_BYTES = 1 << 20
 # The name of a format in the identity of a corpus, where versions before v4 called it otherwise.
@@ -29,23 +28,25 @@ def embedded_content(source: str) -> str:
     return _combined([source, sys.version])
 
 
-def known_content(
+def known_content(source: str, files: Sequence[SourceFile], runs_root: Path) -> str:
+    """Return a hash of what the files of a source contain, as known_hashes() and combined_content()."""
+    return combined_content(files, known_hashes(source, files, runs_root) or {})
+
+
+def known_hashes(
     source: str, files: Sequence[SourceFile], runs_root: Path, workers: int = 1, *, may_read: bool = True
-) -> str | None:
-    """Return a hash of what files contain; remember the hash of each below ``runs_root``.
+) -> dict[str, str] | None:
+    """Return a hash of what each local file contains, by its path; remember them below ``runs_root``.
 
     ``source``: the path in the spec, which names the note. ``may_read``: read files whose content is not remembered;
     otherwise None is returned for them. Raises UsageError for a file that cannot be read, or changes meanwhile.
     """
-    if source in EMBEDDED:
-        return embedded_content(source)
     folder, name = runs_root / "datasets", _combined([os.path.abspath(source)])[:32]
     note = folder / f".content-{os.geteuid()}-{name}.json"
     known = _read_note(note)
     if not known and os.geteuid() == 0:  # as in a container, whose submitter has read the files
-        known = {
-            path: found for each in folder.glob(f".content-*-{name}.json") for path, found in _read_note(each).items()
-        }
+        notes = map(_read_note, sorted(folder.glob(f".content-*-{name}.json")))
+        known = {path: found for each in notes for path, found in each.items()}
     local = [file for file in files if not file.etag]
     missing = [file for file in local if known.get(file.path, ("", ""))[0] != file.state]
     if missing:
@@ -58,7 +59,7 @@ def known_content(
         with contextlib.suppress(OSError):  # this user may not write to the runs root: computed again next time
             if note.parent.is_dir():
                 replace_file(note, json.dumps(known))
-    return combined_content(files, {path: digest for path, (_, digest) in known.items()})
+    return {path: digest for path, (_, digest) in known.items()}
 
 
 def combined_content(files: Sequence[SourceFile], hashes: Mapping[str, str]) -> str:

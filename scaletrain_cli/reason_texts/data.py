@@ -17,6 +17,10 @@ TEXTS: dict[str, Text] = {
     "bad-document": Text(
         "{where}: {problem}", ("Correct the file, or set data.on_bad: skip to leave such documents out",)
     ),
+    "bad-documents": Text(
+        "{place}: {problem}. {documents:whole} documents were left out of the prepared data",
+        ("Correct the files, or set data.on_bad: skip",),
+    ),
     "file-changed": Text("{path} has changed while it was prepared", ("Run the command again",)),
     "file-gone": Text("{path} was listed, and cannot be read any more: {error}", ("Run the command again",)),
     "shards-missing": Text("{folder} lacks tokens that were written before", ("Prepare the data again",)),

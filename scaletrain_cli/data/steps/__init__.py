@@ -48,6 +48,10 @@ STEPS: dict[type[PreparationStep], Callable[[Any], Step]] = {
 }
 
 
+# Settings that are paths: ``depends_on`` has what the files contain.
+_PATHS = ("files", "bad_words")
+
+
 def step_of(section: PreparationStep) -> Step:
     """Return the step of a section of the spec. Raises UsageError if a library or a file that it needs is missing."""
     return STEPS[type(section)](section)
@@ -61,9 +65,10 @@ def steps_for(source: str, sections: Iterable[PreparationStep]) -> tuple[Step, .
 def identity(section: PreparationStep, step: Step) -> Mapping[str, Any]:
     """Return everything that the results of a step depend on beside the documents, as JSON values.
 
-    The same value means the same results; ``only`` is not part of it, because it selects documents.
+    The same value means the same results; ``only`` is not part of it, because it selects documents, and neither are
+    the paths of files, whose content counts.
     """
-    settings = section.model_dump(mode="json", exclude={"only"})
+    settings = section.model_dump(mode="json", exclude={"only", *_PATHS})
     return {"settings": settings, "version": step.version, "depends_on": dict(step.depends_on)}
 
 

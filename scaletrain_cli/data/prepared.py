@@ -1,0 +1,221 @@
+"""The prepared data of a spec: which datasets there are, and preparing those that are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scaletrain_cli.data.content import combined_content, embedded_content, known_hashes
+from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
+from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared
+from scaletrain_cli.data.pipeline.report import NAME as REPORT
+from scaletrain_cli.data.pipeline.schedule import Progress
+from scaletrain_cli.data.pipeline.tasks import Source
+from scaletrain_cli.data.sources.listing import source_files
+from scaletrain_cli.data.sources.records import Columns, SourceFile
+from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokenizer_file
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import DATASET, dataset_place, is_readable, make_datasets_folder
+from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED, FORMATS, kind_of
+from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec, PreparationStep, ScoreSpec
+from scaletrain_cli.spec.sources import SourceSpec
+
+_EARLIER_SCHEMA = "scaletrain.dataset/v3"
+_LEAST_MEMORY_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A source as it is on disk: a ``dataset`` that is used as it is, or files with the hashes of their content."""
+
+    section: SourceSpec
+    dataset: Path | None = None
+    files: tuple[SourceFile, ...] = ()
+    hashes: Mapping[str, str] | None = None
+
+    @property
+    def content(self) -> str:
+        """A hash of what the source contains."""
+        if self.section.path in EMBEDDED:
+            return embedded_content(self.section.path)
+        return combined_content(self.files, self.hashes or {})
+
+
+def find_prepared(data: DataSpec, runs_root: Path, folder: Path = Path()) -> dict[str, Path] | None:
+    """Return the dataset of each source of text by its name, in the order of the spec; None if one is missing.
+
+    Never reads a corpus: a source whose content is not remembered counts as not prepared. ``folder``: the base of
+    relative paths. Raises UsageError.
+    """
+    sources = _sources(data, runs_root, folder, may_read=False)
+    return None if sources is None else _datasets(data, sources, runs_root, folder)
+
+
+def prepare_data(
+    data: DataSpec, runs_root: Path, workers: int, progress: Progress, folder: Path = Path()
+) -> dict[str, Path]:
+    """Return the dataset of each source of text by its name, after preparing those that are missing.
+
+    ``folder``: the base of relative paths. Raises UsageError for input that cannot be used, other ScaletrainErrors, and
+    OSError.
+    """
+    if (found := find_prepared(data, runs_root, folder)) is not None:
+        return found
+    with contextlib.suppress(ScaletrainError, OSError):  # reported where it matters, when something must be written
+        make_datasets_folder(runs_root)
+    progress("read the sources", 0, 1)
+    sources = _sources(data, runs_root, folder, workers)
+    assert sources is not None
+    progress("read the sources", 1, 1)
+    if (found := _datasets(data, sources, runs_root, folder)) is not None:
+        return found
+    datasets = make_datasets_folder(runs_root)
+    try:
+        made = prepare(_preparation(data, sources, folder, workers), datasets, workers, progress)
+    except PermissionError as error:
+        params = {"folder": str(datasets), "path": str(error.filename), "error": error.strerror or str(error)}
+        raise UsageError(Reason("engine.dataset-unwritable", params)) from error
+    return _in_order(data, sources, made)
+
+
+def preparation_of(data: DataSpec, runs_root: Path, workers: int, folder: Path = Path()) -> Preparation:
+    """Return what there is to prepare, without the sources that are datasets already.
+
+    Reads files whose content is not remembered. Raises UsageError and OSError.
+    """
+    sources = _sources(data, runs_root, folder, workers)
+    assert sources is not None
+    return _preparation(data, sources, folder, workers)
+
+
+def _sources(
+    data: DataSpec, runs_root: Path, folder: Path, workers: int = 1, *, may_read: bool = True
+) -> list[_Found] | None:
+    """Return the sources of a spec; None if the content of one is not known, and may not be read."""
+    found = []
+    for section, (key, _) in zip(data.all_sources, data.paths(), strict=True):
+        dataset = folder / expand_home(section.path)
+        if (dataset / DATASET).is_file():
+            found.append(_Found(section, dataset))
+            continue
+        files = source_files(section, folder, key)
+        hashes: dict[str, str] | None = {}
+        if section.path not in EMBEDDED:
+            hashes = known_hashes(str(folder / section.path), files, runs_root, workers, may_read=may_read)
+        if hashes is None:
+            return None
+        found.append(_Found(section, None, files, hashes))
+    return found
+
+
+def _datasets(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path) -> dict[str, Path] | None:
+    """Return the datasets of all sources; None if one is missing. Raises UsageError."""
+    earlier = _earlier_dataset(data, sources, runs_root, folder)
+    if earlier is not None:
+        return {sources[0].section.name: earlier}
+    made: dict[str, Path] | None = {}
+    if any(each.dataset is None for each in sources):
+        made = prepared(_preparation(data, sources, folder), runs_root / "datasets")
+    return None if made is None else _in_order(data, sources, made)
+
+
+def _in_order(data: DataSpec, sources: Sequence[_Found], made: Mapping[str, Path]) -> dict[str, Path]:
+    """Return all datasets in the order of the spec. Raises UsageError if bad documents are missing in one."""
+    found = {each.section.name: each.dataset or made[each.section.name] for each in sources}
+    if data.on_bad == "stop":
+        for dataset in made.values():
+            _require_none_skipped(dataset)
+    return found
+
+
+def _require_none_skipped(dataset: Path) -> None:
+    """Raise UsageError if bad documents were left out when the dataset was prepared, as another spec had asked for."""
+    report = read_document(dataset / REPORT) or {}
+    bad = [reason for step in report.get("steps", ()) for reason in step.get("bad", ())]
+    if bad:
+        place = bad[0]["places"][0]
+        raise UsageError(
+            Reason("data.bad-documents", {**place, "documents": sum(reason["documents"] for reason in bad)})
+        )
+
+
+def _preparation(data: DataSpec, sources: Sequence[_Found], folder: Path, workers: int = 1) -> Preparation:
+    sections = tuple(_with_paths(section, folder) for section in data.prepare)
+    return Preparation(
+        sources=tuple(
+            Source(each.section.name, each.files, each.content, _columns(each.section, sections))
+            for each in sources
+            if each.dataset is None
+        ),
+        sections=sections,
+        tokenizer=_tokenizer(data, folder),
+        validation_share=data.validation_split,
+        skips_bad=data.on_bad == "skip",
+        vocab_size=data.tokenizer.vocab_size,
+        memory_bytes=_memory_bytes(workers),
+    )
+
+
+def _tokenizer(data: DataSpec, folder: Path) -> str:
+    """Return the tokenizer.json of the spec; empty if one is to be trained."""
+    if data.tokenizer.path is None:
+        return ""
+    return str(load_tokenizer(str(folder / expand_home(data.tokenizer.path))).to_str(pretty=True))
+
+
+def _with_paths(section: PreparationStep, folder: Path) -> PreparationStep:
+    """Return a step with the paths of its files below ``folder``."""
+    if isinstance(section, ContaminationSpec):
+        return section.model_copy(update={"files": tuple(str(folder / expand_home(each)) for each in section.files)})
+    if isinstance(section, C4Spec) and section.bad_words is not None:
+        return section.model_copy(update={"bad_words": str(folder / expand_home(section.bad_words))})
+    return section
+
+
+def _columns(section: SourceSpec, steps: Sequence[PreparationStep]) -> Columns:
+    """Return the columns that the steps of a source read."""
+    chosen = [step for step in steps if step.only is None or section.name in step.only]
+    others = {step.column for step in chosen if isinstance(step, ScoreSpec)} - {section.field}
+    return Columns(section.field, tuple(sorted(others)))
+
+
+def _memory_bytes(workers: int) -> int:
+    """Return the memory that deduplication may use in each process: half of what is free, within limits."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(_LEAST_MEMORY_BYTES, min(DEFAULT_MEMORY_BYTES, free // 2 // max(1, workers)))
+
+
+def _earlier_dataset(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path) -> Path | None:
+    """Return the dataset that an earlier version has prepared from the single source, if there is one.
+
+    Runs that began with it continue with the same batches.
+    """
+    if len(sources) != 1 or data.prepare:
+        return None
+    (source,) = sources
+    plain = source.section.format == "auto" and source.section.field == "text"
+    if source.dataset is not None or not plain or data.tokenizer.kind not in ("bpe", "file"):
+        return None
+    if source.section.path not in EMBEDDED:
+        source = replace(source, files=tuple(file for file in source.files if _was_read(file)))
+        if not source.files:
+            return None
+    tokenizer = data.tokenizer.model_dump_json(include={"kind", "vocab_size", "path"})
+    if data.tokenizer.path is not None:
+        tokenizer = hashlib.sha256(tokenizer_file(str(folder / expand_home(data.tokenizer.path)))).hexdigest()
+    identity = "\n".join([_EARLIER_SCHEMA, source.content, tokenizer, repr(data.validation_split)])
+    dataset = dataset_place(runs_root, hashlib.sha256(identity.encode()).hexdigest()[:16])
+    return dataset if is_readable(dataset) else None
+
+
+def _was_read(file: SourceFile) -> bool:
+    """Return whether earlier versions have read a file."""
+    return not file.etag and file.compression != "zst" and kind_of(Path(file.path)) in FORMATS
