@@ -23,6 +23,17 @@ TEXTS: dict[str, Text] = {
     ),
     "file-changed": Text("{path} has changed while it was prepared", ("Run the command again",)),
     "file-gone": Text("{path} was listed, and cannot be read any more: {error}", ("Run the command again",)),
+    "step-on-tokens": Text(
+        "the step {step} needs text, and the source {source} holds tokens",
+        ("List the other sources in the key only of the step",),
+    ),
+    "tokens-beside-text": Text(
+        "the source {source} holds tokens in {tokens} and text in {text}", ("Make two sources of them",)
+    ),
+    "tokens-without-tokenizer": Text(
+        "the source {source} holds tokens, so no tokenizer can be trained for it",
+        ("Set data.tokenizer to the tokenizer that made the tokens, with kind: file",),
+    ),
     "shards-missing": Text("{folder} lacks tokens that were written before", ("Prepare the data again",)),
     "worker-killed": Text(
         "a worker process was killed, perhaps for its memory", ("Use fewer workers, and run the command again",)

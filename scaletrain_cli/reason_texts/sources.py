@@ -16,6 +16,14 @@ TEXTS: dict[str, Text] = {
     "no-field": Text("has no field {field}; it has {columns:list}", _FIELD),
     "not-text": Text("the field {field} must be text, not {type}", _FIELD),
     "empty": Text("has no text"),
+    "id-outside-vocabulary": Text(
+        "has the token {id:whole}, and the tokenizer has {size:whole} tokens",
+        ("Set data.tokenizer to the tokenizer that made the tokens",),
+    ),
+    "no-end-of-text": Text(
+        "has no end-of-text token ({end_of_text}) within {tokens:whole} tokens",
+        ("Set data.tokenizer to the tokenizer that made the tokens",),
+    ),
     # ---- a file ----------------------------------------------------------------------------------------------------
     "damaged": Text("is not a complete {compression} file: {error}"),
     "table-damaged": Text("cannot be read as a table: {error}"),

@@ -10,14 +10,18 @@ from typing import Any, Protocol
 
 from scaletrain_cli.data.pipeline.decisions import Decisions, chained, read_decisions
 from scaletrain_cli.data.pipeline.tasks import Source, Task, place_text
-from scaletrain_cli.data.sources.records import BadRecord, Part, Record
+from scaletrain_cli.data.pipeline.token_documents import token_documents
+from scaletrain_cli.data.sources.local_files import require_unchanged
+from scaletrain_cli.data.sources.records import BadRecord, Part, Record, TokenRecord
 from scaletrain_cli.data.steps import identity, step_of
 from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
+from scaletrain_cli.data.tokenizers.settings import TokenizerSettings
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.spec.preparation import PreparationStep
 
-_READING = "reading/v2"  # raised with every change of what readers yield, and of the files of decisions
+# Raised with every change of what readers yield, text and tokens, and of the files of decisions.
+_READING, _READING_TOKENS = "reading/v2", "reading-tokens/v1"
 
 
 class LooksAtAll(Protocol):
@@ -98,6 +102,24 @@ class Chain:
             else:
                 yield number, document.text
 
+    def token_documents(self, task: Task, tokenizer: TokenizerSettings) -> Iterator[TokenRecord]:
+        """Yield the documents of a task of tokens; write missing decisions, as ``documents`` does.
+
+        Raises UsageError for a bad document, unless bad ones are skipped, and OSError.
+        """
+        reading, number = _Running(self, 0, task), 0
+        for part in task.parts:
+            require_unchanged(part.file)
+            for record in token_documents(part, tokenizer):
+                if isinstance(record, BadRecord):
+                    reading.was_not_read(number, part, record, skip=self.skips_bad)
+                else:
+                    reading.was_read("")
+                    yield record
+                number += 1
+            require_unchanged(part.file)
+        reading.write()
+
 
 class _Running:
     """One step while a task is read: decisions that are known, or are made."""
@@ -115,7 +137,7 @@ class _Running:
             self._shown = self._step.looks_at_all.shown(task)
 
     def was_read(self, text: str) -> None:
-        """Count a document that was read."""
+        """Count a document that was read; ``text`` is empty for tokens."""
         self._made.take(text)
         self._made.keep(text, {})
 
@@ -178,10 +200,22 @@ def _step(section: PreparationStep) -> Step:
     return step_of(section)
 
 
-def chain_of(folder: Path, source: Source, sections: Sequence[PreparationStep], *, skips_bad: bool) -> Chain:
-    """Return the chain of a source with steps that look at one document at a time. Raises UsageError."""
-    reading = ChainStep(chained(_READING, source.content, source.columns.text, source.columns.others))
-    return extended(Chain(folder, (reading,), skips_bad), source, sections)
+def chain_of(
+    folder: Path,
+    source: Source,
+    sections: Sequence[PreparationStep],
+    *,
+    skips_bad: bool,
+    tokenizer: TokenizerSettings | None = None,
+) -> Chain:
+    """Return the chain of a source with steps that look at one document at a time. Raises UsageError.
+
+    ``tokenizer``: of the ids of a source of tokens, whose documents depend on it.
+    """
+    key = chained(_READING, source.content, source.columns.text, source.columns.others)
+    if tokenizer is not None and source.is_tokenized:
+        key = chained(_READING_TOKENS, source.content, tokenizer.end_of_text, tokenizer.vocab_size)
+    return extended(Chain(folder, (ChainStep(key),), skips_bad), source, sections)
 
 
 def extended(chain: Chain, source: Source, sections: Sequence[PreparationStep]) -> Chain:
@@ -201,5 +235,8 @@ def step_name(section: PreparationStep) -> str:
 
 
 def applies(section: PreparationStep, source: Source) -> bool:
-    """Return whether a step applies to a source."""
-    return section.only is None or source.name in section.only
+    """Return whether a step applies to a source. Raises UsageError if it does, and the source has tokens."""
+    chosen = section.only is None or source.name in section.only
+    if chosen and source.is_tokenized:
+        raise UsageError(Reason("data.step-on-tokens", {"step": step_name(section), "source": source.name}))
+    return chosen

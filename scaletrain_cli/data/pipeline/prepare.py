@@ -10,11 +10,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.duplicates import PHASES, Corpus, Settings, read_removed, remove_phases, run_job
@@ -26,15 +24,16 @@ from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown
 from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
 from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, write_shard
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
+from scaletrain_cli.data.pipeline.token_documents import encoded_before
+from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, tokenizer_path, train_into, trained_before
 from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.data.steps.base import Removed
-from scaletrain_cli.data.tokenizers.files import train_tokenizer
+from scaletrain_cli.data.tokenizers.settings import TokenizerSettings, loaded_tokenizer
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import is_readable, open_to_readers, place_of, steps_folder
 from scaletrain_cli.safe_files import make_folder
-from scaletrain_cli.spec.corpus_files import END_OF_TEXT, ENDS_OF_TEXT
 from scaletrain_cli.spec.preparation import DuplicatesSpec, PreparationStep
 
 SCHEMA = "scaletrain.dataset/v4"
@@ -46,7 +45,8 @@ class Preparation:
     """The sources to prepare, with the settings.
 
     ``tokenizer``: the content of a tokenizer.json; empty: byte-level BPE with ``vocab_size`` tokens is trained on the
-    documents that are left. ``memory_bytes``: what deduplication may use in each process.
+    documents that are left, of which each source gives a share by ``weights`` (name, weight).
+    ``memory_bytes``: what deduplication may use in each process.
     """
 
     sources: tuple[Source, ...]
@@ -56,6 +56,7 @@ class Preparation:
     skips_bad: bool = False
     task_bytes: int = TASK_BYTES
     vocab_size: int = 0
+    weights: tuple[tuple[str, float], ...] = ()
     memory_bytes: int = DEFAULT_MEMORY_BYTES
 
 
@@ -94,7 +95,7 @@ def prepare(
                 claims.remove_drafts(steps)
                 claims.raise_failure()
                 found = _with_all_steps(preparation, steps, crew)
-                tokenizer = _tokenizer(preparation, steps, [each.chain for each in found], found, crew)
+                tokenizer = preparation.tokenizer or _trained(preparation, found, crew)
                 done = []
                 for work in found:
                     dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain))
@@ -142,12 +143,10 @@ def _corpora(found: Sequence[_Work]) -> set[Corpus]:
 
 def prepared(preparation: Preparation, folder: Path) -> dict[str, Path] | None:
     """Return what ``prepare`` would return, without doing anything; None if something is missing. Raises UsageError."""
-    chains = [
-        chain_of(steps_folder(folder), source, (), skips_bad=preparation.skips_bad) for source in preparation.sources
-    ]
+    chains = [_first_step(preparation, steps_folder(folder), source) for source in preparation.sources]
     for section in preparation.sections:
         chains = _planned(chains, preparation.sources, section)
-    tokenizer = preparation.tokenizer or _read_tokenizer(_tokenizer_path(preparation, steps_folder(folder), chains))
+    tokenizer = preparation.tokenizer or trained_before(_tokenizer_path(preparation, chains))
     if not tokenizer:
         return None
     keys = [_dataset_key(preparation, tokenizer, chain) for chain in chains]
@@ -175,40 +174,37 @@ def _duplicates_key(chains: Sequence[Chain], section: DuplicatesSpec) -> str:
 
 
 def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
-    settings = asdict(_TokenizerSettings.of(tokenizer))
+    settings = asdict(TokenizerSettings.of(tokenizer))
     return chained(_TOKENS, chain.steps[-1].key, settings, preparation.validation_share)
 
 
-def _tokenizer(
-    preparation: Preparation, steps: Path, chains: Sequence[Chain], found: Sequence[_Work], crew: _Crew
-) -> str:
-    """Return the tokenizer.json of the preparation, trained if there is none."""
-    if preparation.tokenizer:
-        return preparation.tokenizer
-    path = _tokenizer_path(preparation, steps, chains)
-    train = partial(_train_tokenizer, path, found, preparation.vocab_size)
+def _trained(preparation: Preparation, found: Sequence[_Work], crew: _Crew) -> str:
+    """Return the tokenizer.json that is trained on the documents that are left, once."""
+    path = _tokenizer_path(preparation, [each.chain for each in found])
+    sampled = tuple(Sampled(work.source.name, work.chain, work.tasks) for work in found)
+    train = partial(train_into, path, _training(preparation), sampled)
     with Workers[int](1, crew.claims.owner) as this_process:  # whose training uses all cores
         stage = Stage("train the tokenizer", path.parent.name, path.parent, (path.name,), train)
         run_stage(stage, crew.claims, this_process, crew.progress)
-    return _read_tokenizer(path)
+    return trained_before(path)
 
 
-def _train_tokenizer(path: Path, found: Sequence[_Work], vocab_size: int, _unit: int) -> None:
-    texts = (text for work in found for task in work.tasks for _, text in work.chain.documents(task))
-    write_whole(path, str(train_tokenizer(texts, vocab_size, [END_OF_TEXT]).to_str(pretty=True)))
+def _tokenizer_path(preparation: Preparation, chains: Sequence[Chain]) -> Path:
+    return tokenizer_path(_training(preparation), [source.name for source in preparation.sources], chains)
 
 
-def _tokenizer_path(preparation: Preparation, steps: Path, chains: Sequence[Chain]) -> Path:
-    key = chained("bpe/v1", [each.steps[-1].key for each in chains], preparation.vocab_size)
-    return steps / key / "tokenizer.json"
+def _training(preparation: Preparation) -> BpeTraining:
+    return BpeTraining(preparation.vocab_size, preparation.weights)
 
 
-def _read_tokenizer(path: Path) -> str:
-    """Return the content of a tokenizer.json that was trained before; empty if there is none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
+def _first_step(preparation: Preparation, steps: Path, source: Source) -> Chain:
+    """Return the chain that only reads a source. Raises UsageError for tokens without their tokenizer."""
+    settings = None
+    if source.is_tokenized:
+        if not preparation.tokenizer:
+            raise UsageError(Reason("data.tokens-without-tokenizer", {"source": source.name}))
+        settings = TokenizerSettings.of(preparation.tokenizer)
+    return chain_of(steps, source, (), skips_bad=preparation.skips_bad, tokenizer=settings)
 
 
 def _write_shards(source: PreparedSource, tokenizer: str, validation_share: float, work: _Work, crew: _Crew) -> None:
@@ -232,7 +228,7 @@ def _finish(
     write_reports([source], prepared)
     dataset = source.dataset
     write_whole(dataset / "tokenizer.json", tokenizer)
-    description = _description(dataset, work, _TokenizerSettings.of(tokenizer))
+    description = _description(dataset, work, TokenizerSettings.of(tokenizer))
     write_whole(dataset / "dataset.json", json.dumps(description, indent=1) + "\n")
     open_to_readers(dataset)
 
@@ -240,11 +236,7 @@ def _finish(
 def _with_all_steps(preparation: Preparation, steps: Path, crew: _Crew) -> list[_Work]:
     """Return the sources with all of their steps; run those that must be done for all documents before the next one."""
     found = [
-        _Work(
-            source,
-            tasks_of(source, preparation.task_bytes),
-            chain_of(steps, source, (), skips_bad=preparation.skips_bad),
-        )
+        _Work(source, tasks_of(source, preparation.task_bytes), _first_step(preparation, steps, source))
         for source in preparation.sources
     ]
     for section in preparation.sections:
@@ -352,58 +344,16 @@ def shard_folder(dataset: Path, number: int) -> Path:
     return dataset / f"{number:06d}"
 
 
-@dataclass(frozen=True)
-class _TokenizerSettings:
-    """``digest``: SHA-256 of tokenizer.json. ``end_of_text``: the token that ends documents."""
-
-    digest: str
-    end_of_text: int
-    vocab_size: int
-    dtype: str
-
-    @classmethod
-    def of(cls, content: str) -> _TokenizerSettings:
-        """Raises UsageError if no token ends documents."""
-        tokenizer = Tokenizer.from_str(content)
-        known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
-        end = next((token for token in known if token is not None), None)
-        if end is None:
-            raise UsageError(Reason("engine.tokenizer-without-end-of-text", {"path": "", "tokens": list(ENDS_OF_TEXT)}))
-        size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
-        return cls(hashlib.sha256(content.encode()).hexdigest(), end, size, "uint16" if size <= 1 << 16 else "uint32")
-
-
 def _write_tokens(dataset: Path, work: _Work, tokenizer: str, validation_share: float, number: int) -> None:
-    settings, loaded = _loaded(tokenizer)
+    settings, loaded = loaded_tokenizer(tokenizer)
     texts = (text for _, text in work.chain.documents(work.tasks[number]))
-    write_shard(
-        shard_folder(dataset, number),
-        encoded(loaded, texts, settings.end_of_text, settings.dtype),
-        validation_share,
-        _unknown_token(tokenizer),
-    )
+    documents = encoded(loaded, texts, settings.end_of_text, settings.dtype)
+    if work.source.is_tokenized:
+        documents = encoded_before(work.chain.token_documents(work.tasks[number], settings), settings)
+    write_shard(shard_folder(dataset, number), documents, validation_share, settings.unknown)
 
 
-@lru_cache(maxsize=2)
-def _loaded(content: str) -> tuple[_TokenizerSettings, Tokenizer]:
-    """Return a tokenizer without truncation and padding, once per process."""
-    tokenizer = Tokenizer.from_str(content)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return _TokenizerSettings.of(content), tokenizer
-
-
-@lru_cache(maxsize=2)
-def _unknown_token(content: str) -> int | None:
-    """Return the token for text that a tokenizer has no tokens for; None if there is none."""
-    model = json.loads(content)["model"]
-    if model.get("unk_id") is not None:  # Unigram
-        return int(model["unk_id"])
-    name = model.get("unk_token")
-    return None if name is None else Tokenizer.from_str(content).token_to_id(name)
-
-
-def _description(dataset: Path, work: _Work, tokenizer: _TokenizerSettings) -> dict[str, Any]:
+def _description(dataset: Path, work: _Work, tokenizer: TokenizerSettings) -> dict[str, Any]:
     """Return the contents of dataset.json: totals, and the counts and the digest of every shard, in order."""
     shards = [read_shard_info(shard_folder(dataset, task.number)) for task in work.tasks]
     if None in shards:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ _STATISTICS = "statistics.json"
 class ShardInfo:
     """The contents of shard.json: counts, and the SHA-256 of the hashes of the four files.
 
-    ``bytes``: of the documents in UTF-8, without the tokens that end them.
+    ``bytes``: of the documents in UTF-8, without the tokens that end them; 0 for a source of tokens.
     """
 
     train_tokens: int
@@ -42,21 +42,30 @@ class ShardInfo:
     digest: str
 
 
-def split_of(text: str, validation_share: float) -> str:
-    """Return the split of a document, which depends on its text alone, so that it never changes."""
-    drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+class Encoded(NamedTuple):
+    """The tokens of a document with the one that ends it.
+
+    ``content``: the bytes that decide on the split, those of the text. ``text``: None if only its tokens are known.
+    """
+
+    content: bytes
+    tokens: npt.NDArray[Any]
+    text: str | None
+
+
+def split_of(content: bytes, validation_share: float) -> str:
+    """Return the split of a document, which depends on its content alone, so that it never changes."""
+    drawn = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
     return SPLITS[drawn < validation_share]
 
 
-def encoded(
-    tokenizer: Any, texts: Iterable[str], end_of_text: int, dtype: str
-) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Yield (text, tokens with the one that ends documents). Holds few documents at a time."""
+def encoded(tokenizer: Any, texts: Iterable[str], end_of_text: int, dtype: str) -> Iterator[Encoded]:
+    """Yield the tokens of texts. Holds few documents at a time."""
     # without the offsets of tokens in the text, which are not used
     encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
     for batch in _batches(iter(texts)):
         for text, found in zip(batch, encode(batch), strict=True):
-            yield text, np.array([*found.ids, end_of_text], dtype)
+            yield Encoded(text.encode(), np.array([*found.ids, end_of_text], dtype), text)
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -73,10 +82,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def write_shard(
-    folder: Path,
-    documents: Iterable[tuple[str, npt.NDArray[Any]]],
-    validation_share: float,
-    unknown: int | None = None,
+    folder: Path, documents: Iterable[Encoded], validation_share: float, unknown: int | None = None
 ) -> None:
     """Write the tokens of documents as ``folder``, unless it is there. Raises OSError.
 
@@ -102,23 +108,19 @@ def write_shard(
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write(
-    folder: Path,
-    documents: Iterable[tuple[str, npt.NDArray[Any]]],
-    validation_share: float,
-    statistics: Statistics,
-) -> ShardInfo:
+def _write(folder: Path, documents: Iterable[Encoded], validation_share: float, statistics: Statistics) -> ShardInfo:
     tokens, count, size = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0), 0
     with ExitStack() as opened:
         files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in SPLITS}
         ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in SPLITS}
-        for text, ids in documents:
-            split, content = split_of(text, validation_share), text.encode()
-            statistics.add(text, content, ids)
-            files[split].write(ids.tobytes())
-            tokens[split] += len(ids)
+        for each in documents:
+            split = split_of(each.content, validation_share)
+            text_bytes = b"" if each.text is None else each.content
+            statistics.add(each.text or "", text_bytes, each.tokens)
+            files[split].write(each.tokens.tobytes())
+            tokens[split] += len(each.tokens)
             count[split] += 1
-            size += len(content)
+            size += len(text_bytes)
             ends[split].write(np.int64(tokens[split] - 1).tobytes())
         digest = hashlib.sha256()
         for split in SPLITS:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scaletrain_cli.data.sources.formats import reader_of
+from scaletrain_cli.data.sources.formats import TOKEN_FORMATS, reader_of
 from scaletrain_cli.data.sources.local_files import require_unchanged
 from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile, TokenRecord
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 
 # A worker tokenizes this in about ten seconds, and loses no more than that when it is killed.
 TASK_BYTES = 32 << 20
@@ -21,6 +23,16 @@ class Source:
     files: tuple[SourceFile, ...]
     content: str
     columns: Columns = field(default_factory=Columns)
+
+    @property
+    def is_tokenized(self) -> bool:
+        """True if the files hold tokens. Raises UsageError if others hold text."""
+        tokenized = [file for file in self.files if file.kind in TOKEN_FORMATS]
+        if tokenized and len(tokenized) < len(self.files):
+            text = next(file for file in self.files if file.kind not in TOKEN_FORMATS)
+            params = {"source": self.name, "tokens": tokenized[0].path, "text": text.path}
+            raise UsageError(Reason("data.tokens-beside-text", params))
+        return bool(tokenized)
 
 
 @dataclass(frozen=True)

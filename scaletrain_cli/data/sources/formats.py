@@ -19,6 +19,8 @@ READERS: dict[str, Reader] = {
     "raw_uint16": TokenArray("uint16"),
     "raw_uint32": TokenArray("uint32"),
 }
+# Formats whose files hold tokens, not text.
+TOKEN_FORMATS = ("megatron", "npy", "raw_uint16", "raw_uint32")
 
 
 def reader_of(file: SourceFile) -> Reader:

@@ -37,7 +37,7 @@ def test_a_shard_has_the_tokens_of_a_plain_loop(tokenizer: Tokenizer, tmp_path: 
     expected: dict[str, list[int]] = {"train": [], "validation": []}
     ends: dict[str, list[int]] = {"train": [], "validation": []}
     for text in TEXTS:
-        split = split_of(text, 0.2)
+        split = split_of(text.encode(), 0.2)
         expected[split] += [*tokenizer.encode(text).ids, 7]
         ends[split].append(len(expected[split]) - 1)
     info = read_shard_info(tmp_path / "0")

@@ -1,0 +1,87 @@
+"""A tokenizer that is trained on the documents that are left after all steps: once, and kept by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from scaletrain_cli.data.drafts import write_whole
+from scaletrain_cli.data.pipeline.chain import Chain
+from scaletrain_cli.data.pipeline.decisions import chained
+from scaletrain_cli.data.pipeline.tasks import Task
+from scaletrain_cli.data.tokenizers.files import train_tokenizer
+from scaletrain_cli.spec.corpus_files import END_OF_TEXT
+
+_TRAINING = "bpe/v1"  # raised with every change of the tokenizer of equal documents
+# More text does not improve a tokenizer, and takes time in proportion.
+MOST_CHARACTERS = 500_000_000
+
+
+class Sampled(NamedTuple):
+    """A source that the sample is taken from, by name."""
+
+    name: str
+    chain: Chain
+    tasks: Sequence[Task]
+
+
+@dataclass(frozen=True)
+class BpeTraining:
+    """``weights``: of the sources in the sample, by name; a source that is not in it has weight 1."""
+
+    vocab_size: int
+    weights: tuple[tuple[str, float], ...] = ()
+
+    def characters(self, sources: Sequence[str]) -> list[int]:
+        """Return how many characters of each source the sample has, at least as long as the source has them."""
+        weights = dict(self.weights)
+        given = [weights.get(name, 1.0) for name in sources]
+        return [round(MOST_CHARACTERS * weight / sum(given)) for weight in given]
+
+
+def tokenizer_path(training: BpeTraining, names: Sequence[str], chains: Sequence[Chain]) -> Path:
+    """Return the file of the tokenizer that is trained on these sources; it is there if it has been trained."""
+    keys = [chain.steps[-1].key for chain in chains]
+    key = chained(_TRAINING, training.vocab_size, list(zip(keys, training.characters(names), strict=True)))
+    return chains[0].folder / key / "tokenizer.json"
+
+
+def trained_before(path: Path) -> str:
+    """Return the content of a tokenizer.json that was trained before; empty if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def train_into(path: Path, training: BpeTraining, sources: Sequence[Sampled], _unit: int = 0) -> None:
+    """Train the tokenizer and write its tokenizer.json. Raises UsageError and OSError."""
+    tokenizer = train_tokenizer(sample(training, sources), training.vocab_size, [END_OF_TEXT])
+    write_whole(path, str(tokenizer.to_str(pretty=True)))
+
+
+def sample(training: BpeTraining, sources: Sequence[Sampled]) -> Iterator[str]:
+    """Yield the documents to train on; one source without steps gives its beginning.
+
+    Otherwise each source gives documents from tasks that lie evenly in it, until it has given its share.
+    """
+    characters = training.characters([each.name for each in sources])
+    from_beginning = len(sources) == 1 and len(sources[0].chain.steps) == 1
+    for (_, chain, tasks), most in zip(sources, characters, strict=True):
+        taken = 0
+        for task in tasks if from_beginning else spread(tasks):
+            for _, text in chain.documents(task):
+                yield text
+                taken += len(text)
+                if taken > most:
+                    break
+            if taken > most:
+                break
+
+
+def spread(tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks in an order whose every beginning lies evenly in the source: numbers by their reversed bits."""
+    bits = max(1, (len(tasks) - 1).bit_length())
+    return sorted(tasks, key=lambda task: int(f"{task.number:0{bits}b}"[::-1], 2))
