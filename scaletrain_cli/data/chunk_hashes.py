@@ -28,8 +28,9 @@ class CorruptDataError(DoNotRequeueError):
 
     failure_reason = "data"
 
-    def __init__(self, path: Path, what: str, **evidence: int | str) -> None:
-        params = {"file": str(path), "problem": what, "folder": str(path.parent)}
+    def __init__(self, path: Path | str, what: str, **evidence: int | str) -> None:
+        """``path``: also that of a remote file."""
+        params = {"file": str(path), "problem": what, "folder": str(path).rpartition("/")[0]}
         super().__init__(Reason("engine.data-corrupt", params))
         self.evidence = {"file": str(path), "problem": what, **evidence}
 
@@ -122,7 +123,7 @@ def read_hashes(path: Path, size: int) -> bytes:
     return hashes
 
 
-def compare_chunk(path: Path, hashes: bytes, chunk: int, content: bytes | memoryview) -> None:
+def compare_chunk(path: Path | str, hashes: bytes, chunk: int, content: bytes | memoryview) -> None:
     """Raise CorruptDataError if ``content``, the whole chunk with this number, differs from its hash."""
     found = _new_hash()
     found.update(content)

@@ -14,14 +14,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, read_hashes
 from scaletrain_cli.data.pipeline.prepare import SCHEMA, shard_folder
 from scaletrain_cli.data.pipeline.shards import SPLITS
+from scaletrain_cli.data.remote_datasets import prepared_files
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
@@ -67,21 +69,102 @@ _FILES = _OpenFiles()
 os.register_at_fork(after_in_child=_FILES.begin_in_child)
 
 
+class PreparedFile(Protocol):
+    """One file of prepared data, here or remote."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file. Raises CorruptDataError if it cannot be looked at."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """Where the file is, for people."""
+        ...
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes ``start`` to ``stop - 1``, after comparing their chunks. Raises CorruptDataError."""
+        ...
+
+    def check(self) -> None:
+        """Compare all of the file with its hashes. Raises CorruptDataError."""
+        ...
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        ...
+
+
+class LocalFile:
+    """A file of this machine, whose chunks are compared with their hashes when they are first read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hashes = b""
+        self._compared = set[int]()
+
+    @property
+    def path(self) -> str:
+        """The path of the file."""
+        return str(self._path)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file. Raises CorruptDataError."""
+        try:
+            return self._path.stat().st_size
+        except OSError as error:
+            raise CorruptDataError(self._path, str(error.strerror)) from error
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes ``start`` to ``stop - 1``, after comparing their chunks. Raises CorruptDataError."""
+        chunks = range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))
+        new = [chunk for chunk in chunks if chunk not in self._compared]
+        if not new:
+            return self._bytes(start, stop)
+        total = self.size
+        whole = chunks.start * CHUNK_BYTES
+        content = self._bytes(whole, min(chunks.stop * CHUNK_BYTES, total))
+        self._hashes = self._hashes or read_hashes(self._path, total)
+        for chunk in new:
+            place = (chunk - chunks.start) * CHUNK_BYTES
+            compare_chunk(self._path, self._hashes, chunk, content[place : place + CHUNK_BYTES])
+            self._compared.add(chunk)
+        if len(content) < stop - whole:
+            raise CorruptDataError(self._path, f"it ends before byte {stop}")
+        return content[start - whole : stop - whole]
+
+    def check(self) -> None:
+        """Compare all of the file with its hashes. Raises CorruptDataError."""
+        self.read(0, self.size)
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        _FILES.close([self._path])
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        try:
+            content = _FILES.read(self._path, start, stop - start)
+        except OSError as error:
+            raise CorruptDataError(self._path, error.strerror or str(error)) from error
+        if len(content) != stop - start:
+            raise CorruptDataError(self._path, f"it ends before byte {stop}")
+        return content
+
+
 class NumberFiles:
     """The numbers in several files, one after another: tokens, or positions of the ends of documents.
 
     ``starts``: the place of the first number of each file among all numbers, and the number of all.
     """
 
-    def __init__(self, paths: Sequence[Path], counts: Sequence[int], dtype: str) -> None:
+    def __init__(self, files: Sequence[Path | PreparedFile], counts: Sequence[int], dtype: str) -> None:
         """Raises CorruptDataError if a file has another size than its count says."""
         self.dtype = np.dtype(dtype)
-        self._paths = list(paths)
+        self._files: list[PreparedFile] = [LocalFile(file) if isinstance(file, Path) else file for file in files]
         self.starts: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self._hashes: dict[int, bytes] = {}
-        self._compared = set[tuple[int, int]]()
-        for path, count in zip(paths, counts, strict=True):
-            _require_size(path, count * self.dtype.itemsize)
+        for file, count in zip(self._files, counts, strict=True):
+            _require_size(file, count * self.dtype.itemsize)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -89,65 +172,39 @@ class NumberFiles:
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return the numbers from ``start`` to ``stop - 1``, which may be in several files.
 
-        Raises CorruptDataError if a chunk that holds them has changed since it was written.
+        Raises CorruptDataError if a chunk that holds them has changed since it was written; for remote files also
+        PlaceError and UnavailableError.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"numbers {start} to {stop} of {len(self)}")
         parts = [np.empty(0, self.dtype)]
+        width = self.dtype.itemsize
         while start < stop:
             file = int(np.searchsorted(self.starts, start, side="right")) - 1
             first, last = int(self.starts[file]), int(self.starts[file + 1])
             end = min(stop, last)
-            parts.append(self._read(file, start - first, end - first))
+            content = self._files[file].read((start - first) * width, (end - first) * width)
+            parts.append(np.frombuffer(content, self.dtype))
             start = end
         return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
     def check_share(self, rank: int, ranks: int) -> None:
-        """Compare every file with ``number % ranks == rank`` with its hashes. Raises CorruptDataError."""
-        for file in range(rank, len(self._paths), ranks):
-            self._read(file, 0, self._count(file))
+        """Compare every file with ``number % ranks == rank`` with its hashes. Raises CorruptDataError.
+
+        Chunks of remote files are compared when they are fetched, and not here.
+        """
+        for file in self._files[rank::ranks]:
+            file.check()
 
     def close(self) -> None:
         """Close all files; the next read opens them again."""
-        _FILES.close(self._paths)
-
-    def _count(self, file: int) -> int:
-        return int(self.starts[file + 1] - self.starts[file])
-
-    def _read(self, file: int, start: int, stop: int) -> npt.NDArray[Any]:
-        size = self.dtype.itemsize
-        first, last, total = start * size, stop * size, self._count(file) * size
-        chunks = range(first // CHUNK_BYTES, -(-last // CHUNK_BYTES))
-        new = [chunk for chunk in chunks if (file, chunk) not in self._compared]
-        if not new:
-            return np.frombuffer(self._bytes(file, first, last), self.dtype)
-        whole = chunks.start * CHUNK_BYTES
-        content = self._bytes(file, whole, min(chunks.stop * CHUNK_BYTES, total))
-        if file not in self._hashes:
-            self._hashes[file] = read_hashes(self._paths[file], total)
-        for chunk in new:
-            place = (chunk - chunks.start) * CHUNK_BYTES
-            compare_chunk(self._paths[file], self._hashes[file], chunk, content[place : place + CHUNK_BYTES])
-            self._compared.add((file, chunk))
-        return np.frombuffer(content[first - whole : last - whole], self.dtype)
-
-    def _bytes(self, file: int, start: int, stop: int) -> bytes:
-        try:
-            content = _FILES.read(self._paths[file], start, stop - start)
-        except OSError as error:
-            raise CorruptDataError(self._paths[file], error.strerror or str(error)) from error
-        if len(content) != stop - start:
-            raise CorruptDataError(self._paths[file], f"it ends before byte {stop}")
-        return content
+        for file in self._files:
+            file.close()
 
 
-def _require_size(path: Path, expected: int) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise CorruptDataError(path, str(error.strerror)) from error
-    if size != expected:
-        raise CorruptDataError(path, f"{size} bytes instead of the {expected} that dataset.json states")
+def _require_size(file: PreparedFile, expected: int) -> None:
+    if (size := file.size) != expected:
+        raise CorruptDataError(file.path, f"{size} bytes instead of the {expected} that dataset.json states")
 
 
 @dataclass(frozen=True)
@@ -180,10 +237,12 @@ def _ends_of_shard(ends: NumberFiles, shard: int) -> npt.NDArray[np.int64]:
     return ends.read(first, last)
 
 
-def open_source(dataset: Path) -> tuple[dict[str, Any], dict[str, Split]]:
+def open_source(dataset: Path, cache: BlockCache | None = None) -> tuple[dict[str, Any], dict[str, Split]]:
     """Return dataset.json and the splits of a prepared source.
 
-    The hashes of every shard are compared with dataset.json now, the tokens with their hashes when they are read.
+    The hashes of every shard are compared with dataset.json now, the tokens with their hashes when they are read. The
+    tokens of an attached remote dataset are read through ``cache``; None for one of the default size.
+
     Raises UsageError, and CorruptDataError if a file has changed since it was written.
     """
     document = read_document(dataset / "dataset.json")
@@ -194,12 +253,13 @@ def open_source(dataset: Path) -> tuple[dict[str, Any], dict[str, Split]]:
     try:
         dtype, shards = str(document["tokenizer"]["dtype"]), list(document["shards"])
         folders = [shard_folder(dataset, number) for number in range(len(shards))]
+        files_of = prepared_files(dataset, cache)
         splits = {}
         for split in SPLITS:
             counts = [[int(shard[f"{split}_{what}"]) for shard in shards] for what in ("tokens", "documents")]
             splits[split] = Split(
-                NumberFiles([folder / f"{split}.bin" for folder in folders], counts[0], dtype),
-                NumberFiles([folder / f"{split}.ends.bin" for folder in folders], counts[1], "int64"),
+                NumberFiles(files_of([folder / f"{split}.bin" for folder in folders]), counts[0], dtype),
+                NumberFiles(files_of([folder / f"{split}.ends.bin" for folder in folders]), counts[1], "int64"),
             )
         for folder, shard in zip(folders, shards, strict=True):
             _compare_hashes(folder, shard, np.dtype(dtype).itemsize)

@@ -10,6 +10,7 @@ _CREDENTIALS = (
 )
 
 TEXTS: dict[str, Text] = {
+    "of-key": Text("{key}: {cause}"),
     "unknown-scheme": Text("{path} has no known scheme; known are {schemes:list}"),
     "credentials-in-path": Text(
         "a path of {place} must not contain a user name or password", ("Set credentials in the environment",)
@@ -50,4 +51,16 @@ TEXTS: dict[str, Text] = {
     "unavailable": Text("{path} could not be accessed within {seconds:seconds}, in {tries:of request}: {error}"),
     "not-writable": Text("{path} is on a web server, where nothing can be written", ("Use s3://, gs:// or az://",)),
     "size-differs": Text("{path} has {bytes:whole} bytes after it was written, instead of {expected:whole}"),
+    # ---- prepared data ---------------------------------------------------------------------------------------------
+    "cache-not-written": Text(
+        "blocks of remote data cannot be kept in {folder}, and are read again each time: {error}"
+    ),
+    "not-prepared": Text(
+        "{path} has no prepared data of this version (dataset.json with the schema {expected})",
+        ("Prepare the data again and upload them with scaletrain data upload",),
+    ),
+    "incomplete": Text("{path} lacks {missing:of file}, such as {first}", ("Upload the data again",)),
+    "other-data-there": Text(
+        "{path} already has other prepared data", ("Upload to another path, or remove what is there",)
+    ),
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 from scaletrain_cli.data.sources.local_files import local_file, parts_of
 from scaletrain_cli.data.sources.places import find_file, is_remote, list_files
 from scaletrain_cli.data.sources.records import SourceFile
-from scaletrain_cli.errors import UsageError
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.spec.corpus_files import (
     PYTHON_STDLIB,
     chosen_text,
@@ -38,7 +38,11 @@ def source_files(section: SourceSpec, folder: Path = Path(), key: str = "data.so
 
 
 def _remote(section: SourceSpec, key: str) -> tuple[SourceFile, ...]:
-    listed = {file.path: file for file in list_files(section.path)}
+    try:
+        listed = {file.path: file for file in list_files(section.path)}
+    except ScaletrainError as error:
+        error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
+        raise
     in_folder = section.path not in listed and not set("*?[") & set(section.path)
     chosen = chosen_text(list(listed), section.format, in_folder=in_folder)
     if not chosen:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from scaletrain_cli.data.sources.libraries import require
-from scaletrain_cli.data.sources.places import RemoteFile, RemoteStream, find_file, is_remote
+from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, RemoteStream, find_file, is_remote
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.reasons import Reason
 
@@ -62,6 +62,8 @@ def beside(file: SourceFile, suffix: str) -> SourceFile:
     path = f"{os.path.splitext(file.path)[0]}{suffix}"
     if is_remote(path):
         found = find_file(path)
+        if file.etag and found.etag not in file.etag.split():
+            raise PlaceError(Reason("remote.changed", {"path": path}), file=path)
         return SourceFile(path, found.size, file.kind, etag=found.etag)
     return SourceFile(path, os.stat(path).st_size, file.kind)
 

@@ -192,14 +192,11 @@ def test_one_file_of_a_web_server_is_found_and_a_server_without_ranges_is_named(
     assert _code(f"{web_server}/b.txt") == "remote.not-found"
 
 
-TEXTS = [f"document {number} " + "word é " * (number % 30) for number in range(2000)]
+TEXTS = [f"document {number} " + "word é " * (number % 30) for number in range(1000)]
 
 
-@pytest.mark.parametrize("fault", [None, "short"])
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"])
-def test_every_format_is_read_from_a_bucket_as_from_a_disk(
-    s3: FaultyProxy, tmp_path: Path, suffix: str, fault: str | None
-) -> None:
+def test_every_format_is_read_from_a_bucket_as_from_a_disk(s3: FaultyProxy, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
     rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     table = pa.table({"text": TEXTS})
@@ -219,13 +216,13 @@ def test_every_format_is_read_from_a_bucket_as_from_a_disk(
 
     def every_third(request: Request) -> str | None:
         reads[0] += bool(request.range)
-        return fault if request.range and reads[0] % 3 == 1 else None
+        return "short" if request.range and reads[0] % 3 == 1 else None
 
     s3.fault = every_third
     reader = reader_of(file)
     records = [
-        record for start, stop in reader.parts(file, 40_000) for record in reader.records(Part(file, start, stop))
+        record for start, stop in reader.parts(file, 20_000) for record in reader.records(Part(file, start, stop))
     ]
     assert not [record for record in records if isinstance(record, BadRecord)]
     assert [record.text for record in records] == TEXTS  # type: ignore[union-attr]
-    assert bool(s3.broken) == (fault is not None)
+    assert s3.broken

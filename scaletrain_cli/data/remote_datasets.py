@@ -1,0 +1,297 @@
+"""Prepared data in an object store: uploaded from here, and read by the ranks through the cache of their node.
+
+A remote dataset is attached before it is used: a local folder gets its description, its tokenizer and the hashes of
+all chunks, and ``objects.json`` with the size and the ETag of every file. Only the tokens themselves stay remote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, block_cache
+from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, hashes_path, read_hashes
+from scaletrain_cli.data.pipeline.prepare import SCHEMA, shard_folder
+from scaletrain_cli.data.pipeline.shards import SPLITS
+from scaletrain_cli.data.sources.places import (
+    PlaceError,
+    RemoteFile,
+    find_file,
+    is_remote,
+    list_files,
+    read_range,
+    write_file,
+)
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.safe_files import create_file, make_folder
+
+DESCRIPTION, OBJECTS = "dataset.json", "objects.json"
+_DATA_SUFFIX = ".bin"
+_AT_ONCE = 16  # requests of one process
+_READS_OF_A_BLOCK = 4
+_PAUSE_SECONDS = 0.2
+_NAME = re.compile(r"(\d{6,}/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_LARGEST_BESIDE = 256 << 20  # of files beside the shards, such as tokenizer.json
+# Errors of a store that mean that the data are no longer those that were prepared.
+_OTHER_DATA = ("remote.changed", "remote.not-found", "remote.no-bucket")
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class CachedFile:
+    """A remote file of prepared data. ``hashes``: local path of the data file whose hashes lie beside it.
+
+    Each chunk is compared with its hash when it is fetched, and again when this process first reads it from the cache.
+    """
+
+    remote: RemoteFile
+    local: Path
+    cache: BlockCache
+    _hashes: bytes = b""
+    _compared: set[int] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.remote.size
+
+    @property
+    def path(self) -> str:
+        """The path of the file."""
+        return self.remote.path
+
+    def check(self) -> None:
+        """Do nothing: a chunk is compared when it is fetched, and fetching all of them would fill the cache."""
+
+    def close(self) -> None:
+        """Do nothing: no file remains open."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes ``start`` to ``stop - 1``. Raises CorruptDataError, PlaceError and UnavailableError."""
+        parts = []
+        while start < stop:
+            block = start // BLOCK_BYTES
+            end = min(stop, (block + 1) * BLOCK_BYTES)
+            parts.append(self._within_block(block, start, end))
+            start = end
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _within_block(self, block: int, start: int, stop: int) -> bytes:
+        first, last = start // CHUNK_BYTES * CHUNK_BYTES, min(-(-stop // CHUNK_BYTES) * CHUNK_BYTES, self.size)
+        chunks = range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))
+        if all(chunk in self._compared for chunk in chunks):
+            first, last = start, stop
+        name, base = f"{self.remote.path}\n{self.remote.etag}\n{self.size}\n{block}", block * BLOCK_BYTES
+        for is_last in (False, True):
+            content = self._from_cache(name, block, first - base, last - base)
+            try:
+                if len(content) != last - first:
+                    raise CorruptDataError(self.remote.path, f"its copy in {self.cache.folder} ends early")
+                self._compare(first, content)
+                break
+            except CorruptDataError:  # a fault of the local disk
+                if is_last:
+                    raise
+                self.cache.remove(name)
+        return content[start - first : stop - first]
+
+    def _from_cache(self, name: str, block: int, start: int, stop: int) -> bytes:
+        try:
+            return self.cache.read(name, start, stop, lambda: self._fetch(block))
+        except PlaceError as error:
+            if error.reason is not None and error.reason.code in _OTHER_DATA:
+                raise CorruptDataError(self.remote.path, str(error.reason)) from None
+            raise
+
+    def _fetch(self, block: int) -> bytes:
+        """Return a whole block after comparing its chunks; read it again if one differs. Raises CorruptDataError."""
+        start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size)
+        reads = 0
+        while True:
+            reads += 1
+            content = read_range(self.remote, start, stop)
+            try:
+                self._compare(start, content, again=True)
+                return content
+            except CorruptDataError as error:
+                if reads == _READS_OF_A_BLOCK:
+                    where = f"{error.evidence['problem']}, in each of {reads} reads"
+                    evidence = {name: value for name, value in error.evidence.items() if name.endswith("byte")}
+                    raise CorruptDataError(self.remote.path, where, **evidence) from None
+            time.sleep(_PAUSE_SECONDS)
+
+    def _compare(self, start: int, content: bytes, *, again: bool = False) -> None:
+        """Compare the chunks of ``content``, which begins at ``start``, unless they were. Raises CorruptDataError."""
+        self._hashes = self._hashes or read_hashes(self.local, self.size)
+        for place in range(-start % CHUNK_BYTES, len(content), CHUNK_BYTES):
+            chunk = (start + place) // CHUNK_BYTES
+            if again or chunk not in self._compared:
+                compare_chunk(self.remote.path, self._hashes, chunk, content[place : place + CHUNK_BYTES])
+                self._compared.add(chunk)
+
+
+def find_dataset(path: str, datasets: Path, seconds: float | None = None) -> Path | None:
+    """Return the local folder of a remote dataset, if it is attached. Raises PlaceError and UnavailableError."""
+    folder = _folder_of(_description_of(path, seconds), datasets)
+    return folder if read_document(folder / DESCRIPTION) is not None else None
+
+
+def is_dataset(path: str, seconds: float | None = None) -> bool:
+    """Return True if a remote path is a folder with prepared data. Raises PlaceError and UnavailableError."""
+    if not is_remote(path) or any(letter in path for letter in "*?["):
+        return False
+    try:
+        _description_of(path, seconds)
+    except PlaceError as error:
+        if error.reason is not None and error.reason.code == "remote.not-found":
+            return False
+        raise
+    return True
+
+
+def _description_of(path: str, seconds: float | None) -> RemoteFile:
+    return find_file(f"{path.rstrip('/')}/{DESCRIPTION}", seconds)
+
+
+def _folder_of(description: RemoteFile, datasets: Path) -> Path:
+    identity = f"{description.path}\n{description.etag}\n{description.size}"
+    return datasets / f"remote-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+
+
+def attach_dataset(path: str, datasets: Path) -> Path:
+    """Return the local folder of a remote dataset, after reading all but its tokens.
+
+    Raises PlaceError if it is incomplete or of another version, UnavailableError and OSError.
+    """
+    root = path.rstrip("/")
+    description = _description_of(root, None)
+    folder = _folder_of(description, datasets)
+    if read_document(folder / DESCRIPTION) is not None:
+        return folder
+    content = read_range(description, 0, description.size)
+    files = {file.path.removeprefix(f"{root}/"): file for file in list_files(f"{root}/")}
+    _require_complete(root, _parsed(content), files)
+    draft = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
+    make_folder(draft)
+    try:
+        wanted = [name for name in files if _is_beside(name, files[name])]
+        for name in {name.partition("/")[0] for name in wanted if "/" in name}:
+            make_folder(draft / name)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for _ in pool.map(lambda name: create_file(draft / name, _content(files[name])), wanted):
+                pass
+        objects = {name: [file.size, file.etag] for name, file in files.items() if name.endswith(_DATA_SUFFIX)}
+        create_file(draft / OBJECTS, json.dumps({"path": root, "objects": objects}))
+        create_file(draft / DESCRIPTION, content)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _content(file: RemoteFile) -> bytes:
+    return read_range(file, 0, file.size)
+
+
+def _is_beside(name: str, file: RemoteFile) -> bool:
+    is_data = name.endswith(_DATA_SUFFIX) or name in (DESCRIPTION, OBJECTS)
+    return not is_data and _NAME.fullmatch(name) is not None and file.size <= _LARGEST_BESIDE
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _require_complete(root: str, description: dict[str, Any], files: dict[str, RemoteFile]) -> None:
+    """Raise PlaceError if the data are of another version, or if files of the shards are missing."""
+    shards = description.get("shards")
+    if description.get("schema") != SCHEMA or not isinstance(shards, list):
+        raise PlaceError(Reason("remote.not-prepared", {"path": root, "expected": SCHEMA}))
+    names = [name for number in range(len(shards)) for name in data_names(number)]
+    missing = [name for data in names for name in (data, hashes_path(Path(data)).as_posix()) if name not in files]
+    if missing:
+        raise PlaceError(Reason("remote.incomplete", {"path": root, "missing": len(missing), "first": missing[0]}))
+
+
+def data_names(shard: int) -> list[str]:
+    """Return the paths of the data files of a shard, relative to the dataset."""
+    folder = shard_folder(Path(), shard).as_posix()
+    return [f"{folder}/{split}{kind}" for split in SPLITS for kind in (".bin", ".ends.bin")]
+
+
+def prepared_files(dataset: Path, cache: BlockCache | None) -> Callable[[list[Path]], list[Path] | list[CachedFile]]:
+    """Return what turns local paths of data in a dataset into its files, which are remote for an attached dataset.
+
+    It raises CorruptDataError if objects.json lacks a file.
+    """
+    document = read_document(dataset / OBJECTS)
+    if document is None:
+        return lambda paths: paths
+    used = cache or block_cache()
+
+    def files(paths: list[Path]) -> list[CachedFile]:
+        found = []
+        for path in paths:
+            name = path.relative_to(dataset).as_posix()
+            try:
+                size, etag = document["objects"][name]
+                found.append(CachedFile(RemoteFile(f"{document['path']}/{name}", int(size), str(etag)), path, used))
+            except (KeyError, TypeError, ValueError) as error:
+                raise CorruptDataError(dataset / OBJECTS, f"it lacks {name}") from error
+        return found
+
+    return files
+
+
+def upload_dataset(dataset: Path, path: str, progress: Progress = lambda done, total: None) -> str:
+    """Copy a prepared dataset below a remote folder, dataset.json last; return its path there.
+
+    Files that are there with the same size are kept, so that an upload that was stopped is continued. Raises
+    UsageError, PlaceError, UnavailableError and OSError.
+    """
+    description = read_document(dataset / DESCRIPTION)
+    if description is None or description.get("schema") != SCHEMA or (dataset / OBJECTS).exists():
+        raise UsageError(Reason("remote.not-prepared", {"path": str(dataset), "expected": SCHEMA}))
+    root = f"{path.rstrip('/')}/{dataset.name}"
+    there = {file.path: file.size for file in _listed_or_none(root)}
+    content = (dataset / DESCRIPTION).read_bytes()
+    if f"{root}/{DESCRIPTION}" in there and _content(find_file(f"{root}/{DESCRIPTION}")) != content:
+        raise PlaceError(Reason("remote.other-data-there", {"path": root}), file=root)
+    names = [file.relative_to(dataset).as_posix() for file in sorted(dataset.rglob("*")) if file.is_file()]
+    wanted = [name for name in names if _NAME.fullmatch(name) and name != DESCRIPTION]
+    missing = [name for name in wanted if there.get(f"{root}/{name}") != (dataset / name).stat().st_size]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        writes = pool.map(lambda name: write_file(f"{root}/{name}", dataset / name), missing)
+        for done, _ in enumerate(writes, start=len(wanted) - len(missing) + 1):
+            progress(done, len(wanted))
+    write_file(f"{root}/{DESCRIPTION}", content)
+    return root
+
+
+def _listed_or_none(root: str) -> tuple[RemoteFile, ...]:
+    try:
+        return list_files(f"{root}/")
+    except PlaceError as error:
+        if error.reason is not None and error.reason.code == "remote.not-found":
+            return ()
+        raise
