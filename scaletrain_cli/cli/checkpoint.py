@@ -172,8 +172,8 @@ def _export(
     run: RunDir, record: RunRecord, chosen: list[Checkpoint], output: Path, dtype: str, *options: str
 ) -> dict[str, Any]:
     """Export in a separate process, which keeps torch out of the command line; its stderr is passed on."""
-    from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.hub.cache import HubSettings
+    from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.launch.hub_files import environment_here, fetched_spec
     from scaletrain_cli.rundir.base_weights import read_base
     from scaletrain_cli.safe_files import create_file

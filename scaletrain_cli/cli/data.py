@@ -25,8 +25,8 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
 
     A run prepares its data itself if necessary; prepared data are reused.
     """
-    from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.cli.options import show_fetch
+    from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.launch.hub_files import fetched_spec
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file
@@ -65,9 +65,9 @@ def show(
 
     Reads only the first rows, and prepares nothing. Requires training.objective: sft or dpo.
     """
-    from scaletrain_cli.cli.engine_process import run_engine_command
     from scaletrain_cli.cli.options import show_fetch
     from scaletrain_cli.errors import UsageError
+    from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.launch.hub_files import fetched_spec
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file

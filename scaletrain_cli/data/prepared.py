@@ -60,12 +60,18 @@ def find_prepared(data: DataSpec, runs_root: Path, folder: Path = Path()) -> dic
 
 
 def prepare_data(
-    data: DataSpec, runs_root: Path, workers: int, progress: Progress, folder: Path = Path()
+    data: DataSpec,
+    runs_root: Path,
+    workers: int,
+    progress: Progress,
+    folder: Path = Path(),
+    failure: Path | None = None,
 ) -> dict[str, Path]:
     """Return the dataset of each source of text by its name, after preparing those that are missing.
 
-    ``folder``: the base of relative paths. Raises UsageError for input that cannot be used, other ScaletrainErrors, and
-    OSError.
+    ``folder``: the base of relative paths. ``failure``: a file that the processes of a job have in common: they all end
+    with the error of the first one that fails. Raises UsageError for input that cannot be used, other ScaletrainErrors,
+    and OSError.
     """
     if (found := find_prepared(data, runs_root, folder)) is not None:
         return found
@@ -79,7 +85,7 @@ def prepare_data(
         return found
     datasets = make_datasets_folder(runs_root)
     try:
-        made = prepare(_preparation(data, sources, folder, workers), datasets, workers, progress)
+        made = prepare(_preparation(data, sources, folder, workers), datasets, workers, progress, failure=failure)
     except PermissionError as error:
         params = {"folder": str(datasets), "path": str(error.filename), "error": error.strerror or str(error)}
         raise UsageError(Reason("engine.dataset-unwritable", params)) from error

@@ -59,5 +59,5 @@ def start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalBackend, "submit", lambda self, run, record: "7")
     monkeypatch.setattr("scaletrain_cli.launch.preflight.run_preflight", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.backends.local.backend.run_in_foreground", refuse)
-    monkeypatch.setattr("scaletrain_cli.cli.engine_process.run_engine_command", refuse)
+    monkeypatch.setattr("scaletrain_cli.launch.engine_process.run_engine_command", refuse)
     monkeypatch.setattr("scaletrain_cli.launch.drill.run_drill", refuse)

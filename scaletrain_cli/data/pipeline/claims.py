@@ -8,7 +8,8 @@ processes do the same unit. Below ``folder``:
   with one another only.
 - ``claims/STAGE/UNIT.N``: the process that does a unit. The file is created exclusively; ``UNIT.N+1`` may be created by
   any process once the owner of ``UNIT.N`` is dead, so that exactly one process takes it over.
-- ``failures/JOB.json``: why a job has failed. All of its workers stop when they see it.
+
+Processes of one job name a file for the reason of a failure: they all stop when it is there.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class Timing:
 
 
 class Claims:
-    """This process among those that work in a folder. ``job``: a name that the processes of one job have in common."""
+    """This process among those that work in a folder. ``failure``: the file that the processes of a job share."""
 
-    def __init__(self, folder: Path, job: str | None = None, timing: Timing | None = None) -> None:
-        self._workers, self._claims, self._failures = (folder / name for name in ("workers", "claims", "failures"))
-        self._job = job
+    def __init__(self, folder: Path, failure: Path | None = None, timing: Timing | None = None) -> None:
+        self._workers, self._claims = folder / "workers", folder / "claims"
+        self._failure = failure
         self.timing = timing or Timing()
         self.owner = new_owner()
         self.losses = 0  # how often others took this process for dead, as when it was suspended
@@ -63,7 +64,7 @@ class Claims:
         self._beating = threading.Thread(target=self._beat, name="claims", daemon=True)
 
     def __enter__(self) -> Claims:
-        for folder in (self._workers, self._claims, self._failures):
+        for folder in (self._workers, self._claims):
             make_folder(folder, parents=True)
         self._register()
         self._beating.start()
@@ -210,23 +211,27 @@ class Claims:
     def fail(self, error: Exception, unit: str) -> ScaletrainError:
         """Record why the job has failed, unless it is recorded, and return the error to raise."""
         found = error if isinstance(error, ScaletrainError) else _unexpected(error, unit)
-        if self._job is not None:
-            path = self._failures / f"{self._job}.json"
-            reason = found.reason or recorded(str(found))
-            if read_failure(self._failures.parent, self._job) is None:
-                about = {"reason": reason.to_document(), "exit_code": int(found.exit_code), "unit": unit}
-                write_document(path, about | {"host": socket.gethostname(), "time": time.time()})
+        if self._failure is not None:
+            record_failure(self._failure, found, unit)
         return found
 
     def raise_failure(self) -> None:
         """Raise the error of another process of the same job, if one has failed."""
-        if self._job is not None and (error := read_failure(self._failures.parent, self._job)) is not None:
+        if self._failure is not None and (error := read_failure(self._failure)) is not None:
             raise error
 
 
-def read_failure(folder: Path, job: str) -> ScaletrainError | None:
+def record_failure(path: Path, error: ScaletrainError, unit: str) -> None:
+    """Record why a job has failed, unless the file is there. ``unit``: what failed. Raises OSError."""
+    if read_failure(path) is None:
+        reason = error.reason if error.reason is not None and not error.problems else recorded(str(error).rstrip("."))
+        about = {"reason": reason.to_document(), "exit_code": int(error.exit_code), "unit": unit}
+        write_document(path, about | {"host": socket.gethostname(), "time": time.time()})
+
+
+def read_failure(path: Path) -> ScaletrainError | None:
     """Return the error with which a job has failed; None if none is recorded."""
-    found = read_document(folder / "failures" / f"{job}.json")
+    found = read_document(path)
     if found is None:
         return None
     kind = UsageError if found.get("exit_code") == ExitCode.USAGE else ScaletrainError

@@ -75,19 +75,19 @@ def prepare(
     workers: int,
     progress: Progress,
     *,
-    job: str | None = None,
+    failure: Path | None = None,
     timing: Timing | None = None,
 ) -> dict[str, Path]:
     """Return the folder of the dataset of each source, by its name, after preparing what is missing.
 
     Any number of processes, on any machines that share the folder, may do this at the same time, and share the work.
-    ``job``: a name that some of them have in common: they all end with the error of the first one that fails.
+    ``failure``: a file that some of them have in common: they all end with the error of the first one that fails.
     ``progress`` gets the name of a stage, and how many of its units are done. Raises UsageError for input that cannot
     be used, ScaletrainError and OSError.
     """
     steps = steps_folder(folder)
     make_folder(steps, parents=True)
-    with Claims(work_folder(folder), job, timing) as claims:
+    with Claims(work_folder(folder), failure, timing) as claims:
         written = [steps]
         try:
             with Workers[int](workers, claims.owner) as pool:

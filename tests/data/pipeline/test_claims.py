@@ -113,7 +113,7 @@ def test_a_failing_unit_ends_all_processes_of_the_job_with_its_reason(tmp_path: 
     def work(name: str) -> None:
         units = tuple(str(unit) for unit in range(200))
         stage = Stage("tokenize", "tokens", tmp_path / "out", units, partial(fail, tmp_path / "out"))
-        with Claims(tmp_path / "work", "job-1", QUICK) as own, Workers[int](1) as workers:
+        with Claims(tmp_path / "work", tmp_path / "failure.json", QUICK) as own, Workers[int](1) as workers:
             try:
                 run_stage(stage, own, workers, ignore)
             except UsageError as error:
@@ -126,16 +126,16 @@ def test_a_failing_unit_ends_all_processes_of_the_job_with_its_reason(tmp_path: 
         thread.join()
     assert sorted(said) == [f"{name}: web.jsonl:3: not JSON" for name in "abc"]
     assert len(list((tmp_path / "out").iterdir())) < 200
-    recorded = json.loads((tmp_path / "work" / "failures" / "job-1.json").read_text(encoding="utf-8"))
+    recorded = json.loads((tmp_path / "failure.json").read_text(encoding="utf-8"))
     assert (recorded["unit"], recorded["exit_code"]) == ("tokenize 3", 2)
-    assert isinstance(read_failure(tmp_path / "work", "job-1"), UsageError)
+    assert isinstance(read_failure(tmp_path / "failure.json"), UsageError)
 
 
 def main(folder: str, workers: str, tokenizer: str, machine: str, count: str) -> None:
     """Prepare in a process of its own, which the test kills. ``machine``: as if it were another one."""
     claims_module._machine = lambda: machine
     given = preparation(Path(folder), Path(tokenizer).read_text(encoding="utf-8"), int(count))
-    prepare(given, Path(folder) / "data", int(workers), ignore, job="drill", timing=QUICK)
+    prepare(given, Path(folder) / "data", int(workers), ignore, failure=Path(folder) / "failure.json", timing=QUICK)
 
 
 def start(folder: Path, workers: int, machine: int, count: int) -> subprocess.Popen[bytes]:
