@@ -21,6 +21,9 @@ TEXTS: dict[str, Text] = {
         "{place}: {problem}. {documents:whole} documents were left out of the prepared data",
         ("Correct the files, or set data.on_bad: skip",),
     ),
+    "folder-of-another-user": Text(
+        "{folder} was made by {owner}, so that no data are prepared there", ("Remove it, or ask {owner} to remove it",)
+    ),
     "file-changed": Text("{path} has changed while it was prepared", ("Run the command again",)),
     "file-gone": Text("{path} was listed, and cannot be read any more: {error}", ("Run the command again",)),
     "step-on-tokens": Text(

@@ -49,6 +49,12 @@ def steps_folder(datasets: Path) -> Path:
     return folder if other_owner(folder) is None else folder.with_name(f".steps-{os.geteuid()}")
 
 
+def require_own_place(folder: Path) -> None:
+    """Raise UsageError if another user owns the folder that this user's results would be written to."""
+    if (uid := other_owner(folder)) is not None:
+        raise UsageError(Reason("data.folder-of-another-user", {"folder": str(folder), "owner": user_name(uid)}))
+
+
 def is_readable(folder: Path) -> bool:
     """Return whether this user can read all files of a prepared dataset, and the folders of its shards."""
     with contextlib.suppress(OSError):

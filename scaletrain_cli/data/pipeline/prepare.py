@@ -32,7 +32,13 @@ from scaletrain_cli.data.tokenizers.settings import TokenizerSettings, loaded_to
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.shared_datasets import is_readable, open_to_readers, place_of, steps_folder
+from scaletrain_cli.rundir.shared_datasets import (
+    is_readable,
+    open_to_readers,
+    place_of,
+    require_own_place,
+    steps_folder,
+)
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec.preparation import DuplicatesSpec, PreparationStep
 
@@ -86,6 +92,7 @@ def prepare(
     be used, ScaletrainError and OSError.
     """
     steps = steps_folder(folder)
+    require_own_place(steps)
     make_folder(steps, parents=True)
     with Claims(work_folder(folder), failure, timing) as claims:
         written = [steps]
@@ -211,6 +218,7 @@ def _write_shards(source: PreparedSource, tokenizer: str, validation_share: floa
     """Write the shards of a source that are missing."""
     dataset = source.dataset
     if read_document(dataset / "dataset.json") is None:
+        require_own_place(dataset)
         make_folder(dataset)
         crew.claims.remove_drafts(dataset)
         write = partial(_write_tokens, dataset, work, tokenizer, validation_share)

@@ -1,0 +1,88 @@
+"""``data prepare`` for text, in a process of its own; without torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.data.pipeline.prepare import SCHEMA
+from scaletrain_cli.data.prepared import prepare_data
+from scaletrain_cli.data.token_files import open_source
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import DATASET, owner_of_dataset
+from scaletrain_cli.spec import RunSpec
+
+_SECONDS_BETWEEN_LINES = 2.0
+
+
+def prepare_text(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str, Any]:
+    """Prepare the text of a spec and return what there is of each source. ``workers``: 0 for one on each CPU core.
+
+    Progress goes to stderr. Raises UsageError, other ScaletrainErrors and OSError.
+    """
+    started = time.monotonic()
+    names = ", ".join(path for _, path in spec.data.paths())
+    print(f"preparing {names} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr, flush=True)
+    datasets = prepare_data(spec.data, runs_root, workers or len(os.sched_getaffinity(0)), _Lines())
+    try:
+        sources = [_described(name, dataset, spec.transformer.seq_len) for name, dataset in datasets.items()]
+    except CorruptDataError as error:  # the exit code 93 is for runs
+        raise ScaletrainError(error.reason or str(error)) from error
+    for dataset in datasets.values():
+        if (owner := owner_of_dataset(dataset)) is not None:
+            print(f"{dataset} was prepared by {owner}; using it as it is", file=sys.stderr)
+    print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
+    counts = ("documents", "train_tokens", "validation_tokens", "train_sequences", "validation_sequences")
+    return {
+        "path": sources[0]["path"] if len(sources) == 1 else None,
+        **{name: sum(source[name] for source in sources) for name in counts},
+        "vocab_size": max(source["vocab_size"] for source in sources),
+        "dtype": sources[0]["dtype"],
+        "sources": sources,
+    }
+
+
+def _described(name: str, dataset: Path, seq_len: int) -> dict[str, Any]:
+    """Return the counts of a dataset. Raises UsageError if it is too small, and CorruptDataError."""
+    document = read_document(dataset / DATASET) or {}
+    tokenizer = document
+    if document.get("schema") == SCHEMA:
+        open_source(dataset)  # compares the hashes of the shards
+        tokenizer = document["tokenizer"]
+    tokens = {split: int(document[f"{split}_tokens"]) for split in ("train", "validation")}
+    sequences = {split: max(0, count - 1) // seq_len for split, count in tokens.items()}
+    if not sequences["train"]:
+        sizes = {"tokens": tokens["train"], "length": seq_len}
+        raise UsageError(Reason("engine.dataset-too-small", {"folder": str(dataset), **sizes}))
+    return {
+        "name": name,
+        "path": str(dataset),
+        "documents": sum(int(document[f"{split}_documents"]) for split in tokens),
+        **{f"{split}_tokens": count for split, count in tokens.items()},
+        **{f"{split}_sequences": count for split, count in sequences.items()},
+        "vocab_size": int(tokenizer["vocab_size"]),
+        "dtype": str(tokenizer["dtype"]),
+    }
+
+
+class _Lines:
+    """Writes progress to stderr: each stage when it begins and ends, and from time to time in between."""
+
+    def __init__(self) -> None:
+        self._stage, self._shown = "", 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        is_due = stage != self._stage or done == total or now - self._shown >= _SECONDS_BETWEEN_LINES
+        if is_due and total > 1:
+            print(f"{stage}: {done} of {total}", file=sys.stderr, flush=True)
+        elif stage != self._stage:
+            print(stage, file=sys.stderr, flush=True)
+        if is_due:
+            self._stage, self._shown = stage, now
