@@ -67,7 +67,7 @@ def decoded(content: bytes) -> tuple[str, Reason | None]:
     return text, None
 
 
-class _TextReader:
+class TextReader:
     """The base of readers of text files. A compressed file is one part."""
 
     def parts(self, file: SourceFile, part_bytes: int) -> Iterator[tuple[int, int]]:
@@ -82,13 +82,14 @@ class _TextReader:
         place = part.start
         try:
             with opened(part.file) as file:
-                for record in self._records(file, part):
+                for record in self.records_in(file, part):
                     place = record.place
                     yield record
         except DamagedFileError as error:
             yield BadRecord(place, error.reason)
 
-    def _records(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
+    def records_in(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
+        """Yield the documents of a part of a decompressed file."""
         raise NotImplementedError
 
     def place_text(self, file: SourceFile, place: int) -> str:
@@ -104,10 +105,11 @@ class _TextReader:
         return f"{file.path}:{line}"
 
 
-class JsonLines(_TextReader):
+class JsonLines(TextReader):
     """One JSON object per line."""
 
-    def _records(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
+    def records_in(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
+        """Yield the documents of a part of a decompressed file."""
         for place, content in _lines(file, part):
             if not content:
                 yield BadRecord(place, Reason("sources.too-long", {"bytes": MAX_DOCUMENT_BYTES}))
@@ -141,13 +143,14 @@ def record_of(place: int, row: Any, columns: Columns) -> Record | BadRecord:
     return Record(place, text, {name: row.get(name) for name in columns.others})
 
 
-class Prose(_TextReader):
+class Prose(TextReader):
     """Documents of whole paragraphs: each ends at the first blank line after _PROSE_BYTES.
 
     A part begins after the first blank line in its range, and ends with the first one after it.
     """
 
-    def _records(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
+    def records_in(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
+        """Yield the documents of a part of a decompressed file."""
         lines = _lines(file, replace(part, stop=_NO_END))
         if part.start:
             border = next((line for line in lines if not line.content.strip()), None)
@@ -168,13 +171,14 @@ class Prose(_TextReader):
         yield from _document(held)
 
 
-class Code(_TextReader):
+class Code(TextReader):
     """One document per file; a file of more than _CODE_BYTES becomes several, of whole lines."""
 
     def parts(self, file: SourceFile, part_bytes: int) -> Iterator[tuple[int, int]]:
         yield 0, _NO_END
 
-    def _records(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
+    def records_in(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
+        """Yield the documents of a part of a decompressed file."""
         held: list[_Line] = []
         size = 0
         for line in _lines(file, part):

@@ -1,0 +1,99 @@
+"""The first documents of a file, from a bounded number of bytes: for checks before a run, and for estimates."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from scaletrain_cli.data.sources.formats import reader_of
+from scaletrain_cli.data.sources.lines import TextReader
+from scaletrain_cli.data.sources.opening import DamagedFileError, opened, require
+from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile, TokenRecord
+from scaletrain_cli.reasons import Reason
+
+FIRST_BYTES = 1 << 18  # of a file, as stored
+_MOST_INFLATED_BYTES = 16 << 20
+_MOST_ROWS = 64  # of a table, or documents of tokens
+_END = 1 << 62
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """``documents``: the first ones; ``bad``: those among them that cannot be read.
+
+    ``share``: about how much of the stored file they are, above 0 to 1; 0 if that is not known.
+    """
+
+    documents: tuple[Record | TokenRecord, ...]
+    bad: tuple[BadRecord, ...]
+    share: float
+
+
+def read_beginning(file: SourceFile, columns: Columns, first_bytes: int = FIRST_BYTES) -> Beginning:
+    """Return the first documents of a file. Reads at most ``first_bytes`` of a file of text. Raises OSError.
+
+    A text file that is no longer is read whole, so that damage at its end shows, too. Tables and files of tokens are
+    read by their readers up to a few rows. Raises UsageError if a library is missing.
+    """
+    reader, whole = reader_of(file), Part(file, 0, _END, columns)
+    if not isinstance(reader, TextReader):
+        return _beginning(islice(reader.records(whole), _MOST_ROWS), 0.0)
+    if file.size <= first_bytes:
+        return _beginning(reader.records(whole), 1.0)
+    with opened(replace(file, compression="")) as stored:
+        content = stored.read(first_bytes)
+    used = len(content)
+    if file.compression:
+        try:
+            content, used = _inflated(content, file.compression)
+        except DamagedFileError as error:
+            return Beginning((), (BadRecord(0, error.reason),), 0.0)
+    end = content.rfind(b"\n") + 1
+    if not end and file.kind == "jsonl" and content.lstrip()[:1] in (b"", b"{"):
+        return Beginning((), (), 0.0)  # a line that is longer than what was read
+    kept = content[: end or len(content)]
+    share = used / file.size * len(kept) / max(1, len(content))
+    return _beginning(reader.records_in(io.BytesIO(kept), whole), share)
+
+
+def _beginning(records: Iterable[Record | TokenRecord | BadRecord], share: float) -> Beginning:
+    found = list(records)
+    documents = tuple(record for record in found if not isinstance(record, BadRecord))
+    return Beginning(documents, tuple(record for record in found if isinstance(record, BadRecord)), share)
+
+
+def _inflated(stored: bytes, compression: str) -> tuple[bytes, int]:
+    """Return the decompressed first bytes of a file, and the number of stored bytes that hold them.
+
+    Raises DamagedFileError.
+    """
+    if compression == "gz":
+        return _gunzipped(stored)
+    zstandard = require("zstandard", "data")
+    parts, rest = [], stored
+    try:
+        while rest and sum(map(len, parts)) < _MOST_INFLATED_BYTES:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            parts.append(frame.decompress(rest))
+            rest = frame.unused_data
+    except zstandard.ZstdError as error:
+        raise DamagedFileError(Reason("sources.damaged", {"compression": "zstd", "error": str(error)})) from error
+    return b"".join(parts), len(stored) - len(rest)
+
+
+def _gunzipped(stored: bytes) -> tuple[bytes, int]:
+    parts, size, rest = [], 0, stored
+    try:
+        while rest and size < _MOST_INFLATED_BYTES:
+            member = zlib.decompressobj(wbits=31)
+            parts.append(member.decompress(rest, _MOST_INFLATED_BYTES - size))
+            size += len(parts[-1])
+            rest = member.unused_data if member.eof else member.unconsumed_tail
+            if not member.eof:
+                break
+    except zlib.error as error:
+        raise DamagedFileError(Reason("sources.damaged", {"compression": "gzip", "error": str(error)})) from error
+    return b"".join(parts), len(stored) - len(rest)
