@@ -18,12 +18,15 @@ TEXTS: dict[str, Text] = {
     "not-checked": Text(
         "not checked here: {keys:list}; looked for {place}. Each node checks it before it starts a rank"
     ),
+    "remote-not-checked": Text(
+        "not checked here: {keys:list}. The preparation of the data checks it before any GPU is used"
+    ),
     "dataset-setting-unknown": Text(
         "not checked: data.source = {source} holds prepared rows that do not record with which settings they were "
         "made: {settings:list}",
         ("Remove the settings, or prepare the data again",),
     ),
-    "files-not-read": Text("data.source = {source}: these files are not read: {kinds:list}"),
+    "files-not-read": Text("{key} = {source}: these files are not read: {kinds:list}"),
     # ---- evaluation.tasks ------------------------------------------------------------------------------------------
     "no-folder": Text("there is no such folder", ("Create it, or correct the path",)),
     "no-program": Text(
@@ -32,6 +35,9 @@ TEXTS: dict[str, Text] = {
     # ---- data.source -----------------------------------------------------------------------------------------------
     "no-source": Text("{why}", _SOURCES),
     "source-file": Text("{why}", ("Repair the file, or leave it out of the source",)),
+    "source-document": Text(
+        "{where}: {problem}", ("Set the format and the field of the source, repair the file, or set data.on_bad: skip",)
+    ),
     "source-row": Text("{where}: {problem}", ("Set data.format and data.fields, or repair the row",)),
     "no-text": Text("holds no text", _MORE_TEXT),
     "too-little-text": Text("holds {bytes} bytes, too few for one sequence of {seq_len} tokens", _MORE_TEXT),

@@ -37,10 +37,7 @@ NAMES_NOTHING = {
     **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
     "data.chat_template_date": "a date",
     **dict.fromkeys(("data.sources.*.name", "data.prepare.*.only.*"), "names of sources"),
-    "data.sources.*.path": "checked as data.source",
     "data.sources.*.field": "a column, which the check of the source looks for",
-    "data.prepare.*.files.*": "read when the data are prepared",
-    "data.prepare.*.bad_words": "read when the data are prepared",
     **dict.fromkeys(("data.prepare.*.fields.*", "data.prepare.*.column"), "columns"),
     **{
         f"data.prepare.*.{key}": "texts to look for, or to write"
@@ -66,6 +63,9 @@ HELD_BY = {
     "tracking.tensorboard.dir": "tests/tracking/test_spec.py",
     "model.preset": "tests/cli/test_before_a_run.py::test_init_follows_its_options_or_rejects_them",
     "model.hf_config": "tests/spec/test_model_sources.py",
+    "data.sources.*.path": "tests/launch/test_source_checks.py",
+    "data.prepare.*.files.*": "tests/launch/test_source_checks.py",
+    "data.prepare.*.bad_words": "tests/launch/test_source_checks.py",
     "data.chat_template": "tests/launch/test_row_checks.py::test_a_chat_template_that_cannot_be_read_is_a_problem",
     "code.path": "tests/launch/code/test_snapshot.py",
     "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_verified_and_run_in_place",
@@ -122,13 +122,13 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("data.source", ("data.source=empty.txt",), "data.source", "holds no text"),
     ("data.source", ("data.source=short.jsonl",), "data.source", "holds 13 bytes, too few for one sequence of 128"),
     ("data.source", ("data.source=link.txt",), "data.source", "is a link to a file that does not exist"),
-    ("data.source", ("data.source=cut.parquet",), "data.source", "its footer is missing"),
-    ("data.source", ("data.source=other.parquet",), "data.source", "has no column text"),
+    ("data.source", ("data.source=cut.parquet",), "data.source", "this is not a parquet file"),
+    ("data.source", ("data.source=other.parquet",), "data.source", "cannot be read as a table"),
     (
         "data.source",
         ("data.source=other.jsonl",),
         "data.source",
-        'line 1 must be a JSON object with a string in "text"',
+        "other.jsonl:1: has no field text; it has content",
     ),
     ("data.source", ("data.source=latin.txt",), "data.source", "is not UTF-8 text"),
     ("data.source", ("data.source=cut.jsonl.gz",), "data.source", "is not a complete gzip file"),
@@ -528,11 +528,11 @@ def test_a_tokenizer_needs_an_end_of_text_token_and_ids_within_the_vocabulary(tm
 
 def test_files_that_are_never_read_are_a_warning(things: Path) -> None:
     (things / "corpus").mkdir()
-    for name in ("a.txt", "b.jsonl.zst", "c.jsonl.zst", "README.md"):
+    for name in ("a.txt", "b.pdf", "c.pdf", "README.md"):
         (things / "corpus" / name).write_text("text " * 100)
     reported = submit("data.source=corpus")
     assert reported.code == 0
-    assert "these files are not read: 2 .zst" in " ".join(reported.err.split())
+    assert "these files are not read: 2 .pdf" in " ".join(reported.err.split())
 
 
 def test_checks_write_nothing(things: Path) -> None:

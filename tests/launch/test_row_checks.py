@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import sentences
-from scaletrain_cli.launch.resource_checks.files import View, not_recorded, source_problems, template_problems
+from scaletrain_cli.launch.resource_checks.files import View, not_recorded, row_problems, template_problems
 from tests.spec.samples import SPEC, load
 
 ANSWERED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -24,7 +24,7 @@ def view(folder: Path, *settings: str, objective: str = "sft") -> View:
 def problems(folder: Path, rows: list[Any], *settings: str, objective: str = "sft") -> str:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return " ".join(
-        f"{each.message} {each.hint}" for each in source_problems(view(folder, *settings, objective=objective))
+        f"{each.message} {each.hint}" for each in row_problems(view(folder, *settings, objective=objective))
     )
 
 
@@ -81,7 +81,7 @@ def test_a_row_unlike_the_first_one_is_named_with_its_line(tmp_path: Path) -> No
 
 def test_files_of_text_are_not_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Once upon a time\n" * 50)
-    (found,) = source_problems(view(tmp_path, "data.source=a.txt"))
+    (found,) = row_problems(view(tmp_path, "data.source=a.txt"))
     assert "the source has no jsonl, json, parquet, jsonl.gz file" in found.message
 
 
@@ -127,18 +127,18 @@ def test_settings_that_prepared_rows_cannot_follow_are_refused(
     prepared(tmp_path, objective="sft", seq_len=8, **info)
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     given = view(tmp_path, f"data.source={tmp_path}", "model.seq_len=8", f"data.{setting}")
-    found = [problem.message for problem in source_problems(given)]
+    found = [problem.message for problem in row_problems(given)]
     assert len(found) == bool(said)
     assert said in "".join(found)
     assert not [*not_recorded(given)]
-    assert not [*source_problems(replace(given, begun=True))], "a run that has trained keeps its rows"
+    assert not [*row_problems(replace(given, begun=True))], "a run that has trained keeps its rows"
 
 
 def test_settings_that_prepared_rows_do_not_record_are_a_note_for_a_new_run(tmp_path: Path) -> None:
     prepared(tmp_path, objective="sft", seq_len=8)
     settings = ("data.loss_on=all", "data.chat_template=chat.jinja", "data.fields.messages=chat")
     given = view(tmp_path, f"data.source={tmp_path}", "model.seq_len=8", *settings)
-    assert not [*source_problems(given)]
+    assert not [*row_problems(given)]
     (note,) = not_recorded(given)
     named = "data.loss_on = all, data.chat_template = chat.jinja, data.fields"
     assert f"do not record with which settings they were made: {named}" in sentences(note)
@@ -148,13 +148,13 @@ def test_settings_that_prepared_rows_do_not_record_are_a_note_for_a_new_run(tmp_
 def test_prepared_rows_are_checked_for_their_length_objective_and_packing(tmp_path: Path) -> None:
     source = f"data.source={tmp_path}"
     prepared(tmp_path, objective="sft", seq_len=8)
-    assert not [*source_problems(view(tmp_path, source, "model.seq_len=8"))]
-    (longer,) = source_problems(view(tmp_path, source, "model.seq_len=16"))
+    assert not [*row_problems(view(tmp_path, source, "model.seq_len=8"))]
+    (longer,) = row_problems(view(tmp_path, source, "model.seq_len=16"))
     assert "holds rows of 8 tokens, and model.seq_len is 16" in longer.message
-    (pairs,) = source_problems(view(tmp_path, source, "model.seq_len=8", objective="dpo"))
+    (pairs,) = row_problems(view(tmp_path, source, "model.seq_len=8", objective="dpo"))
     assert "was prepared for objective sft, and training.objective is dpo" in pairs.message
-    (packed,) = source_problems(view(tmp_path, source, "model.seq_len=8", "data.packing=best_fit"))
+    (packed,) = row_problems(view(tmp_path, source, "model.seq_len=8", "data.packing=best_fit"))
     assert "was prepared with packing none, and data.packing is best_fit" in packed.message
     prepared(tmp_path)
-    (text,) = source_problems(view(tmp_path, source, "model.seq_len=2"))
+    (text,) = row_problems(view(tmp_path, source, "model.seq_len=2"))
     assert "was prepared for objective causal_lm" in text.message

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from scaletrain_cli.data.sources.formats import reader_of
+from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.sources.lines import TextReader
-from scaletrain_cli.data.sources.opening import DamagedFileError, opened, require
+from scaletrain_cli.data.sources.opening import DamagedFileError, opened
 from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record, SourceFile, TokenRecord
 from scaletrain_cli.reasons import Reason
 
@@ -73,27 +74,26 @@ def _inflated(stored: bytes, compression: str) -> tuple[bytes, int]:
     if compression == "gz":
         return _gunzipped(stored)
     zstandard = require("zstandard", "data")
-    parts, rest = [], stored
+    content, rest = b"", stored
     try:
-        while rest and sum(map(len, parts)) < _MOST_INFLATED_BYTES:
+        while rest and len(content) < _MOST_INFLATED_BYTES:
             frame = zstandard.ZstdDecompressor().decompressobj()
-            parts.append(frame.decompress(rest))
+            content += frame.decompress(rest)
             rest = frame.unused_data
     except zstandard.ZstdError as error:
         raise DamagedFileError(Reason("sources.damaged", {"compression": "zstd", "error": str(error)})) from error
-    return b"".join(parts), len(stored) - len(rest)
+    return content, len(stored) - len(rest)
 
 
 def _gunzipped(stored: bytes) -> tuple[bytes, int]:
-    parts, size, rest = [], 0, stored
+    content, rest = b"", stored
     try:
-        while rest and size < _MOST_INFLATED_BYTES:
+        while rest and len(content) < _MOST_INFLATED_BYTES:
             member = zlib.decompressobj(wbits=31)
-            parts.append(member.decompress(rest, _MOST_INFLATED_BYTES - size))
-            size += len(parts[-1])
+            content += member.decompress(rest, _MOST_INFLATED_BYTES - len(content))
             rest = member.unused_data if member.eof else member.unconsumed_tail
             if not member.eof:
                 break
     except zlib.error as error:
         raise DamagedFileError(Reason("sources.damaged", {"compression": "gzip", "error": str(error)})) from error
-    return b"".join(parts), len(stored) - len(rest)
+    return content, len(stored) - len(rest)

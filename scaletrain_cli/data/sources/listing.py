@@ -20,13 +20,17 @@ from scaletrain_cli.spec.corpus_files import (
 from scaletrain_cli.spec.sources import SourceSpec
 
 
-def source_files(section: SourceSpec, folder: Path = Path(), key: str = "data.source") -> tuple[SourceFile, ...]:
+def source_files(
+    section: SourceSpec, folder: Path = Path(), key: str = "data.source", seconds: float | None = None
+) -> tuple[SourceFile, ...]:
     """Return the files of a source; relative paths are below ``folder``. ``key``: of its path in the spec.
+
+    ``seconds``: after which a request to a remote store is not repeated; None for the deadline of the environment.
 
     Raises UsageError if there are none, or if one cannot be read; for a remote source also UnavailableError.
     """
     if is_remote(section.path):
-        return _remote(section, key)
+        return _remote(section, key, seconds)
     found = find_text(section.path, folder, section.format, key).files
     if section.path == PYTHON_STDLIB:
         return tuple(local_file(path, "code") for path in found)
@@ -37,9 +41,9 @@ def source_files(section: SourceSpec, folder: Path = Path(), key: str = "data.so
     return tuple(local_file(path, kind, compression) for path, kind, compression in files)
 
 
-def _remote(section: SourceSpec, key: str) -> tuple[SourceFile, ...]:
+def _remote(section: SourceSpec, key: str, seconds: float | None) -> tuple[SourceFile, ...]:
     try:
-        listed = {file.path: file for file in list_files(section.path)}
+        listed = {file.path: file for file in list_files(section.path, seconds)}
     except ScaletrainError as error:
         error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
         raise
@@ -52,7 +56,7 @@ def _remote(section: SourceSpec, key: str) -> tuple[SourceFile, ...]:
     for path in chosen:
         kind, compression = format_by_name(path, section.format)
         names = (path, f"{path.removesuffix('.idx')}.bin") if kind == "megatron" else (path,)
-        parts = [listed.get(name) or find_file(name) for name in names]
+        parts = [listed.get(name) or find_file(name, seconds) for name in names]
         etag = " ".join(part.etag for part in parts)
         files.append(SourceFile(path, sum(part.size for part in parts), kind, compression, etag))
     return tuple(files)

@@ -111,7 +111,7 @@ class _Fault:
 
     def record(self) -> Iterator[BadRecord]:
         if self.error is not None:
-            yield BadRecord(self.place, Reason("sources.table-damaged", {"error": str(self.error)}))
+            yield BadRecord(self.place, Reason("sources.table-damaged", {"error": " ".join(str(self.error).split())}))
 
 
 @contextmanager

@@ -28,12 +28,13 @@ from scaletrain_cli.launch.resource_checks.files import (
     not_checked,
     not_read,
     not_recorded,
-    source_problems,
+    row_problems,
     template_problems,
     tokenizer_problems,
     weights_problems,
 )
 from scaletrain_cli.launch.resource_checks.hub import hub_notes, hub_problems
+from scaletrain_cli.launch.resource_checks.sources import check_text, text_problems
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.journal import has_committed
@@ -107,8 +108,10 @@ def check_external(
     ``folder`` as in View; by default the current folder. Sends requests to the hub for references to it.
     """
     view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, secrets=secrets, hub=hub or {})
-    problems = tuple(dict.fromkeys(found for check in _CHECKS for found in check(view)))
-    notes = (*not_checked(view), *not_read(view), *not_recorded(view), *hub_notes(view), *command_notes(view))
+    text = check_text(view)
+    problems = tuple(dict.fromkeys([*text.problems, *(found for check in _CHECKS for found in check(view))]))
+    notes = (*not_checked(view), *text.notes, *not_read(view), *not_recorded(view), *hub_notes(view))
+    notes += tuple(command_notes(view))
     return CheckResults(problems, notes)
 
 
@@ -151,7 +154,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True)
     checks = [weights_problems, adapter_problems, checkpoint_problems]
     if node_rank == 0 or (expand_home(spec.data.source or "") / "dataset.json").is_file():  # rank 0 prepares the data
-        checks += [source_problems, tokenizer_problems, template_problems]
+        checks += [text_problems, row_problems, tokenizer_problems, template_problems]
     problems = [found for check in checks for found in check(view)]
     if code_folder is None and spec.code.engine is not None:
         problems += _installed_problems(view)
@@ -324,7 +327,7 @@ def section_problems(view: View) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
-    source_problems,
+    row_problems,
     tokenizer_problems,
     template_problems,
     weights_problems,

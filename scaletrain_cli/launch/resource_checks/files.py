@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
@@ -32,6 +32,7 @@ from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec
 from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.shared_paths import is_shared, parent_of_glob
 from scaletrain_cli.spec.weight_files import (
@@ -87,16 +88,18 @@ def is_missing(path: str) -> bool:
     return not os.path.lexists(path) and is_shared(PurePosixPath(path))
 
 
-def source_problems(view: View) -> Iterator[Problem]:
-    """Yield the problems of ``data.source``, if the built-in engine reads it."""
+def row_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of ``data.source`` if the built-in engine reads it, except for text (sources.py)."""
     source = view.spec.data.source
     if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source):
+        return
+    if view.spec.unit == "tokens" and view.spec.training.objective == "causal_lm":
         return
     if view.unseen(parent_of_glob(source)):
         return
     prepared = view.folder / expand_home(source)
     if (prepared / "dataset.json").is_file():
-        if reason := _prepared_problem(prepared, view):
+        if reason := prepared_problem(prepared, view):
             yield view.problem("data.source", reason, source)
         return
     rows = view.spec.training.objective != "causal_lm"
@@ -111,8 +114,8 @@ def source_problems(view: View) -> Iterator[Problem]:
     else:
         for why in problems_of(found.files):
             yield view.problem("data.source", Reason("checks.source-file", {"why": why}), source)
-    if reason := _too_little_text(found.files, view.spec):
-        yield view.problem("data.source", reason, source)
+    if _is_empty(found.files):
+        yield view.problem("data.source", Reason("checks.no-text"), source)
     here = view.spec.cluster.traits.runs_here
     if here and any(kind_of(path) == "parquet" for path in found.files) and find_spec("pyarrow") is None:
         yield view.problem("data.source", Reason("checks.no-pyarrow"), source)
@@ -141,25 +144,10 @@ def evaluation_problems(view: View) -> Iterator[Problem]:
             yield view.problem(f"{key}.command", Reason("checks.no-program", params), task.command[0])
 
 
-def _too_little_text(files: tuple[Path, ...], spec: RunSpec) -> Reason | None:
-    """Return a problem if the text is too short for one sequence.
-
-    A token of a trained tokenizer has at least one byte, and each document adds one token.
-    """
-    if any(path.suffix in (".parquet", ".gz") for path in files) or spec.unit != "tokens":
-        return None
-    try:
-        size = sum(path.stat().st_size for path in files)
-    except OSError:
-        return None
-    if size == 0:
-        return Reason("checks.no-text")
-    length = spec.transformer.seq_len
-    if spec.training.objective != "causal_lm":  # rows are padded
-        return None
-    if spec.data.tokenizer.kind == "file" or size + len(files) > length:
-        return None
-    return Reason("checks.too-little-text", {"bytes": size, "seq_len": length})
+def _is_empty(files: tuple[Path, ...]) -> bool:
+    with contextlib.suppress(OSError):
+        return not any(path.stat().st_size for path in files)
+    return False
 
 
 def tokenizer_problems(view: View) -> Iterator[Problem]:
@@ -362,10 +350,13 @@ def damage_of(error: DamagedHeaderError) -> Reason:
     return Reason("checks.weights-file-size", params)
 
 
-def _prepared_problem(folder: Path, view: View) -> Reason | None:
+def prepared_problem(folder: Path, view: View) -> Reason | None:
+    """Return the problem of a folder of prepared data, of any version; None if the run can use it."""
     spec = view.spec
     try:
         info = json.loads((folder / "dataset.json").read_bytes())
+        if "shards" in info:
+            return _shards_problem(folder, spec)
         width = {"uint16": 2, "uint32": 4}[info["dtype"]]
         for split in ("train", "validation"):
             found, expected = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
@@ -401,6 +392,29 @@ def _prepared_problem(folder: Path, view: View) -> Reason | None:
     return None
 
 
+def _shards_problem(folder: Path, spec: RunSpec) -> Reason | None:
+    """Return the problem of prepared text in shards: the sizes and hashes of its files, and its token ids."""
+    from scaletrain_cli.data.token_files import open_source
+
+    try:
+        info, _ = open_source(folder)
+        vocab_size, tokens = int(info["tokenizer"]["vocab_size"]), int(info["train_tokens"])
+    except ScaletrainError as error:
+        return error.reason or Reason("checks.dataset-incomplete", {"said": str(error)})
+    except OSError as error:
+        return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
+    if spec.unit != "tokens":
+        return None
+    if vocab_size > spec.transformer.vocab_size:
+        return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": spec.transformer.vocab_size})
+    if spec.training.objective != "causal_lm":
+        return Reason("checks.dataset-objective", {"found": "causal_lm", "objective": spec.training.objective})
+    length = spec.transformer.seq_len
+    if len(spec.data.all_sources) == 1 and tokens <= length:
+        return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": length})
+    return None
+
+
 def not_checked(view: View) -> Iterator[Reason]:
     """Yield a note for each location that is not visible here, with the keys that refer to it."""
     spec = view.spec
@@ -415,10 +429,24 @@ def not_checked(view: View) -> Iterator[Reason]:
     }
     places: dict[str, list[str]] = {}
     for key, path in paths.items():
-        if path is not None and not is_reference(path) and (place := view.unseen(parent_of_glob(path))):
+        if path is None or is_reference(path) or "://" in path:
+            continue
+        if place := view.unseen(parent_of_glob(path)):
             places.setdefault(place, []).append(f"{key} = {path}")
     for place, named in places.items():
         yield Reason("checks.not-checked", {"keys": named, "place": place})
+
+
+def _paths_of_steps(spec: RunSpec) -> dict[str, str]:
+    """Return the files that the steps of data.prepare read, by key."""
+    found: dict[str, str] = {}
+    for number, step in enumerate(spec.data.prepare):
+        key = f"data.prepare.{number}"
+        if isinstance(step, ContaminationSpec):
+            found |= {f"{key}.files.{each}": path for each, path in enumerate(step.files)}
+        elif isinstance(step, C4Spec) and step.bad_words is not None:
+            found[f"{key}.bad_words"] = step.bad_words
+    return found
 
 
 def not_recorded(view: View) -> Iterator[Reason]:
@@ -441,9 +469,10 @@ def not_read(view: View) -> Iterator[Reason]:
         return
     if view.unseen(parent_of_glob(source)) or (view.folder / expand_home(source) / "dataset.json").is_file():
         return
-    formats = FORMATS if view.spec.training.objective == "causal_lm" else ROW_FORMATS
+    if view.spec.training.objective == "causal_lm":
+        return
     with contextlib.suppress(UsageError):
-        left_out = find_files(source, view.folder, formats).not_read
+        left_out = find_files(source, view.folder, ROW_FORMATS).not_read
         if left_out:
             kinds = [f"{count} {suffix}" for suffix, count in sorted(left_out.items())]
-            yield Reason("checks.files-not-read", {"source": source, "kinds": kinds})
+            yield Reason("checks.files-not-read", {"key": "data.source", "source": source, "kinds": kinds})

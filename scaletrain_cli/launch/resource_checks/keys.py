@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FILES = "scaletrain_cli.launch.resource_checks.files:"
+_SOURCES = "scaletrain_cli.launch.resource_checks.sources:"
 _CHECKS = "scaletrain_cli.launch.resource_checks.checks:"
 _SLURM_FILES = "scaletrain_cli.launch.backends.slurm.backend:SlurmBackend"
 _NODE = "the node agent"
@@ -44,6 +45,7 @@ _FIRST_USE = "its first use. Training continues without it, with the event track
 _NEVER_BEFORE = "never before the start"
 _EVALUATION = "what only the nodes have: the evaluation, which records a failed task and runs the others"
 _UNSEEN = "paths that only the nodes have: the node agent"
+_PREPARATION = "the preparation of the data, before any GPU is used"
 
 
 EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
@@ -75,12 +77,38 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     ),
     _row(
         "data.source",
-        "files, also on the hub, or a prepared dataset",
-        "exist, are readable, of a known format; the beginning of some is decoded and has the columns of data.format; "
-        "prepared rows have the settings of the spec (a note if unrecorded; not after the first checkpoint)",
+        "files, here, on the hub or in an object store, or a prepared dataset",
+        "as data.sources.*.path; for fine-tuning: exist, are readable, of a known format; the beginning of some is "
+        "decoded and has the columns of data.format; prepared rows have the settings of the spec (a note if "
+        "unrecorded; not after the first checkpoint)",
         _SUBMIT,
-        f"{_FILES}source_problems",
-        f"{_UNSEEN}; every document, and the content of files on the hub: rank 0, which prepares the data",
+        f"{_FILES}row_problems",
+        f"{_UNSEEN}; every document, and the content of files on the hub: {_PREPARATION}",
+    ),
+    _row(
+        "data.sources.*.path",
+        "files of text, here, on the hub or in an object store, or a prepared dataset",
+        "exist, are readable, of a known format; the first documents of some decode and have the field and the columns "
+        "that data.prepare reads; prepared data are complete and fit model.vocab_size",
+        _SUBMIT,
+        f"{_SOURCES}check_text",
+        f"{_UNSEEN}; without credentials or network here, and every document: {_PREPARATION}",
+    ),
+    _row(
+        "data.prepare.*.files.*",
+        "evaluation files, for step: contamination",
+        "exist, are readable; their first items decode and have one of the fields",
+        _SUBMIT,
+        f"{_SOURCES}check_text",
+        f"paths that only the nodes have, and all items: {_PREPARATION}",
+    ),
+    _row(
+        "data.prepare.*.bad_words",
+        "a list of words, for rules: c4",
+        "exists, is text, has words",
+        _SUBMIT,
+        f"{_SOURCES}check_text",
+        f"paths that only the nodes have: {_PREPARATION}",
     ),
     _row(
         "data.tokenizer.path",

@@ -1,0 +1,222 @@
+"""Check the sources of text and the files of data.prepare: every file is there, and the first documents of some decode.
+
+The documents are read by the readers of the preparation, so that what is accepted here is accepted there.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
+from scaletrain_cli.extras import install_command
+from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.launch.resource_checks.files import View, prepared_problem
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import expand_home, open_to_read
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED, NoCorpusError, find_text, unreadable_among
+from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec, PreparationStep, ScoreSpec
+from scaletrain_cli.spec.shared_paths import parent_of_glob
+from scaletrain_cli.spec.sources import SourceSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.data.sources.records import SourceFile
+
+_FILES_READ = 8  # of each format of a source; whose beginning is decoded
+_REMOTE_FILES_READ = 2
+_ITEMS_READ = 64  # of each evaluation file
+_LARGEST_LIST_BYTES = 1 << 20  # of words, or of the beginning of an evaluation file
+_LOOK_SECONDS = 8.0  # for a request to a remote store, with its repetitions
+# What a machine without credentials or network cannot see, and the nodes may.
+_UNSEEN_REMOTE = ("remote.no-credentials", "remote.unavailable", "remote.profile-without-keys")
+# The library of a step, and the extra that installs it.
+_LIBRARIES = {"language": ("py3langid", "data"), "duplicates": ("rensa", "data")}
+
+
+@dataclass
+class TextResults:
+    """``problems`` of the sources; ``notes`` on what is not checked here; ``files`` of each source, by its name."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[Reason] = field(default_factory=list)
+    files: dict[str, tuple[SourceFile, ...]] = field(default_factory=dict)
+
+
+def check_text(view: View) -> TextResults:
+    """Return the results for the sources of text, if the built-in engine reads them. Never raises."""
+    results = TextResults()
+    if reads_text(view.spec):
+        unseen: list[str] = []
+        for (key, path), section in zip(view.spec.data.paths(), view.spec.data.all_sources, strict=True):
+            if path not in EMBEDDED and not is_reference(path) and not view.unseen(parent_of_glob(path)):
+                _check_source(view, key, section, results, unseen)
+        if unseen:
+            results.notes.append(Reason("checks.remote-not-checked", {"keys": unseen}))
+        results.problems += _step_problems(view)
+    return results
+
+
+def text_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of the sources of text."""
+    yield from check_text(view).problems
+
+
+def reads_text(spec: RunSpec) -> bool:
+    """Return True if the built-in engine trains on text that it prepares."""
+    return not spec.code.own_program and spec.unit == "tokens" and spec.training.objective == "causal_lm"
+
+
+def _check_source(view: View, key: str, section: SourceSpec, results: TextResults, unseen: list[str]) -> None:
+    from scaletrain_cli.data.sources.places import UnavailableError, is_remote
+
+    remote = is_remote(section.path)
+    prepared = view.folder / expand_home(section.path)
+    if not remote and (prepared / "dataset.json").is_file():
+        if reason := prepared_problem(prepared, view):
+            results.problems.append(view.problem(key, reason, section.path))
+        return
+    try:
+        files, reasons = _listed(view, key, section, remote), []
+        if files:
+            results.files[section.name] = files
+            reasons = list(_problems(view, section, files, remote))
+            results.notes += _notes(view, key, section, remote)
+    except NoCorpusError as error:
+        reasons = [Reason("checks.no-source", {"why": error.why})]
+    except (UsageError, UnavailableError) as error:
+        reason = error.reason or Reason("checks.no-source", {"why": str(error)})
+        reason = reason.params["cause"] if reason.code == "remote.of-key" else reason  # the key is named already
+        if reason.code in _UNSEEN_REMOTE and not (view.spec.cluster.traits.runs_here or view.on_node):
+            unseen.append(f"{key} = {section.path}: {reason}")
+            return
+        reasons = [reason]
+    except OSError as error:
+        said = f"{error.filename or section.path} cannot be read: {error.strerror or error}"
+        reasons = [Reason("checks.source-file", {"why": said})]
+    results.problems += [view.problem(key, reason, section.path) for reason in reasons]
+
+
+def _listed(view: View, key: str, section: SourceSpec, remote: bool) -> tuple[SourceFile, ...]:
+    """Return the files of a source. Raises UsageError, UnavailableError and OSError."""
+    from scaletrain_cli.data.sources.listing import source_files
+
+    if not remote and (unreadable := unreadable_among(find_text(section.path, view.folder, section.format, key).files)):
+        raise UsageError(Reason("checks.source-file", {"why": unreadable}))
+    return source_files(section, view.folder, key, seconds=_LOOK_SECONDS)
+
+
+def _problems(view: View, section: SourceSpec, files: Sequence[SourceFile], remote: bool) -> Iterator[Reason]:
+    """Yield the first problem among the beginnings of some files. Raises UsageError and OSError."""
+    from scaletrain_cli.data.sources.beginning import read_beginning
+    from scaletrain_cli.data.sources.formats import reader_of
+    from scaletrain_cli.data.sources.records import Columns
+
+    if not sum(file.size for file in files):
+        yield Reason("checks.no-text")
+        return
+    columns = Columns(section.field, columns_of_steps(view.spec, section.name))
+    documents, first_bad = 0, None
+    for file in sample_of(files, _REMOTE_FILES_READ if remote else _FILES_READ):
+        found = read_beginning(file, columns)
+        documents += len(found.documents)
+        if found.bad and first_bad is None:
+            where = reader_of(file).place_text(file, found.bad[0].place)
+            first_bad = Reason("checks.source-document", {"where": where, "problem": found.bad[0].reason})
+    if first_bad is not None and (view.spec.data.on_bad == "stop" or not documents):
+        yield first_bad
+    elif not remote and (short := _too_short(files, view.spec)):
+        yield short
+
+
+def _too_short(files: Sequence[SourceFile], spec: RunSpec) -> Reason | None:
+    """Return a problem if the only source is too short for one sequence.
+
+    A token of a trained tokenizer has at least one byte, and each document adds one token.
+    """
+    size, length = sum(file.size for file in files), spec.transformer.seq_len
+    plain = all(file.kind in ("txt", "md", "code", "jsonl") and not file.compression for file in files)
+    if not plain or len(spec.data.all_sources) > 1 or spec.data.tokenizer.kind != "bpe" or size + len(files) > length:
+        return None
+    return Reason("checks.too-little-text", {"bytes": size, "seq_len": length})
+
+
+def sample_of(files: Sequence[SourceFile], most: int) -> list[SourceFile]:
+    """Return at most ``most`` files of each format, spread over all of them."""
+    by_format: dict[tuple[str, str], list[SourceFile]] = {}
+    for file in files:
+        by_format.setdefault((file.kind, file.compression), []).append(file)
+    return [each for group in by_format.values() for each in group[:: -(-len(group) // most)]]
+
+
+def columns_of_steps(spec: RunSpec, source: str) -> tuple[str, ...]:
+    """Return the columns of a source that its steps read, besides that of the text."""
+    steps = (step for step in spec.data.prepare if isinstance(step, ScoreSpec) and _applies(step, source))
+    return tuple(dict.fromkeys(step.column for step in steps))
+
+
+def _applies(step: PreparationStep, source: str) -> bool:
+    return step.only is None or source in step.only
+
+
+def _notes(view: View, key: str, section: SourceSpec, remote: bool) -> Iterator[Reason]:
+    """Yield a note on files of a folder that are not read."""
+    if remote:
+        return
+    left_out = Counter(find_text(section.path, view.folder, section.format, key).not_read)
+    if left_out:
+        kinds = [f"{count} {suffix}" for suffix, count in sorted(left_out.items())]
+        yield Reason("checks.files-not-read", {"key": key, "source": section.path, "kinds": kinds})
+
+
+def _step_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of files and libraries that the steps of data.prepare need."""
+    for number, step in enumerate(view.spec.data.prepare):
+        key = f"data.prepare.{number}"
+        if isinstance(step, ContaminationSpec):
+            for pattern in step.files:
+                if not view.unseen(parent_of_glob(pattern)) and (reason := _evaluation_problem(view, pattern, step)):
+                    yield view.problem(f"{key}.files", reason, pattern)
+        words = step.bad_words if isinstance(step, C4Spec) else None
+        if words is not None and not view.unseen(words) and (why := _list_problem(view.folder / expand_home(words))):
+            yield view.problem(f"{key}.bad_words", why, words)
+        name = step.step
+        module, extra = _LIBRARIES.get(name, ("", ""))
+        if module and view.spec.cluster.traits.runs_here and find_spec(module) is None:
+            params = {"module": module, "command": install_command(extra)}
+            yield view.problem(f"{key}.step", Reason("sources.library-missing", params), name)
+
+
+def _evaluation_problem(view: View, pattern: str, step: ContaminationSpec) -> Reason | None:
+    """Return the problem of evaluation files: none matches, or the first items of one cannot be read."""
+    from scaletrain_cli.data.steps.evaluation_files import evaluation_items
+
+    names = glob.glob(str(view.folder / expand_home(pattern)), recursive=True)
+    files = [path for path in sorted(map(Path, names)) if path.is_file()]
+    if not files:
+        return Reason("document_steps.files-missing", {"pattern": pattern})
+    for path in files[:: -(-len(files) // _FILES_READ)]:
+        try:
+            for _ in islice(evaluation_items([glob.escape(str(path))], step.fields), _ITEMS_READ):
+                pass
+        except ScaletrainError as error:
+            return error.reason or Reason("checks.source-file", {"why": str(error)})
+    return None
+
+
+def _list_problem(path: Path) -> Reason | None:
+    """Return the problem of a list of words: it cannot be read, or is empty."""
+    try:
+        with open_to_read(path) as file:
+            content = file.read(_LARGEST_LIST_BYTES)
+        content[: content.rfind(b"\n") + 1 or len(content)].decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        return Reason("document_steps.file-unreadable", {"file": str(path), "error": said})
+    return None if content.strip() else Reason("document_steps.no-bad-words", {"file": str(path)})

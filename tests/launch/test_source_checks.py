@@ -1,0 +1,208 @@
+"""Sources of text that a run could not use are refused before it is queued, with the line of the key."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.data.sources.beginning import FIRST_BYTES, read_beginning
+from scaletrain_cli.data.sources.local_files import local_file
+from scaletrain_cli.data.sources.records import Columns
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.rundir.paths import runs_root
+from tests.cli.command_line import SMALL, Ended, scaletrain
+
+DOCUMENTS = "".join(
+    json.dumps({"text": f"Document {number} has some words.", "score": 1}) + "\n" for number in range(99)
+)
+Make = Callable[[Path], object]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text(DOCUMENTS)
+    return tmp_path
+
+
+def spec(source: dict[str, Any], data: dict[str, Any] | None = None, scheduler: str = "local") -> Path:
+    """Write run.yaml with two sources, the second one as given; its path is in line 18."""
+    sources = [{"path": "good.jsonl", "name": "good", "weight": 1}, {"name": "web", "weight": 2, **source}]
+    text = "\n".join(
+        [
+            "  sources:",
+            f"    - {json.dumps(sources[0])}",
+            f"    - name: web\n      path: {json.dumps(source['path'])}",
+            *(f"      {key}: {json.dumps(value)}" for key, value in sources[1].items() if key not in ("name", "path")),
+            *(f"  {key}: {json.dumps(value)}" for key, value in (data or {}).items()),
+        ]
+    )
+    written = SMALL.read_text().replace("  source: python-stdlib", text)
+    path = Path("run.yaml")
+    path.write_text(written.replace("scheduler: local", f"scheduler: {scheduler}"))
+    return path
+
+
+def submit(source: dict[str, Any], data: dict[str, Any] | None = None, scheduler: str = "local") -> Ended:
+    return scaletrain("submit", spec(source, data, scheduler), "--dry-run")
+
+
+def write(name: str, content: bytes | str) -> Make:
+    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def table(name: str, column: str, *, cut: bool = False, arrow: bool = False) -> Make:
+    def make(folder: Path) -> None:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        made = pyarrow.table({column: [f"Document {number}" for number in range(99)]})
+        path = folder / name
+        if arrow:
+            with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, made.schema) as writer:
+                writer.write_table(made)
+        else:
+            parquet.write_table(made, path)
+        if cut:
+            path.write_bytes(path.read_bytes()[:-9])
+
+    return make
+
+
+def zstd(content: str) -> bytes:
+    return bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(content.encode()))
+
+
+def megatron(name: str, tokens: int) -> Make:
+    """Write an .idx file of one document, and a .bin file of ``tokens`` 16-bit tokens instead of 4."""
+
+    def make(folder: Path) -> None:
+        import struct
+
+        header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 1, 2)
+        (folder / f"{name}.idx").write_bytes(header + struct.pack("<iqqq", 4, 0, 0, 1))
+        (folder / f"{name}.bin").write_bytes(bytes(2 * tokens))
+
+    return make
+
+
+BAD: tuple[tuple[str, Make, dict[str, Any], str], ...] = (
+    ("nowhere", lambda _: None, {}, "no such file or folder"),
+    ("nowhere/*.jsonl", lambda _: None, {}, "no file matches"),
+    ("a.pdf", write("a.pdf", "%PDF"), {}, "has no txt, text, md"),
+    ("a.jsonl", write("a.jsonl", DOCUMENTS), {"field": "content"}, "a.jsonl:1: has no field content; it has text"),
+    ("a.jsonl", write("a.jsonl", DOCUMENTS + "{"), {}, "a.jsonl:100: is not JSON"),
+    ("a.jsonl", write("a.jsonl", DOCUMENTS + '{"text": 7}\n'), {}, "a.jsonl:100: the field text must be text, not int"),
+    ("a.jsonl", write("a.jsonl", b"\x89PNG" * FIRST_BYTES), {}, "a.jsonl:1: is not UTF-8 text"),
+    ("a.jsonl", write("a.jsonl", ""), {}, "holds no text"),
+    ("a.txt", write("a.txt", "größer als übergroß ".encode("latin-1") * 99), {}, "is not UTF-8 text"),
+    ("a.txt", write("a.txt", b"text\0" * 99), {}, "contains NUL bytes"),
+    ("a.jsonl.gz", write("a.jsonl.gz", gzip.compress(DOCUMENTS.encode())[:-20]), {}, "is not a complete gzip file"),
+    ("a.jsonl.gz", write("a.jsonl.gz", DOCUMENTS), {}, "is not a complete gzip file: Not a gzipped file"),
+    ("a.jsonl.zst", lambda f: (f / "a.jsonl.zst").write_bytes(zstd(DOCUMENTS)[:-9]), {}, "is not a complete zstd file"),
+    ("a.parquet", table("a.parquet", "content"), {}, "has no field text; it has content"),
+    ("a.parquet", table("a.parquet", "text", cut=True), {}, "cannot be read as a table"),
+    ("a.arrow", table("a.arrow", "text", cut=True, arrow=True), {}, "cannot be read as a table"),
+    ("a.bin", megatron("a", 3), {}, "has 6 bytes instead of 8"),
+    ("a.idx", write("a.idx", b"TNTIDX\0\0" + bytes(50)), {}, "a.bin: does not exist"),
+    ("a.npy", write("a.npy", bytes(64)), {}, "has no NumPy header"),
+    ("a.npy", write("a.npy", bytes(65)), {"format": "raw_uint16"}, "has 65 bytes instead of 64"),
+    ("a", write("a", DOCUMENTS), {"format": "parquet"}, "cannot be read as a table"),
+)
+
+
+@pytest.mark.parametrize(("path", "make", "settings", "said"), BAD, ids=[f"{i}-{c[0]}" for i, c in enumerate(BAD)])
+def test_a_source_that_cannot_be_read_is_refused_with_its_line(
+    folder: Path, path: str, make: Make, settings: dict[str, Any], said: str
+) -> None:
+    make(folder)
+    for scheduler in ("local", "slurm"):
+        refused = submit({"path": path, **settings}, scheduler=scheduler)
+        assert refused.code == ExitCode.USAGE, refused
+        shown = " ".join(refused.err.split())
+        assert f"run.yaml:18 data.sources.1.path = {path}: " in shown
+        assert said in shown
+    assert not runs_root().exists()
+
+
+def test_sources_that_can_be_read_are_accepted_in_every_format(folder: Path) -> None:
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for make in (
+        write("corpus/a.txt", "Some words.\n\n" * 99),
+        write("corpus/b.jsonl.gz", gzip.compress(DOCUMENTS.encode())),
+        write("corpus/c.jsonl.zst", zstd(DOCUMENTS)),
+        table("corpus/d.parquet", "text"),
+        table("corpus/e.arrow", "text", arrow=True),
+    ):
+        make(folder)
+    accepted = submit({"path": "corpus"})
+    assert accepted.code == 0, accepted.err
+    megatron("f", 4)(folder)
+    assert submit({"path": "f.bin"}).code == 0
+
+
+def test_a_bad_document_is_accepted_if_bad_documents_are_skipped_and_others_are_good(folder: Path) -> None:
+    (folder / "a.jsonl").write_text(DOCUMENTS + "{\n")
+    assert submit({"path": "a.jsonl"}, {"on_bad": "skip"}).code == 0
+    refused = submit({"path": "a.jsonl", "field": "content"}, {"on_bad": "skip"})
+    assert refused.code == ExitCode.USAGE, "every document lacks the field"
+
+
+def test_no_more_than_the_beginning_of_a_large_file_is_read(folder: Path) -> None:
+    """A line of 1 GB and a file whose damage is far from its beginning are left to the preparation."""
+    path = folder / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"text": "' + bytes([97]) * FIRST_BYTES)
+        file.truncate(1 << 30)
+    found = read_beginning(local_file(path, "jsonl"), Columns())
+    assert (found.documents, found.bad, found.share) == ((), (), 0.0)
+    path.write_text(DOCUMENTS * 100 + "{")
+    found = read_beginning(local_file(path, "jsonl"), Columns())
+    assert not found.bad
+    assert found.share == pytest.approx(len(found.documents) / (99 * 100), rel=0.01)
+    packed = folder / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress((DOCUMENTS * 400).encode(), 1))
+    assert packed.stat().st_size > 1 << 15
+    found = read_beginning(local_file(packed, "jsonl", "gz"), Columns(), 1 << 15)
+    assert not found.bad
+    assert found.share == pytest.approx(len(found.documents) / (99 * 400), rel=0.05)
+
+
+STEPS: tuple[tuple[dict[str, Any], str, str], ...] = (
+    ({"step": "contamination", "files": ["nowhere/*.jsonl"]}, "files", "nowhere/*.jsonl matches no file"),
+    ({"step": "contamination", "files": ["eval.jsonl"], "fields": ["q"]}, "files", "eval.jsonl"),
+    ({"step": "quality", "rules": "c4", "bad_words": "nowhere.txt"}, "bad_words", "cannot be read"),
+    ({"step": "quality", "rules": "c4", "bad_words": "empty.txt"}, "bad_words", "has no words"),
+)
+
+
+@pytest.mark.parametrize(("step", "key", "said"), STEPS, ids=[said for *_, said in STEPS])
+def test_files_of_steps_that_cannot_be_read_are_refused(
+    folder: Path, step: dict[str, Any], key: str, said: str
+) -> None:
+    (folder / "eval.jsonl").write_text('{"question": "a"}\n')
+    (folder / "empty.txt").write_text("\n")
+    refused = submit({"path": "good.jsonl"}, {"prepare": [{"step": "normalization"}, step]})
+    assert refused.code == ExitCode.USAGE, refused
+    shown = " ".join(refused.err.split())
+    assert f"run.yaml:20 data.prepare.1.{key} = " in shown
+    assert said in shown
+
+
+def test_the_columns_that_steps_read_must_be_in_a_table(folder: Path) -> None:
+    table("a.parquet", "text")(folder)
+    step = {"step": "score", "column": "score", "min": 1, "only": ["web"]}
+    refused = submit({"path": "a.parquet"}, {"prepare": [step]})
+    assert refused.code == ExitCode.USAGE
+    assert "has no field score; it has text" in " ".join(refused.err.split())
+    assert submit({"path": "a.parquet"}, {"prepare": [{**step, "only": ["good"]}]}).code == 0
+
+
+def test_each_source_that_only_the_nodes_see_is_named(folder: Path) -> None:
+    taken = submit({"path": "/scratch-of-nodes/*.jsonl"}, scheduler="slurm")
+    assert taken.code == 0, taken.err
+    assert "not checked here: data.sources.1.path = /scratch-of-nodes/*.jsonl;" in " ".join(taken.err.split())
