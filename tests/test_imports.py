@@ -45,9 +45,9 @@ BASE_LAYER = {
 MAY_IMPORT = {
     "__main__": {"cli"},
     "api": {"launch", "plan", "rundir", "spec"},
-    "cli": {"api", "ui", "launch", "plan", "spec", "rundir", "tracking", "worker"},
-    "ui": {"launch", "plan", "spec", "rundir", "worker"},
-    "launch": {"plan", "spec", "rundir", "tracking", "worker"},
+    "cli": {"api", "data", "ui", "launch", "plan", "spec", "rundir", "tracking", "worker"},
+    "ui": {"data", "launch", "plan", "spec", "rundir", "worker"},
+    "launch": {"data", "plan", "spec", "rundir", "tracking", "worker"},
     "engine": {"data", "plan", "spec", "rundir", "tracking", "worker"},
     "data": {"rundir", "spec"},
     "worker": {"plan", "spec", "rundir", "tracking"},
@@ -272,7 +272,7 @@ def test_every_package_is_in_the_table() -> None:
         (
             "launch/backends/local/backend.py",
             "from scaletrain_cli.cli.main import app",
-            "launch may import plan, rundir, spec, tracking, worker",
+            "launch may import data, plan, rundir, spec, tracking, worker",
         ),
         ("launch/probe.py", "try:\n    import submitit\nexcept ImportError:\n    pass", "heavy"),
         ("launch/probe.py", "class Probe:\n    import submitit", "heavy"),
