@@ -92,7 +92,10 @@ def _check_source(view: View, key: str, section: SourceSpec, results: TextResult
         reasons = [Reason("checks.no-source", {"why": error.why})]
     except (UsageError, UnavailableError) as error:
         reason = error.reason or Reason("checks.no-source", {"why": str(error)})
-        reason = reason.params["cause"] if reason.code == "remote.of-key" else reason  # the key is named already
+        if reason.code == "remote.of-key":  # the key is named already
+            reason = reason.params["cause"]
+        elif reason.code == "engine.data-source-unreadable":
+            reason = Reason("checks.source-file", {"why": reason.params["problem"]})
         if reason.code in _UNSEEN_REMOTE and not (view.spec.cluster.traits.runs_here or view.on_node):
             unseen.append(f"{key} = {section.path}: {reason}")
             return
