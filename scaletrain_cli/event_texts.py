@@ -132,6 +132,12 @@ def _goodput(event: Event) -> str:
     return f"{percent_text(event['goodput'])} of {seconds_text(event['wall_seconds'])}; {rest}"
 
 
+def _data_wait(event: Event) -> str:
+    waited = f"{percent_text(event['share'])} of the time of the last {counted(event['steps'], 'step')}"
+    given = f"data.loader.workers ({event['workers']}) and data.loader.prefetch ({event['prefetch']})"
+    return f"rank {event['rank']} waited for data {waited}; raise {given}, or use faster storage"
+
+
 def _stragglers(event: Event) -> str:
     if event.get("rank") is None:
         return "no rank is slower than the others"
@@ -192,6 +198,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "unverified-data": lambda event: f"the dataset has no hashes ({event['schema']}), so its files are not verified",
     "damaged-data": lambda event: f"{event['file']}: {event['problem']}; the run stops",
     "stragglers": _stragglers,
+    "data-wait": _data_wait,
     "hub-fetching": _hub_fetching,
     "hub-fetched": _hub_fetched,
     "hang": _hang,

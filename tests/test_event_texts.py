@@ -25,6 +25,11 @@ from scaletrain_cli.event_texts import event_sentence
             {"event": "flat-loss", "step": 200, "first_losses": 6.2, "recent_losses": 6.19, "noise": 0.1},
             "at step 200: the loss has not fallen, 6.2000 at first and 6.1900 recently",
         ),
+        (
+            {"event": "data-wait", "step": 50, "rank": 3, "share": 0.12, "steps": 49, "workers": 0, "prefetch": 2},
+            "rank 3 waited for data 12 % of the time of the last 49 steps; raise data.loader.workers (0) and "
+            "data.loader.prefetch (2), or use faster storage",
+        ),
         ({"event": "stage", "step": 5, "last_step": 12, "tensors": 27}, "steps 5 to 12 train 27 tensors"),
         (
             {"event": "stopped-early", "step": 40, "validation_losses": [2.0, 2.5]},

@@ -34,7 +34,13 @@ MAY_WRITE = {
         "(folder / 'datasets').symlink_to",
     ): "in a folder made anew, to its own",
 }
+_READERS = "scaletrain_cli/engine/data/reader_processes.py"
+_BETWEEN_OWN = "between a rank and its own children, over a socket that no other process has; never from a file"
 MAY_LOAD = {
+    **{
+        (_READERS, name): _BETWEEN_OWN
+        for name in ("import pickle", "pickle.Pickler", "pickle.PickleBuffer", "pickle.dumps", "pickle.loads")
+    },
     ("scaletrain_cli/engine/metrics/out_of_memory.py", "import pickle"): "to dump for torch's viewer, never to load",
     ("scaletrain_cli/engine/metrics/out_of_memory.py", "pickle.dump"): "what pytorch.org/memory_viz reads",
     (

@@ -26,6 +26,7 @@ from scaletrain_cli.engine.health import preflight
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
+from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
@@ -159,6 +160,7 @@ def assemble(
             run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat, stages
         ),
         deferred_metrics=DeferredMetrics(device),
+        data_waits=DataWaits(run, ranks.rank, consensus),
         ledger=ledger,
         step_sync=step_sync,
         heartbeat=heartbeat,

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import math
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from scaletrain_cli.engine.data.loader import Loader
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
+from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
@@ -109,6 +111,7 @@ class Trainer:
     faults: Faults
     guard: GuardActions
     deferred_metrics: DeferredMetrics
+    data_waits: DataWaits
     ledger: LedgerClock
     plan_check: PlanCheck
     step_sync: StepSync
@@ -224,15 +227,20 @@ class Trainer:
         with self.plan_check.around(step):
             number = self.guard.batch_number(step)
             with self.ledger.during("data"):
+                began = time.perf_counter()
                 batches = self.loader.take(number, self._following(step)).micro_batches()
+                waited = time.perf_counter() - began
             nan_gradient, factor = self.faults.injects_nan(step), self.faults.loss_factor(number)
             result = self.stepper.train(batches, nan_gradient=nan_gradient, factor=factor)
+        settings = self.record.spec.data.loader
+        self.data_waits.add(step, waited, workers=settings.workers, prefetch=settings.prefetch)
         if self.average is not None:
             self.average.update(step)
         measured: dict[str, Tensor | float] = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "learning_rate": rate,
+            "data_wait": waited,
         }
         if self.record.spec.training.precision == "fp16":
             measured |= {"loss_scale": scale, "skipped": float(result.skipped)}

@@ -97,7 +97,7 @@ def memory_text(measured: Measured) -> str:
 
 
 # Labels of keys of the JSON object; "restore" includes the set-up of the first attempt.
-_PARTS = {"restore": "set-up", "lost_work": "lost work"}
+_PARTS = {"data": "waiting for data", "restore": "set-up", "lost_work": "lost work"}
 
 
 def goodput_text(goodput: Goodput) -> str:
