@@ -15,11 +15,13 @@ from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared
 from scaletrain_cli.data.pipeline.report import NAME as REPORT
 from scaletrain_cli.data.pipeline.schedule import Progress
 from scaletrain_cli.data.pipeline.tasks import Source
+from scaletrain_cli.data.remote_datasets import attach_dataset, find_description, is_attached
 from scaletrain_cli.data.sources.listing import source_files
+from scaletrain_cli.data.sources.places import RemoteFile, is_remote
 from scaletrain_cli.data.sources.records import Columns, SourceFile
 from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokenizer_file
 from scaletrain_cli.errors import ScaletrainError, UsageError
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET, dataset_place, is_readable, make_datasets_folder
 from scaletrain_cli.safe_files import expand_home
@@ -112,6 +114,12 @@ def _sources(
         if (dataset / DATASET).is_file():
             found.append(_Found(section, dataset))
             continue
+        if is_remote(section.path) and (description := _description(section.path, key)) is not None:
+            datasets = runs_root / "datasets"
+            if not may_read and not is_attached(description, datasets):
+                return None
+            found.append(_Found(section, attach_dataset(description, datasets)))
+            continue
         files = source_files(section, folder, key)
         hashes: dict[str, str] | None = {}
         if section.path not in EMBEDDED:
@@ -120,6 +128,15 @@ def _sources(
             return None
         found.append(_Found(section, None, files, hashes))
     return found
+
+
+def _description(path: str, key: str) -> RemoteFile | None:
+    """Return dataset.json of a remote path; None if it has text. Raises ScaletrainError with the key."""
+    try:
+        return find_description(path)
+    except ScaletrainError as error:
+        error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
+        raise
 
 
 def _datasets(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path) -> dict[str, Path] | None:

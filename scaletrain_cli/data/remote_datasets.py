@@ -35,6 +35,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.safe_files import create_file, make_folder
+from scaletrain_cli.spec.corpus_files import format_by_name
 
 DESCRIPTION, OBJECTS = "dataset.json", "objects.json"
 _DATA_SUFFIX = ".bin"
@@ -142,43 +143,40 @@ class CachedFile:
                 self._compared.add(chunk)
 
 
-def find_dataset(path: str, datasets: Path, seconds: float | None = None) -> Path | None:
-    """Return the local folder of a remote dataset, if it is attached. Raises PlaceError and UnavailableError."""
-    folder = _folder_of(_description_of(path, seconds), datasets)
-    return folder if read_document(folder / DESCRIPTION) is not None else None
+def find_description(path: str, seconds: float | None = None) -> RemoteFile | None:
+    """Return dataset.json of a remote path; None if the path is no folder with prepared data.
 
-
-def is_dataset(path: str, seconds: float | None = None) -> bool:
-    """Return True if a remote path is a folder with prepared data. Raises PlaceError and UnavailableError."""
-    if not is_remote(path) or any(letter in path for letter in "*?["):
-        return False
+    Raises PlaceError and UnavailableError.
+    """
+    is_file = format_by_name(path.rpartition("/")[2])[0] != ""
+    if not is_remote(path) or path.startswith(("http:", "https:")) or is_file or set("*?[") & set(path):
+        return None
     try:
-        _description_of(path, seconds)
+        return find_file(f"{path.rstrip('/')}/{DESCRIPTION}", seconds)
     except PlaceError as error:
         if error.reason is not None and error.reason.code == "remote.not-found":
-            return False
+            return None
         raise
-    return True
 
 
-def _description_of(path: str, seconds: float | None) -> RemoteFile:
-    return find_file(f"{path.rstrip('/')}/{DESCRIPTION}", seconds)
-
-
-def _folder_of(description: RemoteFile, datasets: Path) -> Path:
+def attached_folder(description: RemoteFile, datasets: Path) -> Path:
+    """Return the local folder for a remote dataset in this state, whether or not it is there."""
     identity = f"{description.path}\n{description.etag}\n{description.size}"
     return datasets / f"remote-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
 
-def attach_dataset(path: str, datasets: Path) -> Path:
+def is_attached(description: RemoteFile, datasets: Path) -> bool:
+    """Return True if all but the tokens of a remote dataset are in its local folder."""
+    return read_document(attached_folder(description, datasets) / DESCRIPTION) is not None
+
+
+def attach_dataset(description: RemoteFile, datasets: Path) -> Path:
     """Return the local folder of a remote dataset, after reading all but its tokens.
 
     Raises PlaceError if it is incomplete or of another version, UnavailableError and OSError.
     """
-    root = path.rstrip("/")
-    description = _description_of(root, None)
-    folder = _folder_of(description, datasets)
-    if read_document(folder / DESCRIPTION) is not None:
+    folder, root = attached_folder(description, datasets), description.path.removesuffix(f"/{DESCRIPTION}")
+    if is_attached(description, datasets):
         return folder
     content = read_range(description, 0, description.size)
     files = {file.path.removeprefix(f"{root}/"): file for file in list_files(f"{root}/")}

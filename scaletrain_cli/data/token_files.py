@@ -159,12 +159,16 @@ class NumberFiles:
     """
 
     def __init__(self, files: Sequence[Path | PreparedFile], counts: Sequence[int], dtype: str) -> None:
-        """Raises CorruptDataError if a file has another size than its count says."""
         self.dtype = np.dtype(dtype)
         self._files: list[PreparedFile] = [LocalFile(file) if isinstance(file, Path) else file for file in files]
         self.starts: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        for file, count in zip(self._files, counts, strict=True):
-            _require_size(file, count * self.dtype.itemsize)
+
+    def require_size(self, file: int) -> None:
+        """Raise CorruptDataError if a file, by number, has another size than its count says."""
+        expected = int(self.starts[file + 1] - self.starts[file]) * self.dtype.itemsize
+        if (size := self._files[file].size) != expected:
+            what = f"{size} bytes instead of the {expected} that dataset.json states"
+            raise CorruptDataError(self._files[file].path, what)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -202,11 +206,6 @@ class NumberFiles:
             file.close()
 
 
-def _require_size(file: PreparedFile, expected: int) -> None:
-    if (size := file.size) != expected:
-        raise CorruptDataError(file.path, f"{size} bytes instead of the {expected} that dataset.json states")
-
-
 @dataclass(frozen=True)
 class Split:
     """One split of a source. ``ends``: the position of the last token of each document, within its shard."""
@@ -237,11 +236,14 @@ def _ends_of_shard(ends: NumberFiles, shard: int) -> npt.NDArray[np.int64]:
     return ends.read(first, last)
 
 
-def open_source(dataset: Path, cache: BlockCache | None = None) -> tuple[dict[str, Any], dict[str, Split]]:
+def open_source(
+    dataset: Path, rank: int = 0, ranks: int = 1, cache: BlockCache | None = None
+) -> tuple[dict[str, Any], dict[str, Split]]:
     """Return dataset.json and the splits of a prepared source.
 
-    The hashes of every shard are compared with dataset.json now, the tokens with their hashes when they are read. The
-    tokens of an attached remote dataset are read through ``cache``; None for one of the default size.
+    The sizes and hashes of this rank's share of the shards are compared with dataset.json now, the tokens with their
+    hashes when they are read. The tokens of an attached remote dataset are read through ``cache``; None for one of the
+    default size.
 
     Raises UsageError, and CorruptDataError if a file has changed since it was written.
     """
@@ -261,8 +263,11 @@ def open_source(dataset: Path, cache: BlockCache | None = None) -> tuple[dict[st
                 NumberFiles(files_of([folder / f"{split}.bin" for folder in folders]), counts[0], dtype),
                 NumberFiles(files_of([folder / f"{split}.ends.bin" for folder in folders]), counts[1], "int64"),
             )
-        for folder, shard in zip(folders, shards, strict=True):
-            _compare_hashes(folder, shard, np.dtype(dtype).itemsize)
+        for number in range(rank, len(shards), ranks):
+            for found in splits.values():
+                found.tokens.require_size(number)
+                found.ends.require_size(number)
+            _compare_hashes(folders[number], shards[number], np.dtype(dtype).itemsize)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptDataError(dataset / "dataset.json", f"it lacks a value: {error}") from error
     return document, splits

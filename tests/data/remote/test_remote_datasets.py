@@ -21,12 +21,14 @@ from scaletrain_cli.data import remote_datasets
 from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError
 from scaletrain_cli.data.pipeline.prepare import SCHEMA, shard_folder
-from scaletrain_cli.data.pipeline.shards import read_shard_info, write_shard
-from scaletrain_cli.data.remote_datasets import attach_dataset, find_dataset, is_dataset, upload_dataset
+from scaletrain_cli.data.pipeline.shards import Encoded, read_shard_info, write_shard
+from scaletrain_cli.data.prepared import find_prepared, prepare_data
+from scaletrain_cli.data.remote_datasets import attach_dataset, find_description, is_attached, upload_dataset
 from scaletrain_cli.data.sources import places
 from scaletrain_cli.data.sources.places import PlaceError, UnavailableError
 from scaletrain_cli.data.token_files import Split, open_source
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec import DataSpec
 from tests.data.remote.conftest import BUCKET
 from tests.data.remote.faults import FaultyProxy, Request
 
@@ -43,7 +45,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shards = []
     for number in range(3):
         documents = [
-            (f"document {number} {each}", draw.integers(0, 60_000, _DOCUMENT_TOKENS).astype("uint16"))
+            Encoded(f"{number} {each}".encode(), draw.integers(0, 60_000, _DOCUMENT_TOKENS).astype("uint16"), None)
             for each in range(50)
         ]
         write_shard(shard_folder(folder, number), documents, 0.1)
@@ -59,11 +61,20 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def attached(s3: FaultyProxy, prepared: Path, tmp_path: Path) -> Path:
     """Upload the dataset and attach it."""
-    return attach_dataset(upload_dataset(prepared, ROOT), tmp_path / "datasets")
+    return attach(upload_dataset(prepared, ROOT), tmp_path / "datasets")
+
+
+def attach(path: str, datasets: Path) -> Path:
+    description = find_description(path)
+    assert description is not None
+    assert not is_attached(description, datasets / "elsewhere")
+    found = attach_dataset(description, datasets)
+    assert is_attached(description, datasets)
+    return found
 
 
 def opened(dataset: Path, cache: BlockCache | None = None) -> dict[str, Split]:
-    return open_source(dataset, cache)[1]
+    return open_source(dataset, cache=cache)[1]
 
 
 def test_remote_data_have_the_tokens_of_local_data_in_any_range(
@@ -72,9 +83,7 @@ def test_remote_data_have_the_tokens_of_local_data_in_any_range(
     assert attached != prepared
     assert (attached / "tokenizer.json").read_text() == "{}"
     assert not list(attached.rglob("*.bin")), "the tokens stay remote"
-    assert attach_dataset(f"{ROOT}/c0ffee/", tmp_path / "datasets") == attached
-    assert find_dataset(f"{ROOT}/c0ffee", tmp_path / "datasets") == attached
-    assert find_dataset(f"{ROOT}/c0ffee", tmp_path / "elsewhere") is None
+    assert attach(f"{ROOT}/c0ffee/", tmp_path / "datasets") == attached
     here, there = opened(prepared), opened(attached, BlockCache(tmp_path / "cache", 1 << 30))
     faults = random.Random(3)
     kinds = ["slow-down", "reset", "short", "changed", None, None, None, None]
@@ -99,7 +108,7 @@ from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.token_files import open_source
 prepared, attached, cache, size, reads, seed = sys.argv[1:]
 here = open_source(Path(prepared))[1]["train"].tokens
-there = open_source(Path(attached), BlockCache(Path(cache), int(size)))[1]["train"].tokens
+there = open_source(Path(attached), cache=BlockCache(Path(cache), int(size)))[1]["train"].tokens
 draw = random.Random(int(seed))
 for _ in range(int(reads)):
     start = draw.randrange(len(here) - 4097)
@@ -276,14 +285,12 @@ def test_an_upload_that_was_stopped_is_continued_and_other_data_are_not_overwrit
     with pytest.raises(UnavailableError):
         upload_dataset(prepared, ROOT)
     s3.fault = lambda request: None
-    assert not is_dataset(f"{ROOT}/c0ffee"), "dataset.json is written last"
-    with pytest.raises(PlaceError, match="does not exist"):
-        attach_dataset(f"{ROOT}/c0ffee", tmp_path / "datasets")
+    assert find_description(f"{ROOT}/c0ffee") is None, "dataset.json is written last"
     monkeypatch.setenv(places.TIMEOUT, "20")
     written = sum(request.method == "PUT" for request in s3.seen)
     seen: list[tuple[int, int]] = []
     assert upload_dataset(prepared, ROOT, lambda done, total: seen.append((done, total))) == f"{ROOT}/c0ffee"
-    assert is_dataset(f"{ROOT}/c0ffee")
+    assert find_description(f"{ROOT}/c0ffee") is not None
     assert seen[-1][0] == seen[-1][1] > len(seen)
     assert sum(request.method == "PUT" for request in s3.seen) > written
     (tmp_path / "c0ffee").mkdir()
@@ -318,7 +325,7 @@ def test_remote_data_of_another_version_or_with_missing_files_are_refused(
 ) -> None:
     damage(upload_dataset(prepared, ROOT))
     with pytest.raises(PlaceError, match=message):
-        attach_dataset(f"{ROOT}/c0ffee", tmp_path / "datasets")
+        attach(f"{ROOT}/c0ffee", tmp_path / "datasets")
     assert not (tmp_path / "datasets").exists() or not list((tmp_path / "datasets").iterdir())
 
 
@@ -327,3 +334,42 @@ def test_only_prepared_data_are_uploaded(s3: FaultyProxy, attached: Path, tmp_pa
         with pytest.raises(UsageError, match="has no prepared data of this version"):
             upload_dataset(folder, ROOT)
     assert remote_datasets.OBJECTS in os.listdir(attached)
+
+
+def _nothing(phase: str, done: int, total: int) -> None:
+    pass
+
+
+def test_a_source_at_a_remote_path_is_a_dataset_or_text(s3: FaultyProxy, prepared: Path, tmp_path: Path) -> None:
+    upload_dataset(prepared, ROOT)
+    ready = DataSpec.model_validate({"source": f"{ROOT}/c0ffee"})
+    assert find_prepared(ready, tmp_path) is None
+    found = prepare_data(ready, tmp_path, 1, _nothing)
+    assert find_prepared(ready, tmp_path) == found
+    assert len(opened(found["source"])["train"].tokens) == len(opened(prepared)["train"].tokens)
+
+    text = "".join(json.dumps({"text": f"document {number} of some words"}) + "\n" for number in range(300))
+    (tmp_path / "a.jsonl").write_text(text)
+    places.write_file(f"s3://{BUCKET}/web/a.jsonl", tmp_path / "a.jsonl")
+    tokenizer = {"kind": "bpe", "vocab_size": 300}
+    results = []
+    for path in (str(tmp_path / "a.jsonl"), f"s3://{BUCKET}/web", f"s3://{BUCKET}/web/*.jsonl"):
+        data = DataSpec.model_validate({"source": path, "tokenizer": tokenizer})
+        made = prepare_data(data, tmp_path, 1, _nothing)["source"]
+        tokens = opened(made)["train"].tokens
+        results.append(tokens.read(0, len(tokens)).tolist())
+    assert results[0] == results[1] == results[2]
+    assert results[0]
+
+
+def test_errors_of_a_remote_source_name_its_key(s3: FaultyProxy, tmp_path: Path) -> None:
+    sources = [{"name": "web", "path": f"s3://{BUCKET}/web/*.jsonl", "weight": 1}]
+    data = DataSpec.model_validate({"sources": sources})
+    with pytest.raises(PlaceError, match=r"^data\.sources\.0\.path: no object matches s3://"):
+        prepare_data(data, tmp_path, 1, _nothing)
+    s3.fault = lambda request: "denied"
+    for path in (f"s3://{BUCKET}/web", f"s3://{BUCKET}/web/a.jsonl"):
+        data = DataSpec.model_validate({"source": path})
+        with pytest.raises(PlaceError, match=r"^data\.source: s3://.* cannot be accessed") as caught:
+            find_prepared(data, tmp_path)
+        assert caught.value.exit_code == 2
