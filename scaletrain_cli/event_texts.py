@@ -121,8 +121,24 @@ def _evaluated(event: Event) -> str:
 
 
 def _validation_held_back(event: Event) -> str:
-    part = f"the last {event['sequences']:,} of {event['of']:,} training sequences"
+    source = f" of {event['source']}" if event.get("source") else ""
+    part = f"the last {event['sequences']:,} of {event['of']:,} training sequences{source}"
     return f"{part} are used for validation: the validation split is too small"
+
+
+def _mixture(event: Event) -> str:
+    stages = [
+        ", ".join(f"{name} {percent_text(share)}" for name, share in stage["shares"].items())
+        + (f" from sample {stage['first_sample']:,} on" if stage["first_sample"] > event["first_sample"] else "")
+        for stage in event["stages"]
+        if stage["first_sample"] >= event["first_sample"] or stage is _begun(event)
+    ]
+    return f"from batch {event['batch']} (sample {event['first_sample']:,}) on: {'; '.join(stages)}"
+
+
+def _begun(event: Event) -> Any:
+    """Return the stage that the first sample of a mixture is in."""
+    return [stage for stage in event["stages"] if stage["first_sample"] <= event["first_sample"]][-1]
 
 
 def _goodput(event: Event) -> str:
@@ -188,6 +204,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "dead-gradients": _dead_gradients,
     "flat-loss": _flat_loss,
     "stage": _stage,
+    "mixture": _mixture,
     "stopped-early": _stopped_early,
     "evaluation-submitted": lambda event: f"of step {event['step']}: job {event['job_id']}, run {event['evaluation']}",
     "evaluation-not-submitted": lambda event: str(event["message"]),

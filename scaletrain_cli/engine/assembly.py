@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identif
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import compose
-from scaletrain_cli.engine.data.batches import BatchReader, padded_to
-from scaletrain_cli.engine.data.dataset import TokenSequences
+from scaletrain_cli.engine.data.batches import BatchReader, batch_number, merged_skip_ranges, padded_to
 from scaletrain_cli.engine.data.rows import RowSequences
-from scaletrain_cli.engine.data.splits import open_data
+from scaletrain_cli.engine.data.sample_order import RunMixture, mixture_of_run, sample_order
+from scaletrain_cli.engine.data.sources import TextSequences
+from scaletrain_cli.engine.data.splits import RunData, open_data
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health import preflight
@@ -47,7 +49,7 @@ from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.evaluations import MOST_WAITING
-from scaletrain_cli.rundir.journal import read_rollbacks
+from scaletrain_cli.rundir.journal import Rollback, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.spec import RunSpec
@@ -81,10 +83,11 @@ def assemble(
         heartbeat.beat(0, "preflight")
         preflight.check_together(run, record, ranks, attempt, long_consensus, device)
     heartbeat.beat(0, "data", DATA_SECONDS)
-    dataset, train, validation = open_data(run, record, ranks, long_consensus)
+    data = open_data(run, record, ranks, long_consensus)
     resume_point = find_resume_point(run, checkpoints, attempt, ranks, long_consensus)
     _check_disk_space(record, checkpoints, ranks, long_consensus)
     rollbacks = long_consensus.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
+    mixture = _mixture(run, record, data, resume_point.step, rollbacks, ranks, long_consensus)
     heartbeat.beat(resume_point.step, "set-up")
     _stop_if_preempted(flag, long_consensus)
 
@@ -96,7 +99,7 @@ def assemble(
     resuming = resume_point.checkpoint is not None
     trained, base = trained_at(spec, resume_point.step), identify_base(spec, ranks, long_consensus)
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
-    _check_rows(composed.objective, spec, layout, train)
+    _check_rows(composed.objective, spec, layout, data.sequences)
     stepper = build_stepper(composed, mesh, device, spec.training)
     average = _weight_average(spec, composed.engine)
     _stop_if_preempted(flag, long_consensus)
@@ -129,6 +132,7 @@ def assemble(
         within_documents=spec.data.packing == "documents",
         padded_to=padded_to(spec, layout),
     )
+    order = sample_order(spec.training.seed, data.sizes, mixture.stages) if len(data.sizes) > 1 else None
     step_sync = StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger)
 
     def goes_on() -> bool:
@@ -138,7 +142,7 @@ def assemble(
 
     reference = None
     if composed.objective.reads_pairs:
-        hashes = (dataset.fingerprint, dataset.seal)
+        hashes = (data.dataset.fingerprint, data.dataset.seal)
         reference = ReferencePass(run, spec, mesh, stepper, long_consensus, device, hashes, goes_on)
     return Trainer(
         run=run,
@@ -152,9 +156,10 @@ def assemble(
         stepper=stepper,
         average=average,
         checkpointer=checkpointer,
-        dataset=dataset,
-        training=read_batches(train),
-        validation=read_batches(validation),
+        data=data,
+        training=replace(read_batches(data.sequences), order=order),
+        validation={name: read_batches(sequences) for name, sequences in data.validation.items()},
+        validation_shares=mixture.validation_shares(data.validation),
         faults=faults,
         guard=GuardActions(
             run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat, stages
@@ -214,7 +219,7 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: 
         raise DiskSpaceError(problem)
 
 
-def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: TokenSequences | RowSequences) -> None:
+def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: TextSequences | RowSequences) -> None:
     """Raise UsageError or InfeasibleError if the objective cannot train on the rows of the dataset."""
     rows = train if isinstance(train, RowSequences) else None
     pairs = rows is not None and rows.pairs
@@ -224,6 +229,31 @@ def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Toke
         raise UsageError(Reason("engine.pairs-need-dpo", {"objective": spec.training.objective}))
     if rows is not None and rows.weighted and layout.cross_entropy == "liger":
         raise InfeasibleError(Reason("engine.liger-without-weights"))
+
+
+def _mixture(
+    run: RunDir,
+    record: RunRecord,
+    data: RunData,
+    step: int,
+    rollbacks: list[Rollback],
+    ranks: Ranks,
+    consensus: RankConsensus,
+) -> RunMixture:
+    """Return the mixture of sources after ``step`` steps, which rank 0 records if it is a new one. Collective."""
+    skipped = merged_skip_ranges([*record.spec.data.skip, *(rollback.skip for rollback in rollbacks)])
+    found: RunMixture | None = None
+    problem: Reason | None = None
+    if ranks.rank == 0:
+        try:
+            found = mixture_of_run(run, record, data.sizes, batch_number(step + 1, skipped))
+        except InfeasibleError as error:
+            problem = error.reason
+    found, problem = consensus.follow_rank_zero((found, problem))
+    if problem is not None:
+        raise InfeasibleError(problem)
+    assert found is not None
+    return found
 
 
 def _weight_average(spec: RunSpec, engine: Any) -> WeightAverage | None:

@@ -18,8 +18,8 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
-from scaletrain_cli.engine.data.dataset import DatasetInfo
 from scaletrain_cli.engine.data.loader import Loader
+from scaletrain_cli.engine.data.splits import RunData
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
@@ -38,8 +38,7 @@ from scaletrain_cli.engine.process_group import Ranks, StepDecision
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.engine.step_sync import StepSync
-from scaletrain_cli.errors import ExitCode, UsageError
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -105,9 +104,10 @@ class Trainer:
     stepper: Stepper
     average: WeightAverage | None
     checkpointer: Checkpointer
-    dataset: DatasetInfo
+    data: RunData
     training: BatchReader
-    validation: BatchReader
+    validation: dict[str, BatchReader]  # by source
+    validation_shares: dict[str, float]  # of the sources in the validation loss; the sum is 1
     faults: Faults
     guard: GuardActions
     deferred_metrics: DeferredMetrics
@@ -278,7 +278,7 @@ class Trainer:
         if begin.checkpoint is not None:
             name = "resumed"
             restored = self.checkpointer.restore(begin.checkpoint)
-            self._check_same_data(begin.checkpoint.path.name, restored)
+            self.data.require_same(begin.checkpoint.path.name, restored)
             self.guard.load_state_dict(restored["guard"])
         self._report(
             name,
@@ -288,8 +288,9 @@ class Trainer:
             passed_over=begin.passed_over,
             attention=attention_kernel_of(self.record.spec, self.record.plan.layout, self.device),
         )
-        if not self.dataset.is_verified:
-            self._report("unverified-data", schema=self.dataset.schema)
+        for info in self.data.infos.values():
+            if not info.is_verified:
+                self._report("unverified-data", schema=info.schema)
         self.step_sync.schedule.begin_at(begin.step)
         self.ledger.set_up_is_done()
         due = self._evaluation_follows(begin.step) and not begin.evaluated
@@ -322,48 +323,71 @@ class Trainer:
             self.reference.check([batch.to(self.device) for batch in batches])
         return ready
 
-    def _validation_with_reference(self, step: int) -> BatchReader | None:
+    def _validation_with_reference(self, step: int) -> dict[str, BatchReader] | None:
         if not self.record.spec.evaluation.every:
             return self.validation
         assert self.reference is not None
-        return self.reference.with_reference(self.validation, "validation", step)
+        ((name, reader),) = self.validation.items()  # pairs have one source
+        found = self.reference.with_reference(reader, "validation", step)
+        return None if found is None else {name: found}
 
     def save(self, step: int, *, wait: bool) -> None:
         """Start a checkpoint of the state after ``step`` steps; with ``wait``, return when it is committed."""
         self.step_sync.save_begins(step)
         with self.ledger.during("save"):
             self.heartbeat.beat(step, "save")
-            data = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
-            self.checkpointer.save(step, {"step": step, **data, "guard": self.guard.state_dict()}, wait=wait)
+            state = {"step": step, **self.data.to_checkpoint(), "guard": self.guard.state_dict()}
+            self.checkpointer.save(step, state, wait=wait)
         self.ledger.write()
 
     @torch.no_grad()
     def evaluate(self, step: int, metrics: MetricsLog) -> float | None:
         """Log and return the mean validation loss in nats over the first ``evaluation.batches`` global batches.
 
-        The same sequences each time, or as many as the validation split has. None if a preemption signal arrived
-        during the evaluation: nothing is logged, and the next attempt evaluates again.
+        The same sequences each time, or as many as the validation splits have. Several sources have a loss each, and
+        the whole is their mean by ``validation_shares``. None if a preemption signal arrived during the evaluation:
+        nothing is logged, and the next attempt evaluates again.
         """
         layout = self.record.plan.layout
         width = layout.micro_batch_size * layout.data_parallel
-        sequences = self.record.spec.evaluation.batches * layout.global_batch_size
-        rounds = min(sequences, len(self.validation.sequences)) // width
-        losses = {"validation_loss": self._mean_loss(step, rounds)}
+        rounds = {name: self._validation_rounds(name, width) for name in self.validation}
+        losses = self._validation_losses(step, rounds, "validation_loss")
         measures = {f"validation_{name}": value.item() for name, value in self.stepper.take_measures().items()}
-        if self.average is not None and self.average.taken:  # not before the first weights were averaged
+        if losses is not None and self.average is not None and self.average.taken:  # not before the first average
             with self.average.in_use():
-                losses["averaged_validation_loss"] = self._mean_loss(step, rounds)
+                averaged = self._validation_losses(step, rounds, "averaged_validation_loss")
+            losses = None if averaged is None else losses | averaged
             self.stepper.take_measures()  # those of the trained weights are enough
-        measured = {name: loss for name, loss in losses.items() if loss is not None}
-        if len(measured) < len(losses):
+        if losses is None:
             return None
-        metrics.log_validation(step, rounds * width, **measured, **measures)
-        return measured["validation_loss"]
+        metrics.log_validation(step, sum(rounds.values()) * width, **losses, **measures)
+        return losses["validation_loss"]
 
-    def _mean_loss(self, step: int, rounds: int) -> float | None:
+    def _validation_rounds(self, name: str, width: int) -> int:
+        """Return how many micro-batches of each replica a source is validated on; ``width``: sequences of a round."""
+        sequences = self.record.spec.evaluation.batches * self.record.plan.layout.global_batch_size
+        if len(self.validation) > 1:
+            sequences = max(width, round(sequences * self.validation_shares[name]))
+        return min(sequences, len(self.validation[name].sequences)) // width
+
+    def _validation_losses(self, step: int, rounds: dict[str, int], name: str) -> dict[str, float] | None:
+        """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""
+        found = {}
+        for source, reader in self.validation.items():
+            loss = self._mean_loss(step, reader, rounds[source])
+            if loss is None:
+                return None
+            found[source] = loss
+        if len(found) == 1:
+            return {name: next(iter(found.values()))}
+        # a source without a share has no part in the whole, also if its loss is not finite
+        whole = sum(share * found[source] for source, share in self.validation_shares.items() if share)
+        return {name: whole, **{f"{name}/{source}": loss for source, loss in found.items()}}
+
+    def _mean_loss(self, step: int, reader: BatchReader, rounds: int) -> float | None:
         """Return the mean loss over ``rounds`` micro-batches per replica, in nats; None after a preemption signal."""
         total = torch.zeros((), device=self.device)
-        waiting = self.validation.in_order(rounds)
+        waiting = reader.in_order(rounds)
         # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
         while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
             if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
@@ -402,15 +426,6 @@ class Trainer:
             "saved_step": self.checkpointer.committed_step,
             "why": f"{left:.1f} s of cluster.grace_seconds = {grace:g} are left and a save takes {needed:.1f} s",
         }
-
-    def _check_same_data(self, checkpoint: str, saved: dict[str, Any]) -> None:
-        """Raise UsageError unless the checkpoint's dataset is this one."""
-        if saved["dataset"] != self.dataset.fingerprint:
-            params = {"checkpoint": checkpoint, "saved": saved["dataset"][:12]}
-            params["found"] = self.dataset.fingerprint[:12]
-            raise UsageError(Reason("engine.data-of-checkpoint-differs", params))
-        if (saved.get("dataset_seal") or self.dataset.seal) != self.dataset.seal:
-            raise UsageError(Reason("engine.data-was-edited", {"checkpoint": checkpoint}))
 
     def _report(self, name: str, **details: Any) -> None:
         report_event(self.run, self.ranks.rank, name, **details)

@@ -37,6 +37,19 @@ TEXTS: dict[str, Text] = {
         "the source {source} holds tokens, so no tokenizer can be trained for it",
         ("Set data.tokenizer to the tokenizer that made the tokens, with kind: file",),
     ),
+    "epochs-exceed-run": Text(
+        "data.sources: the epochs of {sources} take {taken:whole} samples and the run has {samples:whole}, so that "
+        "none are left for the sources with a weight",
+        ("Set fewer epochs, more training.steps, or epochs for every source",),
+    ),
+    "tokenizers-differ": Text(
+        "data.sources: {first} and {second} were prepared with different tokenizers",
+        ("Prepare all sources with the same data.tokenizer",),
+    ),
+    "source-gone": Text(
+        "the run was trained on the source {source}, which data.sources no longer names",
+        ("Keep the source, with weight 0 if no more samples are to come from it",),
+    ),
     "shards-missing": Text("{folder} lacks tokens that were written before", ("Prepare the data again",)),
     "worker-killed": Text(
         "a worker process was killed, perhaps for its memory", ("Use fewer workers, and run the command again",)

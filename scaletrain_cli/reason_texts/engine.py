@@ -102,7 +102,7 @@ TEXTS: dict[str, Text] = {
         ("Restore the dataset's folder from a copy, or start a new run.",),
     ),
     "data-too-small-to-validate": Text(
-        "data.source is too small to validate on: it has {train} sequences of {length} tokens to train on and "
+        "{source} is too small to validate on: it has {train} sequences of {length} tokens to train on and "
         "{validation} to validate on, and one round of validation takes {width}",
         ("Add text, or submit the run with a shorter model.seq_len or with evaluation.every: 0.",),
     ),

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
+from scaletrain_cli.data.token_files import open_source
 from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokenizer_file, train_tokenizer
 from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
-from scaletrain_cli.engine.data.sources import TextSequences
+from scaletrain_cli.engine.data.sources import SourceSequences, TextSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
@@ -83,7 +84,6 @@ class TokenSequences(TextSequences):
         return max(0, (len(self.tokens) - 1) // self.seq_len - self.first) if self.count is None else self.count
 
     def part(self, first: int, count: int) -> TokenSequences:
-        """Return ``count`` of these sequences from ``first`` on."""
         return replace(self, first=self.first + first, count=count)
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
@@ -100,10 +100,38 @@ class TokenSequences(TextSequences):
         return self.document_ends[low:high] - start
 
 
+def open_source_dataset(
+    folder: Path, seq_len: int, rank: int = 0, ranks: int = 1
+) -> tuple[DatasetInfo, SourceSequences, SourceSequences]:
+    """Return info, training sequences and validation sequences of a source that was prepared in shards.
+
+    Compares this rank's share of the shards with dataset.json; tokens and document ends are compared with their hashes
+    when they are first read. Raises UsageError, and CorruptDataError if a file has changed since it was written.
+    """
+    document, splits = open_source(folder, None, rank, ranks)
+    try:
+        info = DatasetInfo(
+            schema=document["schema"],
+            fingerprint=document["fingerprint"],
+            dtype=document["tokenizer"]["dtype"],
+            vocab_size=document["tokenizer"]["vocab_size"],
+            documents=document["train_documents"] + document["validation_documents"],
+            train_tokens=document["train_tokens"],
+            validation_tokens=document["validation_tokens"],
+            train_documents=document["train_documents"],
+            validation_documents=document["validation_documents"],
+        )
+    except (KeyError, TypeError) as error:
+        raise CorruptDataError(folder / "dataset.json", f"it lacks a value: {error}") from error
+    train, validation = (SourceSequences(splits[split], seq_len) for split in SPLITS)
+    _require_a_sequence(folder, info, train)
+    return info, train, validation
+
+
 def open_dataset(
     folder: Path, seq_len: int, rank: int = 0, ranks: int = 1
 ) -> tuple[DatasetInfo, TokenSequences, TokenSequences]:
-    """Return info, training sequences and validation sequences of a prepared dataset.
+    """Return info, training sequences and validation sequences of a dataset in one file for each split.
 
     Compares this rank's share of the document ends with their hashes; tokens are compared when they are first read.
     Raises UsageError, and CorruptDataError if a file has changed since it was written.
@@ -129,10 +157,14 @@ def open_dataset(
         for each in (train, validation):
             if each.ends_file is not None:
                 each.ends_file.check_share(rank, ranks)
-    if not len(train):
-        sizes = {"tokens": info.train_tokens, "length": seq_len}
-        raise UsageError(Reason("engine.dataset-too-small", {"folder": str(folder), **sizes}))
+    _require_a_sequence(folder, info, train)
     return info, train, validation
+
+
+def _require_a_sequence(folder: Path, info: DatasetInfo, train: TextSequences) -> None:
+    if not len(train):
+        sizes = {"tokens": info.train_tokens, "length": train.seq_len}
+        raise UsageError(Reason("engine.dataset-too-small", {"folder": str(folder), **sizes}))
 
 
 def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> TokenSequences:

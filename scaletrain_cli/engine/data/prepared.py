@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.data.pipeline.prepare import SCHEMA as SHARDED_SCHEMA
 from scaletrain_cli.engine.data.dataset import (
     DatasetInfo,
-    TokenSequences,
     dataset_folder,
     open_dataset,
+    open_source_dataset,
     prepare_dataset,
 )
 from scaletrain_cli.engine.data.row_dataset import SCHEMA, RowsInfo, build_rows, left_out, open_rows, rows_folder
 from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.engine.data.sources import TextSequences
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.shared_datasets import built, owner_of_dataset
@@ -45,7 +47,7 @@ def prepare_data(spec: RunSpec, runs_root: Path) -> Path:
 
 def open_data_of(
     spec: RunSpec, folder: Path, rank: int = 0, ranks: int = 1, *, begun: bool = False
-) -> tuple[DatasetInfo, TokenSequences | RowSequences, TokenSequences | RowSequences]:
+) -> tuple[DatasetInfo, TextSequences | RowSequences, TextSequences | RowSequences]:
     """Return info, training split and validation split of prepared data.
 
     ``begun``: the run has a checkpoint, and keeps the rows that it has trained on, whatever its settings are.
@@ -60,7 +62,8 @@ def open_data_of(
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         if objective != "causal_lm":
             raise _made_for_another(folder, "text", objective)
-        return open_dataset(folder, seq_len, rank, ranks)
+        in_shards = isinstance(document, dict) and document.get("schema") == SHARDED_SCHEMA
+        return (open_source_dataset if in_shards else open_dataset)(folder, seq_len, rank, ranks)
     if document.get("objective") != objective:
         found = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
         raise _made_for_another(folder, found, objective)

@@ -24,6 +24,10 @@ class TextSequences(ABC):
         """Return the number of sequences."""
 
     @abstractmethod
+    def part(self, first: int, count: int) -> TextSequences:
+        """Return ``count`` of these sequences from ``first`` on."""
+
+    @abstractmethod
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
         """Return sequences as [len(indices), seq_len + 1]: inputs are [:, :-1], labels [:, 1:].
 
@@ -56,7 +60,6 @@ class SourceSequences(TextSequences):
         return whole if self.count is None else self.count
 
     def part(self, first: int, count: int) -> SourceSequences:
-        """Return ``count`` of these sequences from ``first`` on."""
         return replace(self, first=self.first + first, count=count)
 
     def rows(self, indices: list[int]) -> npt.NDArray[np.int64]:
@@ -89,6 +92,13 @@ class JoinedSequences(TextSequences):
 
     def __len__(self) -> int:
         return self.starts[-1]
+
+    def part(self, first: int, count: int) -> JoinedSequences:
+        parts = []
+        for each, start in zip(self.sources, self.starts, strict=False):
+            low, high = (min(max(place - start, 0), len(each)) for place in (first, first + count))
+            parts.append(each.part(low, high - low))
+        return JoinedSequences(tuple(parts))
 
     def source_of(self, index: int) -> int:
         """Return the number of the source that has a sequence."""

@@ -1,12 +1,19 @@
-"""Open the token sequences that a run trains on and validates on."""
+"""Open the sequences that a run trains on and validates on, by their sources."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from scaletrain_cli.engine.data.dataset import DatasetInfo, TokenSequences
+from scaletrain_cli.data.stages import recorded_changes
+from scaletrain_cli.engine.data.dataset import DatasetInfo
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_data
 from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError
@@ -15,74 +22,197 @@ from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
+from scaletrain_cli.spec import RunSpec
 
 _HELD_BACK = "validation-held-back"
 
 
-def open_data(
-    run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConsensus
-) -> tuple[DatasetInfo, TokenSequences | RowSequences, TokenSequences | RowSequences]:
-    """Prepare the dataset on rank 0, open it on every rank, and return it with its two splits. Collective.
+@dataclass(frozen=True)
+class RunData:
+    """The sources of a run by name, in the order of the spec; rows and preference pairs have one.
 
-    Raises UsageError on every rank if the dataset cannot be prepared or is too small to validate on.
+    Sequences that are held back from training for validation are in ``validation`` only.
     """
-    spec, folder, begun = record.spec, Path(), False
+
+    infos: Mapping[str, DatasetInfo]
+    train: Mapping[str, TextSequences | RowSequences]
+    validation: Mapping[str, TextSequences | RowSequences]
+
+    @property
+    def dataset(self) -> DatasetInfo:
+        """The first source."""
+        return next(iter(self.infos.values()))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of training sequences of each source."""
+        return {name: len(sequences) for name, sequences in self.train.items()}
+
+    @property
+    def sequences(self) -> TextSequences | RowSequences:
+        """The training sequences of all sources, one after another."""
+        found = list(self.train.values())
+        if len(found) == 1:
+            return found[0]
+        return JoinedSequences(tuple(each for each in found if isinstance(each, TextSequences)))
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Return what a checkpoint states about the data that it was trained on."""
+        found: dict[str, Any] = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
+        if len(self.infos) > 1:
+            found["sources"] = {name: info.fingerprint for name, info in self.infos.items()}
+        return found
+
+    def require_same(self, checkpoint: str, saved: Mapping[str, Any]) -> None:
+        """Raise UsageError if a source of the checkpoint is not here, or is another dataset. Others may be new."""
+        sources = saved.get("sources") or {next(iter(self.infos)): saved["dataset"]}
+        for name, fingerprint in sources.items():
+            if name not in self.infos:
+                raise UsageError(Reason("data.source-gone", {"source": name}))
+            if fingerprint != self.infos[name].fingerprint:
+                params = {"checkpoint": checkpoint, "saved": fingerprint[:12]}
+                params["found"] = self.infos[name].fingerprint[:12]
+                raise UsageError(Reason("engine.data-of-checkpoint-differs", params))
+        if (saved.get("dataset_seal") or self.dataset.seal) != self.dataset.seal:
+            raise UsageError(Reason("engine.data-was-edited", {"checkpoint": checkpoint}))
+
+
+def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConsensus) -> RunData:
+    """Find the prepared data on rank 0, open them on every rank, and return them. Collective.
+
+    Raises UsageError on every rank if the data cannot be prepared or are too small to validate on.
+    """
+    spec, begun = record.spec, False
+    folders: dict[str, Path] = {}
     problem: Reason | None = None
     if ranks.rank == 0:
         try:
-            folder, begun = prepare_data(spec, run.path.parent), has_committed(run)
-            if (owner := owner_of_dataset(folder)) is not None:
-                report_event(run, ranks.rank, "data-of-another-user", folder=str(folder), owner=owner)
+            folders, begun = _folders(spec, run.path.parent), has_committed(run)
+            for folder in folders.values():
+                if (owner := owner_of_dataset(folder)) is not None:
+                    report_event(run, ranks.rank, "data-of-another-user", folder=str(folder), owner=owner)
         except ScaletrainError as error:
             problem = error.reason if error.reason and not error.problems else recorded(str(error))
-    folder, begun, problem = consensus.follow_rank_zero((folder, begun, problem))
+    folders, begun, problem = consensus.follow_rank_zero((folders, begun, problem))
     if problem is not None:
         raise UsageError(problem)
-    info, train, validation = open_data_of(spec, folder, ranks.rank, ranks.world_size, begun=begun)
-    if info.vocab_size > spec.transformer.vocab_size:
-        params = {"folder": str(folder), "token_ids": info.vocab_size, "vocab_size": spec.transformer.vocab_size}
-        raise UsageError(Reason("engine.vocabulary-too-large", params))
+    opened = {
+        name: open_data_of(spec, folder, ranks.rank, ranks.world_size, begun=begun) for name, folder in folders.items()
+    }
+    for name, (info, _, _) in opened.items():
+        if info.vocab_size > spec.transformer.vocab_size:
+            params = {"folder": str(folders[name]), "token_ids": info.vocab_size}
+            raise UsageError(
+                Reason("engine.vocabulary-too-large", params | {"vocab_size": spec.transformer.vocab_size})
+            )
+    _require_one_tokenizer(folders)
+    train = {name: found for name, (_, found, _) in opened.items()}
+    validation = {name: found for name, (_, _, found) in opened.items()}
     if spec.evaluation.every:
-        held_back = consensus.follow_rank_zero(
-            sequences_held_back(run, record, len(train), len(validation)) if ranks.rank == 0 else 0
-        )
-        if held_back < 0:
-            raise UsageError(_too_little_to_validate(record, len(train), len(validation)))
-        if held_back:
-            rest = len(train) - held_back
-            train, validation = train.part(0, rest), train.part(rest, held_back)
-    return info, train, validation
+        for name in opened:
+            train[name], validation[name] = _held_back(run, record, ranks, consensus, name, train, validation)
+    return RunData({name: info for name, (info, _, _) in opened.items()}, train, validation)
 
 
-def sequences_held_back(run: RunDir, record: RunRecord, train: int, validation: int) -> int:
+def _folders(spec: RunSpec, runs_root: Path) -> dict[str, Path]:
+    """Return the folder of the prepared data of each source, by its name. Raises UsageError."""
+    first, *others = spec.data.all_sources
+    if not others:
+        return {first.name: prepare_data(spec, runs_root)}
+    found = {}
+    for source in spec.data.all_sources:
+        one = spec.data.model_copy(update={"source": source.path, "sources": (), "stages": ()})
+        found[source.name] = prepare_data(spec.model_copy(update={"data": one}), runs_root)
+    return found
+
+
+def _require_one_tokenizer(folders: Mapping[str, Path]) -> None:
+    """Raise UsageError if two sources were prepared with different tokenizers."""
+    found = {name: _tokenizer_of(folder) for name, folder in folders.items()} if len(folders) > 1 else {}
+    known = {name: digest for name, digest in found.items() if digest is not None}
+    for name, digest in known.items():
+        first = next(iter(known))
+        if digest != known[first]:
+            raise UsageError(Reason("data.tokenizers-differ", {"first": first, "second": name}))
+
+
+def _tokenizer_of(folder: Path) -> str | None:
+    """Return the SHA-256 of the tokenizer of a dataset, as the dataset states it or of its file; None if unknown."""
+    try:
+        document = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+        stated = document.get("tokenizer")
+        if isinstance(stated, dict):
+            return str(stated["digest"])
+        return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _held_back(
+    run: RunDir,
+    record: RunRecord,
+    ranks: Ranks,
+    consensus: RankConsensus,
+    name: str,
+    train: Mapping[str, TextSequences | RowSequences],
+    validation: Mapping[str, TextSequences | RowSequences],
+) -> tuple[TextSequences | RowSequences, TextSequences | RowSequences]:
+    """Return the training and validation sequences of a source, after moving some if the latter are too few."""
+    source = name if len(train) > 1 else None
+    sizes = len(train[name]), len(validation[name])
+    count = consensus.follow_rank_zero(
+        sequences_held_back(run, record, *sizes, source=source) if ranks.rank == 0 else 0
+    )
+    if count < 0:
+        raise UsageError(_too_little_to_validate(record, source, *sizes))
+    if not count:
+        return train[name], validation[name]
+    rest = sizes[0] - count
+    return train[name].part(0, rest), train[name].part(rest, count)
+
+
+def sequences_held_back(
+    run: RunDir, record: RunRecord, train: int, validation: int, *, source: str | None = None
+) -> int:
     """Return the number of ``train`` sequences to validate on, if the ``validation`` split is too small.
 
     The first attempt that needs them decides for all later attempts and layouts, and records it as an event. Returns 0
     if the split is large enough, and -1 if both are too small or if the run already has a checkpoint that was trained
-    on all sequences.
+    on all sequences. ``source``: the name of the source, if there are several.
     """
-    layout, decided = record.plan.layout, None
+    layout = record.plan.layout
     width = layout.micro_batch_size * layout.data_parallel
-    for event in read_events(run):
-        if event["event"] == _HELD_BACK:
-            decided = int(event["sequences"])
-    if decided is None:
+    events = list(read_events(run))
+    first = record.spec.data.all_sources[0].name
+    # An event without a name is of a time when the run had one source, the first of those that it has now.
+    known = [
+        int(event["sequences"])
+        for event in events
+        if event["event"] == _HELD_BACK and (source is None or event.get("source", first) == source)
+    ]
+    if known:
+        decided = known[-1]
+    else:
         if validation >= width:
             return 0
-        if has_committed(run):  # trained on all sequences: with fewer, each step would get another batch
-            return -1
+        changes = recorded_changes(events)
+        trained = {name for _, stages in changes for stage in stages for name in stage.shares} or {first}
+        if has_committed(run) and (source is None or source in trained):
+            return -1  # trained on all sequences: with fewer, each step would get another batch
         # Enough for one round in every layout of this batch size, unless that is more than a tenth of the data.
         whole = layout.global_batch_size
         decided = whole if train >= 10 * whole else min(whole, max(width, train // 20))
     if decided < width or train < 2 * decided:
         return -1
-    if not any(event["event"] == _HELD_BACK for event in read_events(run)):
-        report_event(run, 0, _HELD_BACK, sequences=decided, of=train)
+    if not known:
+        named = {} if source is None else {"source": source}
+        report_event(run, 0, _HELD_BACK, sequences=decided, of=train, **named)
     return decided
 
 
-def _too_little_to_validate(record: RunRecord, train: int, validation: int) -> Reason:
+def _too_little_to_validate(record: RunRecord, source: str | None, train: int, validation: int) -> Reason:
     layout, length = record.plan.layout, record.spec.transformer.seq_len
     width = layout.micro_batch_size * layout.data_parallel
-    params = {"train": train, "length": length, "validation": validation, "width": width}
+    shown = "data.source" if source is None else f"the source {source} of data.sources"
+    params = {"source": shown, "train": train, "length": length, "validation": validation, "width": width}
     return Reason("engine.data-too-small-to-validate", params)

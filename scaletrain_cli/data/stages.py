@@ -1,0 +1,107 @@
+"""The stages of a run's mixture: from its spec, and with the changes that its resumes have made and recorded.
+
+Stages count samples by the numbers of batches, which skipped batches keep: stage ``start`` begins with the batch of
+that number, whichever batches are skipped before it, so that no rollback moves a sample to another batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from scaletrain_cli.errors import InfeasibleError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.sources import SourceSpec
+
+MIXTURE_EVENT = "mixture"
+
+
+class MixtureStage(NamedTuple):
+    """Shares of the samples by the source's name, from sample ``first`` of the run on, counted from 0.
+
+    Sources without a share are left out.
+    """
+
+    first: int
+    shares: dict[str, float]
+
+
+def shares_of(sources: Sequence[SourceSpec], sequences: Mapping[str, int], samples: int) -> dict[str, float]:
+    """Return the share of each source in a run of ``samples``, by its name; the sum is 1.
+
+    ``sequences``: training sequences of each source. A source with ``epochs`` has that many times its sequences, and
+    the other sources have the rest by weight. If all sources have ``epochs``, their ratio alone counts. Raises
+    InfeasibleError if epochs take all samples of the run, so that none are left for the weights.
+    """
+    if len(sources) == 1:
+        return {sources[0].name: 1.0}
+    by_epochs = {each.name: each.epochs * sequences[each.name] for each in sources if each.epochs is not None}
+    weights = {each.name: each.weight for each in sources if each.weight}
+    taken, total = sum(by_epochs.values()), sum(weights.values())
+    if not weights:
+        return _normalized(by_epochs)
+    if taken >= samples:
+        params = {"sources": ", ".join(by_epochs), "taken": round(taken), "samples": samples}
+        raise InfeasibleError(Reason("data.epochs-exceed-run", params))
+    rest = 1 - taken / samples
+    shares = {name: count / samples for name, count in by_epochs.items()}
+    return shares | {name: rest * weight / total for name, weight in weights.items()}
+
+
+def planned_stages(
+    data: DataSpec, sequences: Mapping[str, int], total_steps: int, global_batch_size: int
+) -> list[MixtureStage]:
+    """Return the stages that a spec asks for. Raises InfeasibleError as ``shares_of`` does."""
+    found = [MixtureStage(0, shares_of(data.all_sources, sequences, total_steps * global_batch_size))]
+    for stage in data.stages:
+        first = (stage.first_step(total_steps) - 1) * global_batch_size
+        found.append(MixtureStage(first, _normalized(stage.weights)))
+    return _joined(found)
+
+
+def changed_from(before: Sequence[MixtureStage], planned: Sequence[MixtureStage], first: int) -> list[MixtureStage]:
+    """Return the stages of a run that has those of ``before`` up to sample ``first``, and the planned ones after it."""
+    kept = [stage for stage in before if stage.first < first]
+    begun = [stage for stage in planned if stage.first <= first][-1]
+    later = [stage for stage in planned if stage.first > first]
+    return _joined([*kept, MixtureStage(first, begun.shares), *later])
+
+
+def recorded_changes(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[MixtureStage]]]:
+    """Return (first sample, planned stages) of each mixture that the events of a run record, in their order."""
+    return [
+        (
+            int(event["first_sample"]),
+            [MixtureStage(int(stage["first_sample"]), dict(stage["shares"])) for stage in event["stages"]],
+        )
+        for event in events
+        if event.get("event") == MIXTURE_EVENT
+    ]
+
+
+def recorded_stages(changes: Iterable[tuple[int, list[MixtureStage]]]) -> list[MixtureStage]:
+    """Return the stages of a run after all of its changes. A later change takes the place of what follows it."""
+    stages: list[MixtureStage] = []
+    for first, planned in changes:
+        stages = changed_from(stages, planned, first)
+    return stages
+
+
+def as_recorded(stages: Iterable[MixtureStage]) -> list[dict[str, Any]]:
+    """Return the stages as an event records them."""
+    return [{"first_sample": stage.first, "shares": stage.shares} for stage in stages]
+
+
+def _normalized(weights: Mapping[str, float]) -> dict[str, float]:
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items() if weight}
+
+
+def _joined(stages: Iterable[MixtureStage]) -> list[MixtureStage]:
+    """Return the stages without those that have the shares of the stage before."""
+    found: list[MixtureStage] = []
+    for stage in stages:
+        if not found or found[-1].shares != stage.shares:
+            found.append(stage)
+    return found

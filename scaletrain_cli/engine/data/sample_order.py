@@ -1,0 +1,115 @@
+"""Which sequence is which sample of a run that mixes several sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from scaletrain_cli.data.mixture import Mixture, Stage
+from scaletrain_cli.data.stages import (
+    MIXTURE_EVENT,
+    MixtureStage,
+    as_recorded,
+    planned_stages,
+    recorded_changes,
+    recorded_stages,
+)
+from scaletrain_cli.engine.data.batches import sample_at
+from scaletrain_cli.engine.metrics.reporting import report_event
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Returns the sequence that is a sample of the run: a pure function of its fields, both counted from 0.
+
+    ``sizes``: sequences of each source, which follow one another (``sources.JoinedSequences``). The mixture gives the
+    source of a sample and its position among the samples of that source; the order within a source is that of a run
+    with this source alone, with a seed of its own for every source but the first.
+    """
+
+    seed: int
+    sizes: tuple[int, ...]
+    stages: tuple[Stage, ...]
+
+    def __call__(self, sample: int) -> int:
+        source, position = self.mixture.place(sample)
+        start = self._starts[source]
+        return start + sample_at(position, seed=source_seed(self.seed, source), samples=self.sizes[source])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleOrder, (self.seed, self.sizes, self.stages)  # without tables of several MB
+
+    @cached_property
+    def mixture(self) -> Mixture:
+        """The source of each sample."""
+        return Mixture(self.stages)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(self.sizes)]
+
+
+def source_seed(seed: int, source: int) -> int:
+    """Return the seed of the order within a source, by its number: that of the run for the first one.
+
+    So a run with one source keeps its order when others are added. Numbers are spread by SplitMix64's increment.
+    """
+    return seed if source == 0 else (seed + source * 0x9E3779B97F4A7C15) & _MASK64
+
+
+@dataclass(frozen=True)
+class RunMixture:
+    """``stages``: those of the run with all of its changes. ``planned``: those that the run was first planned with."""
+
+    stages: list[MixtureStage]
+    planned: list[MixtureStage]
+    samples: int  # of the whole run
+
+    def validation_shares(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the share of each source in the validation loss: in the whole run as it was first planned.
+
+        So the validation losses of a run can be compared with each other before and after a stage or a change. The sum
+        is 1; a source that was added later has 0.
+        """
+        ends = [*(stage.first for stage in self.planned[1:]), max(self.samples, self.planned[-1].first + 1)]
+        total = dict.fromkeys(names, 0.0)
+        for stage, end in zip(self.planned, ends, strict=True):
+            for name, share in stage.shares.items():
+                total[name] += share * (end - stage.first) / ends[-1]
+        return total
+
+
+def mixture_of_run(run: RunDir, record: RunRecord, sequences: Mapping[str, int], first_batch: int) -> RunMixture:
+    """Return the mixture of a run that continues with batch ``first_batch``, counted from 1. Call it on rank 0.
+
+    ``sequences``: training sequences of each source. Where the spec has another mixture than the run so far, it counts
+    from this batch on, and an event records it: the samples before it stay as they are in every later attempt, and so
+    do those after it until the next change, whichever checkpoint an attempt starts from. Raises InfeasibleError.
+    """
+    spec = record.spec
+    batch_size = spec.training.global_batch_size
+    planned = planned_stages(spec.data, sequences, spec.total_steps, batch_size)
+    changes = recorded_changes(read_events(run))
+    if not changes and first_batch > 1:  # without an event there was one source
+        changes = [(0, [MixtureStage(0, {next(iter(sequences)): 1.0})])]
+    if not changes or changes[-1][1] != planned:
+        first = (first_batch - 1) * batch_size if changes else 0
+        if changes or len(sequences) > 1:
+            places = {"batch": 1 + first // batch_size, "first_sample": first, "revision": record.revision}
+            report_event(run, 0, MIXTURE_EVENT, **places, stages=as_recorded(planned))
+        changes.append((first, planned))
+    return RunMixture(recorded_stages(changes), changes[0][1], spec.total_steps * batch_size)
+
+
+def sample_order(seed: int, sizes: Mapping[str, int], stages: Sequence[MixtureStage]) -> SampleOrder:
+    """Return the order of a run. ``sizes``: training sequences of each source by its name."""
+    weights = [Stage(stage.first, tuple(stage.shares.get(name, 0.0) for name in sizes)) for stage in stages]
+    return SampleOrder(seed, tuple(sizes.values()), tuple(weights))
