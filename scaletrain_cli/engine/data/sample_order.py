@@ -98,8 +98,9 @@ def mixture_of_run(run: RunDir, record: RunRecord, sequences: Mapping[str, int],
     batch_size = spec.training.global_batch_size
     planned = planned_stages(spec.data, sequences, spec.total_steps, batch_size)
     changes = recorded_changes(read_events(run))
-    if not changes and first_batch > 1:  # without an event there was one source
-        changes = [(0, [MixtureStage(0, {next(iter(sequences)): 1.0})])]
+    recorded_from = changes[0][0] if changes else (first_batch - 1) * batch_size
+    if recorded_from > 0:  # before the first event there was one source
+        changes.insert(0, (0, [MixtureStage(0, {next(iter(sequences)): 1.0})]))
     if not changes or changes[-1][1] != planned:
         first = (first_batch - 1) * batch_size if changes else 0
         if changes or len(sequences) > 1:

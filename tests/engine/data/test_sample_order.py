@@ -1,0 +1,179 @@
+"""The samples of a run that mixes sources: by weights, epochs and stages, and through the changes of its resumes."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.data.stages import MixtureStage, planned_stages, shares_of
+from scaletrain_cli.engine.data.batches import sample_at
+from scaletrain_cli.engine.data.sample_order import mixture_of_run, sample_order
+from scaletrain_cli.errors import InfeasibleError
+from scaletrain_cli.event_texts import event_sentence
+from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.sources import SourceSpec
+from tests.data.test_mixture import webster
+from tests.launch.conftest import make_plan, make_spec
+
+SIZES = {"web": 700, "code": 90, "books": 333}
+
+
+def sources(**given: dict[str, float]) -> list[SourceSpec]:
+    return [SourceSpec(name=name, path=f"/data/{name}", **share) for name, share in given.items()]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"web": {"weight": 6}, "code": {"weight": 2}, "books": {"weight": 0}}, {"web": 0.75, "code": 0.25}),
+        ({"web": {"weight": 3}, "code": {"epochs": 2}, "books": {"weight": 1}}, {"web": 0.615, "code": 0.18}),
+        (
+            {"web": {"epochs": 1}, "code": {"epochs": 2}, "books": {"epochs": 1}},
+            {"web": 700 / 1213, "code": 180 / 1213},
+        ),
+        ({"web": {"epochs": 0.1}}, {"web": 1.0}),
+    ],
+)
+def test_weights_share_what_epochs_leave(given: dict[str, Any], expected: dict[str, float]) -> None:
+    shares = shares_of(sources(**given), SIZES, samples=1000)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert {name: shares[name] for name in expected} == pytest.approx(expected)
+
+
+def test_epochs_that_leave_nothing_for_the_weights_are_refused_with_the_figures() -> None:
+    given = sources(web={"epochs": 1.5}, code={"weight": 1})
+    with pytest.raises(InfeasibleError, match=r"web take 1,?050 samples and the run has 1,?050"):
+        shares_of(given, SIZES, samples=1050)
+
+
+def data(**given: Any) -> DataSpec:
+    found = [{"name": name, "path": f"/data/{name}", "weight": 1} for name in SIZES]
+    return DataSpec.model_validate({"sources": found, **given})
+
+
+def test_stages_begin_at_the_first_sample_of_their_step() -> None:
+    stages = [{"start": 5, "weights": {"web": 3, "code": 1}}, {"start": 0.9, "weights": {"code": 2}}]
+    found = planned_stages(data(stages=stages), SIZES, total_steps=100, global_batch_size=16)
+    assert [stage.first for stage in found] == [0, 4 * 16, 90 * 16]
+    assert [stage.shares for stage in found[1:]] == [{"web": 0.75, "code": 0.25}, {"code": 1.0}]
+
+
+STAGES = [
+    MixtureStage(0, {"web": 0.7, "code": 0.2, "books": 0.1}),
+    MixtureStage(4_000, {"web": 0.2, "code": 0.3, "books": 0.5}),
+]
+
+
+def test_samples_are_those_of_websters_method_and_no_sequence_comes_twice_in_an_epoch() -> None:
+    order, samples = sample_order(7, SIZES, STAGES), 10_000
+    expected = webster([7, 2, 1], 4_000) + webster([2, 3, 5], samples - 4_000)
+    starts, read = dict(zip(SIZES, (0, 700, 790), strict=True)), {name: list[int]() for name in SIZES}
+    for sample in range(samples):
+        index = order(sample)
+        name = list(SIZES)[expected[sample]]
+        assert starts[name] <= index < starts[name] + SIZES[name]
+        read[name].append(index - starts[name])
+    for name, size in SIZES.items():
+        for epoch in range(0, len(read[name]), size):
+            part = read[name][epoch : epoch + size]
+            assert len(set(part)) == len(part)
+        assert len({tuple(read[name][epoch : epoch + size]) for epoch in range(0, len(read[name]), size)}) > 1
+    for stage, begin, end in ((STAGES[0], 0, 4_000), (STAGES[1], 4_000, samples)):
+        counts = Counter(expected[begin:end])
+        shares = [counts[number] / (end - begin) for number in range(3)]
+        assert shares == pytest.approx([stage.shares[name] for name in SIZES], abs=0.001)
+
+
+def test_the_first_source_has_the_order_of_a_run_without_others() -> None:
+    order = sample_order(7, SIZES, [MixtureStage(0, {"web": 1.0}), MixtureStage(900, {"web": 0.5, "code": 0.5})])
+    assert [order(sample) for sample in range(900)] == [sample_at(n, seed=7, samples=700) for n in range(900)]
+    later = [index for index in map(order, range(900, 1100)) if index < 700]
+    assert later == [sample_at(n, seed=7, samples=700) for n in range(900, 1000)]
+
+
+def test_sources_of_equal_size_have_orders_of_their_own() -> None:
+    found = sample_order(3, {"a": 500, "b": 500}, [MixtureStage(0, {"a": 0.5, "b": 0.5})])
+    first, second = ([found(n) % 500 for n in range(side, 1000, 2)] for side in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(500))
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
+
+
+def test_an_order_is_small_when_it_is_sent_to_another_process() -> None:
+    order = sample_order(7, SIZES, STAGES)
+    expected = [order(sample) for sample in range(100)]
+    sent = pickle.dumps(order)
+    assert len(sent) < 2_000
+    assert [pickle.loads(sent)(sample) for sample in range(100)] == expected
+
+
+def spec_of(**weights: float) -> Any:
+    given = ", ".join(f"{{name: {name}, path: /data/{name}, weight: {weight}}}" for name, weight in weights.items())
+    return make_spec(
+        "data.source=null", f"data.sources=[{given}]", "training.global_batch_size=16", "training.steps=1000"
+    )
+
+
+@pytest.fixture
+def run() -> tuple[RunDir, RunRecord]:
+    spec = spec_of(web=1, code=1)
+    made = create_run(spec, make_plan(spec), "r1")
+    return made.run, made.record
+
+
+def stages_of(run: tuple[RunDir, RunRecord], batch: int, **weights: float) -> list[tuple[int, dict[str, float]]]:
+    """Return the stages as an attempt finds them that continues with this batch and has these weights in its spec."""
+    folder, record = run
+    revised = RunRecord(**{**vars(record), "spec": spec_of(**weights)})
+    sizes = {name: SIZES[name] for name in weights}
+    return [tuple(stage) for stage in mixture_of_run(folder, revised, sizes, batch).stages]  # type: ignore[misc]
+
+
+HALF, MOST, LEAST = ({"web": share, "code": 1 - share} for share in (0.5, 0.75, 0.25))
+
+
+def test_a_change_counts_from_the_batch_of_the_first_attempt_with_it_whatever_follows(
+    run: tuple[RunDir, RunRecord],
+) -> None:
+    assert stages_of(run, 1, web=1, code=1) == [(0, HALF)]
+    assert stages_of(run, 61, web=1, code=1) == [(0, HALF)]
+    assert stages_of(run, 101, web=3, code=1) == [(0, HALF), (1600, MOST)]
+    for batch in (101, 81, 1, 500):  # of later attempts, from older checkpoints too
+        assert stages_of(run, batch, web=3, code=1) == [(0, HALF), (1600, MOST)]
+    # changed again at an older checkpoint: the change before was not trained up to there
+    assert stages_of(run, 81, web=1, code=3) == [(0, HALF), (1280, LEAST)]
+    assert stages_of(run, 400, web=1, code=1) == [(0, HALF), (1280, LEAST), (6384, HALF)]
+    events = [event for event in read_events(run[0]) if event["event"] == "mixture"]
+    assert [event["first_sample"] for event in events] == [0, 1600, 1280, 6384]
+    assert event_sentence(events[1]) == "from batch 101 (sample 1,600) on: web 75 %, code 25 %"
+
+
+def test_a_source_that_is_added_later_moves_no_earlier_sample(run: tuple[RunDir, RunRecord]) -> None:
+    assert stages_of(run, 1, web=1, code=1) == [(0, HALF)]
+    third = {"web": 0.25, "code": 0.25, "books": 0.5}
+    assert stages_of(run, 101, web=1, code=1, books=2) == [(0, HALF), (1600, third)]
+    assert stages_of(run, 201, web=1, code=1, books=0) == [(0, HALF), (1600, third), (3200, HALF)]
+
+
+def test_a_run_with_one_source_records_no_mixture_until_a_second_one_is_added(run: tuple[RunDir, RunRecord]) -> None:
+    assert stages_of(run, 1, web=1) == [(0, {"web": 1.0})]
+    assert stages_of(run, 51, web=1) == [(0, {"web": 1.0})]
+    assert not [event for event in read_events(run[0]) if event["event"] == "mixture"]
+    assert stages_of(run, 51, web=1, code=1) == [(0, {"web": 1.0}), (800, HALF)]
+    assert stages_of(run, 11, web=1, code=1) == [(0, {"web": 1.0}), (800, HALF)]
+
+
+def test_the_validation_loss_keeps_the_shares_that_the_run_was_first_planned_with(
+    run: tuple[RunDir, RunRecord],
+) -> None:
+    folder, record = run
+    stages_of(run, 1, web=1, code=1)
+    revised = RunRecord(**{**vars(record), "spec": spec_of(web=1, code=1, books=8)})
+    found = mixture_of_run(folder, revised, SIZES, 11)
+    assert found.validation_shares(SIZES) == {"web": 0.5, "code": 0.5, "books": 0.0}
