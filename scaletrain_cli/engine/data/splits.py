@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.prepared import prepare_data
 from scaletrain_cli.data.stages import recorded_changes
 from scaletrain_cli.engine.data.dataset import DatasetInfo
-from scaletrain_cli.engine.data.prepared import open_data_of, prepare_data
+from scaletrain_cli.engine.data.prepared import open_data_of
+from scaletrain_cli.engine.data.prepared import prepare_data as prepare_rows
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
@@ -24,6 +27,7 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
 from scaletrain_cli.spec import RunSpec
 
+logger = logging.getLogger(__name__)
 _HELD_BACK = "validation-held-back"
 
 
@@ -115,15 +119,14 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
 
 
 def _folders(spec: RunSpec, runs_root: Path) -> dict[str, Path]:
-    """Return the folder of the prepared data of each source, by its name. Raises UsageError."""
-    first, *others = spec.data.all_sources
-    if not others:
-        return {first.name: prepare_data(spec, runs_root)}
-    found = {}
-    for source in spec.data.all_sources:
-        one = spec.data.model_copy(update={"source": source.path, "sources": (), "stages": ()})
-        found[source.name] = prepare_data(spec.model_copy(update={"data": one}), runs_root)
-    return found
+    """Return the folder of the prepared data of each source, by its name. Raises UsageError and OSError."""
+    if spec.training.objective != "causal_lm":
+        return {spec.data.all_sources[0].name: prepare_rows(spec, runs_root)}
+    return prepare_data(spec.data, runs_root, 1, _show_progress)
+
+
+def _show_progress(phase: str, done: int, tasks: int) -> None:
+    logger.info("%s: %d of %d", phase, done, tasks)
 
 
 def _require_one_tokenizer(folders: Mapping[str, Path]) -> None:
