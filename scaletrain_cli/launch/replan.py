@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
@@ -17,13 +18,17 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
-from scaletrain_cli.spec import RunSpec, changed_keys, override_spec
+from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec import DataSpec, RunSpec, changed_keys, override_spec
+from scaletrain_cli.spec.preparation import DuplicatesSpec
 
 # Keys or sections that may change between attempts. A change of any other key (data, model, steps) would make it
-# another run.
+# another run. Of the sources of a mixture, the shares may change, and sources may be added.
 MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "code", "env", "training.micro_batch_size"),
+    "data.stages",
 )
+_SOURCES = ("data.source", "data.sources")
 # Fields that the planner sets where they are `auto`; a user may have pinned them.
 _PINS = (
     *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
@@ -80,6 +85,8 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
     spec = override_spec(before.spec, overrides, file=file)
     changes = changed_keys(before.spec, spec)
     problems = [problem for key, values in changes.items() if (problem := _objection(key, *values)) is not None]
+    if any(key in _SOURCES for key in changes):
+        problems += _source_objections(before.spec.data, spec.data, before.working_folder)
     if problems:
         raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
     snapshot = None
@@ -103,10 +110,47 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
         return Problem.because("--set", key, Reason("launch.resume-keeps-code", before), given)
     if key == "checkpoint.dir":
         return Problem.because("--set", key, Reason("launch.resume-keeps-checkpoints", before), given)
-    if any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+    if key in _SOURCES or any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
         return None
-    params = before | {"allowed": ", ".join(MAY_CHANGE)}
+    return _fixed(key, was, given)
+
+
+def _fixed(key: str, was: str, given: str) -> Problem:
+    params = {"before": was, "allowed": ", ".join((*MAY_CHANGE, "the weights of data.sources"))}
     return Problem.because("--set", key, Reason("launch.resume-fixed-key", params), given)
+
+
+def _source_objections(before: DataSpec, after: DataSpec, working_folder: str) -> Iterator[Problem]:
+    """Yield what a changed list of sources changes of the samples that the run was trained on.
+
+    Sources keep their places, because the order of samples counts them.
+    """
+    keys = [key.removesuffix(".path") for key, _ in after.paths()]
+    for number, was in enumerate(before.all_sources):
+        if number >= len(after.all_sources):
+            yield Problem.because("--set", "data.sources", Reason("launch.resume-source-removed", {"source": was.name}))
+            continue
+        given = after.all_sources[number]
+        for name in ("name", "path", "format", "field"):
+            old, new = getattr(was, name), getattr(given, name)
+            if old != new:
+                key = keys[number] if after.source is not None else f"{keys[number]}.{name}"
+                yield _fixed(key, json.dumps(old), json.dumps(new))
+    for number, added in enumerate(after.all_sources):
+        if number < len(before.all_sources) or _is_dataset(added.path, working_folder):
+            continue
+        if after.tokenizer.path is None:
+            reason = Reason("launch.resume-source-and-tokenizer", {"source": added.name})
+            yield Problem.because("--set", keys[number], reason)
+        for place, step in enumerate(after.prepare):
+            applies = isinstance(step, DuplicatesSpec) and (step.only is None or added.name in step.only)
+            if isinstance(step, DuplicatesSpec) and applies and step.across_sources:
+                reason = Reason("launch.resume-source-and-duplicates", {"source": added.name, "step": place})
+                yield Problem.because("--set", keys[number], reason)
+
+
+def _is_dataset(path: str, working_folder: str) -> bool:
+    return (Path(working_folder) / expand_home(path) / "dataset.json").is_file()
 
 
 def _for_a_resume(problem: Problem) -> Problem:

@@ -314,6 +314,17 @@ TEXTS: dict[str, Text] = {
         "was {before}, and what is trained cannot change",
         ("A resumed run may change {allowed}; submit a new run for anything else",),
     ),
+    "resume-source-removed": Text(
+        "{source} is missing, and the samples of the run so far come from it", ("Keep it with weight: 0",)
+    ),
+    "resume-source-and-tokenizer": Text(
+        "{source} is new, and the tokenizer of the run was trained on the other sources",
+        ("Prepare it with the tokenizer.json of the run's datasets and give its folder as the path",),
+    ),
+    "resume-source-and-duplicates": Text(
+        "{source} is new, and data.prepare.{step} would remove other documents of the sources before it",
+        ("Prepare it on its own and give the folder of its dataset as the path",),
+    ),
     # ---- excluded nodes --------------------------------------------------------------------------------------------
     "nodes-not-excluded": Text("the job needs {needed} of {usable:of usable node}, or names these nodes itself"),
     # ---- sweeps ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -37,10 +38,10 @@ class Refusing(Cluster):
         raise self.error("no such partition")
 
 
-def ended_run(*overrides: str) -> MadeRun:
+def ended_run(*overrides: str, name: str = "mine") -> MadeRun:
     """Return a run with a real plan that trained to step 10 and was canceled."""
     spec = make_spec(*overrides)
-    created = create_run(spec, make_plan(spec), "mine")
+    created = create_run(spec, make_plan(spec), name)
     made = MadeRun(created.run, created.record)
     submit_run(made.run, made.record, Cluster())
     attempt(made, 75, "cancelled")
@@ -238,3 +239,56 @@ def test_a_resize_to_another_scheduler_checks_the_old_job_on_the_old_one(
     clusters["local"].state = "ended"
     resume(made.run, resize=to_slurm)
     assert (clusters["local"].submitted, clusters["slurm"].submitted) == (0, 1)
+
+
+WEB, CODE, BOOKS = (
+    "{name: web, path: /d/web, weight: 1}",
+    "{name: code, path: /d/code, weight: 1}",
+    "{name: books, path: /d/books, weight: 2}",
+)
+MIXED = ("data.source=null", f"data.sources=[{WEB}, {CODE}]")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("data.sources.0.weight=3",),
+        ("data.sources.1.weight=0",),
+        ("data.stages=[{start: 0.9, weights: {code: 1}}]",),
+        ("data.sources.0.weight=3", "data.stages=[]"),
+    ],
+)
+def test_the_shares_of_sources_may_change(overrides: tuple[str, ...]) -> None:
+    made = ended_run(*MIXED, "data.stages=[{start: 0.5, weights: {web: 1}}]")
+    assert replan(made.run, overrides).after.revision == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "why"),
+    [
+        ("data.sources.0.path=/other", "data.sources.0.path", "what is trained cannot change"),
+        ("data.sources.1.field=body", "data.sources.1.field", "what is trained cannot change"),
+        (f"data.sources=[{WEB}]", "data.sources", "code is missing"),
+        (f"data.sources=[{CODE}, {WEB}]", "data.sources.0.name", "what is trained cannot change"),
+        (f"data.sources=[{WEB}, {CODE}, {BOOKS}]", "data.sources.2", "the tokenizer of the run was trained"),
+        ("data.validation_split=0.2", "data.validation_split", "what is trained cannot change"),
+    ],
+)
+def test_a_change_of_what_sources_contain_is_another_run(override: str, key: str, why: str) -> None:
+    made = ended_run(*MIXED)
+    with pytest.raises(UsageError) as refused:
+        replan(made.run, [override])
+    assert (key, True) in [(problem.key, why in problem.message) for problem in refused.value.problems]
+
+
+def test_a_source_may_be_added_where_the_data_of_the_others_stay_the_same(tmp_path: Path) -> None:
+    given = ("data.tokenizer.kind=file", "data.tokenizer.path=/d/tokenizer.json")
+    more = f"data.sources=[{WEB}, {CODE}, {BOOKS}]"
+    assert replan(ended_run(*MIXED, *given).run, [more]).after.revision == 1
+    duplicates = "data.prepare=[{step: duplicates}]"
+    with pytest.raises(UsageError) as refused:
+        replan(ended_run(*MIXED, *given, duplicates, name="other").run, [more])
+    assert "would remove other documents" in refused.value.problems[0].message
+    (tmp_path / "dataset.json").write_text("{}")
+    prepared = f"data.sources=[{WEB}, {CODE}, {{name: books, path: {tmp_path}, weight: 2}}]"
+    assert replan(ended_run(*MIXED, duplicates, name="third").run, [prepared]).after.revision == 1
