@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.data.token_files import open_source
 from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokenizer_file, train_tokenizer
@@ -101,14 +102,16 @@ class TokenSequences(TextSequences):
 
 
 def open_source_dataset(
-    folder: Path, seq_len: int, rank: int = 0, ranks: int = 1
+    folder: Path, seq_len: int, rank: int = 0, ranks: int = 1, cache: BlockCache | None = None
 ) -> tuple[DatasetInfo, SourceSequences, SourceSequences]:
     """Return info, training sequences and validation sequences of a source that was prepared in shards.
 
     Compares this rank's share of the shards with dataset.json; tokens and document ends are compared with their hashes
-    when they are first read. Raises UsageError, and CorruptDataError if a file has changed since it was written.
+    when they are first read. Those of a remote dataset are read through ``cache``; None: one of the default size.
+
+    Raises UsageError, and CorruptDataError if a file has changed since it was written.
     """
-    document, splits = open_source(folder, None, rank, ranks)
+    document, splits = open_source(folder, cache, rank, ranks)
     try:
         info = DatasetInfo(
             schema=document["schema"],

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.block_cache import block_cache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.pipeline.prepare import SCHEMA as SHARDED_SCHEMA
 from scaletrain_cli.engine.data.dataset import (
@@ -62,8 +63,9 @@ def open_data_of(
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         if objective != "causal_lm":
             raise _made_for_another(folder, "text", objective)
-        in_shards = isinstance(document, dict) and document.get("schema") == SHARDED_SCHEMA
-        return (open_source_dataset if in_shards else open_dataset)(folder, seq_len, rank, ranks)
+        if isinstance(document, dict) and document.get("schema") == SHARDED_SCHEMA:
+            return open_source_dataset(folder, seq_len, rank, ranks, block_cache(spec.data.cache))
+        return open_dataset(folder, seq_len, rank, ranks)
     if document.get("objective") != objective:
         found = "preference pairs" if document.get("objective") == "dpo" else "rows for sft"
         raise _made_for_another(folder, found, objective)
