@@ -111,7 +111,7 @@ def open_source_dataset(
 
     Raises UsageError, and CorruptDataError if a file has changed since it was written.
     """
-    document, splits = open_source(folder, cache, rank, ranks)
+    document, splits = open_source(folder, rank, ranks, cache)
     try:
         info = DatasetInfo(
             schema=document["schema"],
