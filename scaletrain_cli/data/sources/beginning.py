@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -17,7 +17,7 @@ from scaletrain_cli.reasons import Reason
 
 FIRST_BYTES = 1 << 18  # of a file, as stored
 _MOST_INFLATED_BYTES = 16 << 20
-_MOST_ROWS = 64  # of a table, or documents of tokens
+_MOST_ROWS, _MOST_ROW_BYTES = 512, 1 << 22  # of a table, or of documents of tokens
 _END = 1 << 62
 
 
@@ -41,7 +41,7 @@ def read_beginning(file: SourceFile, columns: Columns, first_bytes: int = FIRST_
     """
     reader, whole = reader_of(file), Part(file, 0, _END, columns)
     if not isinstance(reader, TextReader):
-        return _beginning(islice(reader.records(whole), _MOST_ROWS), 0.0)
+        return _beginning(_few(reader.records(whole)), 0.0)
     if file.size <= first_bytes:
         return _beginning(reader.records(whole), 1.0)
     with opened(replace(file, compression="")) as stored:
@@ -58,6 +58,16 @@ def read_beginning(file: SourceFile, columns: Columns, first_bytes: int = FIRST_
     kept = content[: end or len(content)]
     share = used / file.size * len(kept) / max(1, len(content))
     return _beginning(reader.records_in(io.BytesIO(kept), whole), share)
+
+
+def _few(records: Iterable[Record | TokenRecord | BadRecord]) -> Iterator[Record | TokenRecord | BadRecord]:
+    """Yield the first records of a table or a file of tokens."""
+    size = 0
+    for record in islice(records, _MOST_ROWS):
+        yield record
+        size += record.tokens.nbytes if isinstance(record, TokenRecord) else len(getattr(record, "text", ""))
+        if size >= _MOST_ROW_BYTES:
+            return
 
 
 def _beginning(records: Iterable[Record | TokenRecord | BadRecord], share: float) -> Beginning:
