@@ -20,10 +20,18 @@ _NEEDS = ("numpy", "tokenizers")
 
 
 @app.command(epilog=describe(EXIT_CODES))
-def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Tokenize the data of a spec ahead of its runs, so that training starts without delay.
+def prepare(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", min=1, help="Number of processes for text (default: the CPU cores)."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prepare the data of a spec ahead of its runs: the steps of data.prepare, then tokenization.
 
-    A run prepares its data itself if necessary; prepared data are reused.
+    A preparation that was stopped continues where it was. Prepared data are reused.
     """
     from scaletrain_cli.cli.options import show_fetch
     from scaletrain_cli.launch.engine_process import run_engine_command
@@ -39,7 +47,7 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
         # A separate process keeps the tokenizer and numpy out of the command line; its stderr is passed on.
-        prepared = run_engine_command("prepare", str(resolved), str(runs_root()), needs=_NEEDS)
+        prepared = run_engine_command("prepare", str(resolved), str(runs_root()), str(workers or 0), needs=_NEEDS)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -50,7 +58,8 @@ def prepare(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False
         f"{whole_text(prepared['validation_tokens'])} validation tokens, "
         f"vocabulary of {whole_text(prepared['vocab_size'])}"
     )
-    typer.echo(visible(prepared["path"]))
+    for path in [each["path"] for each in prepared.get("sources", ())] or [prepared["path"]]:
+        typer.echo(visible(path))
 
 
 @app.command(epilog=describe(EXIT_CODES))

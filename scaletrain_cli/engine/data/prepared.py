@@ -11,6 +11,7 @@ from typing import Any
 
 from scaletrain_cli.data.block_cache import block_cache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.data.commands import prepare_text
 from scaletrain_cli.data.pipeline.prepare import SCHEMA as SHARDED_SCHEMA
 from scaletrain_cli.engine.data.dataset import (
     DatasetInfo,
@@ -83,8 +84,13 @@ def _made_for_another(folder: Path, found: str, objective: str) -> UsageError:
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
-    """Build, open and describe the data, given SPEC_JSON RUNS_ROOT. Raises ScaletrainError and OSError."""
+    """Build, open and describe the data, given SPEC_JSON RUNS_ROOT [WORKERS]; 0: one on each CPU core.
+
+    Raises ScaletrainError and OSError.
+    """
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    if spec.training.objective == "causal_lm":
+        return prepare_text(spec, Path(arguments[1]), int(arguments[2]) if len(arguments) > 2 else 0)
     print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
     started = time.monotonic()
     try:
