@@ -1,0 +1,267 @@
+"""From the data section of a spec to datasets: what is found, what is done again, and what earlier versions have left."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from scaletrain_cli.data import content
+from scaletrain_cli.data.pipeline.tasks import Task
+from scaletrain_cli.data.prepared import find_prepared, prepare_data
+from scaletrain_cli.data.sources.listing import source_files
+from scaletrain_cli.data.sources.local_files import local_file
+from scaletrain_cli.data.sources.records import Part
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.corpus_files import find_text
+from scaletrain_cli.spec.sources import SourceSpec
+from tests.cli.command_line import SMALL
+
+WORDS = [f"word{number}" for number in range(300)]
+FOLDER = Path(__file__).parents[2]
+
+
+def text(number: int, words: int = 60) -> str:
+    return " ".join(WORDS[(number * 7 + place * place) % 300] for place in range(words))
+
+
+def texts(count: int, start: int = 0) -> bytes:
+    return b"".join(json.dumps({"text": text(number)}).encode() + b"\n" for number in range(start, start + count))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    vocabulary = {"<|endoftext|>": 0, "[UNK]": 1} | {word: number for number, word in enumerate(WORDS, start=2)}
+    found = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    found.add_special_tokens(["<|endoftext|>"])
+    found.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def data(tokenizer: Path, **settings: Any) -> DataSpec:
+    given = {"tokenizer": {"kind": "file", "path": str(tokenizer)}, "validation_split": 0.1}
+    return DataSpec.model_validate(given | settings)
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+def files_below(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return inode and hash of every file below a folder, without claims."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_ino, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".work" not in path.parts
+    }
+
+
+# ---- what is found ---------------------------------------------------------------------------------------------------
+
+
+def test_prepared_sources_are_found_by_their_content_and_without_reading_it(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("web", "books"):
+        (tmp_path / f"{name}.jsonl").write_bytes(texts(40, len(name) * 100))
+    sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("web", "books")]
+    spec = data(tokenizer, sources=sources, prepare=[{"step": "duplicates"}])
+    assert find_prepared(spec, tmp_path / "runs") is None
+    done = prepare_data(spec, tmp_path / "runs", 1, ignore)
+    assert list(done) == ["web", "books"]
+    monkeypatch.setattr(content, "_hash_of", lambda file: pytest.fail(f"{file.path} is read again"))
+    before = files_below(tmp_path / "runs")
+    assert find_prepared(spec, tmp_path / "runs") == prepare_data(spec, tmp_path / "runs", 1, ignore) == done
+    assert files_below(tmp_path / "runs") == before
+    monkeypatch.undo()
+    os.utime(tmp_path / "web.jsonl")
+    assert find_prepared(spec, tmp_path / "runs") is None, "its content is not known before it is read"
+    assert prepare_data(spec, tmp_path / "runs", 1, ignore) == done
+    (tmp_path / "web.jsonl").write_bytes(texts(41))
+    assert prepare_data(spec, tmp_path / "runs", 1, ignore)["web"] != done["web"]
+
+
+def test_a_prepared_dataset_is_used_as_it_is(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "web.jsonl").write_bytes(texts(40))
+    done = prepare_data(data(tokenizer, source=str(tmp_path / "web.jsonl")), tmp_path / "runs", 1, ignore)
+    again = data(tokenizer, source=str(done["source"]))
+    assert prepare_data(again, tmp_path / "elsewhere", 1, ignore) == done
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_relative_paths_are_below_the_given_folder(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "web.jsonl").write_bytes(texts(40))
+    (tmp_path / "questions.txt").write_text(text(3, 20))
+    steps = [{"step": "contamination", "files": ["questions.txt"], "action": "drop"}]
+    spec = data(Path("tokenizer.json"), source="web.jsonl", prepare=steps)
+    done = prepare_data(spec, tmp_path / "runs", 1, ignore, tmp_path)
+    report = json.loads((done["source"] / "report.json").read_text())
+    assert report["steps"][1]["documents_left"] < report["steps"][1]["documents"] == 40
+
+
+@pytest.mark.parametrize(
+    ("names", "named", "chosen"),
+    [
+        (["a.jsonl", "b.jsonl.zst", "c.csv", "d.txt.gz"], "auto", ["a.jsonl", "b.jsonl.zst", "d.txt.gz"]),
+        (["a.jsonl", "b.txt"], "jsonl", ["a.jsonl"]),
+        (["a.idx", "a.bin", "model.bin"], "auto", ["a.idx"]),
+        (["a.npy", "b.bin", "c.jsonl"], "raw_uint16", ["a.npy", "b.bin"]),
+        (["a.ndjson", "b.text", "README.md"], "auto", ["a.ndjson", "b.text"]),
+    ],
+)
+def test_the_files_of_a_folder_are_chosen_by_format(
+    names: list[str], named: str, chosen: list[str], tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    found = find_text(str(tmp_path), named=named)
+    assert [path.name for path in found.files] == chosen
+    assert sum(found.not_read.values()) == len([name for name in names if name not in chosen and name[0] not in "aR"])
+
+
+def test_a_path_with_a_format_is_read_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_bytes(texts(2))
+    (file,) = source_files(SourceSpec(name="x", path="rows.json", format="jsonl"), tmp_path)
+    assert (file.kind, file.size) == ("jsonl", (tmp_path / "rows.json").stat().st_size)
+    with pytest.raises(UsageError, match=r"data\.sources\.1\.path = rows\.json: the source has no txt"):
+        source_files(SourceSpec(name="x", path="rows.json"), tmp_path, "data.sources.1.path")
+
+
+# ---- what is done again ----------------------------------------------------------------------------------------------
+
+
+def test_a_changed_step_redoes_itself_and_the_later_ones_only(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "web.jsonl").write_bytes(texts(60))
+    (tmp_path / "questions.txt").write_text(text(3, 20))
+    (tmp_path / "words.txt").write_text("word299 word298 nothing\n")
+
+    def done(**changed: Any) -> set[str]:
+        """Return the kinds of files that are new after a preparation."""
+        before = files_below(tmp_path / "runs")
+        words = {"step": "quality", "rules": "gopher_quality", "min_words": changed.get("min_words", 10)}
+        steps = [
+            {"step": "normalization"},
+            words | {"min_stop_words": 0, "min_mean_word_length": None},
+            {"step": "contamination", "files": [changed.get("files", "questions.txt")], "action": "drop"},
+            {"step": "identifiers"},
+        ]
+        spec = data(tokenizer, source="web.jsonl", prepare=steps[: changed.get("steps", 4)])
+        found = prepare_data(spec, tmp_path / "runs", 1, ignore, tmp_path)["source"]
+        keys = json.loads((found / "dataset.json").read_text())["steps"]
+        after = files_below(tmp_path / "runs")
+        assert all(after[path] == known for path, known in before.items() if path in after)
+        new = {Path(path).parts[2] for path in after if path not in before and ".steps" in path}
+        return {f"{number}" for number, key in enumerate(keys) if key in new} | {
+            "tokens" for path in after if path not in before and path.endswith("train.bin")
+        }
+
+    assert done() == {"0", "1", "2", "3", "4", "tokens"}
+    assert done() == set()
+    assert done(min_words=5) == {"2", "3", "4", "tokens"}
+    (tmp_path / "copy.txt").write_bytes((tmp_path / "questions.txt").read_bytes())
+    assert done(files="copy.txt") == set(), "the content of a file counts, not its name"
+    (tmp_path / "copy.txt").write_text(text(4, 20))
+    assert done(files="copy.txt") == {"3", "4", "tokens"}
+    assert done(steps=3) == {"tokens"}
+
+
+@pytest.mark.parametrize("moment", ["read the sources", "tokenize source", "in the middle"])
+def test_a_file_that_is_replaced_while_it_is_prepared_is_an_error(
+    moment: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "web.jsonl"
+    path.write_bytes(texts(60))
+
+    def replace(*_: object) -> None:
+        (tmp_path / "new").write_bytes(texts(60, 1000))
+        (tmp_path / "new").rename(path)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == moment and done == (stage == "read the sources"):
+            replace()
+
+    if moment == "in the middle":
+        read = Task.records
+
+        def records(task: Task) -> Any:
+            for number, record in enumerate(read(task)):
+                if number == 30:
+                    replace()
+                yield record
+
+        monkeypatch.setattr(Task, "records", records)
+    spec = data(tokenizer, source=str(path))
+    with pytest.raises(UsageError, match=r"web\.jsonl has changed while it was prepared"):
+        prepare_data(spec, tmp_path / "runs", 1, progress)
+    assert not [found for found in (tmp_path / "runs").rglob("*") if found.name == "dataset.json"]
+    monkeypatch.undo()
+    done = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
+    path.write_bytes(texts(60, 1000))
+    whole = prepare_data(spec, tmp_path / "whole", 1, ignore)["source"]
+    assert done.name == whole.name
+    assert {name: found[1] for name, found in files_below(done).items() if name != "report.json"} == {
+        name: found[1] for name, found in files_below(whole).items() if name != "report.json"
+    }
+
+
+def test_a_file_that_shrinks_is_reported_as_changed_and_not_as_a_bad_document(tmp_path: Path) -> None:
+    path = tmp_path / "web.jsonl"
+    path.write_bytes(texts(5000))
+    file = local_file(path, "jsonl")
+    records = Task("web", 0, (Part(file, 0, file.size),)).records()
+    next(records)
+    os.truncate(path, file.size - 7)
+    with pytest.raises(UsageError, match="has changed"):
+        list(records)
+
+
+@pytest.mark.long
+def test_a_command_that_is_killed_goes_on_with_the_same_bytes(tokenizer: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_bytes(texts(1000, number) * 80)  # a task each
+    command = [sys.executable, "-m", "scaletrain_cli", "data", "prepare", str(SMALL), "--workers", "2"]
+    for setting in (f"data.source={tmp_path}/*.jsonl", f"data.tokenizer={{kind: file, path: {tokenizer}}}"):
+        command += ["--set", setting]
+    command += ["--set", 'data.prepare=[{step: quality, rules: gopher_repetition, only: null}]']
+    environment = os.environ | {"PYTHONPATH": str(FOLDER), "SCALETRAIN_RUNS": str(tmp_path / "runs")}
+    for seconds in (3, 6, 9):
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run(command, env=environment, check=True)
+    subprocess.run(command, env=environment | {"SCALETRAIN_RUNS": str(tmp_path / "whole")}, check=True)
+    found, whole = (
+        {name: digest for name, (_, digest) in files_below(tmp_path / root / "datasets").items() if "content" not in name}
+        for root in ("runs", "whole")
+    )
+    assert found == whole
+
+
+# ---- what earlier versions have left ---------------------------------------------------------------------------------
+
+
+def corpus(folder: Path) -> None:
+    """Write one file of each format that earlier versions have read."""
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(texts(50))
+    (folder / "b.txt").write_text("".join(f"{text(number)}.\n\n" for number in range(300)))
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(texts(50, 100)))
+    (folder / "d.py").write_text("".join(f"{text(number)}\n" for number in range(50)))
+    pq.write_table(pa.table({"text": [text(number) for number in range(200, 260)]}), folder / "e.parquet")
