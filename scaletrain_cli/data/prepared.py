@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scaletrain_cli.data.content import combined_content, embedded_content, known_hashes
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
+from scaletrain_cli.data.pipeline.chain import forget_steps
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared
 from scaletrain_cli.data.pipeline.report import NAME as REPORT
 from scaletrain_cli.data.pipeline.schedule import Progress
@@ -75,6 +76,7 @@ def prepare_data(
     with the error of the first one that fails. Raises UsageError for input that cannot be used, other ScaletrainErrors,
     and OSError.
     """
+    forget_steps()
     if (found := find_prepared(data, runs_root, folder)) is not None:
         return found
     with contextlib.suppress(ScaletrainError, OSError):  # reported where it matters, when something must be written

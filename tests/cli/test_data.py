@@ -66,5 +66,5 @@ def test_ctrl_c_ends_both_processes_without_a_traceback_or_half_a_dataset(tmp_pa
     assert process.returncode == 130, rest
     assert "Traceback" not in rest
     assert json.loads(out)["error"]["code"] == "interrupted"
-    left = [path for path in (tmp_path / "runs").rglob("*") if path.suffix in (".bin", ".tmp")]
+    left = [path for path in (tmp_path / "runs").rglob("*") if path.suffix in (".bin", ".tmp", ".draft")]
     assert left == []

@@ -1,4 +1,4 @@
-"""From the data section of a spec to datasets: what is found, what is done again, and what earlier versions have left."""
+"""From the data of a spec to datasets: what is found, what is done again, and what earlier versions have left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -33,6 +32,7 @@ from scaletrain_cli.spec.sources import SourceSpec
 from tests.cli.command_line import SMALL
 
 WORDS = [f"word{number}" for number in range(300)]
+NORMALIZED = [{"step": "normalization"}]
 FOLDER = Path(__file__).parents[2]
 
 
@@ -181,7 +181,7 @@ def test_a_changed_step_redoes_itself_and_the_later_ones_only(tokenizer: Path, t
     assert done(steps=3) == {"tokens"}
 
 
-@pytest.mark.parametrize("moment", ["read the sources", "tokenize source", "in the middle"])
+@pytest.mark.parametrize("moment", ["between", "in the middle"])
 def test_a_file_that_is_replaced_while_it_is_prepared_is_an_error(
     moment: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_file_that_is_replaced_while_it_is_prepared_is_an_error(
         (tmp_path / "new").rename(path)
 
     def progress(stage: str, done: int, total: int) -> None:
-        if stage == moment and done == (stage == "read the sources"):
+        if moment == "between" and stage == "read the sources" and done:
             replace()
 
     if moment == "in the middle":
@@ -238,7 +238,7 @@ def test_a_command_that_is_killed_goes_on_with_the_same_bytes(tokenizer: Path, t
     command = [sys.executable, "-m", "scaletrain_cli", "data", "prepare", str(SMALL), "--workers", "2"]
     for setting in (f"data.source={tmp_path}/*.jsonl", f"data.tokenizer={{kind: file, path: {tokenizer}}}"):
         command += ["--set", setting]
-    command += ["--set", 'data.prepare=[{step: quality, rules: gopher_repetition, only: null}]']
+    command += ["--set", "data.prepare=[{step: quality, rules: gopher_repetition, only: null}]"]
     environment = os.environ | {"PYTHONPATH": str(FOLDER), "SCALETRAIN_RUNS": str(tmp_path / "runs")}
     for seconds in (3, 6, 9):
         process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -248,7 +248,11 @@ def test_a_command_that_is_killed_goes_on_with_the_same_bytes(tokenizer: Path, t
     subprocess.run(command, env=environment, check=True)
     subprocess.run(command, env=environment | {"SCALETRAIN_RUNS": str(tmp_path / "whole")}, check=True)
     found, whole = (
-        {name: digest for name, (_, digest) in files_below(tmp_path / root / "datasets").items() if "content" not in name}
+        {
+            name: digest
+            for name, (_, digest) in files_below(tmp_path / root / "datasets").items()
+            if "content" not in name
+        }
         for root in ("runs", "whole")
     )
     assert found == whole
@@ -265,3 +269,32 @@ def corpus(folder: Path) -> None:
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(texts(50, 100)))
     (folder / "d.py").write_text("".join(f"{text(number)}\n" for number in range(50)))
     pq.write_table(pa.table({"text": [text(number) for number in range(200, 260)]}), folder / "e.parquet")
+
+
+def test_the_tokens_are_those_of_earlier_versions(tokenizer: Path, tmp_path: Path) -> None:
+    corpus(tmp_path / "texts")
+    found = prepare_data(data(tokenizer, source=str(tmp_path / "texts")), tmp_path / "runs", 1, ignore)["source"]
+    earlier = {  # SHA-256 of train.bin and validation.bin, as version 3 wrote them
+        "train": "235583ce5923a56f5c879cbe1a7d6b36dba35461abab27641a173ed622498ab6",
+        "validation": "d7a69e9558e16ec01acbbae49f379f86ace2a3e7e3584c6d528dabcc1a866eea",
+    }
+    shards = sorted(path for path in found.iterdir() if path.is_dir())
+    for split, digest in earlier.items():
+        tokens = b"".join((shard / f"{split}.bin").read_bytes() for shard in shards)
+        assert hashlib.sha256(tokens).hexdigest() == digest
+
+
+def test_a_dataset_of_an_earlier_version_is_used_where_it_is(tmp_path: Path) -> None:
+    corpus(tmp_path / "texts")
+    spec = DataSpec.model_validate(
+        {"source": str(tmp_path / "texts" / "a.jsonl"), "tokenizer": {"kind": "bpe", "vocab_size": 400}}
+    )
+    earlier = tmp_path / "runs" / "datasets" / "4fe237aa85d4a8e3"  # the name that version 3 gave it
+    earlier.mkdir(parents=True)
+    (earlier / "dataset.json").write_text('{"schema": "scaletrain.dataset/v3"}')
+    assert prepare_data(spec, tmp_path / "runs", 1, ignore) == {"source": earlier}
+    assert find_prepared(spec, tmp_path / "runs") == {"source": earlier}
+    with_steps = spec.model_copy(update={"prepare": data(tmp_path, source="x", prepare=NORMALIZED).prepare})
+    assert prepare_data(with_steps, tmp_path / "runs", 1, ignore)["source"] != earlier
+    shutil.rmtree(earlier)
+    assert find_prepared(spec, tmp_path / "runs") is None

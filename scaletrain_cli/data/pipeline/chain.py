@@ -200,6 +200,11 @@ def _step(section: PreparationStep) -> Step:
     return step_of(section)
 
 
+def forget_steps() -> None:
+    """Build steps anew in this process, as their files may have changed."""
+    _step.cache_clear()
+
+
 def chain_of(
     folder: Path,
     source: Source,
