@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec.corpus_files import PYTHON_DOCSTRINGS, PYTHON_STDLIB
+from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT, PYTHON_DOCSTRINGS, PYTHON_STDLIB
 from scaletrain_cli.spec.hub_files import DataPath, ModelPath
 from scaletrain_cli.spec.preparation import AnyStep, preparation_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, Matching, Text, Whole
@@ -25,14 +26,46 @@ from scaletrain_cli.spec.sources import (
 )
 
 
-class TokenizerSpec(Section):
-    """``bpe`` is trained on the corpus; ``file`` reads a Hugging Face ``tokenizer.json``."""
+_WITH_TIKTOKEN = used_when(where("data.tokenizer.kind", "tiktoken"))
 
-    kind: Literal["bpe", "file"] = "bpe"
+
+class TokenizerSpec(Section):
+    """``bpe`` is trained on the corpus; ``file`` reads a Hugging Face ``tokenizer.json``.
+
+    ``sentencepiece`` and ``tiktoken`` read a file of these libraries, and convert it to a tokenizer.json with the same
+    tokens.
+    """
+
+    kind: Literal["bpe", "file", "sentencepiece", "tiktoken"] = "bpe"
     vocab_size: Annotated[Whole, used_when(where("data.tokenizer.kind", "bpe"))] = 32000
     path: ModelPath | None = Field(
-        default=None, description="tokenizer.json of Hugging Face tokenizers, or hf://org/name@revision"
+        default=None,
+        description="tokenizer.json of Hugging Face tokenizers, or hf://org/name@revision; with kind: sentencepiece "
+        "or tiktoken a local file",
     )
+    encoding: Annotated[
+        Literal["gpt2", "p50k_base", "cl100k_base", "o200k_base", "llama3", "qwen"] | None, _WITH_TIKTOKEN
+    ] = Field(default=None, description="known split pattern and special tokens, which a tiktoken file does not have")
+    pattern: Annotated[Text | None, _WITH_TIKTOKEN] = Field(
+        default=None, description="instead of encoding: regular expression that splits the text"
+    )
+    special_tokens: Annotated[tuple[Text, ...], _WITH_TIKTOKEN] = Field(
+        default=(), description="with pattern: special tokens, whose ids follow those of the file"
+    )
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one."""
+        if (self.kind == "bpe") != (self.path is None):
+            kinds = "file, sentencepiece or tiktoken"
+            yield "path", f"is required with kind: {self.kind}." if self.path is None else f"requires kind: {kinds}."
+        if self.kind in ("sentencepiece", "tiktoken") and is_reference(self.path):
+            yield "path", f"must be a local file with kind: {self.kind}. Download it, or use its tokenizer.json."
+        if self.kind == "tiktoken" and (self.encoding is None) == (self.pattern is None):
+            yield "encoding", "is required with kind: tiktoken, or pattern instead of it."
+        if self.special_tokens and self.encoding is not None:
+            yield "special_tokens", f"has no effect with encoding: {self.encoding}, which has its own. Remove it."
+        if self.kind == "tiktoken" and self.pattern is not None and not {*self.special_tokens} & {*ENDS_OF_TEXT}:
+            yield "special_tokens", f"must have a token that ends documents: one of {', '.join(ENDS_OF_TEXT)}."
 
 
 _WITH_ROWS = used_when(where("training.objective", "sft", "dpo"))
@@ -169,8 +202,8 @@ class DataSpec(Section):
         yield from stage_inconsistencies(self.stages, self.sources)
         names = [source.name for source in self.all_sources]
         yield from ((f"prepare.{key}", message) for key, message in preparation_inconsistencies(self.prepare, names))
-        if (self.tokenizer.kind == "file") != (self.tokenizer.path is not None):
-            yield "tokenizer.path", "is required with kind: file, and not allowed otherwise."
+        for key, message in self.tokenizer.inconsistencies():
+            yield f"tokenizer.{key}", message
         for first, last in self.skip:
             if first > last:
                 yield "skip", f"[{first}, {last}] has its first batch after its last. Use [{last}, {first}]."

@@ -15,9 +15,13 @@ _MOST_CHARACTERS_TO_LEARN_FROM = 500_000_000
 
 def load_tokenizer(path: str) -> Any:
     """Return the tokenizer of a tokenizer.json, without truncation and padding. Raises UsageError."""
+    return parsed_tokenizer(tokenizer_file(path), path)
+
+
+def parsed_tokenizer(content: bytes, path: str) -> Any:
+    """Return the tokenizer with the content of a tokenizer.json, as ``load_tokenizer`` does. Raises UsageError."""
     from tokenizers import Tokenizer
 
-    content = tokenizer_file(path)
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing narrower

@@ -1,0 +1,143 @@
+"""A tiktoken file as a tokenizer.json: byte-pair encoding by rank, which needs a split pattern and special tokens.
+
+The file has one token per line, in base64, with its rank. Patterns and special tokens are in no file: those of known
+encodings are here, written for the regular expressions of ``tokenizers``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scaletrain_cli.data.tokenizers.from_sentencepiece import NotConvertibleError
+from scaletrain_cli.reasons import Reason
+
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K = "|".join(
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA_3 = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
+    *("<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>"),
+    *("<|eot_id|>", "<|python_tag|>"),
+)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """``special``: the ids of special tokens; ``following``: those that follow the last rank, in order."""
+
+    pattern: str
+    special: Mapping[str, int]
+    following: Sequence[str] = ()
+
+
+# https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py, and the tokenizers of Llama 3 and Qwen.
+ENCODINGS: dict[str, Encoding] = {
+    "gpt2": Encoding(_GPT2, {"<|endoftext|>": 50256}),
+    "p50k_base": Encoding(_GPT2, {"<|endoftext|>": 50256}),
+    "cl100k_base": Encoding(
+        _CL100K,
+        {
+            "<|endoftext|>": 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
+    ),
+    "o200k_base": Encoding(_O200K, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+    "llama3": Encoding(
+        _CL100K, {}, (*_LLAMA_3, *(f"<|reserved_special_token_{number}|>" for number in range(2, 247)))
+    ),
+    "qwen": Encoding(
+        _CL100K.replace("{1,3}", ""),
+        {},
+        (
+            *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+            *(f"<|extra_{number}|>" for number in range(205)),
+        ),
+    ),
+}
+
+
+def ranks_of(content: bytes) -> dict[bytes, int]:
+    """Return the rank of each token of a file. Raises NotConvertibleError."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error) as error:
+                raise NotConvertibleError(Reason("tokenizers.not-tiktoken", {"line": number})) from error
+    single = {bytes([value]) for value in range(256)}
+    if not single <= ranks.keys() or len(set(ranks.values())) != len(ranks):
+        raise NotConvertibleError(Reason("tokenizers.tiktoken-incomplete"))
+    return ranks
+
+
+def converted(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int]) -> Any:
+    """Return the Tokenizer with these ranks, split pattern and special tokens. Raises NotConvertibleError."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = _letters()
+    vocabulary = {_written(token, letters): rank for token, rank in ranks.items()}
+    taken = set(vocabulary.values())
+    if clash := next((name for name, number in special.items() if number in taken), None):
+        raise NotConvertibleError(Reason("tokenizers.special-id-taken", {"token": clash, "id": special[clash]}))
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = _parts_before(token, ranks, rank) if len(token) > 1 else ()
+        if len(parts) == 2:  # other tokens are found whole alone
+            merges.append((_written(parts[0], letters), _written(parts[1], letters)))
+    try:
+        splits = pre_tokenizers.Split(Regex(pattern), "isolated")
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise NotConvertibleError(Reason("tokenizers.pattern-invalid", {"error": str(error)})) from error
+    tokenizer = Tokenizer(models.BPE({**vocabulary, **special}, merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    return tokenizer
+
+
+def special_tokens(encoding: Encoding, ranks: Mapping[bytes, int]) -> dict[str, int]:
+    """Return the ids of the special tokens of an encoding."""
+    first = max(ranks.values()) + 1
+    return {**encoding.special, **{name: first + place for place, name in enumerate(encoding.following)}}
+
+
+def _parts_before(token: bytes, ranks: Mapping[bytes, int], most: int) -> list[bytes]:
+    """Return the parts that a token is joined from when its own rank comes: two, if it can be joined at all."""
+    parts = [bytes([value]) for value in token]
+    while len(parts) > 2:
+        joined = [(ranks.get(parts[place] + parts[place + 1], most), place) for place in range(len(parts) - 1)]
+        rank, place = min(joined)
+        if rank >= most:
+            break
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts
+
+
+def _letters() -> list[str]:
+    """Return the character that stands for each byte in byte-level BPE (GPT-2): itself if it is visible."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(value) if value in visible else chr(next(others)) for value in range(256)]
+
+
+def _written(token: bytes, letters: Sequence[str]) -> str:
+    return "".join(letters[value] for value in token)

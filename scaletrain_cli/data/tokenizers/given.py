@@ -1,0 +1,139 @@
+"""The tokenizer that a spec names: a tokenizer.json, or a file of another library, converted and compared with it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.data.drafts import write_whole
+from scaletrain_cli.data.sources.opening import require
+from scaletrain_cli.data.tokenizers import from_sentencepiece, from_tiktoken
+from scaletrain_cli.data.tokenizers.files import parsed_tokenizer, tokenizer_file
+from scaletrain_cli.data.tokenizers.from_sentencepiece import NotConvertibleError
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec.data import TokenizerSpec
+
+_CONVERSION = "conversion/v1"  # raised with every change of what a conversion yields
+# What tokenizers treat differently: scripts, spaces, line ends, digits, marks, contractions, code, emoji, combining.
+_SAMPLE = (
+    "Hello world!",
+    "The quick brown fox jumps over the lazy dog. It's 12,345.67 or 1e-9; they'LL say: WE'RE fine, don't?",
+    " leading space",
+    "trailing space ",
+    "two  spaces   three    four\tand\ttabs",
+    "line\nends\r\nand\n\n\nblank lines \n  with indent\n\t\tand tabs\n",
+    "def f(x: int) -> int:\n    return {'a': [x ** 2, 0x1F, 3.14]}  # comment\n",
+    "<div class=\"a\">&amp; http://example.org/a?b=c&d=%20#e</div> user@example.org C:\\path\\file",
+    "Füße, naïve café, Ångström, İstanbul, ﬁne ﬂow, ①②③, x² + y³ ≠ ½, ㎏, ＦＵＬＬ",
+    "Е́сли бы Ελληνικά עברית العربية हिन्दी ภาษาไทย 日本語のテキスト 中文，文本。 한국어 텍스트",
+    "emoji 😀 👩‍👩‍👧‍👦 🇩🇪 and cafe\N{COMBINING ACUTE ACCENT}, zero\N{ZERO WIDTH SPACE}width, "
+    "no\N{NO-BREAK SPACE}break, \N{IDEOGRAPHIC SPACE}wide",
+    "1234567890 00 1 12 123 1234 12345 ١٢٣ १२३ ٣.١٤",
+    "camelCase snake_case SCREAMING_CASE kebab-case x1y2 ABCdefGHI",
+    "…—–''\"\"«» ,,, ... !!! ?!? --- === *** ### ((()))",
+)
+_RANDOM_TEXTS, _PIECES_PER_TEXT = 200, 30
+
+_HERE = Path()
+
+_Ids = Callable[[str], Sequence[int]]
+
+
+def tokenizer_content(section: TokenizerSpec, folder: Path = _HERE, kept: Path | None = None) -> str:
+    """Return the tokenizer of a spec as the content of a tokenizer.json, converted if it is one of another library.
+
+    ``folder``: the base of a relative path. ``kept``: a folder in which a conversion, which takes seconds, is kept.
+    Raises UsageError for a file that cannot be read, and for one whose tokens would differ from those of its library.
+    """
+    assert section.path is not None
+    content = tokenizer_file(str(folder / expand_home(section.path)))
+    if section.kind == "file":
+        return str(parsed_tokenizer(content, section.path).to_str(pretty=True))
+    path = None if kept is None else kept / f"tokenizer-{tokenizer_identity(section, folder)[:24]}.json"
+    if path is not None:
+        with contextlib.suppress(OSError):
+            return path.read_text(encoding="utf-8")
+    found = _converted(content, section)
+    if path is not None:
+        with contextlib.suppress(OSError):  # this user may not write there: converted again next time
+            write_whole(path, found)
+    return found
+
+
+def given_tokenizer(section: TokenizerSpec, kept: Path | None = None) -> Any:
+    """Return the tokenizer of a spec, without truncation and padding, as ``tokenizer_content``. Raises UsageError."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(tokenizer_content(section, kept=kept))
+
+
+def tokenizer_identity(section: TokenizerSpec, folder: Path = _HERE) -> str:
+    """Return a hash of all that the tokenizer of a spec depends on. Raises UsageError if its file cannot be read."""
+    assert section.path is not None
+    digest = hashlib.sha256(tokenizer_file(str(folder / expand_home(section.path))))
+    if section.kind != "file":
+        settings = section.model_dump_json(exclude={"path", "vocab_size"})
+        digest.update(f"{_CONVERSION} {settings}".encode())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _converted(content: bytes, section: TokenizerSpec) -> str:
+    """Return the content of the tokenizer.json of a file of another library. Raises UsageError."""
+    try:
+        tokenizer, theirs = (_sentencepiece if section.kind == "sentencepiece" else _tiktoken)(content, section)
+    except NotConvertibleError as error:
+        params = {"path": str(section.path), "problem": error.reason}
+        raise UsageError(Reason("tokenizers.not-convertible", params)) from error
+    for text in _texts_to_compare(tokenizer):
+        if tokenizer.encode(text, add_special_tokens=False).ids != list(theirs(text)):
+            params = {"path": str(section.path), "library": section.kind, "text": json.dumps(text[:80])}
+            raise UsageError(Reason("tokenizers.ids-differ", params))
+    return str(tokenizer.to_str(pretty=True))
+
+
+def _sentencepiece(content: bytes, _section: TokenizerSpec) -> tuple[Any, _Ids]:
+    """Return the converted tokenizer, and that of the library."""
+    tokenizer = from_sentencepiece.converted(content)
+    return tokenizer, require("sentencepiece", "data").SentencePieceProcessor(model_proto=content).encode
+
+
+def _tiktoken(content: bytes, section: TokenizerSpec) -> tuple[Any, _Ids]:
+    """Return the converted tokenizer, and that of the library."""
+    ranks = from_tiktoken.ranks_of(content)
+    if section.encoding is not None:
+        encoding = from_tiktoken.ENCODINGS[section.encoding]
+    else:
+        encoding = from_tiktoken.Encoding(section.pattern or "", {}, section.special_tokens)
+    special = from_tiktoken.special_tokens(encoding, ranks)
+    tokenizer = from_tiktoken.converted(ranks, encoding.pattern, special)
+    library = require("tiktoken", "data")
+    try:
+        theirs = library.Encoding(
+            "given", pat_str=encoding.pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+    except ValueError as error:
+        raise NotConvertibleError(Reason("tokenizers.pattern-invalid", {"error": str(error)})) from error
+    return tokenizer, theirs.encode_ordinary
+
+
+def _texts_to_compare(tokenizer: Any) -> Iterator[str]:
+    """Yield texts of many kinds, and words of the vocabulary in random order, which is always the same."""
+    yield from _SAMPLE
+    yield "\n".join(_SAMPLE)
+    draw = random.Random(0)
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    pieces = sorted(number for name, number in tokenizer.get_vocab().items() if name not in special)
+    for _ in range(_RANDOM_TEXTS):
+        chosen = draw.choices(pieces, k=_PIECES_PER_TEXT)
+        text = tokenizer.decode(chosen).replace("\ufffd", "")
+        if not any(name in text for name in special):
+            yield text
