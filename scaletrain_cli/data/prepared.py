@@ -20,11 +20,17 @@ from scaletrain_cli.data.remote_datasets import attach_dataset, find_description
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.places import RemoteFile, is_remote
 from scaletrain_cli.data.sources.records import Columns, SourceFile
-from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokenizer_file
+from scaletrain_cli.data.tokenizers.given import tokenizer_content, tokenizer_identity
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.shared_datasets import DATASET, dataset_place, is_readable, make_datasets_folder
+from scaletrain_cli.rundir.shared_datasets import (
+    DATASET,
+    dataset_place,
+    is_readable,
+    make_datasets_folder,
+    steps_folder,
+)
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED, FORMATS, kind_of
@@ -89,7 +95,8 @@ def prepare_data(
         return found
     datasets = make_datasets_folder(runs_root)
     try:
-        made = prepare(_preparation(data, sources, folder, workers), datasets, workers, progress, failure=failure)
+        preparation = _preparation(data, sources, runs_root, folder, workers)
+        made = prepare(preparation, datasets, workers, progress, failure=failure)
     except PermissionError as error:
         params = {"folder": str(datasets), "path": str(error.filename), "error": error.strerror or str(error)}
         raise UsageError(Reason("engine.dataset-unwritable", params)) from error
@@ -103,7 +110,7 @@ def preparation_of(data: DataSpec, runs_root: Path, workers: int, folder: Path =
     """
     sources = _sources(data, runs_root, folder, workers)
     assert sources is not None
-    return _preparation(data, sources, folder, workers)
+    return _preparation(data, sources, runs_root, folder, workers)
 
 
 def _sources(
@@ -148,7 +155,7 @@ def _datasets(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder
         return {sources[0].section.name: earlier}
     made: dict[str, Path] | None = {}
     if any(each.dataset is None for each in sources):
-        made = prepared(_preparation(data, sources, folder), runs_root / "datasets")
+        made = prepared(_preparation(data, sources, runs_root, folder), runs_root / "datasets")
     return None if made is None else _in_order(data, sources, made)
 
 
@@ -172,7 +179,9 @@ def _require_none_skipped(dataset: Path) -> None:
         )
 
 
-def _preparation(data: DataSpec, sources: Sequence[_Found], folder: Path, workers: int = 1) -> Preparation:
+def _preparation(
+    data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path, workers: int = 1
+) -> Preparation:
     sections = tuple(_with_paths(section, folder) for section in data.prepare)
     return Preparation(
         sources=tuple(
@@ -181,19 +190,34 @@ def _preparation(data: DataSpec, sources: Sequence[_Found], folder: Path, worker
             if each.dataset is None
         ),
         sections=sections,
-        tokenizer=_tokenizer(data, folder),
+        tokenizer=_tokenizer(data, runs_root, folder),
         validation_share=data.validation_split,
         skips_bad=data.on_bad == "skip",
         vocab_size=data.tokenizer.vocab_size,
+        weights=_weights(data, sources),
         memory_bytes=_memory_bytes(workers),
     )
 
 
-def _tokenizer(data: DataSpec, folder: Path) -> str:
+def _tokenizer(data: DataSpec, runs_root: Path, folder: Path) -> str:
     """Return the tokenizer.json of the spec; empty if one is to be trained."""
     if data.tokenizer.path is None:
         return ""
-    return str(load_tokenizer(str(folder / expand_home(data.tokenizer.path))).to_str(pretty=True))
+    return tokenizer_content(data.tokenizer, folder, steps_folder(runs_root / "datasets"))
+
+
+def _weights(data: DataSpec, sources: Sequence[_Found]) -> tuple[tuple[str, float], ...]:
+    """Return the weights of the sources in the sample that a tokenizer is trained on: their shares of the run.
+
+    A source that is read a number of times has its size times that number, as a part of the size of all.
+    """
+    given = [(each.section, float(sum(file.size for file in each.files))) for each in sources if each.dataset is None]
+    by_weight = sum(section.weight or 0.0 for section, _ in given) or 1.0
+    size = sum(size for _, size in given) or 1.0
+    return tuple(
+        (section.name, section.epochs * size_of / size if section.epochs else (section.weight or 0.0) / by_weight)
+        for section, size_of in given
+    )
 
 
 def _with_paths(section: PreparationStep, folder: Path) -> PreparationStep:
@@ -233,9 +257,7 @@ def _earlier_dataset(data: DataSpec, sources: Sequence[_Found], runs_root: Path,
         source = replace(source, files=tuple(file for file in source.files if _was_read(file)))
         if not source.files:
             return None
-    tokenizer = data.tokenizer.model_dump_json(include={"kind", "vocab_size", "path"})
-    if data.tokenizer.path is not None:
-        tokenizer = hashlib.sha256(tokenizer_file(str(folder / expand_home(data.tokenizer.path)))).hexdigest()
+    tokenizer = tokenizer_identity(data.tokenizer, folder)
     identity = "\n".join([_EARLIER_SCHEMA, source.content, tokenizer, repr(data.validation_split)])
     dataset = dataset_place(runs_root, hashlib.sha256(identity.encode()).hexdigest()[:16])
     return dataset if is_readable(dataset) else None

@@ -7,10 +7,8 @@ from scaletrain_cli.reasons import Text
 _OTHER = ("Use a tokenizer.json of this tokenizer with kind: file",)
 
 TEXTS: dict[str, Text] = {
-    "not-convertible": Text("data.tokenizer.path = {path}: {problem}", _OTHER),
-    "ids-differ": Text(
-        "data.tokenizer.path = {path}: as a tokenizer.json it gives other tokens than {library} for {text}", _OTHER
-    ),
+    "unusable": Text("data.tokenizer.path = {path}: {problem}"),
+    "ids-differ": Text("gives other tokens as a tokenizer.json than {library} does, for {text}", _OTHER),
     "not-sentencepiece": Text("is no model of SentencePiece: {error}"),
     "spaces": Text("is a SentencePiece model with spaces at the end of words, spaces that stay, or unused pieces"),
     "model-type": Text("is a SentencePiece model of type {type}; convertible are 1 (unigram) and 2 (BPE)"),

@@ -25,7 +25,6 @@ from scaletrain_cli.spec.sources import (
     stage_inconsistencies,
 )
 
-
 _WITH_TIKTOKEN = used_when(where("data.tokenizer.kind", "tiktoken"))
 
 

@@ -132,7 +132,8 @@ def test_a_wrong_value_is_rejected_with_the_allowed_values(override: str, expect
         ("layout.tensor_parallel=3", "must divide 4 attention heads. Use 1, 2 or 4."),
         ("layout.pipeline_parallel=3", "must not exceed 2 layers."),
         ("data.tokenizer.vocab_size=513", "must not exceed model.vocab_size = 512."),
-        ("data.tokenizer.kind=file", "data.tokenizer.path: is required with kind: file, and not allowed otherwise."),
+        ("data.tokenizer.kind=file", "data.tokenizer.path: is required with kind: file."),
+        ("data.tokenizer.path=a.json", "data.tokenizer.path = a.json: requires kind: file, sentencepiece or tiktoken."),
         ("cluster.nodes=2", "must be 1 with scheduler: local, which runs on this machine only."),
     ],
 )

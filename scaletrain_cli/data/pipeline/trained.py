@@ -38,6 +38,7 @@ class BpeTraining:
         """Return how many characters of each source the sample has, at least as long as the source has them."""
         weights = dict(self.weights)
         given = [weights.get(name, 1.0) for name in sources]
+        given = given if any(given) else [1.0] * len(given)
         return [round(MOST_CHARACTERS * weight / sum(given)) for weight in given]
 
 

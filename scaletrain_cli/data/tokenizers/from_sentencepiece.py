@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from scaletrain_cli.data.sources.opening import require
+from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.reasons import Reason
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how pieces write a space
@@ -88,7 +88,11 @@ def _add_normalization(tokenizer: Any, rules: Any, *, dummy_prefix: bool) -> Non
 
     steps: list[Any] = []
     if rules.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+        mapped = normalizers.Precompiled(rules.precompiled_charsmap)
+        # tokenizers maps a cluster of characters by its first one, the library maps each character
+        if mapped.normalize_str("\r") == mapped.normalize_str("\n") == " ":
+            steps.append(normalizers.Replace("\r\n", "  "))
+        steps.append(mapped)
     if rules.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if dummy_prefix:

@@ -15,8 +15,11 @@ from typing import Any
 from scaletrain_cli.data.tokenizers.from_sentencepiece import NotConvertibleError
 from scaletrain_cli.reasons import Reason
 
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CL100K = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
 )
 _O200K = "|".join(
     (
@@ -57,9 +60,7 @@ ENCODINGS: dict[str, Encoding] = {
         },
     ),
     "o200k_base": Encoding(_O200K, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
-    "llama3": Encoding(
-        _CL100K, {}, (*_LLAMA_3, *(f"<|reserved_special_token_{number}|>" for number in range(2, 247)))
-    ),
+    "llama3": Encoding(_CL100K, {}, (*_LLAMA_3, *(f"<|reserved_special_token_{number}|>" for number in range(2, 247)))),
     "qwen": Encoding(
         _CL100K.replace("{1,3}", ""),
         {},

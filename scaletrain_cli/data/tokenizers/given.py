@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.drafts import write_whole
-from scaletrain_cli.data.sources.opening import require
+from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.tokenizers import from_sentencepiece, from_tiktoken
 from scaletrain_cli.data.tokenizers.files import parsed_tokenizer, tokenizer_file
 from scaletrain_cli.data.tokenizers.from_sentencepiece import NotConvertibleError
@@ -31,7 +31,7 @@ _SAMPLE = (
     "two  spaces   three    four\tand\ttabs",
     "line\nends\r\nand\n\n\nblank lines \n  with indent\n\t\tand tabs\n",
     "def f(x: int) -> int:\n    return {'a': [x ** 2, 0x1F, 3.14]}  # comment\n",
-    "<div class=\"a\">&amp; http://example.org/a?b=c&d=%20#e</div> user@example.org C:\\path\\file",
+    '<div class="a">&amp; http://example.org/a?b=c&d=%20#e</div> user@example.org C:\\path\\file',
     "Füße, naïve café, Ångström, İstanbul, ﬁne ﬂow, ①②③, x² + y³ ≠ ½, ㎏, ＦＵＬＬ",
     "Е́сли бы Ελληνικά עברית العربية हिन्दी ภาษาไทย 日本語のテキスト 中文，文本。 한국어 텍스트",
     "emoji 😀 👩‍👩‍👧‍👦 🇩🇪 and cafe\N{COMBINING ACUTE ACCENT}, zero\N{ZERO WIDTH SPACE}width, "
@@ -45,6 +45,14 @@ _RANDOM_TEXTS, _PIECES_PER_TEXT = 200, 30
 _HERE = Path()
 
 _Ids = Callable[[str], Sequence[int]]
+
+
+class TokenizerError(UsageError):
+    """A file of another library cannot be used as a tokenizer (exit 2). ``problem`` does not name the file."""
+
+    def __init__(self, section: TokenizerSpec, problem: Reason) -> None:
+        super().__init__(Reason("tokenizers.unusable", {"path": str(section.path), "problem": problem}))
+        self.problem = problem
 
 
 def tokenizer_content(section: TokenizerSpec, folder: Path = _HERE, kept: Path | None = None) -> str:
@@ -76,8 +84,9 @@ def given_tokenizer(section: TokenizerSpec, kept: Path | None = None) -> Any:
 
 
 def tokenizer_identity(section: TokenizerSpec, folder: Path = _HERE) -> str:
-    """Return a hash of all that the tokenizer of a spec depends on. Raises UsageError if its file cannot be read."""
-    assert section.path is not None
+    """Return a text that is another one for another tokenizer. Raises UsageError if its file cannot be read."""
+    if section.path is None:
+        return section.model_dump_json(include={"kind", "vocab_size", "path"})
     digest = hashlib.sha256(tokenizer_file(str(folder / expand_home(section.path))))
     if section.kind != "file":
         settings = section.model_dump_json(exclude={"path", "vocab_size"})
@@ -91,12 +100,11 @@ def _converted(content: bytes, section: TokenizerSpec) -> str:
     try:
         tokenizer, theirs = (_sentencepiece if section.kind == "sentencepiece" else _tiktoken)(content, section)
     except NotConvertibleError as error:
-        params = {"path": str(section.path), "problem": error.reason}
-        raise UsageError(Reason("tokenizers.not-convertible", params)) from error
+        raise TokenizerError(section, error.reason) from error
     for text in _texts_to_compare(tokenizer):
         if tokenizer.encode(text, add_special_tokens=False).ids != list(theirs(text)):
-            params = {"path": str(section.path), "library": section.kind, "text": json.dumps(text[:80])}
-            raise UsageError(Reason("tokenizers.ids-differ", params))
+            params = {"library": section.kind, "text": json.dumps(text[:80])}
+            raise TokenizerError(section, Reason("tokenizers.ids-differ", params))
     return str(tokenizer.to_str(pretty=True))
 
 
@@ -108,21 +116,38 @@ def _sentencepiece(content: bytes, _section: TokenizerSpec) -> tuple[Any, _Ids]:
 
 def _tiktoken(content: bytes, section: TokenizerSpec) -> tuple[Any, _Ids]:
     """Return the converted tokenizer, and that of the library."""
+    ranks, pattern, special = _tiktoken_parts(content, section)
+    tokenizer = from_tiktoken.converted(ranks, pattern, special)
+    library = require("tiktoken", "data")
+    try:
+        theirs = library.Encoding("given", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    except ValueError as error:
+        raise NotConvertibleError(Reason("tokenizers.pattern-invalid", {"error": str(error)})) from error
+    return tokenizer, theirs.encode_ordinary
+
+
+def _tiktoken_parts(content: bytes, section: TokenizerSpec) -> tuple[dict[bytes, int], str, dict[str, int]]:
+    """Return ranks, split pattern, and special tokens with their ids."""
     ranks = from_tiktoken.ranks_of(content)
     if section.encoding is not None:
         encoding = from_tiktoken.ENCODINGS[section.encoding]
     else:
         encoding = from_tiktoken.Encoding(section.pattern or "", {}, section.special_tokens)
-    special = from_tiktoken.special_tokens(encoding, ranks)
-    tokenizer = from_tiktoken.converted(ranks, encoding.pattern, special)
-    library = require("tiktoken", "data")
+    return ranks, encoding.pattern, from_tiktoken.special_tokens(encoding, ranks)
+
+
+def token_ids(content: bytes, section: TokenizerSpec) -> dict[str, int]:
+    """Return ids of tokens of a file of another library, among them the largest, and those of all special tokens.
+
+    Quick for tiktoken, which is not converted. Raises TokenizerError, and UsageError if a library is missing.
+    """
     try:
-        theirs = library.Encoding(
-            "given", pat_str=encoding.pattern, mergeable_ranks=ranks, special_tokens=special
-        )
-    except ValueError as error:
-        raise NotConvertibleError(Reason("tokenizers.pattern-invalid", {"error": str(error)})) from error
-    return tokenizer, theirs.encode_ordinary
+        if section.kind == "sentencepiece":
+            return dict(from_sentencepiece.converted(content).get_vocab())
+        ranks, _, special = _tiktoken_parts(content, section)
+        return {"": max(ranks.values()), **special}
+    except NotConvertibleError as error:
+        raise TokenizerError(section, error.reason) from error
 
 
 def _texts_to_compare(tokenizer: Any) -> Iterator[str]:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scaletrain_cli.data.tokenizers.given import tokenizer_content
 from scaletrain_cli.engine.checkpoint.adapter_export import (
     Base,
     MergedWeights,
@@ -87,7 +88,7 @@ def _text_files(spec: RunSpec, runs_root: Path) -> TextFiles:
     folders, path = _origins(spec), _dataset_tokenizer(spec, runs_root)
     if path is not None and spec.training.objective != "causal_lm":  # a trained tokenizer has a chat template
         folders.append(path.parent)
-    tokenizer = _read_json(path)
+    tokenizer = _read_json(path) if path is not None else _converted_tokenizer(spec)
     if tokenizer is None:
         known = next((config for folder in folders if (config := _object(folder / "config.json"))), {})
         return TextFiles({}, {name: known.get(name) for name in _IDS})
@@ -143,7 +144,17 @@ def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
         return data_folder(spec, runs_root) / "tokenizer.json"
     except (ScaletrainError, OSError):  # the data are not on this machine
         path = spec.data.tokenizer.path
-        return None if path is None else expand_home(path)
+        return None if path is None or spec.data.tokenizer.kind != "file" else expand_home(path)
+
+
+def _converted_tokenizer(spec: RunSpec) -> bytes | None:
+    """Return the tokenizer.json of a tokenizer of another library; None for another kind, or if it cannot be read."""
+    if spec.data.tokenizer.kind in ("bpe", "file"):
+        return None
+    try:
+        return tokenizer_content(spec.data.tokenizer).encode()
+    except (ScaletrainError, OSError):
+        return None
 
 
 def _vocabulary(tokenizer: bytes) -> dict[str, int]:

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
 from scaletrain_cli.data.token_files import open_source
-from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokenizer_file, train_tokenizer
+from scaletrain_cli.data.tokenizers.files import train_tokenizer
+from scaletrain_cli.data.tokenizers.given import given_tokenizer, tokenizer_identity
 from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
 from scaletrain_cli.engine.data.sources import SourceSequences, TextSequences
 from scaletrain_cli.errors import UsageError
@@ -214,9 +215,7 @@ def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
     source = expand_home(data.only_source)
     if (source / "dataset.json").is_file():
         return source
-    tokenizer = data.tokenizer.model_dump_json()
-    if data.tokenizer.path is not None:
-        tokenizer = hashlib.sha256(tokenizer_file(data.tokenizer.path)).hexdigest()
+    tokenizer = tokenizer_identity(data.tokenizer)
     identity = [_SCHEMA, known_content(data.only_source, runs_root), tokenizer, repr(data.validation_split)]
     key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     return dataset_place(runs_root, key)
@@ -251,7 +250,7 @@ def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
 
 def _build(data: DataSpec, folder: Path) -> None:
     if data.tokenizer.path is not None:
-        tokenizer = load_tokenizer(data.tokenizer.path)
+        tokenizer = given_tokenizer(data.tokenizer)
     else:
         tokenizer = train_tokenizer(documents(data.only_source), data.tokenizer.vocab_size, [END_OF_TEXT])
     create_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
-from scaletrain_cli.data.tokenizers.files import load_tokenizer, tokenizer_file, train_tokenizer
+from scaletrain_cli.data.tokenizers.files import train_tokenizer
+from scaletrain_cli.data.tokenizers.given import given_tokenizer, tokenizer_identity
 from scaletrain_cli.engine.data.chat_template import CHATML_TOKENS
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, TemplateFiles, template_files
 from scaletrain_cli.engine.data.corpus import Tally
@@ -99,9 +100,6 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
     source = expand_home(data.only_source)
     if (source / "dataset.json").is_file():
         return source
-    tokenizer = data.tokenizer.model_dump_json()
-    if data.tokenizer.path is not None:
-        tokenizer = hashlib.sha256(tokenizer_file(data.tokenizer.path)).hexdigest()
     settings = data.model_dump(
         mode="json", include={"format", "fields", "chat_template_date", "loss_on", "truncation", "packing"}
     )
@@ -110,7 +108,7 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
         spec.training.objective,
         str(spec.transformer.seq_len),
         known_content(data.only_source, runs_root, ROW_FORMATS),
-        tokenizer,
+        tokenizer_identity(data.tokenizer),
         _template_hash(template_files(data)),
         json.dumps(settings, sort_keys=True),
         repr(data.validation_split),
@@ -125,7 +123,7 @@ def _template_hash(files: TemplateFiles) -> str:
 def tokenizer_of(data: DataSpec, objective: str, most_rows: int | None = None) -> Any:
     """Return the tokenizer of a spec: read from its file, or trained on the rows, at most ``most_rows`` of them."""
     if data.tokenizer.path is not None:
-        return load_tokenizer(data.tokenizer.path)
+        return given_tokenizer(data.tokenizer)
     rows = islice(rows_of(data, objective)[1], most_rows)
     texts = (text for row in rows for text in _texts_of(row.example))
     return train_tokenizer(texts, data.tokenizer.vocab_size, [END_OF_TEXT, *CHATML_TOKENS])

@@ -173,17 +173,26 @@ def template_problems(view: View) -> Iterator[Problem]:
 
 
 def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
-    """Return the problem of a tokenizer.json; None for a valid one."""
+    """Return the problem of a tokenizer.json, or of a tokenizer file of another library; None for a valid one."""
     from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
     try:
         with open_to_read(path) as file:
-            content = json.loads(file.read())
-        model, added = content["model"], content.get("added_tokens") or []
-        vocabulary = model["vocab"]
-        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
-        ids = dict(pairs) | {str(token["content"]): int(token["id"]) for token in added}
+            given = file.read()
+        if spec.data.tokenizer.kind in ("sentencepiece", "tiktoken"):
+            from scaletrain_cli.data.tokenizers.given import token_ids  # loads the library
+
+            ids = token_ids(given, spec.data.tokenizer)
+        else:
+            content = json.loads(given)
+            added, vocabulary = content.get("added_tokens") or [], content["model"]["vocab"]
+            pairs = (
+                vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
+            )
+            ids = dict(pairs) | {str(token["content"]): int(token["id"]) for token in added}
         largest = max(ids.values())
+    except UsageError as error:
+        return getattr(error, "problem", None)  # a library that is missing here may be there on the nodes
     except OSError as error:
         return Reason("checks.tokenizer-unreadable", {"said": error.strerror or str(error)})
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):

@@ -1,0 +1,180 @@
+"""Tokenizers of other libraries as a tokenizer.json: the same tokens as their library, or a refusal."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import tiktoken
+import tiktoken_ext.openai_public
+from tokenizers import Tokenizer
+
+from scaletrain_cli.data.prepared import find_prepared, prepare_data
+from scaletrain_cli.data.tokenizers.from_tiktoken import ENCODINGS
+from scaletrain_cli.data.tokenizers.given import TokenizerError, token_ids, tokenizer_content
+from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec.data import TokenizerSpec
+
+WORDS = ("river", "mountain", "don't", "ünïcode", "日本語", "Москва", "x_y", "(a+b)")
+SOURCE = Path(json.decoder.__file__).read_text(encoding="utf-8")
+LINES = [
+    *(f"Line {n} has {n * n} words, it's {w} in {w}land; {w.upper()} — {w}, Füße." for n in range(60) for w in WORDS),
+    *(line for line in SOURCE.splitlines() if line.strip()),
+]
+UNSEEN = [
+    *(" leading", "trailing  ", "a\tb\n\n c\r\nd   e", "ﬁ ① Ａ", "🙂👩‍👧 ʘ", "Жизнь 한국어 עברית", "", "   ", "\n"),
+    *("IT'S 123456 'LL we'll", "if x:\n        y = z[0]  # no\n", "é é", "¡¿«»…"),
+]
+
+
+def model(folder: Path, **options: Any) -> TokenizerSpec:
+    """Train a model with the library, and return its section of the spec."""
+    written = io.BytesIO()
+    options = {"vocab_size": 420, "hard_vocab_limit": False, "minloglevel": 2, "num_threads": 1, **options}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(LINES), model_writer=written, **options)
+    path = folder / "tokenizer.model"
+    path.write_bytes(written.getvalue())
+    return TokenizerSpec(kind="sentencepiece", path=str(path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_type": "unigram"},
+        {"model_type": "unigram", "byte_fallback": True, "normalization_rule_name": "identity"},
+        {
+            "model_type": "bpe",
+            "add_dummy_prefix": False,
+            "user_defined_symbols": ["<tool>", "\t\t"],
+            "remove_extra_whitespaces": False,
+        },
+        {
+            "model_type": "bpe",
+            "byte_fallback": True,
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "allow_whitespace_only_pieces": True,
+        },
+        {"model_type": "bpe", "split_by_whitespace": False},
+    ],
+)
+def test_a_sentencepiece_model_gives_the_tokens_of_its_library(options: dict[str, Any], tmp_path: Path) -> None:
+    section = model(tmp_path, **options)
+    ours = Tokenizer.from_str(tokenizer_content(section))
+    theirs = sentencepiece.SentencePieceProcessor(model_file=section.path)
+    texts = [*UNSEEN, *LINES[::7], "\n".join(LINES[:40]), "a <tool> b\t\tc"]
+    for text in texts:
+        assert ours.encode(text).ids == theirs.encode(text)
+        assert ours.decode(theirs.encode(text)).strip() == theirs.decode(theirs.encode(text)).strip() or 0 in (
+            theirs.encode(text)  # the unknown piece has other texts
+        )
+    assert ours.token_to_id("</s>") == theirs.eos_id()
+
+
+def ranks(vocabulary: int) -> dict[bytes, int]:
+    """Return the ranks that tiktoken's own teaching module learns."""
+    from tiktoken._educational import bpe_train
+
+    found = bpe_train("\n".join(LINES[::3]), vocabulary, ENCODINGS["gpt2"].pattern, visualise=None)
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def learned() -> dict[bytes, int]:
+    return ranks(400)
+
+
+def written(folder: Path, learned: dict[bytes, int]) -> str:
+    path = folder / "a.tiktoken"
+    rows = sorted(learned.items(), key=lambda item: item[1])
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in rows), encoding="ascii")
+    return str(path)
+
+
+@pytest.mark.parametrize("encoding", ["cl100k_base", "o200k_base", "p50k_base", "gpt2"])
+def test_known_encodings_are_those_of_tiktoken(
+    encoding: str, learned: dict[bytes, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tiktoken_ext.openai_public
+    for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(module, loader, lambda *_, **__: learned)
+    given = getattr(module, encoding)()
+    given.pop("explicit_n_vocab", None)
+    theirs = tiktoken.Encoding(**given)
+    section = TokenizerSpec(kind="tiktoken", path=written(tmp_path, learned), encoding=encoding)  # type: ignore[arg-type]
+    ours = Tokenizer.from_str(tokenizer_content(section))
+    for text in (*UNSEEN, *LINES, "\n".join(LINES)):
+        assert ours.encode(text).ids == theirs.encode_ordinary(text)
+        assert ours.decode(theirs.encode_ordinary(text), skip_special_tokens=False) == text
+    for name, number in given["special_tokens"].items():
+        assert ours.encode(f"a{name}", add_special_tokens=False).ids[-1] == number
+
+
+def test_own_patterns_and_special_tokens_of_tiktoken_files(learned: dict[bytes, int], tmp_path: Path) -> None:
+    path = written(tmp_path, learned)
+    section = TokenizerSpec(
+        kind="tiktoken", path=path, pattern=r"\w+|\W", special_tokens=("<|endoftext|>", "<|other|>")
+    )
+    ours = Tokenizer.from_str(tokenizer_content(section))
+    theirs = tiktoken.Encoding("a", pat_str=r"\w+|\W", mergeable_ranks=learned, special_tokens={})
+    assert [ours.encode(text).ids for text in LINES] == [theirs.encode_ordinary(text) for text in LINES]
+    assert [ours.token_to_id(name) for name in section.special_tokens] == [400, 401]
+    assert max(token_ids(Path(path).read_bytes(), section).values()) == 401
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_type": "word"}, "model of type 3; convertible are 1"),
+        ({"treat_whitespace_as_suffix": True}, "spaces at the end of words"),
+        ({"user_defined_symbols": ["<tool>"]}, "other tokens as a tokenizer.json than sentencepiece does"),
+    ],
+)
+def test_sentencepiece_models_that_would_give_other_tokens_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        tokenizer_content(
+            model(tmp_path, normalization_rule_name="identity", **options, remove_extra_whitespaces=False)
+        )
+
+
+def test_files_that_are_no_tokenizers_are_named(learned: dict[bytes, int], tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xff\xfe not a model")
+    for kind, message in (("sentencepiece", "is no model of SentencePiece"), ("tiktoken", "line 1 of a tiktoken file")):
+        section = TokenizerSpec(kind=kind, path=str(tmp_path / "a"), encoding="gpt2")  # type: ignore[arg-type]
+        with pytest.raises(TokenizerError, match=f"data.tokenizer.path = .*a: .*{message}"):
+            tokenizer_content(section)
+    path = written(tmp_path, {token: rank for token, rank in learned.items() if token != b"e"})
+    with pytest.raises(TokenizerError, match="must have all single bytes"):
+        tokenizer_content(TokenizerSpec(kind="tiktoken", path=path, encoding="gpt2"))
+    path = written(tmp_path, learned)
+    with pytest.raises(TokenizerError, match="is not valid"):
+        tokenizer_content(TokenizerSpec(kind="tiktoken", path=path, pattern="(", special_tokens=("</s>",)))
+    pattern = r"\p{L}{1,2}+|\P{L}+"  # possessive in one library alone
+    section = TokenizerSpec(kind="tiktoken", path=path, pattern=pattern, special_tokens=("</s>",))
+    with pytest.raises(TokenizerError, match="other tokens"):
+        tokenizer_content(section)
+
+
+def test_a_dataset_has_the_tokens_and_the_tokenizer_of_a_model(tmp_path: Path) -> None:
+    section = model(tmp_path, model_type="unigram")
+    text = tmp_path / "a.jsonl"
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES), encoding="utf-8")
+    data = DataSpec.model_validate({"source": str(text), "tokenizer": section.model_dump(), "validation_split": 0.001})
+    (dataset,) = prepare_data(data, tmp_path / "runs", 1, lambda *_: None).values()
+    theirs = sentencepiece.SentencePieceProcessor(model_file=section.path)
+    expected = [token for line in LINES for token in (*theirs.encode(line), theirs.eos_id())]
+    found = [np.fromfile(dataset / "000000" / f"{split}.bin", "uint16") for split in ("train", "validation")]
+    assert sorted(np.concatenate(found).tolist()) == sorted(expected)
+    assert found[0].tolist() == expected or len(found[1]) > 0
+    kept = Tokenizer.from_file(str(dataset / "tokenizer.json"))
+    assert kept.decode(theirs.encode(LINES[0])) == theirs.decode(theirs.encode(LINES[0]))
+    assert find_prepared(data, tmp_path / "runs") == {data.all_sources[0].name: dataset}
+    assert len(list((tmp_path / "runs").rglob("tokenizer-*.json"))) == 1
