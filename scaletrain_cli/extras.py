@@ -9,7 +9,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "optimizers": ("bitsandbytes",),
     "fp8": ("torchao",),
     "parquet": ("pyarrow",),
-    "data": ("py3langid", "rensa", "sentencepiece", "tiktoken", "zstandard"),
+    "data": ("google.protobuf", "py3langid", "rensa", "sentencepiece", "tiktoken", "zstandard"),
     "remote": ("obstore",),
     "slurm": ("submitit",),
     "k8s": ("kubernetes",),

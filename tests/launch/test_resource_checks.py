@@ -36,6 +36,8 @@ NAMES_NOTHING = {
     "name": "the run's own",
     **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
     "data.chat_template_date": "a date",
+    "data.tokenizer.pattern": "a regular expression",
+    "data.tokenizer.special_tokens.*": "a token",
     **dict.fromkeys(("data.sources.*.name", "data.prepare.*.only.*"), "names of sources"),
     "data.sources.*.field": "a column, which the check of the source looks for",
     **dict.fromkeys(("data.prepare.*.fields.*", "data.prepare.*.column"), "columns"),

@@ -22,6 +22,7 @@ DPO = ("training.objective=dpo", "data.source=python-docstrings")
 EXPERTS = ("model.num_experts=2", "model.num_experts_per_tok=1")
 TWO_SOURCES = "[{name: web, path: /w, weight: 1}, {name: code, path: /c, weight: 1}]"
 # For each key with a condition: a value, settings with which it has no effect, and settings with which it has one.
+OWN_PATTERN = "data.tokenizer={kind: tiktoken, path: t, pattern: a, special_tokens: [</s>]}"
 CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.rope_theta": ("5e5", ("model.family=gpt",), ("model.family=llama",)),
     "model.qkv_bias": ("true", ("model.bias=true",), ("model.bias=false",)),
@@ -45,6 +46,9 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "model.bias_update_speed": ("0.001", EXPERTS, (*EXPERTS, "model.topk_method=noaux_tc")),
     "model.router_bias": ("true", (), EXPERTS),
     "data.tokenizer.vocab_size": ("99", ("data.tokenizer={kind: file, path: t.json}",), ()),
+    "data.tokenizer.encoding": ("gpt2", (), ("data.tokenizer={kind: tiktoken, path: t, encoding: llama3}",)),
+    "data.tokenizer.pattern": (r"\w", (), (OWN_PATTERN,)),
+    "data.tokenizer.special_tokens": ("[</s>]", (), (OWN_PATTERN,)),
     "data.loss_mask": ("document_starts", SFT, ()),
     "data.stages": ("[{start: 9, weights: {web: 1}}]", (), ("data.source=null", f"data.sources={TWO_SOURCES}")),
     "data.prepare": ("[{step: normalization}]", SFT, ()),

@@ -112,8 +112,8 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     ),
     _row(
         "data.tokenizer.path",
-        "a tokenizer.json, local or on the hub",
-        "exists, is JSON, has a model and an end-of-text token; no id beyond model.vocab_size",
+        "a tokenizer.json, local or on the hub, or a file of SentencePiece or tiktoken",
+        "exists, is of its kind, has a model and an end-of-text token; no id beyond model.vocab_size",
         _SUBMIT,
         f"{_FILES}tokenizer_problems",
         _UNSEEN,
