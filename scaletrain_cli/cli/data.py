@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +14,9 @@ from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe, ve
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import visible
+
+if TYPE_CHECKING:
+    from scaletrain_cli.spec import DataSpec
 
 app = verb_group("Prepare and show training data.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
@@ -97,3 +101,53 @@ def show(
         print_json(answer)
     else:
         show_rows(answer)
+
+
+@app.command(epilog=describe(EXIT_CODES))
+def upload(
+    spec: SpecPath,
+    destination: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="Folder of an object store: s3://, gs:// or az://.", show_default=False),
+    ],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy the prepared data of a spec to an object store, and print the lines of a spec that reads them there.
+
+    Each node reads them through a cache (data.cache). Credentials come from the environment. An upload that was stopped
+    continues where it was.
+    """
+    from scaletrain_cli.cli.options import show_fetch
+    from scaletrain_cli.launch.engine_process import run_engine_command
+    from scaletrain_cli.launch.hub_files import fetched_spec
+    from scaletrain_cli.rundir.paths import runs_root
+    from scaletrain_cli.safe_files import create_file
+    from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.ui.json import print_json
+
+    run = fetched_spec(load_spec(spec, overrides or ()), "data", show_fetch())
+    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
+        resolved = Path(folder) / "spec.json"
+        create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
+        uploaded = run_engine_command("upload", str(resolved), str(runs_root()), destination, needs=_NEEDS)
+    if as_json:
+        print_json(uploaded)
+    else:
+        paths = {each["name"]: each["path"] for each in uploaded["sources"]}
+        for line in _lines_with_paths(run.data, paths):
+            typer.echo(visible(line))
+
+
+def _lines_with_paths(data: DataSpec, paths: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of a spec with the sources of ``data`` at other paths, by their names."""
+    yield "data:"
+    if data.source is not None:
+        yield f"  source: {paths[data.all_sources[0].name]}"
+        return
+    yield "  sources:"
+    for source in data.sources:
+        share = {"weight": source.weight, "epochs": source.epochs}
+        fields = {"name": source.name, "path": paths[source.name], **share}
+        written = ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items() if value is not None)
+        yield f"    - {{{written}}}"

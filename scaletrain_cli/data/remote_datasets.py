@@ -175,12 +175,10 @@ def attach_dataset(description: RemoteFile, datasets: Path) -> Path:
 
     Raises PlaceError if it is incomplete or of another version, UnavailableError and OSError.
     """
-    folder, root = attached_folder(description, datasets), description.path.removesuffix(f"/{DESCRIPTION}")
+    folder, root = attached_folder(description, datasets), _root(description)
     if is_attached(description, datasets):
         return folder
-    content = read_range(description, 0, description.size)
-    files = {file.path.removeprefix(f"{root}/"): file for file in list_files(f"{root}/")}
-    _require_complete(root, _parsed(content), files)
+    content, files = _checked(description, None)
     draft = folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.tmp")
     make_folder(draft)
     try:
@@ -201,6 +199,27 @@ def attach_dataset(description: RemoteFile, datasets: Path) -> Path:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+def inspect_dataset(description: RemoteFile, seconds: float | None = None) -> dict[str, Any]:
+    """Return the content of dataset.json of a remote dataset whose files are all there.
+
+    Raises PlaceError and UnavailableError.
+    """
+    return _parsed(_checked(description, seconds)[0])
+
+
+def _checked(description: RemoteFile, seconds: float | None) -> tuple[bytes, dict[str, RemoteFile]]:
+    """Return dataset.json and all files by their names. Raises PlaceError for other versions and missing files."""
+    root = _root(description)
+    content = read_range(description, 0, description.size, seconds)
+    files = {file.path.removeprefix(f"{root}/"): file for file in list_files(f"{root}/", seconds)}
+    _require_complete(root, _parsed(content), files)
+    return content, files
+
+
+def _root(description: RemoteFile) -> str:
+    return description.path.removesuffix(f"/{DESCRIPTION}")
 
 
 def _content(file: RemoteFile) -> bytes:

@@ -63,4 +63,9 @@ TEXTS: dict[str, Text] = {
     "other-data-there": Text(
         "{path} already has other prepared data", ("Upload to another path, or remove what is there",)
     ),
+    "not-remote": Text("{path} is no remote folder", ("Write s3://BUCKET/PATH, or use gs:// or az://",)),
+    "rows-not-uploaded": Text(
+        "rows for sft and dpo cannot be read from an object store", ("Keep them below the shared runs root",)
+    ),
+    "prepare-first": Text("the data of the spec are not prepared", ("Run scaletrain data prepare SPEC",)),
 }

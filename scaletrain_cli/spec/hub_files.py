@@ -31,7 +31,15 @@ from scaletrain_cli.hub.cache import (
 )
 from scaletrain_cli.hub.reference import HubError, HubReference, is_reference, parse_reference
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.corpus_files import COMPRESSED, FORMATS, ROW_FORMATS, is_about_the_corpus, kind_of
+from scaletrain_cli.spec.corpus_files import (
+    COMPRESSED,
+    FORMATS,
+    ROW_FORMATS,
+    chosen_text,
+    is_about_the_corpus,
+    kind_of,
+    suffixes_of,
+)
 from scaletrain_cli.spec.quantities import Text
 
 if TYPE_CHECKING:
@@ -88,13 +96,15 @@ DataPath = Annotated[Text, AfterValidator(_checked)]  # a local path, or hf://da
 class HubUse:
     """One key of a spec whose value is a reference; ``text`` is the value as the user wrote it.
 
-    ``kinds``: the formats of data that are read, as for find_files().
+    ``kinds``: the formats of data that are read, as for find_files(). ``format``: that of the source in the spec, for
+    text that is prepared, which may be in any format of find_text().
     """
 
     key: str
     text: str
     purpose: Purpose
     kinds: tuple[str, ...] = FORMATS
+    format: str | None = None
 
     @property
     def reference(self) -> HubReference:
@@ -151,7 +161,13 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     kinds: tuple[str, ...] = FORMATS if spec.training.objective == "causal_lm" else ROW_FORMATS
     if spec.code.own_program:  # an evaluation, which has no objective
         kinds = tuple(dict.fromkeys((*FORMATS, *ROW_FORMATS)))
-    return tuple(HubUse(key, text, purpose, kinds) for key, text, purpose in values if is_reference(text))
+    formats: dict[str, str] = {}
+    if spec.training.objective == "causal_lm" and not spec.code.own_program:
+        sections = zip(spec.data.paths(), spec.data.all_sources, strict=True)
+        formats = {key: section.format for (key, _), section in sections}
+    return tuple(
+        HubUse(key, text, purpose, kinds, formats.get(key)) for key, text, purpose in values if is_reference(text)
+    )
 
 
 def _sources(spec: "RunSpec") -> Iterator[tuple[str, Any, Purpose]]:
@@ -170,7 +186,7 @@ def selected_files(use: HubUse, listing: Listing, read: Callable[[HubFile], Path
     listed the files of data that a folder or a glob names.
     """
     if use.purpose == "source":
-        return _source_files(use.reference, listing, use.kinds)
+        return _source_files(use.reference, listing, use.kinds, use.format)
     path = use.reference.path
     if use.purpose == "weights":
         return _weights_files(use.reference, listing, read)
@@ -239,8 +255,13 @@ def _indexed(listing: Listing, index: HubFile, folder: str, read: Callable[[HubF
     return tuple(file for name in sorted(shards) if (file := listing.find(folder + name)) is not None)
 
 
-def _source_files(reference: HubReference, listing: Listing, kinds: tuple[str, ...]) -> tuple[HubFile, ...]:
-    """Return the files of data as find_files() finds them in a local folder: by folder, file or glob."""
+def _source_files(
+    reference: HubReference, listing: Listing, kinds: tuple[str, ...], named: str | None
+) -> tuple[HubFile, ...]:
+    """Return the files of data as find_files() finds them in a local folder: by folder, file or glob.
+
+    ``named``: the format of a source of text, whose files are found as by find_text(); else None.
+    """
     path = reference.path
     exact = listing.find(path) if path else None
     if exact is None and not listing.from_hub:
@@ -255,14 +276,17 @@ def _source_files(reference: HubReference, listing: Listing, kinds: tuple[str, .
         kinds = tuple(kind for kind in kinds if kind != "json")  # often a description of the files beside it
     else:
         found = [f for f in listing.files if path_matches(PurePosixPath(f.path).parts, PurePosixPath(path).parts)]
-    found = [f for f in found if kind_of(Path(f.path)) in kinds]
+    formats = [*kinds, *(kind for kind in COMPRESSED if kind[:-3] in kinds)]
+    if named is None:
+        found = [f for f in found if kind_of(Path(f.path)) in kinds]
+    else:
+        is_folder = exact is None and bool(in_folder)
+        names = set(chosen_text([f.path for f in found], named, in_folder=is_folder))
+        names |= {f"{name.removesuffix('.idx')}.bin" for name in names if name.endswith(".idx")}
+        found, formats = [f for f in listing.files if f.path in names], suffixes_of(named)
     if not found:
         shown = f" {path}" if path else ""
-        params = {
-            "place": reference.place,
-            "path": shown,
-            "formats": [*kinds, *(kind for kind in COMPRESSED if kind[:-3] in kinds)],
-        }
+        params = {"place": reference.place, "path": shown, "formats": formats}
         raise HubError(Reason("hub.no-source", params))
     return tuple(sorted(found, key=lambda file: file.path))
 

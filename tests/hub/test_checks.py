@@ -253,7 +253,8 @@ def test_every_verb_works_offline_with_a_complete_cache(
 ) -> None:
     tiny.publish(hub)
     spec = load_spec(tiny.write_spec(tmp_path))
-    hub_files.fetched_spec(spec, tuple(use.key for use in hub_uses(spec)))
+    for section in ("model", "data"):
+        hub_files.fetched_spec(spec, section)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for verb in ("validate", "plan", "submit"):
         forget()
@@ -293,7 +294,8 @@ def test_offline_mode_in_env_lets_no_verb_send_a_request(
     assert refused.code == 2
     assert f"the cache {tmp_path}/shared/hub does not know {tiny.MODEL}@main" in " ".join(refused.err.split())
     spec = load_spec(tiny.write_spec(tmp_path), [one.replace("OFFLINE: '1'", "OFFLINE: '0'") for one in offline])
-    hub_files.fetched_spec(spec, tuple(use.key for use in hub_uses(spec)))
+    for section in ("model", "data"):
+        hub_files.fetched_spec(spec, section)
     assert list((tmp_path / "shared").rglob("*.safetensors"))
     forget()
     hub.log.clear()

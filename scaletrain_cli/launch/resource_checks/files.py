@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.hub.reference import is_reference
@@ -407,11 +408,19 @@ def _shards_problem(folder: Path, spec: RunSpec) -> Reason | None:
 
     try:
         info, _ = open_source(folder)
-        vocab_size, tokens = int(info["tokenizer"]["vocab_size"]), int(info["train_tokens"])
     except ScaletrainError as error:
         return error.reason or Reason("checks.dataset-incomplete", {"said": str(error)})
     except OSError as error:
         return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
+    return description_problem(info, spec)
+
+
+def description_problem(info: Mapping[str, Any], spec: RunSpec) -> Reason | None:
+    """Return why a run cannot use prepared text in shards with this dataset.json; None if it can."""
+    try:
+        vocab_size, tokens = int(info["tokenizer"]["vocab_size"]), int(info["train_tokens"])
+    except (KeyError, TypeError, ValueError):
+        return Reason("checks.dataset-unreadable")
     if spec.unit != "tokens":
         return None
     if vocab_size > spec.transformer.vocab_size:

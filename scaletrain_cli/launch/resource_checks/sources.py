@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
-from scaletrain_cli.launch.resource_checks.files import View, prepared_problem
+from scaletrain_cli.launch.resource_checks.files import View, description_problem, prepared_problem
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import RunSpec
@@ -74,6 +74,7 @@ def reads_text(spec: RunSpec) -> bool:
 
 
 def _check_source(view: View, key: str, section: SourceSpec, results: TextResults, unseen: list[str]) -> None:
+    from scaletrain_cli.data.remote_datasets import find_description, inspect_dataset
     from scaletrain_cli.data.sources.places import UnavailableError, is_remote
 
     remote = is_remote(section.path)
@@ -83,6 +84,10 @@ def _check_source(view: View, key: str, section: SourceSpec, results: TextResult
             results.problems.append(view.problem(key, reason, section.path))
         return
     try:
+        if remote and (description := find_description(section.path, _LOOK_SECONDS)) is not None:
+            if reason := description_problem(inspect_dataset(description, _LOOK_SECONDS), view.spec):
+                results.problems.append(view.problem(key, reason, section.path))
+            return
         files, reasons = _listed(view, key, section, remote), []
         if files:
             results.files[section.name] = files

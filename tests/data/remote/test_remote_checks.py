@@ -1,0 +1,93 @@
+"""Remote sources that a run could not use are refused before it is queued, with the line of the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.data.sources import places
+from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.rundir.paths import runs_root
+from tests.cli.command_line import SMALL, Ended, scaletrain
+from tests.data.remote.conftest import BUCKET
+from tests.data.remote.faults import FaultyProxy
+
+WEB = f"s3://{BUCKET}/web"
+DOCUMENTS = "".join(json.dumps({"text": f"Document {number} has some words."}) + "\n" for number in range(99))
+
+
+def submit(source: str, *words: str) -> Ended:
+    path = Path("run.yaml")
+    path.write_text(SMALL.read_text().replace("  source: python-stdlib", f"  source: {source}"))
+    return scaletrain("submit", path, "--dry-run", *words)
+
+
+@pytest.mark.parametrize(
+    ("source", "fault", "said"),
+    [
+        (f"{WEB}/*.parquet", None, f"no object matches {WEB}/*.parquet"),
+        (f"{WEB}/none.jsonl", None, "does not exist"),
+        ("s3://no-such-bucket/web", None, "the bucket no-such-bucket"),
+        (WEB, "denied", "cannot be accessed (HTTP 403"),
+        (f"s3://{BUCKET}/cut", None, "a.jsonl:1: is not JSON"),
+        (f"s3://{BUCKET}/other", None, "has no prepared data of this version"),
+    ],
+)
+def test_a_remote_source_that_cannot_be_read_is_refused_with_its_line(
+    s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, fault: str | None, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places.write_file(f"{WEB}/a.jsonl", DOCUMENTS.encode())
+    places.write_file(f"s3://{BUCKET}/cut/a.jsonl", b'{"text": ')
+    places.write_file(f"s3://{BUCKET}/other/dataset.json", b"{}")
+    s3.fault = lambda request: fault
+    refused = submit(source)
+    assert refused.code == ExitCode.USAGE, refused
+    shown = " ".join(refused.err.split())
+    assert "run.yaml:" in shown
+    assert f" data.source = {source}: " in shown
+    assert said in shown
+    assert "of-the-test" not in shown
+    assert not runs_root().exists()
+
+
+def test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted(
+    s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places.write_file(f"{WEB}/a.jsonl", DOCUMENTS.encode())
+    assert submit(WEB).code == 0
+    (tmp_path / "corpus.txt").write_text("Some words in a text that is long enough.\n\n" * 3000)
+    assert scaletrain("data", "prepare", _spec("corpus.txt")).code == 0
+    uploaded = scaletrain("data", "upload", "run.yaml", f"s3://{BUCKET}/prepared")
+    assert uploaded.code == 0, uploaded.err
+    head, line = uploaded.out.splitlines()
+    assert head == "data:"
+    key, path = line.split(": ", 1)
+    assert key == "  source"
+    accepted = submit(path)
+    assert accepted.code == 0, accepted.err
+    small = submit(path, "--set", "model.vocab_size=256", "--set", "data.tokenizer.vocab_size=256")
+    assert small.code == ExitCode.USAGE
+    assert "data.source" in small.err
+
+
+def _spec(source: str) -> Path:
+    path = Path("run.yaml")
+    path.write_text(SMALL.read_text().replace("  source: python-stdlib", f"  source: {source}"))
+    return path
+
+
+def test_an_upload_names_what_is_missing(s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("Some words.\n\n" * 3000)
+    _spec("corpus.txt")
+    for words, said in (
+        (("run.yaml", f"s3://{BUCKET}/x"), "Run scaletrain data prepare SPEC"),
+        (("run.yaml", "/data"), "/data is no remote folder"),
+    ):
+        refused = scaletrain("data", "upload", *words)
+        assert refused.code == ExitCode.USAGE, refused
+        assert said in " ".join(refused.err.split())

@@ -1,0 +1,58 @@
+"""Sources of a mixture in data sets of the hub, in every format that is prepared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.data.sources.listing import source_files
+from scaletrain_cli.hub.reference import HubError
+from scaletrain_cli.launch.hub_files import fetched_spec
+from scaletrain_cli.spec import RunSpec, parse_spec
+from tests.hub import tiny
+from tests.hub.server import Hub
+
+FILES = {
+    "web/a.jsonl.zst": b"1",
+    "web/b.arrow": b"2",
+    "web/c.idx": b"3",
+    "web/c.bin": b"4",
+    "web/other.bin": b"5",
+    "web/README.md": b"6",
+    "web/picture.png": b"7",
+    "tokens/d.npy": b"8",
+    "tokens/e.data": b"9",
+}
+
+
+def spec(*paths: str, form: str = "auto") -> RunSpec:
+    sources = ", ".join(
+        f"{{name: s{number}, path: '{path}', weight: 1, format: {form}}}" for number, path in enumerate(paths)
+    )
+    sets = ("data.source=null", f"data.sources=[{sources}]")
+    return parse_spec(tiny.spec_text(), file="run.yaml", base_dir=Path(), overrides=sets)
+
+
+def names(fetched: RunSpec) -> list[list[str]]:
+    return [[Path(file.path).name for file in source_files(section)] for section in fetched.data.all_sources]
+
+
+def test_each_source_of_a_mixture_gets_its_local_files(hub: Hub) -> None:
+    tiny.publish(hub)
+    hub.add("org/text", FILES, kind="dataset")
+    wanted = spec("hf://datasets/org/text/web", "hf://datasets/org/text/web/*.arrow", "python-stdlib")
+    fetched = fetched_spec(wanted, "data")
+    assert [path.startswith("hf://") for _, path in fetched.data.paths()] == [False] * 3
+    assert names(fetched)[:2] == [["a.jsonl.zst", "b.arrow", "c.idx"], ["b.arrow"]]
+    sizes = [file.size for file in source_files(fetched.data.sources[0])]
+    assert sizes == [1, 1, 2], "of the Megatron-LM set both files are here"
+    named = fetched_spec(spec("hf://datasets/org/text/tokens/e.data", form="raw_uint16"), "data")
+    assert names(named) == [["e.data"]]
+
+
+def test_a_format_that_the_data_set_does_not_have_is_named(hub: Hub) -> None:
+    tiny.publish(hub)
+    hub.add("org/text", FILES, kind="dataset")
+    with pytest.raises(HubError, match="parquet"):
+        fetched_spec(spec("hf://datasets/org/text/web", form="parquet"), "data")
