@@ -1,22 +1,24 @@
-"""`scaletrain data`: tokenize the data of a spec ahead of its runs, and show rows as a model is trained on them."""
+"""`scaletrain data`: prepare the data of a spec ahead of its runs, report on them, and show what a model reads."""
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe, verb_group
+from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe, show_fetch, verb_group
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
-    from scaletrain_cli.spec import DataSpec
+    from scaletrain_cli.rundir.paths import RunDir
+    from scaletrain_cli.spec import DataSpec, RunSpec
 
 app = verb_group("Prepare and show training data.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
@@ -37,7 +39,6 @@ def prepare(
 
     A preparation that was stopped continues where it was. Prepared data are reused.
     """
-    from scaletrain_cli.cli.options import show_fetch
     from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.launch.hub_files import fetched_spec
     from scaletrain_cli.rundir.paths import runs_root
@@ -66,41 +67,119 @@ def prepare(
         typer.echo(visible(path))
 
 
+_Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="SPEC|RUN",
+        help="Path of the run spec (YAML); - reads stdin; or a run id, unique prefix or run directory.",
+        show_default=False,
+    ),
+]
+
+
 @app.command(epilog=describe(EXIT_CODES))
 def show(
-    spec: SpecPath,
+    target: _Target,
     overrides: Overrides = None,
-    row: Annotated[int, typer.Option("--row", metavar="N", min=1, help="First row to show, counted from 1.")] = 1,
-    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of rows to show.")] = 3,
+    row: Annotated[
+        int | None, typer.Option("--row", metavar="N", min=1, help="First row to show, counted from 1.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=1, help="Show the samples of this training step.")
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="R", min=0, help="Rank whose samples of the step to show (default: all)."),
+    ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option("--micro-batch", metavar="M", min=1, help="Micro-batch of the step to show (default: all)."),
+    ] = None,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of rows or samples to show.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Show rows for fine-tuning as they are trained on: rendered, truncated, and with the part in the loss marked.
+    """Show training data as the model gets them: the samples of a step, or rows for fine-tuning.
 
-    Reads only the first rows, and prepares nothing. Requires training.objective: sft or dpo.
+    With --step the batch that the ranks read in that step: samples in their order, with source, documents, positions
+    and the part in the loss marked. The data must be prepared.
+
+    Without --step rows rendered and truncated. Reads only the first rows, and prepares nothing. Requires
+    training.objective: sft or dpo.
     """
-    from scaletrain_cli.cli.options import show_fetch
     from scaletrain_cli.errors import UsageError
-    from scaletrain_cli.launch.engine_process import run_engine_command
-    from scaletrain_cli.launch.hub_files import fetched_spec
-    from scaletrain_cli.rundir.paths import runs_root
-    from scaletrain_cli.safe_files import create_file
-    from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.data_rows import show_rows
+    from scaletrain_cli.ui.data_samples import show_samples
     from scaletrain_cli.ui.json import print_json
 
-    run = load_spec(spec, overrides or ())
-    if run.training.objective == "causal_lm":
-        raise UsageError(Reason("data.nothing-to-show"))
-    run = fetched_spec(run, "data", show_fetch())
-    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
-        resolved = Path(folder) / "spec.json"
-        create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
-        words = ("show", str(resolved), str(runs_root()), str(row), str(count))
-        answer = run_engine_command(*words, needs=(*_NEEDS, "jinja2"))
+    spec, run = _spec_or_run(target, overrides)
+    if step is None:
+        for option, given in (("--rank", rank), ("--micro-batch", micro_batch)):
+            if given is not None:
+                raise UsageError(Reason("data.requires-step", {"option": option}))
+        if spec.training.objective == "causal_lm":
+            raise UsageError(Reason("data.nothing-to-show"))
+        answer = _in_engine("show", spec, run, str(row or 1), str(count), needs=(*_NEEDS, "jinja2"))
+    else:
+        if row is not None:
+            raise UsageError(Reason("data.row-or-step"))
+        words = (_folder(run), str(step), _number(rank), _number(micro_batch), str(count))
+        answer = _in_engine("step", spec, run, *words, needs=(*_NEEDS, "torch"))
     if as_json:
         print_json(answer)
-    else:
+    elif step is None:
         show_rows(answer)
+    else:
+        show_samples(answer)
+
+
+@app.command(epilog=describe(EXIT_CODES))
+def stats(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="SPEC|DATASET|RUN",
+            help="Path of the run spec (YAML); - reads stdin; or the folder of a prepared dataset; or a run id, unique "
+            "prefix or run directory.",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the whole report as one HTML page.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the report of prepared data: documents and tokens after each step, and why documents were removed.
+
+    Also languages, lengths, duplicates, kinds of characters, documents that cannot be read, and the mixture of the run.
+    The data must be prepared. Examples of documents in the HTML page and the JSON have placeholders for mail addresses,
+    IP addresses, phone numbers and keys.
+    """
+    from scaletrain_cli.data.report import is_dataset, read_dataset_report
+    from scaletrain_cli.errors import UsageError
+    from scaletrain_cli.safe_files import replace_file
+    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.ui.data_page import page
+    from scaletrain_cli.ui.data_report import show_report
+    from scaletrain_cli.ui.json import print_json
+
+    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+        raise UsageError(Reason("data.report-place", {"file": str(html), "folder": str(html.absolute().parent)}))
+    if is_dataset(Path(target)):
+        if overrides:
+            raise UsageError(Reason("data.set-requires-spec", {"target": target}))
+        name, report = target, read_dataset_report(Path(target))
+    else:
+        spec, run = _spec_or_run(target, overrides)
+        name, report = spec.name, _in_engine("stats", spec, run, _folder(run), needs=_NEEDS)
+    if html is not None:
+        replace_file(html, page(report, name), public=True)
+    if as_json:
+        print_json(report)
+        return
+    show_report(report)
+    if html is not None:
+        say(f"wrote {html}")
 
 
 @app.command(epilog=describe(EXIT_CODES))
@@ -151,3 +230,45 @@ def _lines_with_paths(data: DataSpec, paths: Mapping[str, str]) -> Iterator[str]
         fields = {"name": source.name, "path": paths[source.name], **share}
         written = ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items() if value is not None)
         yield f"    - {{{written}}}"
+
+
+def _spec_or_run(target: str, overrides: list[str] | None) -> tuple[RunSpec, RunDir | None]:
+    """Return the spec of a file, or that of a run with the run. Raises SpecError and UsageError."""
+    from scaletrain_cli.errors import UsageError
+    from scaletrain_cli.launch.hub_files import fetched_spec
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.spec import load_spec
+
+    if target == "-" or os.path.isfile(target) or target.endswith((".yaml", ".yml")):
+        return fetched_spec(load_spec(Path(target), overrides or ()), "data", show_fetch()), None
+    run = find_run(target)
+    if overrides:
+        raise UsageError(Reason("data.set-requires-spec", {"target": run.run_id}))
+    record = read_record(run)
+    return fetched_spec(record.spec, "data", show_fetch(), record.hub), run
+
+
+def _in_engine(command: str, spec: RunSpec, run: RunDir | None, *words: str, needs: tuple[str, ...]) -> dict[str, Any]:
+    """Run a command in a process of its own, which keeps numpy and the tokenizer out of this one."""
+    from scaletrain_cli.launch.engine_process import run_engine_command
+    from scaletrain_cli.rundir.paths import runs_root
+    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.safe_files import create_file
+
+    root, start = runs_root(), None
+    if run is not None:  # relative paths of its spec are those of the folder that it was submitted from
+        root, working_folder = run.path.parent, read_record(run).working_folder
+        start = working_folder if os.path.isdir(working_folder) else None
+    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
+        resolved = Path(folder) / "spec.json"
+        create_file(resolved, json.dumps(spec.model_dump(mode="json", by_alias=True)))
+        return run_engine_command(command, str(resolved), str(root.absolute()), *words, needs=needs, cwd=start)
+
+
+def _folder(run: RunDir | None) -> str:
+    return "" if run is None else str(run.path)
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else str(value)

@@ -153,7 +153,18 @@ TEXTS: dict[str, Text] = {
         ("Set data.source to these files",),
     ),
     "nothing-to-show": Text(
-        "training.objective is causal_lm, which reads text as it is and not rows", ("Set it to sft or dpo",)
+        "training.objective is causal_lm, which reads text as it is and not rows",
+        ("Use --step to show the samples of a step",),
     ),
+    "requires-step": Text("{option} selects samples of a step", ("Give --step",)),
+    "row-or-step": Text("--row and --step cannot be used together", ("Give one of them",)),
+    "set-requires-spec": Text("--set changes a spec file, and {target} is none", ("Remove --set",)),
+    "report-place": Text("--html {file}: is a folder, or there is no folder {folder}", ("Give the name of a file",)),
+    "not-prepared": Text(
+        "the data of this spec are not prepared below {root}, or have changed since", ("Run `scaletrain data prepare`",)
+    ),
+    "rank-out-of-range": Text("rank {rank} is none of the {ranks} ranks of the layout, counted from 0"),
+    "micro-batch-out-of-range": Text("micro-batch {number} is none of the {count} of a step of the layout"),
+    "step-out-of-range": Text("step {step} is none of the {steps} of the run"),
     "row-out-of-range": Text("data.source has {rows} rows; there is no row {row}"),
 }

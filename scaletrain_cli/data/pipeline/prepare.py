@@ -305,8 +305,8 @@ class _Duplicates:
     def __call__(self, task: Task, /) -> dict[int, Removed]:
         removed = {}
         for found in read_removed(self.corpus, self.first + task.number):
-            rule = "duplicates.near" if found.near else "duplicates.exact"
-            removed[found.index] = Removed(rule, found.similarity, self.corpus.settings.similarity)
+            rule, limit = ("near", self.corpus.settings.similarity) if found.near else ("exact", 1.0)
+            removed[found.index] = Removed(f"duplicates.{rule}", found.similarity, limit)
         return removed
 
     @property

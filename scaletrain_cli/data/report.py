@@ -1,0 +1,94 @@
+"""The report of prepared data: the reports of its datasets in one document, with totals and the mixture of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document
+
+SCHEMA = "scaletrain.data-report/v1"
+_OF_DATASET = "scaletrain.dataset-report/v1"
+_SPLITS = ("train", "validation")
+_ROWS = ("read", "truncated", "without_target", "too_long")
+
+
+def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the report of prepared data, given the folder of each source. Raises UsageError."""
+    sources = [_source(name, folder) for name, folder in datasets.items()]
+    duplicates = {each["key"]: each for source in sources for each in source.pop("duplicates")}
+    return {
+        "schema": SCHEMA,
+        "sources": sources,
+        "duplicates": list(duplicates.values()),
+        "totals": _totals(sources),
+        "mixture": mixture,
+    }
+
+
+def is_dataset(folder: Path) -> bool:
+    """Return True if a folder has a prepared dataset."""
+    return (folder / "dataset.json").is_file()
+
+
+def read_dataset_report(folder: Path) -> dict[str, Any]:
+    """Return the report of one prepared dataset. Raises UsageError."""
+    dataset = read_document(folder / "dataset.json") or {}
+    return read_report({str(dataset.get("source") or folder.name): folder})
+
+
+def _source(name: str, folder: Path) -> dict[str, Any]:
+    """Return what is known of a dataset of any version; ``steps`` is empty without a report of its preparation."""
+    dataset = read_document(folder / "dataset.json")
+    if dataset is None:
+        params = {"folder": str(folder), "error": "there is no dataset.json"}
+        raise UsageError(Reason("engine.not-a-dataset", params))
+    report = read_document(folder / "report.json") or {}
+    report = report if report.get("schema") == _OF_DATASET else {}
+    try:
+        return {
+            "source": name,
+            "dataset": str(folder),
+            "dataset_schema": dataset["schema"],
+            "fingerprint": dataset["fingerprint"],
+            "tokenizer": dataset.get("tokenizer") if isinstance(dataset.get("tokenizer"), dict) else None,
+            "documents": {split: dataset[f"{split}_documents"] for split in _SPLITS},
+            "tokens": {split: dataset[f"{split}_tokens"] for split in _SPLITS},
+            "bytes": dataset.get("bytes"),
+            "rows": _rows(dataset),
+            **{name: report.get(name) for name in _MEASURED},
+            "steps": report.get("steps", []),
+            "duplicates": report.get("duplicates", []),
+        }
+    except (KeyError, TypeError) as error:
+        params = {"folder": str(folder), "error": f"dataset.json has no {error}"}
+        raise UsageError(Reason("engine.not-a-dataset", params)) from error
+
+
+_MEASURED = ("bytes_read", "files", "languages", "tokens_per_byte", "unknown_tokens", "characters", "lengths")
+
+
+def _rows(dataset: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the counts of rows for fine-tuning; None for text."""
+    if "rows_read" not in dataset:
+        return None
+    return {name: int(dataset[f"rows_{name}"]) for name in _ROWS} | {"target_tokens": int(dataset["targets"])}
+
+
+def _totals(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return sums over the sources; a sum is None where a source does not have the count."""
+    found = list(sources)
+    sizes = [source["bytes"] for source in found]
+    size = None if None in sizes else sum(sizes)
+    tokens = {split: sum(source["tokens"][split] for source in found) for split in _SPLITS}
+    read = [source["steps"][0]["documents"] if source["steps"] else None for source in found]
+    return {
+        "documents_read": None if None in read else sum(read),
+        "documents": {split: sum(source["documents"][split] for source in found) for split in _SPLITS},
+        "tokens": tokens,
+        "bytes": size,
+        "tokens_per_byte": sum(tokens.values()) / size if size else None,
+    }

@@ -1,0 +1,75 @@
+"""The command ``stats``: the report of the prepared data of a spec or of a run. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.data.mixture import Mixture, Stage
+from scaletrain_cli.data.prepared import find_prepared
+from scaletrain_cli.data.report import read_report
+from scaletrain_cli.data.stages import planned_stages, recorded_changes, recorded_stages
+from scaletrain_cli.engine.data.row_dataset import rows_folder
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.spec import RunSpec
+
+
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the report, given SPEC_JSON RUNS_ROOT and the folder of the run, which is empty for a spec."""
+    spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    datasets = datasets_of(spec, Path(arguments[1]))
+    run = RunDir(Path(arguments[2])) if arguments[2] else None
+    return read_report(datasets, _mixture(spec, datasets, run))
+
+
+def datasets_of(spec: RunSpec, runs_root: Path) -> dict[str, Path]:
+    """Return the folder of the prepared data of each source, by its name. Raises UsageError if one is missing."""
+    found: dict[str, Path] | None
+    if spec.training.objective == "causal_lm":
+        found = find_prepared(spec.data, runs_root)
+    else:
+        folder = rows_folder(spec, runs_root)
+        found = {spec.data.all_sources[0].name: folder} if (folder / "dataset.json").is_file() else None
+    if found is None:
+        raise UsageError(Reason("data.not-prepared", {"root": str(runs_root)}))
+    return found
+
+
+def _mixture(spec: RunSpec, datasets: Mapping[str, Path], run: RunDir | None) -> dict[str, Any]:
+    """Return how many training sequences of a run come from each source, in its stages and in all."""
+    sizes = {name: _sequences(spec, read_document(folder / "dataset.json") or {}) for name, folder in datasets.items()}
+    batch, total = spec.training.global_batch_size, spec.total_steps
+    changes = [] if run is None else recorded_changes(read_events(run))
+    stages = recorded_stages(changes) or planned_stages(spec.data, sizes, total, batch)
+    order = [Stage(stage.first, tuple(stage.shares.get(name, 0.0) for name in sizes)) for stage in stages]
+    counts = Mixture(order).counts(total * batch).tolist()
+    ends = [*(stage.first for stage in stages[1:]), total * batch]
+    return {
+        "samples": total * batch,
+        "stages": [
+            {"first_step": stage.first // batch + 1, "last_step": end // batch, "shares": list(weights.weights)}
+            for stage, weights, end in zip(stages, order, ends, strict=True)
+        ],
+        "sources": [
+            {
+                "source": name,
+                "sequences": sizes[name],
+                "samples": count,
+                "share": count / (total * batch),
+                "epochs": count / sizes[name] if sizes[name] else None,
+            }
+            for name, count in zip(sizes, counts, strict=True)
+        ],
+    }
+
+
+def _sequences(spec: RunSpec, dataset: Mapping[str, Any]) -> int:
+    """Return the number of training sequences, rows or pairs of a dataset."""
+    if "train_rows" in dataset:
+        return int(dataset["train_rows"]) // (2 if dataset.get("objective") == "dpo" else 1)
+    return max(0, (int(dataset["train_tokens"]) - 1) // spec.transformer.seq_len)
