@@ -88,6 +88,25 @@ def recorded_stages(changes: Iterable[tuple[int, list[MixtureStage]]]) -> list[M
     return stages
 
 
+def stages_of_run(
+    data: DataSpec,
+    sequences: Mapping[str, int],
+    total_steps: int,
+    global_batch_size: int,
+    events: Iterable[Mapping[str, Any]],
+) -> list[MixtureStage]:
+    """Return the stages of a run by its events; those that the spec asks for where no event records a mixture.
+
+    Before the first event of a run there was one source. Raises InfeasibleError as ``shares_of`` does.
+    """
+    changes = recorded_changes(events)
+    if not changes:
+        return planned_stages(data, sequences, total_steps, global_batch_size)
+    if changes[0][0] > 0:
+        changes.insert(0, (0, [MixtureStage(0, {next(iter(sequences)): 1.0})]))
+    return recorded_stages(changes)
+
+
 def as_recorded(stages: Iterable[MixtureStage]) -> list[dict[str, Any]]:
     """Return the stages as an event records them."""
     return [{"first_sample": stage.first, "shares": stage.shares} for stage in stages]

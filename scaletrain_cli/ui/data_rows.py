@@ -29,13 +29,14 @@ def show_rows(answer: Mapping[str, Any]) -> None:
             name = "" if document["name"] == "text" else f"{document['name']}: "
             counts = f"{whole_text(document['tokens'])} tokens, {whole_text(document['target_tokens'])} in the loss"
             line(console, Text(f"{name}{counts}", "dim"))
-            console.print(_marked(document["parts"], console), soft_wrap=True)
+            console.print(marked(document["parts"], console), soft_wrap=True)
             console.print()
     for text in _counts(answer):
         line(console, text)
 
 
-def _marked(parts: list[Mapping[str, Any]], console: Console) -> Text:
+def marked(parts: list[Mapping[str, Any]], console: Console) -> Text:
+    """Return parts of a text, those in the loss in color, or between [[ and ]] without colors."""
     colors = console.color_system is not None
     text = Text()
     for part in parts:

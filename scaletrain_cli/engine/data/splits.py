@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
@@ -179,14 +180,42 @@ def sequences_held_back(
 ) -> int:
     """Return the number of ``train`` sequences to validate on, if the ``validation`` split is too small.
 
-    The first attempt that needs them decides for all later attempts and layouts, and records it as an event. Returns 0
-    if the split is large enough, and -1 if both are too small or if the run already has a checkpoint that was trained
-    on all sequences. ``source``: the name of the source, if there are several.
+    The first attempt that needs them decides for all later attempts and layouts, and records it as an event. The
+    number is that of ``held_back_of``.
     """
-    layout = record.plan.layout
+    decided, is_recorded = held_back_of(
+        record.spec,
+        record.plan.layout,
+        list(read_events(run)),
+        train,
+        validation,
+        source=source,
+        begun=has_committed(run),
+    )
+    if decided > 0 and not is_recorded:
+        named = {} if source is None else {"source": source}
+        report_event(run, 0, _HELD_BACK, sequences=decided, of=train, **named)
+    return decided
+
+
+def held_back_of(
+    spec: RunSpec,
+    layout: Layout,
+    events: Sequence[Mapping[str, Any]],
+    train: int,
+    validation: int,
+    *,
+    source: str | None,
+    begun: bool,
+) -> tuple[int, bool]:
+    """Return the number of ``train`` sequences to validate on, and True if ``events`` of the run record it.
+
+    The number is 0 if the ``validation`` split is large enough, and -1 if both are too small or if the run has
+    ``begun``: it has a checkpoint that was trained on all sequences. ``source``: the name of the source, if there are
+    several.
+    """
     width = layout.micro_batch_size * layout.data_parallel
-    events = list(read_events(run))
-    first = record.spec.data.all_sources[0].name
+    first = spec.data.all_sources[0].name
     # An event without a name is of a time when the run had one source, the first of those that it has now.
     known = [
         int(event["sequences"])
@@ -197,20 +226,15 @@ def sequences_held_back(
         decided = known[-1]
     else:
         if validation >= width:
-            return 0
+            return 0, False
         changes = recorded_changes(events)
         trained = {name for _, stages in changes for stage in stages for name in stage.shares} or {first}
-        if has_committed(run) and (source is None or source in trained):
-            return -1  # trained on all sequences: with fewer, each step would get another batch
+        if begun and (source is None or source in trained):
+            return -1, False  # trained on all sequences: with fewer, each step would get another batch
         # Enough for one round in every layout of this batch size, unless that is more than a tenth of the data.
         whole = layout.global_batch_size
         decided = whole if train >= 10 * whole else min(whole, max(width, train // 20))
-    if decided < width or train < 2 * decided:
-        return -1
-    if not known:
-        named = {} if source is None else {"source": source}
-        report_event(run, 0, _HELD_BACK, sequences=decided, of=train, **named)
-    return decided
+    return (-1 if decided < width or train < 2 * decided else decided), bool(known)
 
 
 def _too_little_to_validate(record: RunRecord, source: str | None, train: int, validation: int) -> Reason:

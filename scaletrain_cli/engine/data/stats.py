@@ -9,7 +9,7 @@ from typing import Any
 from scaletrain_cli.data.mixture import Mixture, Stage
 from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.data.report import read_report
-from scaletrain_cli.data.stages import planned_stages, recorded_changes, recorded_stages
+from scaletrain_cli.data.stages import stages_of_run
 from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -44,8 +44,7 @@ def _mixture(spec: RunSpec, datasets: Mapping[str, Path], run: RunDir | None) ->
     """Return how many training sequences of a run come from each source, in its stages and in all."""
     sizes = {name: _sequences(spec, read_document(folder / "dataset.json") or {}) for name, folder in datasets.items()}
     batch, total = spec.training.global_batch_size, spec.total_steps
-    changes = [] if run is None else recorded_changes(read_events(run))
-    stages = recorded_stages(changes) or planned_stages(spec.data, sizes, total, batch)
+    stages = stages_of_run(spec.data, sizes, total, batch, [] if run is None else read_events(run))
     order = [Stage(stage.first, tuple(stage.shares.get(name, 0.0) for name in sizes)) for stage in stages]
     counts = Mixture(order).counts(total * batch).tolist()
     ends = [*(stage.first for stage in stages[1:]), total * batch]

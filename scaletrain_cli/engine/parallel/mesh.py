@@ -102,30 +102,32 @@ class Mesh:
         return cls()
 
 
+def coordinates_of(layout: Layout, rank: int) -> dict[str, int]:
+    """Return the place of a rank on each axis of a layout."""
+    replicas = layout.sequence_parallel * layout.data_parallel
+    rest, tensor_rank = divmod(rank, layout.tensor_parallel)
+    stage, replica = divmod(rest, replicas)
+    return {
+        "pipeline": stage,
+        "data": replica // layout.sequence_parallel,
+        "sequence": replica % layout.sequence_parallel,
+        "tensor": tensor_rank,
+        "expert": replica % layout.expert_parallel,
+        "expert_replica": replica // layout.expert_parallel,
+    }
+
+
 def build_mesh(layout: Layout) -> Mesh:
     """Return the mesh of a layout, with new process groups. Collective: every rank calls it once, at the same point."""
-    tensor, sequence, data = layout.tensor_parallel, layout.sequence_parallel, layout.data_parallel
-    expert, replicas, last_stage = layout.expert_parallel, sequence * data, layout.pipeline_parallel - 1
-
-    def coordinates(rank: int) -> dict[str, int]:
-        rest, tensor_rank = divmod(rank, tensor)
-        stage, replica = divmod(rest, replicas)
-        return {
-            "pipeline": stage,
-            "data": replica // sequence,
-            "sequence": replica % sequence,
-            "tensor": tensor_rank,
-            "expert": replica % expert,
-            "expert_replica": replica // expert,
-        }
+    last_stage = layout.pipeline_parallel - 1
 
     def end(rank: int) -> tuple[int, ...]:
         """Return a key that is equal for both ends of a pipeline, and unique for stages between them."""
-        place = coordinates(rank)
+        place = coordinates_of(layout, rank)
         return (place["pipeline"] % max(1, last_stage), place["data"], place["sequence"], place["tensor"])
 
     def axis(*varying: str) -> Axis:
-        return _axis(lambda rank: tuple(v for k, v in coordinates(rank).items() if k not in varying))
+        return _axis(lambda rank: tuple(v for k, v in coordinates_of(layout, rank).items() if k not in varying))
 
     return Mesh(
         pipeline=axis("pipeline"),

@@ -1,0 +1,239 @@
+"""The command ``step``: the samples of one training step as the ranks read them, with their text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from scaletrain_cli.data.stages import stages_of_run
+from scaletrain_cli.data.tokenizers.files import load_tokenizer
+from scaletrain_cli.engine.data.batches import (
+    BatchReader,
+    MicroBatch,
+    batch_number,
+    merged_skip_ranges,
+    padded_to,
+    sample_at,
+)
+from scaletrain_cli.engine.data.prepared import open_data_of
+from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, RowSequences
+from scaletrain_cli.engine.data.sample_order import sample_order
+from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
+from scaletrain_cli.engine.data.splits import RunData, held_back_of
+from scaletrain_cli.engine.data.stats import datasets_of
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, coordinates_of
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.journal import has_committed, read_events, read_rollbacks
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.spec import RunSpec
+
+
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return samples, given SPEC_JSON RUNS_ROOT RUN STEP RANK MICRO_BATCH COUNT.
+
+    RUN is the folder of a run; steps and micro-batches count from 1, ranks from 0. RUN, RANK and MICRO_BATCH may be
+    empty: without RANK the samples of all ranks are shown, in the order of the global batch. Raises UsageError.
+    """
+    spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    run = RunDir(Path(arguments[2])) if arguments[2] else None
+    step, count = int(arguments[3]), int(arguments[6])
+    rank, micro_batch = (int(text) if text else None for text in arguments[4:6])
+    layout = make_plan(spec).layout if run is None else read_record(run).plan.layout
+    _check_range(spec, layout, step, rank, micro_batch)
+    datasets = datasets_of(spec, Path(arguments[1]))
+    data = _opened(spec, layout, run, datasets)
+    skipped = [] if run is None else [rollback.skip for rollback in read_rollbacks(run)]
+    number = batch_number(step, merged_skip_ranges([*spec.data.skip, *skipped]))
+    samples = _Samples(spec, layout, run, data, load_tokenizer(str(next(iter(datasets.values())) / "tokenizer.json")))
+    chosen = list(_places(layout, rank, micro_batch))
+    return {
+        "step": step,
+        "batch": number,
+        "seq_len": spec.transformer.seq_len,
+        "layout": {
+            "data_parallel": layout.data_parallel,
+            "micro_batch_size": layout.micro_batch_size,
+            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        },
+        "rank": rank,
+        "samples_in_all": len(chosen),
+        "samples": [samples.shown(number, place, rank) for place in chosen[:count]],
+    }
+
+
+class Place(NamedTuple):
+    """A sample in a global batch; all counted from 0."""
+
+    micro_batch: int
+    replica: int
+    row: int
+
+
+def _places(layout: Layout, rank: int | None, micro_batch: int | None) -> Iterator[Place]:
+    """Yield the places of a rank's samples in a batch, or of all, in the order of the global batch."""
+    replicas = range(layout.data_parallel) if rank is None else [coordinates_of(layout, rank)["data"]]
+    micros = range(layout.gradient_accumulation_steps) if micro_batch is None else [micro_batch - 1]
+    return (
+        Place(micro, replica, row) for micro in micros for replica in replicas for row in range(layout.micro_batch_size)
+    )
+
+
+def _check_range(spec: RunSpec, layout: Layout, step: int, rank: int | None, micro_batch: int | None) -> None:
+    if step > spec.total_steps:
+        raise UsageError(Reason("data.step-out-of-range", {"step": step, "steps": spec.total_steps}))
+    if rank is not None and rank >= layout.world_size:
+        raise UsageError(Reason("data.rank-out-of-range", {"rank": rank, "ranks": layout.world_size}))
+    count = layout.gradient_accumulation_steps
+    if micro_batch is not None and micro_batch > count:
+        raise UsageError(Reason("data.micro-batch-out-of-range", {"number": micro_batch, "count": count}))
+
+
+def _opened(spec: RunSpec, layout: Layout, run: RunDir | None, datasets: Mapping[str, Path]) -> RunData:
+    """Return the data of a run as its engine opens them, or would: nothing is recorded."""
+    begun = run is not None and has_committed(run)
+    opened = {name: open_data_of(spec, folder, begun=begun) for name, folder in datasets.items()}
+    train = {name: found for name, (_, found, _) in opened.items()}
+    validation = {name: found for name, (_, _, found) in opened.items()}
+    if spec.evaluation.every:
+        events = [] if run is None else list(read_events(run))
+        for name in opened:
+            sizes = len(train[name]), len(validation[name])
+            source = name if len(opened) > 1 else None
+            held_back, _ = held_back_of(spec, layout, events, *sizes, source=source, begun=begun)
+            if held_back > 0:
+                rest = sizes[0] - held_back
+                train[name], validation[name] = train[name].part(0, rest), train[name].part(rest, held_back)
+    return RunData({name: info for name, (info, _, _) in opened.items()}, train, validation)
+
+
+class _Samples:
+    """Reads samples through the reader of the engine."""
+
+    def __init__(self, spec: RunSpec, layout: Layout, run: RunDir | None, data: RunData, tokenizer: Any) -> None:
+        self._spec, self._layout, self._data, self._tokenizer = spec, layout, data, tokenizer
+        self._sequences = data.sequences
+        self._order = None
+        if len(data.sizes) > 1:
+            events = [] if run is None else read_events(run)
+            stages = stages_of_run(spec.data, data.sizes, spec.total_steps, layout.global_batch_size, events)
+            self._order = sample_order(spec.training.seed, data.sizes, stages)
+        self._batch = lru_cache(maxsize=1)(self._read)  # the samples of a replica follow one another
+
+    def _read(self, number: int, replica: int, rank: int | None) -> list[MicroBatch]:
+        reader = BatchReader(
+            self._sequences,
+            self._layout,
+            _mesh(self._layout, replica, rank),
+            self._spec.training.seed,
+            self._spec.data.loss_mask == "document_starts",
+            padded_to=padded_to(self._spec, self._layout),
+            within_documents=self._spec.data.packing == "documents",
+            order=self._order,
+        )
+        return reader.batch(number).micro_batches()
+
+    def shown(self, number: int, place: Place, rank: int | None) -> dict[str, Any]:
+        """Return a sample of a batch as JSON values."""
+        layout, size = self._layout, self._layout.micro_batch_size
+        micro = self._batch(number, place.replica, rank)[place.micro_batch]
+        first = (number - 1) * layout.global_batch_size
+        sample = first + (place.micro_batch * layout.data_parallel + place.replica) * size + place.row
+        sequence = self._sequence(sample)
+        sources, own = list(self._data.sizes), sequence
+        source = 0
+        if isinstance(self._sequences, JoinedSequences):
+            source = self._sequences.source_of(sequence)
+            own -= self._sequences.starts[source]
+        pairs = isinstance(self._sequences, RowSequences) and self._sequences.pairs
+        rows = {"chosen": place.row, "rejected": place.row + size} if pairs else {"text": place.row}
+        start = 0 if rank is None else coordinates_of(layout, rank)["sequence"] * micro.tokens.shape[1]
+        return {
+            "sample": sample,
+            "source": sources[source],
+            "sequence": own,
+            "micro_batch": place.micro_batch + 1,
+            "replica": place.replica,
+            "texts": [{"name": name, **self._text(micro, row, sequence, start)} for name, row in rows.items()],
+        }
+
+    def _sequence(self, sample: int) -> int:
+        if self._order is not None:
+            return self._order(sample)
+        return sample_at(sample, seed=self._spec.training.seed, samples=len(self._sequences))
+
+    def _text(self, micro: MicroBatch, row: int, sequence: int, start: int) -> dict[str, Any]:
+        """Return one row of a micro-batch. ``start``: the position in the whole sequence of its first token."""
+        tokens, labels = micro.tokens[row].tolist(), micro.labels[row].tolist()
+        positions = (micro.positions if micro.positions.dim() == 1 else micro.positions[row]).tolist()
+        weights = [float(label != NOT_COUNTED) for label in labels]
+        if micro.weights is not None:
+            weights = micro.weights[row].tolist()
+        documents = self._documents(micro, row, sequence, start, len(tokens))
+        real = len(tokens) if micro.real is None else int(micro.real[row].sum())
+        # The label at a position is the next token: a token is in the loss with the weight of the label before it.
+        of_token = [None, *weights[:-1]]
+        follows = labels[-1] if real == len(tokens) and labels[-1] != NOT_COUNTED else None
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "weights": weights,
+            "positions": positions,
+            "start": start,
+            "padding": len(tokens) - real,
+            "documents": [
+                self._document(list(places), tokens, positions, of_token, start)
+                for _, places in groupby(range(real), key=documents.__getitem__)
+            ],
+            "follows": None if follows is None else {"text": self._decoded([follows]), "weight": weights[-1]},
+        }
+
+    def _documents(self, micro: MicroBatch, row: int, sequence: int, start: int, length: int) -> list[int]:
+        """Return the number of the document of each token in the whole sequence, from 0 on; -1 for padding."""
+        if micro.documents is not None:
+            return [int(number) for number in micro.documents[row, start : start + length]]
+        if isinstance(self._sequences, TextSequences):
+            last = self._sequences.document_ends_within(sequence, sequence + 1)
+            return torch.bucketize(torch.arange(start, start + length), torch.as_tensor(last)).tolist()
+        assert micro.real is not None
+        return [0 if real else PADDING_DOCUMENT for real in micro.real[row].tolist()]
+
+    def _document(
+        self,
+        places: list[int],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        weights: Sequence[float | None],
+        start: int,
+    ) -> dict[str, Any]:
+        first, last = places[0], places[-1]
+        return {
+            "first": start + first,
+            "tokens": len(places),
+            "positions": [positions[first], positions[last]],
+            "parts": [
+                {"text": self._decoded([tokens[place] for place in part]), "weight": weight}
+                for weight, part in groupby(places, key=lambda place: weights[place])
+            ],
+        }
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def _mesh(layout: Layout, replica: int, rank: int | None) -> Mesh:
+    """Return the mesh of a rank, or of one that reads whole sequences of a replica, without process groups."""
+    data = Axis(layout.data_parallel, replica)
+    if rank is None:
+        return Mesh(data=data, replicas=data)
+    at, sequence = coordinates_of(layout, rank), layout.sequence_parallel
+    replicas = Axis(layout.data_parallel * sequence, replica * sequence + at["sequence"])
+    return Mesh(data=data, sequence=Axis(sequence, at["sequence"]), replicas=replicas)

@@ -1,0 +1,137 @@
+"""`data show --step`, against the batches that the ranks of a real run have read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from scaletrain_cli.data.prepared import prepare_data
+from scaletrain_cli.engine.data import step_view
+from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
+from scaletrain_cli.engine.data.loader import Loader
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.spec import RunSpec, parse_spec
+from tests.drills.campaign.forked_attempts import ForkedRun, be_rank
+
+STEPS = 5
+_SPEC = """
+schema: scaletrain/v1
+name: shown
+model: {{family: llama, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2,
+        intermediate_size: 64, vocab_size: 300, seq_len: 32, tie_word_embeddings: true}}
+data:
+  sources: [{{name: web, path: {folder}/web.jsonl, weight: 3}}, {{name: code, path: {folder}/code.jsonl, weight: 1}}]
+  stages: [{{start: 4, weights: {{web: 1, code: 1}}}}]
+  skip: [[2, 2]]
+  packing: documents
+  validation_split: 0.2
+  tokenizer: {{vocab_size: 300}}
+training: {{global_batch_size: 8, micro_batch_size: 2, steps: 5, precision: fp32}}
+evaluation: {{every: 5, batches: 1}}
+layout: {{zero_stage: 1}}
+cluster: {{gpu: cpu, gpus_per_node: 2, grace_seconds: 60}}
+checkpoint: {{every: 5}}
+"""
+
+
+def recording_rank(path: Path, number: int) -> int:
+    """Be a rank that keeps the numbers of the batches that it takes, and the batches that it reads."""
+    taken: list[int] = []
+    read: dict[int, list[Any]] = {}
+    take, batch = Loader.take, BatchReader.batch
+
+    def take_and_note(self: Any, number: int, following: Any = ()) -> Any:
+        taken.append(number)
+        return take(self, number, following)
+
+    def read_and_note(self: BatchReader, number: int) -> StepBatch:
+        found = batch(self, number)
+        read[number] = [[micro.tokens, micro.labels, micro.positions, micro.samples] for micro in found.micro_batches()]
+        return found
+
+    with patch.object(Loader, "take", take_and_note), patch.object(BatchReader, "batch", read_and_note):
+        code = be_rank(path, number)
+    torch.save({"taken": taken, "read": read}, path / f"read-{os.environ['RANK']}.pt")
+    return code
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    folder = tmp_path_factory.mktemp("shown")
+    for name, word in (("web", "page"), ("code", "function")):
+        rows = (f"The {word} {n} has {n % 7 * ' more'} words, and ends." for n in range(600))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    spec = parse_spec(_SPEC.format(folder=folder), file="shown.yaml", base_dir=folder)
+    with patch.dict(os.environ, {"SCALETRAIN_RUNS": str(folder / "runs")}):
+        prepare_data(spec.data, folder / "runs", 1, lambda *_: None)
+        forked = ForkedRun.create(spec, recording_rank)
+        assert forked.attempt().exit_codes == [0, 0], forked.log()
+    return forked.run
+
+
+def shown(run: RunDir, step: int, rank: int | None, count: int = 100) -> dict[str, Any]:
+    spec = run.path / "spec.json"
+    spec.write_text(read_record(run).spec.model_dump_json(by_alias=True))
+    words = (
+        str(spec),
+        str(run.path.parent),
+        str(run.path),
+        str(step),
+        "" if rank is None else str(rank),
+        "",
+        str(count),
+    )
+    return step_view.run_command(words)
+
+
+def test_the_samples_of_a_step_are_those_that_the_ranks_of_a_run_have_read(run: RunDir) -> None:
+    for rank in range(2):
+        recorded = torch.load(run.path / f"read-{rank}.pt")
+        assert recorded["taken"] == [1, 3, 4, 5, 6]  # batch 2 is skipped
+        for step, number in enumerate(recorded["taken"], start=1):
+            answer = shown(run, step, rank)
+            assert answer["batch"] == number
+            samples = iter(answer["samples"])
+            for micro, (tokens, labels, positions, numbers) in enumerate(recorded["read"][number], start=1):
+                for row in range(2):
+                    sample = next(samples)
+                    (text,) = sample["texts"]
+                    assert (text["tokens"], text["labels"]) == (tokens[row].tolist(), labels[row].tolist())
+                    assert text["positions"] == positions[row].tolist()
+                    assert (sample["sample"], sample["micro_batch"]) == (int(numbers[row]), micro)
+            assert next(samples, None) is None
+
+
+def test_samples_of_all_ranks_are_in_the_order_of_the_global_batch_with_source_and_documents(run: RunDir) -> None:
+    answer = shown(run, 4, None)
+    assert [sample["sample"] for sample in answer["samples"]] == list(range(4 * 8, 5 * 8))
+    assert [sample["replica"] for sample in answer["samples"]] == [0, 0, 1, 1] * 2
+    sources = [sample["source"] for sample in answer["samples"]]
+    assert sorted(sources) == ["code"] * 4 + ["web"] * 4
+    for sample, source in zip(answer["samples"], sources, strict=True):
+        (text,) = sample["texts"]
+        other = {"web": "function", "code": "page"}[source]
+        written = "".join(part["text"] for document in text["documents"] for part in document["parts"])
+        assert {"web": "page", "code": "function"}[source] in written
+        assert other not in written
+        assert sum(document["tokens"] for document in text["documents"]) == 32
+        for document in text["documents"][1:]:
+            assert document["positions"][0] == 0
+            assert document["parts"][0]["weight"] == 0, "the first token of a document is not in the loss"
+        for document in text["documents"][:-1]:
+            assert document["parts"][-1]["text"].endswith("<|endoftext|>")
+
+
+def test_a_spec_shows_what_its_run_has_read(run: RunDir) -> None:
+    record = read_record(run)
+    assert isinstance(record.spec, RunSpec)
+    words = (str(run.path / "spec.json"), str(run.path.parent), "", "3", "", "2", "4")
+    of_run = [sample for sample in shown(run, 3, None)["samples"] if sample["micro_batch"] == 2]
+    assert step_view.run_command(words)["samples"] == of_run
