@@ -132,6 +132,7 @@ PARSED: dict[str, str] = {
         "needs a run with an adapter; tests/engine/parity/test_adapter_runs.py exports one",
     ),
     "scaletrain data show sft-tiny-cpu.yaml --row 1": "tests/cli runs it",
+    "scaletrain data stats run.yaml --html report.html": "needs prepared data; tests/cli prepares some",
     "scaletrain drill": HURT,
     "scaletrain drill sigkill truncate --spec run.yaml": HURT,
     "scaletrain drill --scheduler slurm --nodes 2 --gpus-per-node 8 --gpu h100-sxm-80gb --set "

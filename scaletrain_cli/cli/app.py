@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("schema", "Print the JSON Schema of the run spec, for editors."),
         Verb("doctor", "Check the environment: packages, hardware, schedulers, disk."),
         Verb("preflight", "Measure devices, memory and links of the nodes with a short job."),
-        Verb("data", "Prepare, show and upload training data: data prepare SPEC."),
+        Verb("data", "Prepare, show, report on and upload training data: data prepare SPEC."),
     ),
     "Run": (
         Verb("submit", "Plan a run and submit it to its scheduler."),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.rundir.paths import RunDir
     from scaletrain_cli.spec import DataSpec, RunSpec
 
-app = verb_group("Prepare and show training data.")
+app = verb_group("Prepare, show, report on and upload training data.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _NEEDS = ("numpy", "tokenizers")
 

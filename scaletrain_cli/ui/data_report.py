@@ -226,16 +226,23 @@ def _show_duplicates(console: Console, duplicates: Mapping[str, Any]) -> None:
         f"{counted(sum(sizes.values()), 'cluster')}"
         + (f" of up to {whole_text(max(sizes))} documents" if sizes else ""),
     )
-    between = [
-        f"{each['removed_from']} → {each['kept_in']}: {whole_text(each['documents'])} {each['reason']}"
-        for each in duplicates["removed_between_sources"]
-    ]
-    if len({each.partition(":")[0] for each in between}) > 1:
-        line(console, f"  removed from → kept in: {plain(listed(between, 8))}")
+    for each in _between(duplicates["removed_between_sources"]):
+        line(console, f"  {plain(each)}")
     if "expected_recall" in duplicates:
         recall = [f"{percent_text(share)} at {at}" for at, share in duplicates["expected_recall"].items() if at in _AT]
         line(console, f"  pairs found, by similarity: {', '.join(recall)}")
     console.print()
+
+
+def _between(counts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the duplicates between two sources, for each pair of them if there are several."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in counts:
+        kinds = found.setdefault((each["removed_from"], each["kept_in"]), [])
+        kinds.append(f"{whole_text(each['documents'])} {each['reason']}")
+    if len(found) < 2:
+        return []
+    return [f"removed from {gone}, kept in {kept}: {', '.join(kinds)}" for (gone, kept), kinds in found.items()]
 
 
 _AT = ("0.70", "0.80", "0.90")

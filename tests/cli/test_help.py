@@ -15,7 +15,7 @@ from tests.cli.command_line import PROJECT, scaletrain
 VERBS = [verb.name for verbs in GROUPS.values() for verb in verbs]
 # Verbs that are groups, and what is in them.
 IN_GROUPS = {
-    "data": ("prepare", "show", "upload"),
+    "data": ("prepare", "show", "stats", "upload"),
     "nodes": ("list", "clear"),
     "checkpoint": ("list", "verify", "export", "average", "prune"),
     "evaluation": ("submit", "list", "show"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -15,6 +17,7 @@ from scaletrain_cli.data.pipeline.decisions import shortened
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare
 from scaletrain_cli.data.pipeline.statistics import length_range, length_range_end
 from scaletrain_cli.data.pipeline.tasks import Source
+from scaletrain_cli.data.report import read_report
 from scaletrain_cli.data.sources.records import Columns, SourceFile
 from scaletrain_cli.spec.preparation import (
     C4Spec,
@@ -29,6 +32,8 @@ from scaletrain_cli.spec.preparation import (
     PreparationStep,
     ScoreSpec,
 )
+from scaletrain_cli.ui.data_page import page
+from scaletrain_cli.ui.data_report import show_report
 
 # Words that no language model takes for another language, and that make sentences unlike each other.
 WORDS = (
@@ -205,6 +210,52 @@ def test_duplicates_have_clusters_with_both_texts_and_the_expected_recall(prepar
         for first, second in zip(KEPT[2:5], PLANTED["duplicates.near"], strict=True)
     }
     assert found["expected_recall"]["0.80"] == pytest.approx(0.975, abs=1e-3)
+
+
+def test_the_page_is_well_formed_without_outside_references_and_shows_texts_as_text(prepared: Any) -> None:
+    folder = prepared[3]
+    datasets = {report["source"]: _dataset(folder, report["source"]) for report in prepared[:2]}
+    report = read_report(datasets)
+    first = report["sources"][0]
+    first["steps"][2]["removed"][0]["examples"][0]["text"] = "<script>alert('&')</script>\x1b]0;"
+    text = page(report, "a <spec>")
+    root = ElementTree.fromstring(text)  # raises if a tag is not closed or a text not escaped
+    assert {each.tag for each in root.iter()}.isdisjoint({"script", "link", "img", "iframe", "a", "object"})
+    named = {name for each in root.iter() for name in each.attrib}
+    assert named.isdisjoint({"src", "href", "srcset", "onclick", "action"})
+    assert not re.search(r"url\(|@import|https?:", text)
+    written = "".join(root.itertext())
+    assert "<script>alert('&')</script>\\x1b]0;" in written
+    rules = [rule for source in report["sources"] for step in source["steps"] for rule in step["removed"]]
+    assert all(rule["rule"] in written for rule in rules)
+    assert all(each["place"] in written for rule in rules for each in rule["examples"])
+    assert MAIL not in written
+
+
+def test_the_screen_has_each_step_and_the_most_frequent_rules(
+    prepared: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    books = prepared[0]
+    show_report(read_report({"books": _dataset(prepared[3], "books")}))
+    shown = capsys.readouterr().out
+    for step in books["steps"]:
+        assert f"{step['name']} " in shown
+    assert re.search(r"gopher_quality\.min_words +5 +\S+ % +50 +9\n", shown)
+    assert "languages: en" in shown
+    assert re.search(r"sources\.not-json +2 ", shown)
+    assert f"books.jsonl:{len(_lines(prepared[3])) - 3}" in shown.replace("\n", "").replace(" ", "")
+    assert "4 clusters" not in shown
+    assert "in 5 clusters of up to 3 documents" in shown
+    assert max(map(len, shown.splitlines())) <= 200
+
+
+def _lines(folder: Path) -> list[str]:
+    return (folder / "books.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+def _dataset(folder: Path, source: str) -> Path:
+    found = (folder / "data").glob("*/dataset.json")
+    return next(path.parent for path in found if json.loads(path.read_text())["source"] == source)
 
 
 def test_no_mail_address_and_no_key_is_in_what_is_written(prepared: Any) -> None:

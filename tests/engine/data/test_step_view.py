@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,9 +16,11 @@ from scaletrain_cli.data.prepared import prepare_data
 from scaletrain_cli.engine.data import step_view
 from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
 from scaletrain_cli.engine.data.loader import Loader
+from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.spec import RunSpec, parse_spec
+from tests.cli.command_line import scaletrain
 from tests.drills.campaign.forked_attempts import ForkedRun, be_rank
 
 STEPS = 5
@@ -135,3 +138,24 @@ def test_a_spec_shows_what_its_run_has_read(run: RunDir) -> None:
     words = (str(run.path / "spec.json"), str(run.path.parent), "", "3", "", "2", "4")
     of_run = [sample for sample in shown(run, 3, None)["samples"] if sample["micro_batch"] == 2]
     assert step_view.run_command(words)["samples"] == of_run
+
+
+def test_the_screen_of_a_run_has_sources_documents_and_the_part_in_the_loss(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def here(command: str, *words: str, **_: object) -> dict[str, Any]:
+        assert command == "step"
+        return step_view.run_command(words)
+
+    monkeypatch.setattr("scaletrain_cli.launch.engine_process.run_engine_command", here)
+    ended = scaletrain("data", "show", run.path, "--step", "2", "--rank", "1", "--count", "1")
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("step 2 (batch 3 of the data): 1 of 4 samples of rank 1\n")
+    assert re.search(r"\nsample 18  (web|code), sequence \d+; micro-batch 1, replica 1\n", ended.out)
+    assert "<|endoftext|>]]\ntokens " in ended.out
+    assert ", positions 0 to " in ended.out
+    for words, named in ((("--step", "6"), "step 6"), (("--step", "1", "--rank", "2"), "rank 2")):
+        refused = scaletrain("data", "show", run.path, *words)
+        assert (refused.code, named in refused.err) == (ExitCode.USAGE, True)
+    refused = scaletrain("data", "show", run.path, "--step", "1", "--micro-batch", "3")
+    assert (refused.code, "micro-batch 3" in refused.err) == (ExitCode.USAGE, True)
