@@ -100,7 +100,7 @@ def assemble(
     trained, base = trained_at(spec, resume_point.step), identify_base(spec, ranks, long_consensus)
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
     _check_rows(composed.objective, spec, layout, data.sequences)
-    stepper = build_stepper(composed, mesh, device, spec.training)
+    stepper = build_stepper(composed, mesh, device, spec.training, list(data.sizes) if len(data.sizes) > 1 else ())
     average = _weight_average(spec, composed.engine)
     _stop_if_preempted(flag, long_consensus)
 
@@ -162,7 +162,17 @@ def assemble(
         validation_shares=mixture.validation_shares(data.validation),
         faults=faults,
         guard=GuardActions(
-            run, record, ranks, long_consensus, checkpointer, _guard(spec), rollbacks, ledger, heartbeat, stages
+            run,
+            record,
+            ranks,
+            long_consensus,
+            checkpointer,
+            _guard(spec),
+            rollbacks,
+            ledger,
+            heartbeat,
+            stages,
+            mixture_batches=tuple(stage.first // layout.global_batch_size + 1 for stage in mixture.stages[1:]),
         ),
         deferred_metrics=DeferredMetrics(device),
         data_waits=DataWaits(run, ranks.rank, consensus),

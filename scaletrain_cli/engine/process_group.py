@@ -86,7 +86,7 @@ def _known_type(name: str) -> type:
 
 
 T = TypeVar("T")
-SLOTS = 24  # values per step
+SLOTS = 24  # values per step, or more if there are more of them
 _LEAST_INTEGER = -(1 << 63)
 
 
@@ -122,8 +122,10 @@ def connect(device: torch.device, timeout_seconds: float) -> None:
 
 
 def in_slots(values: Mapping[str, float]) -> list[float]:
-    """Return the values of a step padded to the same length on every rank; a pipeline stage may have fewer values."""
-    assert len(values) <= SLOTS, f"{len(values)} measures of a step and {SLOTS} places"
+    """Return the values of a step padded to the same length on every rank; a pipeline stage may have fewer values.
+
+    Only losses of sources, which all ranks have or none, can make more values than there are slots.
+    """
     return [*values.values(), *[0.0] * (SLOTS - len(values))]
 
 

@@ -14,6 +14,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import scale_router_losses, update_correction_biases
+from scaletrain_cli.engine.objectives.base import RowLosses
 from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.optim.clipping import AdaptiveClip, clip, clip_elements, gradient_norm
 from scaletrain_cli.engine.optim.deepspeed_optimizer import loss_scale, step_was_skipped
@@ -39,6 +40,7 @@ class Stepper(ABC):
 
     def __init__(self, composed: Composed, training: TrainingSpec) -> None:
         self._composed = composed
+        self._source_losses: dict[str, Tensor] = {}  # of the last step, by the name of the measure
         self._fp16 = training.precision == "fp16"
         self._by_norm = training.gradient_clipping if training.gradient_clipping_by == "norm" else 0.0
         self._by_value = training.gradient_clipping if training.gradient_clipping_by == "value" else 0.0
@@ -69,7 +71,7 @@ class Stepper(ABC):
             update_correction_biases(self._composed.model, 0.0 if skipped else finite.to(loss.device))
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
-        return StepResult(loss, norm, skipped, self.take_measures())
+        return StepResult(loss, norm, skipped, self.take_measures() | self._source_losses)
 
     def take_measures(self) -> dict[str, Tensor]:
         """Return the measures of the objective since the last call, the same on every rank."""
@@ -111,24 +113,39 @@ class Stepper(ABC):
         return objective
 
 
-def build_stepper(composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec) -> Stepper:
-    """Return the stepper for the composed model."""
+def build_stepper(
+    composed: Composed, mesh: Mesh, device: torch.device, training: TrainingSpec, sources: Sequence[str] = ()
+) -> Stepper:
+    """Return the stepper for the composed model. ``sources``: their names, if there are several."""
     if composed.stage is not None:
         return PipelineStepper(composed, training)
-    return ModelStepper(composed, training, mesh, device)
+    return ModelStepper(composed, training, mesh, device, sources)
 
 
 class ModelStepper(Stepper):
-    """Every rank runs all layers: ZeRO 0 to 3, with tensor or sequence parallelism."""
+    """Every rank runs all layers: ZeRO 0 to 3, with tensor or sequence parallelism.
 
-    def __init__(self, composed: Composed, training: TrainingSpec, mesh: Mesh, device: torch.device) -> None:
+    With several sources the measures of a step have the loss of each, ``loss/<source>``: the mean over its labels in
+    the global batch, NaN if it has none. A cross-entropy kernel that sums over tokens has no such losses.
+    """
+
+    def __init__(
+        self,
+        composed: Composed,
+        training: TrainingSpec,
+        mesh: Mesh,
+        device: torch.device,
+        sources: Sequence[str] = (),
+    ) -> None:
         super().__init__(composed, training)
-        self._mesh, self._device = mesh, device
+        self._mesh, self._device, self._sources = mesh, device, tuple(sources)
 
     def _train(
         self, batches: Sequence[MicroBatch], largest_norm: float, nan_gradient: bool, factor: float
     ) -> tuple[Tensor, Any]:
         total, norm = torch.zeros((), device=self._device), 0.0
+        objective = self._composed.objective
+        objective.row_losses = [] if self._sources else None
         for batch in batches:
             loss = self._loss(batch)
             if nan_gradient or factor != 1:
@@ -139,7 +156,25 @@ class ModelStepper(Stepper):
                 norm = self._update(largest_norm)
             else:
                 self._engine.step()  # only counts the micro-batch
-        return _mean(total / len(batches), self._mesh.replicas.group), norm
+        rows, objective.row_losses = objective.row_losses, None
+        return self._mean_of_step(total / len(batches), rows or []), norm
+
+    def _mean_of_step(self, loss: Tensor, rows: Sequence[RowLosses]) -> Tensor:
+        """Return the mean loss over all replicas; in the same all-reduce, find the loss of each source."""
+        group = self._mesh.replicas.group
+        if not rows:
+            return _mean(loss, group)
+        count = len(self._sources)
+        sums = torch.zeros(2, count, device=self._device)
+        sums.index_add_(
+            1,
+            torch.cat([each.sources for each in rows]),
+            torch.stack([torch.cat([each.losses for each in rows]), torch.cat([each.counted for each in rows])]),
+        )
+        reduced = _mean(torch.cat([loss.float().view(1), sums.flatten()]), group)
+        losses = reduced[1 : 1 + count] / reduced[1 + count :]
+        self._source_losses = {f"loss/{name}": each for name, each in zip(self._sources, losses.unbind(), strict=True)}
+        return reduced[0]
 
     def _update(self, largest_norm: float) -> Any:
         """Clip and apply the accumulated gradient unless it is not finite; return its norm before clipping.

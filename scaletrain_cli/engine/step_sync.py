@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
-from scaletrain_cli.engine.process_group import SLOTS, RankConsensus, Ranks, StepDecision, from_slots, in_slots
+from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, from_slots, in_slots
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.worker.heartbeat import Heartbeat
 from scaletrain_cli.worker.signals import PreemptionFlag
@@ -42,13 +43,14 @@ class StepSync:
         Sums over other groups of ranks may differ in their last bits, so all ranks use the values of rank 0.
         """
         self.heartbeat.wait_for_ranks()
-        values = [value for measured in measures for value in in_slots(measured.values)]
+        slots = [in_slots(measured.values) for measured in measures]
+        values = list(chain.from_iterable(slots))
         decision, anyone_writing, agreed = self.consensus.reach(
             self._own_request(step), self.checkpointer.writing, values
         )
         agreed_measures = [
-            measured._replace(values=from_slots(measured.values, agreed[place * SLOTS :]))
-            for place, measured in enumerate(measures)
+            measured._replace(values=from_slots(measured.values, agreed[start:]))
+            for measured, start in zip(measures, accumulate(map(len, slots), initial=0), strict=False)
         ]
         with self.ledger.during("save"):
             self.checkpointer.advance(anyone_writing)

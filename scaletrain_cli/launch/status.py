@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -116,6 +116,8 @@ class RunStatus:
     goodput: Goodput | None  # the shares of the time over all attempts
     straggler: Reason | None = None  # the rank that is slower than the others
     sweep: SweepPlace | None = None  # the sweep that the run is a point of
+    source_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of several sources, by name
+    source_validation_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def why(self) -> str:
@@ -173,7 +175,14 @@ def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
         goodput=run_goodput(run),
         straggler=_straggler(run),
         sweep=read_sweep_place(run),
+        source_losses=_by_source(measured, "loss/"),
+        source_validation_losses=_by_source(measured, "validation_loss/"),
     )
+
+
+def _by_source(measured: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Return the values of the measures with this prefix, by the source in the rest of their names."""
+    return {key.removeprefix(prefix): value for key, value in measured.items() if key.startswith(prefix)}
 
 
 def run_statuses(runs: Sequence[RunDir]) -> list[RunStatus | UsageError]:
@@ -319,7 +328,7 @@ def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
         if "loss" in line:
             newest = newest or line
         if "validation_loss" in line:
-            validation = {"validation_loss": line["validation_loss"]}
+            validation = {key: value for key, value in line.items() if key.startswith("validation_loss")}
         if (newest and (validation or not evaluates)) or count > _LINES_SEARCHED:
             break
     return {**newest, **validation}

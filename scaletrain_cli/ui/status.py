@@ -49,6 +49,8 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
         table.add_row("  why", escaped_text(status.why))
     if measures := measures_text(status):
         table.add_row("  last", escaped_text(measures))
+    if sources := sources_text(status):
+        table.add_row("  sources", escaped_text(sources))
     if status.straggler is not None:
         table.add_row("  slow", escaped_text(str(status.straggler)))
     if status.measured is not None:
@@ -80,6 +82,16 @@ def measures_text(status: RunStatus) -> str:
     if status.tokens_per_second is not None:
         parts.append(f"{count_text(status.tokens_per_second)} tokens/s")
     return ", ".join(parts)
+
+
+def sources_text(status: RunStatus) -> str:
+    """Return ``web loss 4.21, validation 4.30; code loss 1.20``, as measured last; empty for a single source."""
+    found = []
+    for name in [*status.source_losses, *sorted(set(status.source_validation_losses) - set(status.source_losses))]:
+        losses = {"loss": status.source_losses, "validation": status.source_validation_losses}
+        known = [f"{what} {each[name]:.4f}" for what, each in losses.items() if name in each]
+        found.append(f"{name} {', '.join(known)}")
+    return "; ".join(found)
 
 
 def memory_text(measured: Measured) -> str:

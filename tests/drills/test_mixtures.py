@@ -6,7 +6,7 @@ import json
 import os
 import random
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,13 @@ def test_ranks_read_the_same_samples_through_a_kill_new_sizes_and_a_changed_mixt
 
     lines = read_metrics(drill.run)
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    sources = [source for samples, weights in parts for source in webster(weights, samples)]
     for line in lines:
+        if "loss" in line:  # the mean over the sequences of the sources, which are all as long
+            counts = Counter(list(DOCUMENTS)[source] for source in sources[(line["step"] - 1) * BATCH :][:BATCH])
+            assert {key for key in line if key.startswith("loss/")} == {f"loss/{name}" for name in counts}
+            mean = sum(count * line[f"loss/{name}"] for name, count in counts.items()) / BATCH
+            assert mean == pytest.approx(line["loss"], rel=1e-4)
         if "validation_loss" in line:
             each = {name: line[f"validation_loss/{name}"] for name in DOCUMENTS}
             assert min(each.values()) <= line["validation_loss"] <= max(each.values())

@@ -109,3 +109,72 @@ def validation_loss_alone() -> float:
 def test_the_validation_loss_is_that_of_one_process(name: str, validation_loss_alone: float) -> None:
     for loss in on_ranks(2, _validation_loss, _overrides(_LAYOUTS[name])):
         assert loss == pytest.approx(validation_loss_alone, rel=1e-6)
+
+
+def _losses_by_source(overrides: list[str], chunk: int | None) -> tuple[float, dict[str, float], float, float]:
+    """Return loss, losses of sources, norm and next loss of a run on rows of two sources out of three."""
+    composed, drive, batches = _driven(overrides)
+    if composed.model.lm_head is not None:
+        composed.model.lm_head.tokens_at_once = chunk
+    sources = torch.tensor([2, 0, 2, 2])
+    labelled = []
+    for batch in batches:
+        labels = batch.labels.clone()
+        labels[(batch.samples == 1)[:, None] & (batch.positions < 3)] = -100
+        labelled.append(batch._replace(labels=labels, sources=sources[batch.samples], divisor=torch.tensor(20.0)))
+    drive._sources = ("web", "code", "books")  # type: ignore[attr-defined]
+    result = drive.train(labelled)
+    found = {name: value.item() for name, value in result.measures.items()}
+    following = drive.train(labelled)
+    drive.validation_loss(labelled)
+    return result.loss.item(), found, float(result.grad_norm), following.loss.item()
+
+
+def _losses_of_rows() -> tuple[list[float], float, float, float]:
+    """Return the mean loss of each row by itself, and of a run without sources: loss, norm and next loss."""
+    _, drive, batches = _driven(["training.precision=fp32", "cluster.gpus_per_node=1"])
+    labelled = []
+    for batch in batches:
+        labels = batch.labels.clone()
+        labels[(batch.samples == 1)[:, None] & (batch.positions < 3)] = -100
+        labelled.append(batch._replace(labels=labels))
+    rows = [
+        drive.validation_loss([MicroBatch(each.tokens[row : row + 1], each.labels[row : row + 1], *each[2:])]).item()
+        for each in labelled
+        for row in range(2)
+    ]
+    divided = [batch._replace(divisor=torch.tensor(20.0)) for batch in labelled]
+    result = drive.train(divided)
+    return rows, result.loss.item(), float(result.grad_norm), drive.train(divided).loss.item()
+
+
+@pytest.mark.parametrize(
+    ("keys", "chunk"),
+    [
+        (("zero_stage=0", "precision=fp32"), None),
+        (("zero_stage=3", "precision=fp32"), 5),
+        (("zero_stage=2", "tensor_parallel=2", "precision=fp32"), 7),
+        (("zero_stage=1", "sequence_parallel=2", "precision=fp32"), None),
+    ],
+    ids=["replicas", "ZeRO-3 in chunks", "tensor in chunks", "sequence"],
+)
+def test_each_source_has_the_mean_loss_of_its_labels_and_training_is_the_same(
+    keys: tuple[str, ...], chunk: int | None
+) -> None:
+    ((rows, loss, norm, following),) = on_ranks(1, _losses_of_rows)
+    counts = [16, 13, 16, 16]
+    books = sum(rows[row] * counts[row] for row in (0, 2, 3)) / 48
+    scale = 2 if any("sequence" in key for key in keys) else 1  # a rank has half of the labels
+    for found, sources, found_norm, found_next in on_ranks(2, _losses_by_source, _overrides(keys), chunk):
+        assert sources["loss/web"] == pytest.approx(rows[1], rel=1e-5)
+        assert sources["loss/books"] == pytest.approx(books, rel=1e-5)
+        assert sources["loss/code"] != sources["loss/code"], "no row has this source"
+        expected = (loss / scale, norm / scale, following / scale)
+        assert (found, found_norm) == pytest.approx(expected[:2], rel=1e-4)
+        if scale == 1:
+            assert found_next == pytest.approx(following, rel=1e-4)
+
+
+def test_a_pipeline_has_no_losses_of_sources() -> None:
+    for _, sources, _, _ in on_ranks(2, _losses_by_source, _overrides(_LAYOUTS["pipeline, last stage"]), None):
+        assert sources == {}

@@ -19,6 +19,7 @@ from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.measured import MODEL_STATES, Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.ui.status import sources_text
 from tests.launch.conftest import MadeRun, MakeRun
 from tests.launch.test_resume import Cluster, attempt, commit
 
@@ -179,8 +180,9 @@ def test_the_scheduler_is_not_queried_for_a_finished_run(made: MadeRun) -> None:
 
 def test_each_figure_is_taken_from_the_latest_line_that_has_it(made: MadeRun) -> None:
     submit_run(made.run, made.record, Cluster())
-    append_line(made.run.metrics, {"step": 1, "loss": 3.0, "validation_loss": 3.1, "tokens_per_second": 10.0})
-    append_line(made.run.metrics, {"step": 2, "loss": 2.5, "tokens_per_second": 11.0})
+    evaluated = {"validation_loss": 3.1, "validation_loss/web": 3.3, "validation_loss/code": 2.0}
+    append_line(made.run.metrics, {"step": 1, "loss": 3.0, **evaluated, "tokens_per_second": 10.0})
+    append_line(made.run.metrics, {"step": 2, "loss": 2.5, "loss/web": 2.75, "tokens_per_second": 11.0})
     with made.run.metrics.open("a") as file:
         file.write('{"step": 3, "lo')
     commit(made, 2)
@@ -191,6 +193,8 @@ def test_each_figure_is_taken_from_the_latest_line_that_has_it(made: MadeRun) ->
     found = status(made, "running")
     assert (found.step, found.total_steps, found.loss, found.validation_loss) == (2, 20, 2.5, 3.1)
     assert (found.tokens_per_second, found.last_checkpoint_step) == (11.0, 2)
+    assert (found.source_losses, found.source_validation_losses) == ({"web": 2.75}, {"web": 3.3, "code": 2.0})
+    assert sources_text(found) == "web loss 2.7500, validation 3.3000; code validation 2.0000"
     assert (found.steps_lost_total, found.restarts, found.attempt) == (7, 1, 2)
     assert (found.name, found.scheduler, found.job_id, found.nodes) == ("fake", "local", "7", ("n",))
     assert json.loads(json.dumps(found.to_json()))["schema"] == "scaletrain.status/v1"

@@ -122,6 +122,12 @@ class SpikeGuard:
             return False
         return norm > _NORM_RATIO * median and norm > median + _NORM_DEVIATIONS * _deviation(self._norms, median)
 
+    def expect_new_level(self) -> None:
+        """Forget the level of losses and norms so far, because the next step trains on other data."""
+        self._losses.clear()
+        self._norms.clear()
+        self._outliers = []
+
     def _accept_new_level(self) -> None:
         for window, values in (
             (self._losses, [outlier.loss for outlier in self._outliers]),
@@ -301,6 +307,10 @@ class Guard:
             flat = self._flat.observe(step, loss, self._spikes.recent_losses)
             found += [GuardFinding("flat-loss", flat)] if flat else []
         return status, found
+
+    def expect_new_level(self) -> None:
+        """Forget the level of losses and norms so far, because the next step trains on another mixture of data."""
+        self._spikes.expect_new_level()
 
     def clean_step(self, step: int) -> int | None:
         """Return the step up to which checkpoints are clean after step ``step``; None if unknown."""

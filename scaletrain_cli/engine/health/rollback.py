@@ -40,7 +40,10 @@ class SpikeError(DoNotRequeueError):
 
 @dataclass
 class GuardActions:
-    """``rollbacks``: those of the run so far. ``long_consensus``: a consensus with a longer timeout than a hang."""
+    """``rollbacks``: those of the run so far. ``long_consensus``: a consensus with a longer timeout than a hang.
+
+    ``mixture_batches``: the batches at which the sources of the data get other shares.
+    """
 
     run: RunDir
     record: RunRecord
@@ -52,6 +55,7 @@ class GuardActions:
     ledger: LedgerClock
     heartbeat: Heartbeat
     stages: StageSwitch
+    mixture_batches: tuple[int, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's state, for a checkpoint."""
@@ -88,11 +92,15 @@ class GuardActions:
                 return self._after_non_finite(step, trained, loss, norm, metrics)
             if step == 1:
                 self._report_first_loss(loss)
+            if any(self.batch_number(step - 1) < batch <= self.batch_number(step) for batch in self.mixture_batches):
+                self.guard.expect_new_level()
             status, findings = self.guard.observe(step, measured)
             for finding in findings:
                 self._record(finding.event, step=step, **finding.evidence)
             if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
-                metrics.log(step, tokens=tokens, step_seconds=seconds, **measured)
+                # a source without a label in this batch has no loss
+                known = {key: value for key, value in measured.items() if math.isfinite(value) or "/" not in key}
+                metrics.log(step, tokens=tokens, step_seconds=seconds, **known)
             if status == "spike" and (back := self._after_spike(step, trained, metrics)) is not None:
                 return back
             if (clean := self.guard.clean_step(step)) is not None:

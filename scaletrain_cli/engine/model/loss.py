@@ -39,6 +39,7 @@ class LanguageModelHead(nn.Module):
         self.token_losses: TokenLosses | None = partial(token_losses, softcap=softcap)  # None: the kernel has sums only
         self.label_smoothing = 0.0
         self.tokens_at_once: int | None = None  # None: all of them
+        self.kept_losses: list[Tensor] | None = None  # of the tokens, [tokens] each, in order; None: not kept
         self.extended: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # of an adapter
 
     def forward(
@@ -73,10 +74,15 @@ class LanguageModelHead(nn.Module):
         return total / divisor
 
     def _summed(self, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        if weights is None:
+        if weights is None and self.kept_losses is None:
             return self.token_loss(hidden, weight, labels, self.label_smoothing)
         assert self.token_losses is not None, "refused before the first step"
-        return (self.token_losses(hidden, weight, labels, self.label_smoothing) * weights).sum()
+        losses = self.token_losses(hidden, weight, labels, self.label_smoothing)
+        if weights is not None:
+            losses = losses * weights
+        if self.kept_losses is not None:
+            self.kept_losses.append(losses.detach())
+        return losses.sum()
 
     def _row_log_probabilities(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         assert self.token_losses is not None, "refused before the first step"

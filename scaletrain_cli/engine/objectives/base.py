@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,6 +11,17 @@ from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import TrainingSpec
+
+
+class RowLosses(NamedTuple):
+    """Of each sequence of a micro-batch, [rows]: the number of its source, its summed loss, and labels that count.
+
+    On a sequence-parallel rank the last two are of its part of the sequence.
+    """
+
+    sources: Tensor
+    losses: Tensor
+    counted: Tensor
 
 
 class Objective(ABC):
@@ -23,6 +35,7 @@ class Objective(ABC):
 
     def __init__(self, training: TrainingSpec, mesh: Mesh) -> None:
         self.training, self.mesh = training, mesh
+        self.row_losses: list[RowLosses] | None = None  # of the micro-batches so far; None: they are not kept
 
     @abstractmethod
     def loss(self, model: CausalLM, hidden: Tensor, batch: MicroBatch) -> Tensor:

@@ -47,6 +47,15 @@ def test_a_spike_is_reported_with_its_values_and_the_medians() -> None:
     }
 
 
+def test_the_losses_of_another_mixture_are_no_spike() -> None:
+    for expected, found in ((False, ["suspicious", "suspicious", "spike"]), (True, ["fine"] * 3)):
+        watch = guard()
+        train(watch, 1, [2.0] * 40)
+        if expected:
+            watch.expect_new_level()
+        assert train(watch, 41, [8.0] * 3, norm=0.6) == found
+
+
 def test_gradients_that_recover_from_zero_are_no_spike() -> None:
     watch = guard(patience=1)
     train(watch, 1, [2.0] * 40)

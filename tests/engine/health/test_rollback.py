@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,3 +221,11 @@ def test_a_checkpoint_that_is_marked_clean_still_verifies(make: Make) -> None:
         (20, True, []),
         (30, True, []),
     ]
+
+
+def test_a_stage_of_the_mixture_begins_at_its_batch_whatever_was_skipped(make: Make) -> None:
+    for batch, is_spike in ((26, False), (25, True), (40, True)):
+        # batches 5 to 9 are skipped: step 21 trains on batch 26
+        actions = replace(make("data.skip=[[5, 9]]", "guard.spike.action=warn"), mixture_batches=(batch,))
+        check(actions, measures(21, *[9.0] * 8), 28)
+        assert ("spike" in names(actions)) == is_spike
