@@ -18,8 +18,10 @@ from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
+from scaletrain_cli.launch.data_summary import summarize_data
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator, full_name
 from scaletrain_cli.plan.catalogue.prices import Quote, live_price
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -98,6 +100,10 @@ def command(
     If the run does not fit, the exit code is 3 and the output has the reason, the smallest layout and what would make
     it fit. The keys of --json (scaletrain.plan/v1) are stable.
 
+    Files that the run would read are looked at as far as they are visible here: the plan has tokens and epochs of each
+    source of text, and the exit code is 2 if a file is there and the run could not use it. Files that are missing are
+    warnings, because a plan may be made before the data are there.
+
     Several specs, or --vary, are compared side by side with the first one; --json lists them under `runs`. The exit
     code is 3 only if none of them fits.
 
@@ -141,14 +147,18 @@ def command(
         recorded = read_trace(trace)
     run = _load(specs[0], overrides or [], sets[0], cluster, hardware)
     found = _ask(_priced(run) if live_prices else run, limits, explain, recorded, as_json=as_json)
+    data = summarize_data(run)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        print_json(found.to_json())
+        print_json(found.to_json() | {"data": None if data is None else data.to_json()})
     else:
         from scaletrain_cli.ui.plan_answer import show_answer
+        from scaletrain_cli.ui.plan_data import show_data
 
         show_answer(found, everything=everything)
+        if data is not None:
+            show_data(data)
     if plot is not None:
         _draw(found, plot)
     if found.infeasible is not None:
@@ -156,6 +166,8 @@ def command(
         if not as_json:
             problems = tuple(problem for problem in problems if problem.where not in _SHOWN)
         raise InfeasibleError(found.infeasible.message, problems)
+    if data is not None and data.wrong:
+        raise UsageError(Reason("checks.spec-unusable", {"problems": len(data.wrong)}), data.wrong)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath
-from scaletrain_cli.errors import ExitCode, UsageError, sentences
+from scaletrain_cli.errors import ExitCode, Problem, UsageError, sentences
+from scaletrain_cli.reasons import Reason
 
 EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 
@@ -11,7 +12,8 @@ EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
 def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = None, as_json: AsJson = False) -> None:
     """Validate a run spec and show the resolved settings. Lists all problems at once.
 
-    Files and names that are missing on this machine are warnings here and errors in submit.
+    Data, weights, tokenizers and other resources that submit would reject are errors, too; what is not visible on this
+    machine is a warning.
 
     With --json: {"valid", "problems", "spec", "missing", "not_checked", "not_checked_reasons"}; the spec includes every
     default and derived dimension.
@@ -48,13 +50,20 @@ def command(spec: SpecPath, overrides: Overrides = None, cluster: ClusterName = 
             "not_checked": [sentences(warning) for warning in found.warnings],
             "not_checked_reasons": [warning.to_document() for warning in found.warnings],
         }
-        print_json({"valid": True, "problems": [], "spec": run.model_dump(mode="json", by_alias=True)} | details)
+        spec_document = run.model_dump(mode="json", by_alias=True)
+        print_json({"valid": not found.problems, "problems": [], "spec": spec_document} | details)
+        _refuse(found.problems)
         return
     from scaletrain_cli.ui.console import warn
     from scaletrain_cli.ui.spec import show_summary
 
-    show_summary(run, STDIN if str(spec) == "-" else str(spec))
-    for problem in found.problems:
-        warn(f"submit would reject this: {problem}")
+    show_summary(run, STDIN if str(spec) == "-" else str(spec), usable=not found.problems)
     for warning in found.warnings:
         warn(sentences(warning))
+    _refuse(found.problems)
+
+
+def _refuse(problems: tuple[Problem, ...]) -> None:
+    """Raise UsageError if submit would reject the spec."""
+    if problems:
+        raise UsageError(Reason("checks.spec-unusable", {"problems": len(problems)}), problems)

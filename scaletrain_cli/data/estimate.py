@@ -22,6 +22,7 @@ from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec, RunSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.spec.sources import SourceSpec
 
 _FILES_READ = 8  # of each format
@@ -82,7 +83,8 @@ def source_sizes(
 ) -> dict[str, SourceSize]:
     """Return the size of each source of text by its name; sources that cannot be read here are left out.
 
-    ``files``: those of sources that the caller has listed. Reads at most the beginnings of a few files of each source.
+    ``files``: those of sources that the caller has listed; others are then left out, unless they are prepared or part
+    of this program. Reads at most the beginnings of a few files of each source.
     Steps of ``data.prepare`` that remove text are not taken into account. Raises nothing.
     """
     prepared = _prepared(data, runs_root, folder)
@@ -93,8 +95,10 @@ def source_sizes(
         try:
             size = _prepared_size(section.name, dataset)
             if size is None and not is_reference(path):
-                listed = (files or {}).get(section.name)
-                listed = source_files(section, folder, key, _REMOTE_SECONDS) if listed is None else listed
+                if files is None or path in EMBEDDED:
+                    listed: Sequence[SourceFile] = source_files(section, folder, key, _REMOTE_SECONDS)
+                else:
+                    listed = files.get(section.name, ())
                 size = _estimated_size(section, listed, tokenizer, data.validation_split)
         except (ScaletrainError, OSError, ValueError):
             continue  # the checks before a run state what is wrong
@@ -162,6 +166,8 @@ def _estimated_size(
         tokens += times * sample.tokens
         text += times * sample.text_bytes
     size = sum(file.size for file in files)
+    if not files:
+        return None
     return SourceSize(section.name, round(tokens * (1 - validation_share)), False, len(files), size, round(text))
 
 

@@ -27,6 +27,15 @@ TEXTS: dict[str, Text] = {
         ("Remove the settings, or prepare the data again",),
     ),
     "files-not-read": Text("{key} = {source}: these files are not read: {kinds:list}"),
+    # ---- advice of the plan on sources -------------------------------------------------------------------------------
+    "source-repeated": Text(
+        "is read more than {most:g} times. Repeated text is almost as good as new up to {most:g} epochs "
+        "(arXiv 2305.16264)",
+        ("Add text, give the source less weight, or train on fewer tokens",),
+    ),
+    "source-part-used": Text("is not read to its end: the run uses a part of it"),
+    "source-unused": Text("is never read: its weight is 0 in all stages", ("Remove it, or give it a weight",)),
+    "source-too-small": Text("has too little text for one sequence", ("Add text, or use a shorter model.seq_len",)),
     # ---- evaluation.tasks ------------------------------------------------------------------------------------------
     "no-folder": Text("there is no such folder", ("Create it, or correct the path",)),
     "no-program": Text(
@@ -60,11 +69,13 @@ TEXTS: dict[str, Text] = {
         _PREPARE,
     ),
     # ---- data.tokenizer.path ---------------------------------------------------------------------------------------
+    "tokenizer-missing": Text("cannot be read: No such file or directory", _TOKENIZER),
     "tokenizer-unreadable": Text("cannot be read: {said}", _TOKENIZER),
     "tokenizer-invalid": Text("is not a tokenizer.json of Hugging Face tokenizers", _TOKENIZER),
     "tokenizer-no-end": Text("has no end-of-text token; one of {tokens:list} is required", _TOKENIZER),
     "tokenizer-vocabulary": Text("has token ids up to {largest}, and model.vocab_size is {vocab_size}", _TOKENIZER),
     # ---- data.chat_template ----------------------------------------------------------------------------------------
+    "template-missing": Text("cannot be read: No such file or directory", ("Set it to a Jinja file",)),
     "template-unreadable": Text("cannot be read: {said}", ("Set it to the path of a Jinja file",)),
     # ---- model.weights ---------------------------------------------------------------------------------------------
     "weights-missing": Text("does not exist", _WEIGHTS),
@@ -86,6 +97,7 @@ TEXTS: dict[str, Text] = {
     "weights-config-unusable": Text("{why}", ("Use other weights",)),
     "weights-config-differs": Text("its config.json has {setting}, and {difference}", ("{remedy}",)),
     # ---- model.adapter.weights -------------------------------------------------------------------------------------
+    "adapter-missing": Text("{folder} does not exist", ("Set it to the folder of a PEFT adapter",)),
     "adapter-tensors-differ": Text(
         "{count:of tensor} differ from the adapter of the spec: {shown:list}",
         ("Set model.adapter to the rank and targets of this adapter, or use another one",),

@@ -12,10 +12,11 @@ from scaletrain_cli.text import bytes_text, count_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
 
 
-def show_summary(spec: RunSpec, file: str) -> None:
-    """Print ``OK`` and a summary of the spec to stdout."""
+def show_summary(spec: RunSpec, file: str, *, usable: bool) -> None:
+    """Print ``OK``, unless the spec is not usable, and a summary of the spec to stdout."""
     console = stdout_console()
-    console.print(Text.assemble(("OK ", "bold green"), (plain(file), "bold")), soft_wrap=True)
+    verdict = ("OK ", "bold green") if usable else ("", "")
+    console.print(Text.assemble(verdict, (plain(file), "bold")), soft_wrap=True)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", min_width=9)
     table.add_column(overflow="fold")

@@ -152,7 +152,7 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
         "model.adapter.weights",
         ("model.adapter={name: lora, weights: nowhere}",),
         "model.adapter.weights = nowhere",
-        "adapter_config.json: No such file or directory",
+        "nowhere does not exist",
     ),
     ("model.weights", ("model.weights=nowhere",), "model.weights", "does not exist"),
     ("model.weights", ("model.weights=.",), "model.weights", "holds neither model.safetensors nor"),
@@ -339,7 +339,7 @@ def test_a_missing_resource_is_refused_before_anything_is_created(
     assert not runs_root().exists()
 
 
-def test_every_verb_that_starts_a_run_checks_and_validate_warns(things: Path) -> None:
+def test_validate_and_every_verb_that_starts_a_run_check(things: Path) -> None:
     text = SMALL.read_text().replace("source: python-stdlib", "source: nowhere")
     Path("run.yaml").write_text(text)
     for verb, options in (("submit", ("--yes",)), ("submit", ("--sweep", "training.seed=1,2")), ("train", ())):
@@ -347,11 +347,14 @@ def test_every_verb_that_starts_a_run_checks_and_validate_warns(things: Path) ->
         assert refused.code == ExitCode.USAGE
         assert "run.yaml:15 data.source = nowhere: no such file or folder." in refused.err
     assert not runs_root().exists()
-    warned = scaletrain("validate", "run.yaml")
-    assert warned.code == 0
-    assert "submit would reject this: run.yaml:15 data.source = nowhere" in " ".join(warned.err.split())
-    (missing,) = scaletrain("validate", "run.yaml", "--json").data["missing"]
-    assert (missing["key"], missing["where"]) == ("data.source", "run.yaml:15")
+    wrong = scaletrain("validate", "run.yaml")
+    assert wrong.code == ExitCode.USAGE
+    assert "run.yaml:15 data.source = nowhere: no such file or folder." in wrong.err
+    found = scaletrain("validate", "run.yaml", "--json")
+    assert found.code == ExitCode.USAGE
+    document = json.JSONDecoder().raw_decode(found.out)[0]
+    assert not document["valid"]
+    assert [(each["key"], each["where"]) for each in document["missing"]] == [("data.source", "run.yaml:15")]
 
 
 def test_all_problems_are_reported_at_once() -> None:

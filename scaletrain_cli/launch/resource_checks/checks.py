@@ -12,6 +12,7 @@ import netrc
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     weights_problems,
 )
 from scaletrain_cli.launch.resource_checks.hub import hub_notes, hub_problems
-from scaletrain_cli.launch.resource_checks.sources import check_text, text_problems
+from scaletrain_cli.launch.resource_checks.sources import check_text, reads_text, text_problems
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.journal import has_committed
@@ -44,6 +45,7 @@ from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
+    from scaletrain_cli.data.sources.records import SourceFile
     from scaletrain_cli.launch.code import Snapshot
 
 # The variables in which wandb looks for its API key.
@@ -113,6 +115,25 @@ def check_external(
     notes = (*not_checked(view), *text.notes, *not_read(view), *not_recorded(view), *hub_notes(view))
     notes += tuple(command_notes(view))
     return CheckResults(problems, notes)
+
+
+@dataclass(frozen=True)
+class FileResults:
+    """``warnings``: what could not be checked here. ``files``: of each source of text that could be listed."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Reason, ...]
+    files: Mapping[str, tuple[SourceFile, ...]]
+    reads_text: bool
+
+
+def check_files(spec: RunSpec) -> FileResults:
+    """Return the results of the checks of data, tokenizer and weights alone, without requests to the hub."""
+    view = View(spec, Path.cwd(), os.environ)
+    text = check_text(view)
+    problems = tuple(dict.fromkeys([*text.problems, *(found for check in _FILE_CHECKS for found in check(view))]))
+    notes = (*not_checked(view), *text.notes, *not_read(view), *not_recorded(view))
+    return FileResults(problems, notes, text.files, reads_text(spec))
 
 
 def require_external(spec: RunSpec, snapshot: Snapshot | None) -> tuple[Reason, ...]:
@@ -326,6 +347,14 @@ def section_problems(view: View) -> Iterator[Problem]:
     yield from backend_for(view.spec.cluster.scheduler).resource_problems(view)
 
 
+_FILE_CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
+    row_problems,
+    tokenizer_problems,
+    template_problems,
+    weights_problems,
+    adapter_problems,
+    evaluation_problems,
+)
 _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     row_problems,
     tokenizer_problems,

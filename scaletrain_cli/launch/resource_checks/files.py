@@ -170,7 +170,9 @@ def template_problems(view: View) -> Iterator[Problem]:
             file.read().decode()
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None) or str(error)
-        yield view.problem("data.chat_template", Reason("checks.template-unreadable", {"said": said}), path)
+        reason = Reason("checks.template-unreadable", {"said": said})
+        is_missing = not os.path.lexists(view.folder / expand_home(path))
+        yield view.problem("data.chat_template", Reason("checks.template-missing") if is_missing else reason, path)
 
 
 def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
@@ -195,6 +197,8 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
     except UsageError as error:
         return getattr(error, "problem", None)  # a library that is missing here may be there on the nodes
     except OSError as error:
+        if not os.path.lexists(path):
+            return Reason("checks.tokenizer-missing")
         return Reason("checks.tokenizer-unreadable", {"said": error.strerror or str(error)})
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return Reason("checks.tokenizer-invalid")
@@ -269,6 +273,9 @@ def adapter_problems(view: View) -> Iterator[Problem]:
     if view.spec.code.own_program or given is None or is_reference(given) or view.begun or view.unseen(given):
         return
     folder = view.folder / expand_home(given)
+    if not os.path.lexists(folder):
+        yield view.problem("model.adapter.weights", Reason("checks.adapter-missing", {"folder": str(folder)}), given)
+        return
     differing = list(adapter_config_problems(folder, getattr(view.spec.model, "adapter", None)))
     for reason in differing:
         yield view.problem("model.adapter.weights", reason, given)

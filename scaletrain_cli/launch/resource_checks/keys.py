@@ -23,8 +23,8 @@ _LOAD, _PLAN, _SUBMIT, _SCHEDULER = "load", "plan", "submit", "submit (queries t
 class ExternalKey:
     """One key (``*`` stands for a name or an index) and the resource that it refers to.
 
-    ``when``: ``load`` is every verb that reads the spec; ``plan`` every verb that plans; ``submit`` is validate (as a
-    warning), submit, submit --dry-run, train, resume and each node; ``submit (queries the scheduler)`` is submit and
+    ``when``: ``load`` is every verb that reads the spec; ``plan`` every verb that plans; ``submit`` is validate,
+    submit, submit --dry-run, train, resume and each node; ``submit (queries the scheduler)`` is submit and
     resume. ``instead`` says where it cannot be checked, and what checks it there. ``by`` is the code, as MODULE:NAME.
     """
 

@@ -90,9 +90,10 @@ def _check_source(view: View, key: str, section: SourceSpec, results: TextResult
             return
         files, reasons = _listed(view, key, section, remote), []
         if files:
-            results.files[section.name] = files
             reasons = list(_problems(view, section, files, remote))
             results.notes += _notes(view, key, section, remote)
+        if not reasons:
+            results.files[section.name] = files
     except NoCorpusError as error:
         reasons = [Reason("checks.no-source", {"why": error.why})]
     except (UsageError, UnavailableError) as error:
