@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.adapters import check_adapter
+from scaletrain_cli.plan.advice.data_feed import feed_assumptions, feed_warnings
 from scaletrain_cli.plan.advice.recipe_checks import check_recipe
 from scaletrain_cli.plan.advice.warnings import assumptions, warnings
 from scaletrain_cli.plan.axes import Rule, resolve_axes
@@ -84,8 +85,14 @@ def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Foun
         alternatives=alternatives(spec, device, found, chosen) if compared else (),
         rejected=found.rejected,
         considered=found.considered,
-        warnings=warnings(spec, chosen.layout, chosen.memory, time, durability, device),
-        assumptions=assumptions(spec, chosen.layout, device, size.parameters),
+        warnings=(
+            *warnings(spec, chosen.layout, chosen.memory, time, durability, device),
+            *feed_warnings(spec, chosen.layout, time),
+        ),
+        assumptions=(
+            *assumptions(spec, chosen.layout, device, size.parameters),
+            *feed_assumptions(spec, chosen.layout, time),
+        ),
         sanity=check_recipe(spec, chosen.layout, size, device),
         training_stages=workload_of(spec.model).training_stages(spec, chosen.layout, device),
     )

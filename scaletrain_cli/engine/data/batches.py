@@ -332,8 +332,12 @@ class BatchReader:
         flat = [index for batch in indices for index in batch]
         rows = self.sequences.rows(flat)
         tokens, labels = rows[:, :-1], rows[:, 1:]
+        ends: list[npt.NDArray[np.int64]] = []
         if self._masks_labels:
-            labels = self._masked(labels, flat)
+            ends = [self.sequences.document_ends_within(index, index + 1) for index in flat]
+            labels = labels.copy()  # tokens and labels are views of the same rows
+            for row, places_of_ends in zip(labels, ends, strict=True):
+                row[places_of_ends] = NOT_COUNTED
         shape = (len(indices), self.layout.micro_batch_size, -1)
         batch = StepBatch(
             tokens=_tensor(tokens[:, part]).view(shape),
@@ -345,7 +349,7 @@ class BatchReader:
         )
         if not self.within_documents:
             return batch
-        documents, positions = (_tensor(each).view(shape) for each in self._documents(flat))
+        documents, positions = (_tensor(each).view(shape) for each in _documents(ends, self.sequences.seq_len))
         segments = _joined([segments_of(each) for each in documents])
         return batch._replace(documents=documents, segments=segments, positions=positions[..., part].contiguous())
 
@@ -422,28 +426,18 @@ class BatchReader:
         """Return this rank's part of the values of all positions of each micro-batch, in one tensor."""
         return _joined_rows([each[..., self._part_of(each.shape[-1])] for each in arrays])
 
-    def _masked(self, labels: npt.NDArray[np.int64], indices: list[int]) -> npt.NDArray[np.int64]:
-        """Return a copy with masked labels; tokens and labels are views of the same rows."""
-        assert isinstance(self.sequences, TextSequences)
-        masked: npt.NDArray[np.int64] = labels.copy()
-        for row, index in zip(masked, indices, strict=True):
-            row[self.sequences.document_ends_within(index, index + 1)] = NOT_COUNTED
-        return masked
 
-    def _documents(self, indices: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the document of each token of these sequences, and the token's position in it: [sequences, seq_len].
+def _documents(ends: list[npt.NDArray[np.int64]], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the document of each token of sequences, and the token's position in it: [sequences, length].
 
-        Documents are counted from 0 in each sequence.
-        """
-        assert isinstance(self.sequences, TextSequences)
-        length = self.sequences.seq_len
-        documents, starts = np.zeros((2, len(indices), length), np.int64)
-        for row, index in enumerate(indices):
-            firsts = self.sequences.document_ends_within(index, index + 1) + 1
-            firsts = firsts[firsts < length]
-            documents[row, firsts] = 1
-            starts[row, firsts] = firsts
-        return documents.cumsum(1), np.arange(length) - np.maximum.accumulate(starts, axis=1)
+    ``ends``: positions of the last tokens of documents in each sequence. Documents are counted from 0 in each.
+    """
+    documents, starts = np.zeros((2, len(ends), length), np.int64)
+    for row, found in enumerate(ends):
+        firsts = found[found < length - 1] + 1
+        documents[row, firsts] = 1
+        starts[row, firsts] = firsts
+    return documents.cumsum(1), np.arange(length) - np.maximum.accumulate(starts, axis=1)
 
 
 def _joined_rows(arrays: list[npt.NDArray[Any]]) -> Tensor:

@@ -49,6 +49,10 @@ _WARNINGS = {
         "every layout, so the scores are stored and memory grows with seq_len squared. Current models have no "
         "attention dropout"
     ),
+    "too-few-readers": Text(
+        "data.loader.workers = {given}: the batches of a step take about {seconds:seconds} to read, of a step of "
+        "{step:seconds}; set it to {needed}"
+    ),
     "assumed-preemptions": Text(
         "cluster.mean_time_between_interruptions is not set: a preemption every {hours:g} hours is assumed, as on AWS "
         "in 2022 and 2023; set it for your cluster, or use plan --trace"
@@ -113,6 +117,22 @@ _ASSUMPTIONS = {
     ),
     "assumes-vision-flops": Text(
         "FLOPs: 6 per multiply-accumulate of the forward pass; tokens_per_second counts {unit}"
+    ),
+    "assumes-data-rate": Text(
+        "reading: {rank:bytes}/s by each rank and {node:bytes}/s by each node, and up to {first:bytes}/s by a node "
+        "while the chunks of prepared files are compared with their hashes for the first time"
+    ),
+    "assumes-remote-data": Text(
+        "reading, if the source is a prepared dataset in a remote store: up to {first:bytes}/s by each node at first, "
+        "in blocks of {block:bytes}, each once as long as data.cache.size ({cache:bytes}) holds all of them"
+    ),
+    "assumes-data-thread": Text(
+        "readers: the batches of a step of {step:seconds} take a rank about {seconds:seconds} to read, so its thread "
+        "is enough (data.loader.workers: 0); measured on one x86 core"
+    ),
+    "assumes-data-workers": Text(
+        "readers: the batches of a step of {step:seconds} take a rank about {seconds:seconds} to read, so it needs "
+        "{workers} data.loader.workers; measured on one x86 core"
     ),
     "assumes-vision-data": Text("data: {samples:.3g} {unit}; reading and decoding are assumed to keep up"),
     "assumes-storage": Text(
