@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,14 @@ def write_shards(folder: Path, tokens: int) -> list[Path]:
 def reader(paths: Sequence[Path], seq_len: int, batch: int, packed: bool) -> BatchReader:
     """Return the engine's reader of one rank."""
     layout = Layout(
-        **dict.fromkeys(("world_size", "data_parallel", "tensor_parallel", "pipeline_parallel"), 1),
-        **dict.fromkeys(("virtual_pipeline", "sequence_parallel", "context_parallel", "expert_parallel"), 1),
+        world_size=1,
+        data_parallel=1,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        virtual_pipeline=1,
+        sequence_parallel=1,
+        context_parallel=1,
+        expert_parallel=1,
         zero_stage=0,
         micro_batch_size=batch,
         gradient_accumulation_steps=1,
@@ -141,17 +148,18 @@ def rows(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     dataset, count = Mapped(paths, options.seq_len), options.batches
     first = [in_loop(reader(paths, options.seq_len, options.batch, False).batch, count) for _ in range(options.rounds)]
     for each in (plain, packed):
+        assert isinstance(each.sequences, SourceSequences)
         each.sequences.rows(list(range(len(each.sequences))))  # compares every chunk, which the pickle remembers
     ways: dict[tuple[str, str, int], Callable[[], float]] = {}
     for workers in options.workers:
         how = f"{workers} processes" if workers else "the loop itself"
-        ways["torch DataLoader", how, workers] = lambda n=workers: of_torch(dataset, n, count, options.batch, 2)
+        ways["torch DataLoader", how, workers] = partial(of_torch, dataset, workers, count, options.batch, 2)
         for name, each in (("engine", plain), ("engine, packed documents", packed)):
             if workers:
-                ways[name, how, workers] = lambda n=workers, read=each.batch: of_engine(read, n, count, 2)
+                ways[name, how, workers] = partial(of_engine, each.batch, workers, count, 2)
             else:
-                ways[name, how, 0] = lambda read=each.batch: in_loop(read, count)
-                ways[name, "a thread", 0] = lambda read=each.batch: of_engine(read, 0, count, 2)
+                ways[name, how, 0] = partial(in_loop, each.batch, count)
+                ways[name, "a thread", 0] = partial(of_engine, each.batch, 0, count, 2)
     seconds: dict[tuple[str, str, int], list[float]] = {key: [] for key in ways}
     for _ in range(options.rounds):
         for key, way in ways.items():

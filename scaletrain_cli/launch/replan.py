@@ -26,8 +26,7 @@ from scaletrain_cli.spec.preparation import DuplicatesSpec
 # another run. Of the sources of a mixture, the shares may change, and sources may be added.
 MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "code", "env", "training.micro_batch_size"),
-    *("data.loader", "data.cache"),
-    "data.stages",
+    *("data.loader", "data.cache", "data.stages"),
 )
 _SOURCES = ("data.source", "data.sources")
 # Fields that the planner sets where they are `auto`; a user may have pinned them.
