@@ -22,7 +22,7 @@ import numpy.typing as npt
 from scaletrain_cli.data.block_cache import BlockCache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, read_hashes
 from scaletrain_cli.data.pipeline.prepare import SCHEMA, shard_folder
-from scaletrain_cli.data.pipeline.shards import SPLITS
+from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
 from scaletrain_cli.data.remote_datasets import prepared_files
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -252,6 +252,8 @@ def open_source(
         found = None if document is None else document.get("schema")
         params = {"folder": str(dataset), "schema": str(found), "expected": SCHEMA}
         raise UsageError(Reason("engine.dataset-schema-unknown", params))
+    if document.get("seal", seal_of(document)) != seal_of(document):
+        raise CorruptDataError(dataset / "dataset.json", "it has changed since it was written")
     try:
         dtype, shards = str(document["tokenizer"]["dtype"]), list(document["shards"])
         folders = [shard_folder(dataset, number) for number in range(len(shards))]

@@ -66,12 +66,8 @@ TEXTS: dict[str, Text] = {
         "{path} is not UTF-8 text: {replaced} of {characters} characters cannot be decoded",
         ("Convert it with iconv, or leave it out of data.source.",),
     ),
-    "line-without-text": Text('{path}:{line}: each line must be a JSON object with a string in "text"'),
     "pyarrow-missing": Text("{path}: reading parquet needs pyarrow", ("Run pip install pyarrow.",)),
     "parquet-unreadable": Text("{path} cannot be read as parquet: {error}"),
-    "parquet-without-text": Text("{path} has no column text; it has {columns:list}"),
-    "parquet-text-not-strings": Text("{path}: the column text holds {type} and must hold strings"),
-    "parquet-text-null": Text("{path}: row {row} of the column text is null", ("Leave that row out.",)),
     # The tokenizer.
     "tokenizer-unreadable": Text(
         "data.tokenizer.path = {path}: {error}", ("Give the path of a Hugging Face tokenizer.json.",)

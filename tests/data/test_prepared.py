@@ -20,7 +20,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scaletrain_cli.data import content
-from scaletrain_cli.data.pipeline.tasks import Task
+from scaletrain_cli.data.pipeline.tasks import Task, documents
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.local_files import local_file
@@ -141,6 +141,37 @@ def test_a_path_with_a_format_is_read_whatever_its_name(tmp_path: Path) -> None:
     assert (file.kind, file.size) == ("jsonl", (tmp_path / "rows.json").stat().st_size)
     with pytest.raises(UsageError, match=r"data\.sources\.1\.path = rows\.json: the source has no txt"):
         source_files(SourceSpec(name="x", path="rows.json"), tmp_path, "data.sources.1.path")
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_turned_off_and_its_content_counts(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "web.jsonl").write_bytes(texts(40))
+    spec = data(tokenizer, source=str(tmp_path / "web.jsonl"))
+    whole = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
+    changed = Tokenizer.from_file(str(tokenizer))
+    changed.enable_truncation(4)
+    changed.enable_padding(length=8)
+    changed.save(str(tokenizer))
+    assert prepare_data(spec, tmp_path / "runs", 1, ignore)["source"] == whole
+    changed.add_tokens(["word1 word2"])
+    changed.save(str(tokenizer))
+    assert prepare_data(spec, tmp_path / "runs", 1, ignore)["source"] != whole
+
+
+def test_descriptions_of_a_corpus_and_byte_order_marks_are_no_text(tmp_path: Path) -> None:
+    for name, written in {
+        "README.md": b"about the corpus",
+        "LICENSE.txt": b"about the rights",
+        ".hidden.txt": b"hidden",
+        "a.jsonl.gz": gzip.compress(b'{"text": "compressed"}\n'),
+        "b.txt": b"\xef\xbb\xbfb\r\nc",
+    }.items():
+        (tmp_path / name).write_bytes(written)
+    files = source_files(SourceSpec(name="x", path=str(tmp_path)))
+    assert list(documents(files)) == ["compressed", "b\nc"]
+    (readme,) = source_files(SourceSpec(name="x", path=str(tmp_path / "README.md")))
+    assert list(documents([readme])) == ["about the corpus"], "by its own name it is taken"
 
 
 # ---- what is done again ----------------------------------------------------------------------------------------------

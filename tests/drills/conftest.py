@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.engine.data.dataset import prepare_dataset
 from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.spec import DataSpec
 
 pytest.register_assert_rewrite("tests.drills.training_runs")
 
 from tests.drills.training_runs import Drill, submit_drill  # noqa: E402
+from tests.prepared_text import prepared_text  # noqa: E402
 
 Undisturbed = Callable[..., Drill]
 
@@ -27,7 +27,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Part of Python's standard library, as 512 byte-pair tokens."""
     source = Path(os.__file__).parent
     data = DataSpec.model_validate({"source": f"{source}/[a-d]*.py", "tokenizer": {"kind": "bpe", "vocab_size": 512}})
-    return prepare_dataset(data, tmp_path_factory.mktemp("data"))
+    return prepared_text(data, tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

@@ -151,16 +151,14 @@ def test_data_that_were_replaced_between_two_attempts_stop_the_run_before_a_step
     folder = Path(shutil.copytree(dataset, tmp_path / "data"))
     drill = submit_drill(folder)
     drill.wait_for_step(12)
-    other = folder / "other"
-    other.write_bytes(bytes((folder / "train.bin").stat().st_size))
-    other.replace(folder / "train.bin")
+    tokens, other = folder / "000000" / "train.bin", folder / "other"
+    other.write_bytes(bytes(tokens.stat().st_size))
+    other.replace(tokens)
     os.kill(drill.rank_pids()[0], signal.SIGKILL)
     drill.wait_for_end()
     ended = drill.events("attempt-ended")[1:]
     assert [(event["exit_code"], event["reason"], event["requeue"]) for event in ended] == [(93, "data", False)]
-    assert {(event["file"], event["attempt"]) for event in drill.events("damaged-data")} == {
-        (str(folder / "train.bin"), 2)
-    }
+    assert {(event["file"], event["attempt"]) for event in drill.events("damaged-data")} == {(str(tokens), 2)}
     assert not [line for line in read_metrics(drill.run) if line["attempt"] == 2]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,7 @@ def test_prepared_data_that_were_edited_between_attempts_are_rejected(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 4}))
-    copy = tmp_path / "dataset"
-    copy.mkdir()
-    for path in dataset.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    copy = Path(shutil.copytree(dataset, tmp_path / "dataset"))
     drill = submit_drill(copy)
     drill.wait_for_step(3)
     described: dict[str, Any] = json.loads((copy / "dataset.json").read_text())

@@ -22,7 +22,7 @@ from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, write_reports
 from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
-from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, write_shard
+from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, seal_of, write_shard
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
 from scaletrain_cli.data.pipeline.token_documents import encoded_before
 from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, tokenizer_path, train_into, trained_before
@@ -368,7 +368,7 @@ def _description(dataset: Path, work: _Work, tokenizer: TokenizerSettings) -> di
         raise UsageError(Reason("data.shards-missing", {"folder": str(dataset)}))
     each = [asdict(shard) for shard in shards if shard is not None]
     numbers = [name for name in (each[0] if each else {}) if name != "digest"]
-    return {
+    description = {
         "schema": SCHEMA,
         "source": work.source.name,
         "content": work.source.content,
@@ -378,3 +378,4 @@ def _description(dataset: Path, work: _Work, tokenizer: TokenizerSettings) -> di
         **{name: sum(shard[name] for shard in each) for name in numbers},
         "shards": each,
     }
+    return description | {"seal": seal_of(description)}

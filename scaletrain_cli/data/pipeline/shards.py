@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,6 +134,12 @@ def _write(folder: Path, documents: Iterable[Encoded], validation_share: float, 
         bytes=size,
         digest=digest.hexdigest(),
     )
+
+
+def seal_of(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of all values of a dataset.json but the seal itself."""
+    stated = {name: value for name, value in document.items() if name != "seal"}
+    return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
 
 
 def read_shard_info(folder: Path) -> ShardInfo | None:

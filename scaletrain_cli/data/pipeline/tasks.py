@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scaletrain_cli.data.sources.formats import TOKEN_FORMATS, reader_of
@@ -78,3 +78,14 @@ def tasks_of(source: Source, task_bytes: int = TASK_BYTES) -> tuple[Task, ...]:
 def place_text(part: Part, place: int) -> str:
     """Return a place for people: ``web.jsonl:17``. May read the file up to there. Raises OSError."""
     return reader_of(part.file).place_text(part.file, place)
+
+
+def documents(files: Sequence[SourceFile]) -> Iterator[str]:
+    """Yield the text of every document of some files. Raises UsageError for one that cannot be read, and OSError."""
+    for task in tasks_of(Source("", tuple(files), "")):
+        for part, record in task.records():
+            if isinstance(record, BadRecord):
+                where = place_text(part, record.place)
+                raise UsageError(Reason("data.bad-document", {"where": where, "problem": record.reason}))
+            if isinstance(record, Record):
+                yield record.text

@@ -7,6 +7,7 @@ memory, whatever layout saved the checkpoint.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ from scaletrain_cli.engine.checkpoint.adapter_export import (
 )
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
-from scaletrain_cli.engine.data.prepared import data_folder
+from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.gpt_oss_files import Stored, stored_tensors
 from scaletrain_cli.engine.model.materialization import named_weights, stored_buffers
@@ -140,11 +141,11 @@ def _origins(spec: RunSpec) -> list[Path]:
 
 
 def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
-    try:
-        return data_folder(spec, runs_root) / "tokenizer.json"
-    except (ScaletrainError, OSError):  # the data are not on this machine
-        path = spec.data.tokenizer.path
-        return None if path is None or spec.data.tokenizer.kind != "file" else expand_home(path)
+    with contextlib.suppress(ScaletrainError, OSError):  # the data are not on this machine
+        if (found := tokenizer_path(spec, runs_root)) is not None:
+            return found
+    path = spec.data.tokenizer.path
+    return None if path is None or spec.data.tokenizer.kind != "file" else expand_home(path)
 
 
 def _converted_tokenizer(spec: RunSpec) -> bytes | None:

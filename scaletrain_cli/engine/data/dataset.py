@@ -1,16 +1,10 @@
-"""Text on disk: tokenized once, then read as memory-mapped sequences."""
+"""Prepared text: opened as sequences of tokens, whichever version has prepared it."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import stat
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.block_cache import BlockCache
-from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, HashedFile
+from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError
 from scaletrain_cli.data.token_files import open_source
-from scaletrain_cli.data.tokenizers.files import train_tokenizer
-from scaletrain_cli.data.tokenizers.given import given_tokenizer, tokenizer_identity
-from scaletrain_cli.engine.data.corpus import Tally, corpus_identity, corpus_state, documents
 from scaletrain_cli.engine.data.sources import SourceSequences, TextSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.documents import write_document
-from scaletrain_cli.rundir.shared_datasets import built, dataset_place
-from scaletrain_cli.safe_files import create_file, expand_home, replace_file
-from scaletrain_cli.spec import DataSpec
-from scaletrain_cli.spec.corpus_files import EMBEDDED, END_OF_TEXT, ENDS_OF_TEXT, FORMATS
 
-_SCHEMA = "scaletrain.dataset/v3"
+_SCHEMA = "scaletrain.dataset/v3"  # as rows: one file for each split
 _WITHOUT_HASHES = "scaletrain.dataset/v2"  # written by earlier versions; opened without verification
 SPLITS = ("train", "validation")
 DTYPES = ("uint16", "uint32")
-_DOCUMENTS_PER_ENCODE = 256
 
 
 @dataclass(frozen=True)
@@ -124,6 +109,7 @@ def open_source_dataset(
             validation_tokens=document["validation_tokens"],
             train_documents=document["train_documents"],
             validation_documents=document["validation_documents"],
+            seal=document.get("seal", ""),
         )
     except (KeyError, TypeError) as error:
         raise CorruptDataError(folder / "dataset.json", f"it lacks a value: {error}") from error
@@ -210,95 +196,6 @@ def map_numbers(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
 
 
-def dataset_folder(data: DataSpec, runs_root: Path) -> Path:
-    """Return the folder of the prepared dataset: the source itself if it is one, else a folder below the runs root."""
-    source = expand_home(data.only_source)
-    if (source / "dataset.json").is_file():
-        return source
-    tokenizer = tokenizer_identity(data.tokenizer)
-    identity = [_SCHEMA, known_content(data.only_source, runs_root), tokenizer, repr(data.validation_split)]
-    key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
-    return dataset_place(runs_root, key)
-
-
-def known_content(source: str, runs_root: Path, kinds: Collection[str] = FORMATS) -> str:
-    """Return a hash of the corpus's content, computed or remembered from an earlier read of unchanged files."""
-    if source in EMBEDDED:
-        return _hash_of(corpus_identity(source))
-    note = runs_root / "datasets" / f".content-{os.geteuid()}-{corpus_state(source, kinds)[:32]}"
-    with contextlib.suppress(OSError, ValueError):
-        found = note.lstat()
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-            known = note.read_text(encoding="ascii").strip()
-            if len(bytes.fromhex(known)) == hashlib.sha256().digest_size:
-                return known
-    content = _hash_of(corpus_identity(source, kinds))
-    with contextlib.suppress(OSError):  # this user may not write to the runs root: computed again next time
-        if note.parent.is_dir():
-            replace_file(note, f"{content}\n")
-    return content
-
-
-def _hash_of(identity: list[str]) -> str:
-    return hashlib.sha256("\n".join(identity).encode()).hexdigest()
-
-
-def prepare_dataset(data: DataSpec, runs_root: Path) -> Path:
-    """Build the dataset unless it exists, safely beside other builders, and return its folder. Raises UsageError."""
-    return built(dataset_folder(data, runs_root), lambda staging: _build(data, staging))
-
-
-def _build(data: DataSpec, folder: Path) -> None:
-    if data.tokenizer.path is not None:
-        tokenizer = given_tokenizer(data.tokenizer)
-    else:
-        tokenizer = train_tokenizer(documents(data.only_source), data.tokenizer.vocab_size, [END_OF_TEXT])
-    create_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
-    vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
-    known = (tokenizer.token_to_id(name) for name in ENDS_OF_TEXT)
-    end_of_text = next((token for token in known if token is not None), None)
-    if end_of_text is None:
-        needed = {"path": str(data.tokenizer.path), "tokens": list(ENDS_OF_TEXT)}
-        raise UsageError(Reason("engine.tokenizer-without-end-of-text", needed))
-    dtype = DTYPES[vocab_size > 1 << 16]
-    counts, ended = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    digest, tally = hashlib.sha256(), Tally()
-    # without the offsets of tokens in the text, which are not used
-    encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
-    with ExitStack() as opened:
-        files = {split: opened.enter_context(HashedFile(folder / f"{split}.bin")) for split in SPLITS}
-        ends = {split: opened.enter_context(HashedFile(folder / f"{split}.ends.bin")) for split in SPLITS}
-        for texts in _batched(documents(data.only_source, tally), _DOCUMENTS_PER_ENCODE):
-            for text, encoded in zip(texts, encode(texts), strict=True):
-                split = "validation" if draw(text) < data.validation_split else "train"
-                ids = [*encoded.ids, end_of_text]
-                packed = np.asarray(ids, dtype=dtype).tobytes()
-                files[split].write(packed)
-                digest.update(split.encode() + packed)
-                counts[split] += len(ids)
-                ends[split].write(np.int64(counts[split] - 1).tobytes())
-                ended[split] += 1
-        hashes = [file.finish() for split in SPLITS for file in (files[split], ends[split])]
-    info = DatasetInfo(
-        schema=_SCHEMA,
-        fingerprint=digest.hexdigest(),
-        dtype=dtype,
-        vocab_size=vocab_size,
-        documents=sum(ended.values()),
-        train_tokens=counts["train"],
-        validation_tokens=counts["validation"],
-        train_documents=ended["train"],
-        validation_documents=ended["validation"],
-        replaced=tally.replaced,
-    )
-    write_document(folder / "dataset.json", asdict(replace(info, seal=seal_of(info, hashes))))
-
-
 def draw(text: str) -> float:
     """Return a number in [0, 1) that depends on the document alone, so that its split never changes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-
-
-def _batched(items: Iterator[str], size: int) -> Iterator[list[str]]:
-    while batch := list(islice(items, size)):
-        yield batch

@@ -13,12 +13,11 @@ from scaletrain_cli.data.block_cache import block_cache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.commands import prepare_text
 from scaletrain_cli.data.pipeline.prepare import SCHEMA as SHARDED_SCHEMA
+from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.engine.data.dataset import (
     DatasetInfo,
-    dataset_folder,
     open_dataset,
     open_source_dataset,
-    prepare_dataset,
 )
 from scaletrain_cli.engine.data.row_dataset import SCHEMA, RowsInfo, build_rows, left_out, open_rows, rows_folder
 from scaletrain_cli.engine.data.rows import RowSequences
@@ -30,20 +29,19 @@ from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
 
-def data_folder(spec: RunSpec, runs_root: Path) -> Path:
-    """Return the folder of a spec's prepared data, whether or not they are prepared. Raises UsageError."""
-    if spec.training.objective == "causal_lm":
-        return dataset_folder(spec.data, runs_root)
-    return rows_folder(spec, runs_root)
+def tokenizer_path(spec: RunSpec, runs_root: Path) -> Path | None:
+    """Return the tokenizer.json of a spec's prepared data; None if they are not prepared. Raises UsageError."""
+    if spec.training.objective != "causal_lm":
+        return rows_folder(spec, runs_root) / "tokenizer.json"
+    found = find_prepared(spec.data, runs_root)
+    return None if found is None else next(iter(found.values())) / "tokenizer.json"
 
 
-def prepare_data(spec: RunSpec, runs_root: Path) -> Path:
-    """Prepare the data of a spec unless they are, safely beside other builders; return their folder.
+def prepare_rows(spec: RunSpec, runs_root: Path) -> Path:
+    """Prepare the rows of a spec unless they are, safely beside other builders; return their folder.
 
     Raises UsageError.
     """
-    if spec.training.objective == "causal_lm":
-        return prepare_dataset(spec.data, runs_root)
     return built(rows_folder(spec, runs_root), lambda staging: build_rows(spec, staging))
 
 
@@ -94,7 +92,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
     started = time.monotonic()
     try:
-        folder = prepare_data(spec, Path(arguments[1]))
+        folder = prepare_rows(spec, Path(arguments[1]))
         info, train, validation = open_data_of(spec, folder)
     except CorruptDataError as error:  # the exit code 93 is for runs
         raise ScaletrainError(error.reason or str(error)) from error

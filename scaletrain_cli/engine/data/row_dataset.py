@@ -19,18 +19,16 @@ from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.data.tokenizers.given import given_tokenizer, tokenizer_identity
 from scaletrain_cli.engine.data.chat_template import CHATML_TOKENS
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, TemplateFiles, template_files
-from scaletrain_cli.engine.data.corpus import Tally
 from scaletrain_cli.engine.data.dataset import (
     DTYPES,
     SPLITS,
     DatasetInfo,
     draw,
-    known_content,
     map_numbers,
     seal_of,
 )
 from scaletrain_cli.engine.data.packing import Piece, pack
-from scaletrain_cli.engine.data.row_source import Row, row_error, rows_of
+from scaletrain_cli.engine.data.row_source import Row, Tally, row_error, rows_content, rows_of
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -38,7 +36,7 @@ from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.shared_datasets import dataset_place
 from scaletrain_cli.safe_files import create_file, expand_home
 from scaletrain_cli.spec import DataSpec, RunSpec
-from scaletrain_cli.spec.corpus_files import END_OF_TEXT, ROW_FORMATS
+from scaletrain_cli.spec.corpus_files import END_OF_TEXT
 from scaletrain_cli.spec.row_formats import Conversation, Example, Pair, PlainText, RowError
 
 SCHEMA = "scaletrain.rows/v1"
@@ -107,7 +105,7 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
         SCHEMA,
         spec.training.objective,
         str(spec.transformer.seq_len),
-        known_content(data.only_source, runs_root, ROW_FORMATS),
+        rows_content(data.only_source, runs_root),
         tokenizer_identity(data.tokenizer),
         _template_hash(template_files(data)),
         json.dumps(settings, sort_keys=True),

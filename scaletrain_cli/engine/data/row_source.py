@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import re
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scaletrain_cli.engine.data.corpus import Tally, clean, open_text, readable, source_files
+from scaletrain_cli.data.content import embedded_content, known_content
+from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.engine.data.docstrings import docstring_rows
 from scaletrain_cli.errors import UsageError, sentence
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import DataSpec
-from scaletrain_cli.spec.corpus_files import FEW_REPLACED, MOST_REPLACED, PYTHON_DOCSTRINGS, ROW_FORMATS, kind_of
+from scaletrain_cli.spec.corpus_files import (
+    EMBEDDED,
+    FEW_REPLACED,
+    MOST_REPLACED,
+    PYTHON_DOCSTRINGS,
+    ROW_FORMATS,
+    find_files,
+    kind_of,
+    open_bytes,
+    unreadable_among,
+)
 from scaletrain_cli.spec.row_formats import Example, RowError, format_of, parse_row
+
+_BROKEN = re.compile("[\ud800-\udfff]")
+
+
+@dataclass
+class Tally:
+    """Counters of the text read so far; ``replaced``: bytes that are not UTF-8, replaced by U+FFFD."""
+
+    characters: int = 0
+    replaced: int = 0
 
 
 class Row(NamedTuple):
@@ -44,6 +70,13 @@ def rows_of(data: DataSpec, objective: str, tally: Tally | None = None) -> tuple
     return row_format, (_row(where, row, row_format, data) for where, row in chain([first], raw))
 
 
+def rows_content(source: str, runs_root: Path) -> str:
+    """Return a hash of what a source of rows contains, computed or remembered. Raises UsageError."""
+    if source in EMBEDDED:
+        return embedded_content(source)
+    return known_content(source, [local_file(path, kind_of(path)) for path in _files(source)], runs_root)
+
+
 def row_error(where: str, error: RowError) -> UsageError:
     """Return the error of a row with its place and what to do."""
     params = {"where": where, "problem": error.reason}
@@ -65,9 +98,9 @@ def _raw_rows(source: str, objective: str, tally: Tally) -> Iterator[tuple[str, 
     if source == PYTHON_DOCSTRINGS:
         yield from docstring_rows(pairs=objective == "dpo")
         return
-    for path in source_files(source, ROW_FORMATS):
+    for path in _files(source):
         own = Tally()
-        with readable(path):
+        with _readable(path):
             yield from _READERS[kind_of(path)](path, own)
         if own.replaced > max(FEW_REPLACED, MOST_REPLACED * own.characters):
             counts = {"replaced": own.replaced, "characters": own.characters}
@@ -76,19 +109,56 @@ def _raw_rows(source: str, objective: str, tally: Tally) -> Iterator[tuple[str, 
         tally.replaced += own.replaced
 
 
+def _files(source: str) -> tuple[Path, ...]:
+    """Return the files of a source in a fixed order. Raises UsageError if there are none or one cannot be read."""
+    files = find_files(source, kinds=ROW_FORMATS).files
+    if problem := unreadable_among(files):
+        raise UsageError(
+            Reason("engine.data-source-unreadable", {"key": "data.source", "source": source, "problem": problem})
+        )
+    return files
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, zlib.error) as error:
+        raise UsageError(Reason("engine.file-not-gzip", {"path": str(path), "error": str(error)})) from error
+    except OSError as error:
+        params = {"path": str(path), "error": error.strerror or str(error)}
+        raise UsageError(Reason("engine.file-unreadable", params)) from error
+
+
+@contextmanager
+def _open_text(path: Path) -> Iterator[io.TextIOWrapper]:
+    """Open a file as text; bytes that are not UTF-8 become lone surrogates, which ``clean`` counts."""
+    with open_bytes(path) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape") as file:
+        yield file
+
+
+def _clean(text: str, tally: Tally) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text, replaced = _BROKEN.subn("\ufffd", text)
+        tally.replaced += replaced
+    return text
+
+
 def _jsonl(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    with open_text(path) as file:
+    with _open_text(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 tally.characters += len(line)
-                yield f"{path}:{number}", _parsed(clean(line, tally))
+                yield f"{path}:{number}", _parsed(_clean(line, tally))
 
 
 def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
-    with open_text(path) as file:
+    with _open_text(path) as file:
         text = file.read()
     tally.characters += len(text)
-    found = _parsed(clean(text, tally))
+    found = _parsed(_clean(text, tally))
     if not isinstance(found, list):
         raise row_error(str(path), RowError("not-an-array"))
     yield from ((f"{path}, row {number}", row) for number, row in enumerate(found, start=1))

@@ -13,8 +13,7 @@ from typing import Any
 from scaletrain_cli.data.prepared import prepare_data
 from scaletrain_cli.data.stages import recorded_changes
 from scaletrain_cli.engine.data.dataset import DatasetInfo
-from scaletrain_cli.engine.data.prepared import open_data_of
-from scaletrain_cli.engine.data.prepared import prepare_data as prepare_rows
+from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from scaletrain_cli.data.pipeline.tasks import documents
+from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.checkpoint.adapter_export import exported_model
 from scaletrain_cli.engine.checkpoint.export import export, text_files
-from scaletrain_cli.engine.data.corpus import documents
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.evaluation.inference import generate, load_model, mean_loss, perplexity
 from scaletrain_cli.engine.evaluation.lm_eval import run_lm_eval
@@ -33,6 +34,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder, read_record
 from scaletrain_cli.spec.evaluation import GenerationTask, LmEvalTask, LossTask
 from scaletrain_cli.spec.hub_files import with_local_files
+from scaletrain_cli.spec.sources import SourceSpec
 from scaletrain_cli.worker import Rank
 from scaletrain_cli.worker.trackers import start_trackers
 
@@ -161,7 +163,8 @@ def _run_task(
 
 def _loss(task: LossTask, evaluation: Evaluation, loaded: _ModelOnDemand) -> Evaluation:
     tokenizer = loaded.tokenizer()
-    texts = islice(documents(task.source), task.documents)
+    files = source_files(SourceSpec(name="evaluation", path=task.source), key="evaluation.tasks.source")
+    texts = islice(documents(files), task.documents)
     found = mean_loss(
         loaded.model(), (tokenizer.encode(text).ids for text in texts), loaded.spec.transformer.seq_len, loaded.device
     )

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaletrain_cli.engine.data.dataset import prepare_dataset
 from scaletrain_cli.spec import DataSpec
 from tests.drills.campaign.damages import damage_files, fill_disks
 from tests.drills.campaign.elastic import reshard
 from tests.drills.campaign.kills import FINE_TUNING, kill
 from tests.drills.campaign.requests import request
+from tests.prepared_text import prepared_text
 
 _LARGEST_LOSS_DIFFERENCE = 1e-4  # relative, in fp32, of sums in another order
 
@@ -120,7 +120,7 @@ def _parts(dataset: Path, options: argparse.Namespace, chance: random.Random) ->
 def _dataset(folder: Path) -> Path:
     source = Path(os.__file__).parent
     data = {"source": f"{source}/[a-d]*.py", "tokenizer": {"kind": "bpe", "vocab_size": 512}}
-    return prepare_dataset(DataSpec.model_validate(data), folder / "data")
+    return prepared_text(DataSpec.model_validate(data), folder / "data")
 
 
 def _table(lines: list[Line]) -> str:

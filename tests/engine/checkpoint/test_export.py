@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scaletrain_cli.engine.checkpoint.export import TextFiles, export, text_files
 from scaletrain_cli.engine.checkpoint.shard_file import Entry, ShardHeader, Slice, shard_name, write_shard
-from scaletrain_cli.engine.data.dataset import dataset_folder, prepare_dataset
-from scaletrain_cli.engine.data.prepared import prepare_data
+from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.materialization import materialize
@@ -26,6 +25,7 @@ from scaletrain_cli.rundir.checkpoints import MANIFEST, manifest_hash
 from scaletrain_cli.spec import DataSpec, ModelSpec, RunSpec, parse_spec, to_hugging_face
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from tests.engine.model.test_safetensors import GPT, LLAMA, MIXTURE, MODELS, contents, loaded
+from tests.prepared_text import prepared_text
 from tests.spec.samples import SPEC
 
 MIXTRAL = {**MIXTURE, "norm_topk_prob": True}
@@ -219,7 +219,7 @@ def ends_at_once(dims: dict[str, Any], end: int) -> dict[str, Tensor]:
 
 def test_transformers_loads_an_exported_folder_and_generates_up_to_the_end_of_text(tmp_path: Path) -> None:
     spec = text_spec(tmp_path)
-    prepare_dataset(spec.data, tmp_path / "runs")
+    prepared_text(spec.data, tmp_path / "runs")
     text = text_files(spec, tmp_path / "runs")
     end = text.ids["eos_token_id"]
     weights = ends_at_once(spec.transformer.model_dump(), end)
@@ -238,10 +238,10 @@ def test_transformers_loads_an_exported_folder_and_generates_up_to_the_end_of_te
 
 def test_tokenizer_files_of_loaded_weights_are_exported(tmp_path: Path) -> None:
     spec = text_spec(tmp_path)
-    prepare_dataset(spec.data, tmp_path / "runs")
+    prepared_text(spec.data, tmp_path / "runs")
     base = tmp_path / "base"
     base.mkdir()
-    made = (dataset_folder(spec.data, tmp_path / "runs") / "tokenizer.json").read_bytes()
+    made = (prepared_text(spec.data, tmp_path / "runs") / "tokenizer.json").read_bytes()
     (base / "tokenizer.json").write_bytes(made)
     kept = {
         "config.json": {"model_type": "llama", "eos_token_id": [0, 7], "bos_token_id": 5},
@@ -280,7 +280,7 @@ def test_a_fine_tuned_model_is_exported_with_its_chat_template_and_end_of_turn(t
     data = {"source": str(tmp_path / "rows.jsonl"), "tokenizer": {"kind": "bpe", "vocab_size": 280}}
     training = spec.training.model_copy(update={"objective": "sft"})
     spec = spec.model_copy(update={"data": DataSpec.model_validate(data), "training": training})
-    prepare_data(spec, tmp_path / "runs")
+    prepare_rows(spec, tmp_path / "runs")
     text = text_files(spec, tmp_path / "runs")
     weights = ends_at_once(spec.transformer.model_dump(), text.ids["eos_token_id"])
     export([checkpoint_of(tmp_path / "step-00000001", weights)], spec, tmp_path / "out", torch.float32, text)
@@ -292,5 +292,5 @@ def test_a_fine_tuned_model_is_exported_with_its_chat_template_and_end_of_turn(t
     template = tmp_path / "own.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     own = spec.model_copy(update={"data": spec.data.model_copy(update={"chat_template": str(template)})})
-    prepare_data(own, tmp_path / "runs")
+    prepare_rows(own, tmp_path / "runs")
     assert text_files(own, tmp_path / "runs").files["chat_template.jinja"] == template.read_bytes()

@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
-from scaletrain_cli.engine.data.dataset import _LATER_FIELDS, SPLITS, prepare_dataset
+from scaletrain_cli.engine.data.dataset import _LATER_FIELDS, SPLITS
 from scaletrain_cli.engine.data.docstrings import docstring_rows
-from scaletrain_cli.engine.data.prepared import data_folder, open_data_of, prepare_data
-from scaletrain_cli.engine.data.row_dataset import RowsInfo, _open_split
+from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
+from scaletrain_cli.engine.data.row_dataset import RowsInfo, _open_split, rows_folder
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.data import FieldsSpec
 from scaletrain_cli.spec.row_formats import Conversation, format_of, parse_row
+from tests.prepared_text import prepared_text
 from tests.spec.samples import SPEC, load
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -64,7 +65,7 @@ def spec(folder: Path, *settings: str, objective: str = "sft") -> RunSpec:
 
 
 def opened(given: RunSpec, root: Path) -> tuple[RowsInfo, RowSequences, RowSequences]:
-    info, train, validation = open_data_of(given, prepare_data(given, root))
+    info, train, validation = open_data_of(given, prepare_rows(given, root))
     assert isinstance(info, RowsInfo)
     assert isinstance(train, RowSequences)
     assert isinstance(validation, RowSequences)
@@ -126,7 +127,7 @@ def test_rows_are_truncated_at_their_end_or_beginning_or_left_out(folder: Path) 
         for rule, part in (("keep_start", slice(LENGTH)), ("keep_end", slice(-LENGTH, None))):
             assert tuple(tokens[part]) in documents(found[rule])
     with pytest.raises(UsageError, match=r"rows.jsonl:\d+: the row has \d+ tokens and model.seq_len is 24"):
-        prepare_data(spec(folder, "data.truncation=refuse"), folder / "runs")
+        prepare_rows(spec(folder, "data.truncation=refuse"), folder / "runs")
 
 
 def test_rows_without_a_token_in_the_loss_are_left_out_and_counted(folder: Path) -> None:
@@ -138,7 +139,7 @@ def test_rows_without_a_token_in_the_loss_are_left_out_and_counted(folder: Path)
     assert (info.rows_read, info.rows_without_target, len(train) + len(validation)) == (5, 3, 2)
     (folder / "rows.jsonl").write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(UsageError, match=r"no row of .* has a token in the loss: 1 rows, 1 of them"):
-        prepare_data(spec(folder), folder / "runs")
+        prepare_rows(spec(folder), folder / "runs")
 
 
 def test_weights_of_rows_and_messages_multiply(folder: Path) -> None:
@@ -157,7 +158,7 @@ def test_pairs_keep_both_answers_side_by_side(folder: Path) -> None:
     given = spec(folder, objective="dpo")
     info, train, validation = opened(given, folder / "runs")
     assert len(train) + len(validation) == len(PAIRS) == sum(info.samples)
-    plain = tokenizers.Tokenizer.from_file(str(data_folder(given, folder / "runs") / "tokenizer.json"))
+    plain = tokenizers.Tokenizer.from_file(str(rows_folder(given, folder / "runs") / "tokenizer.json"))
     asked = {row["prompt"]: (row["chosen"], row["rejected"]) for row in PAIRS}
     for number in range(len(train)):
         labels = train.read([number]).labels
@@ -184,18 +185,18 @@ SETTINGS = {
 
 
 def test_the_folder_depends_on_what_changes_the_rows_and_on_nothing_else(folder: Path) -> None:
-    usual = data_folder(spec(folder), folder / "runs")
+    usual = rows_folder(spec(folder), folder / "runs")
     for setting, changes in SETTINGS.items():
-        assert (data_folder(spec(folder, setting), folder / "runs") != usual) is changes, setting
+        assert (rows_folder(spec(folder, setting), folder / "runs") != usual) is changes, setting
     template = folder / "chat.jinja"
     with_template = spec(folder, f"data.chat_template={template}")
     seen = set()
     for text in ("{{ messages[0].content }}", "{{ messages[-1].content }}"):
         template.write_text(text)
-        seen.add(data_folder(with_template, folder / "runs"))
+        seen.add(rows_folder(with_template, folder / "runs"))
     assert len(seen | {usual}) == 3
     (folder / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
-    assert data_folder(spec(folder), folder / "runs") != usual
+    assert rows_folder(spec(folder), folder / "runs") != usual
 
 
 def test_jsonl_json_and_parquet_give_the_same_rows(folder: Path) -> None:
@@ -213,19 +214,19 @@ def test_a_row_that_cannot_be_used_is_named_with_its_file_and_line(folder: Path)
     with (folder / "rows.jsonl").open("a") as file:
         file.write('\n{"messages": [{"role": "user", "content": 7}]}\n')
     with pytest.raises(UsageError, match=r"rows.jsonl:62: message 0 of the column messages must have a role"):
-        prepare_data(spec(folder), folder / "runs")
+        prepare_rows(spec(folder), folder / "runs")
 
 
 def test_rows_without_turns_have_no_last_one(folder: Path) -> None:
     (folder / "rows.jsonl").write_text('{"prompt": "a b", "completion": " c"}\n' * 20)
     with pytest.raises(UsageError, match=r"the rows have the format prompt_completion, which has no turns"):
-        prepare_data(spec(folder, "data.loss_on=last_assistant"), folder / "runs")
+        prepare_rows(spec(folder, "data.loss_on=last_assistant"), folder / "runs")
 
 
 def test_prepared_rows_are_a_source_for_the_same_length_and_objective_only(folder: Path) -> None:
-    first = prepare_data(spec(folder), folder / "runs")
+    first = prepare_rows(spec(folder), folder / "runs")
     again = spec(folder, f"data.source={first}")
-    assert prepare_data(again, folder / "other") == first
+    assert prepare_rows(again, folder / "other") == first
     assert open_data_of(again, first)[0].fingerprint == open_data_of(spec(folder), first)[0].fingerprint
     with pytest.raises(UsageError, match=r"holds rows of 24 tokens and model.seq_len is 32"):
         open_data_of(spec(folder, f"data.source={first}", "model.seq_len=32"), first)
@@ -238,9 +239,9 @@ def test_prepared_rows_are_a_source_for_the_same_length_and_objective_only(folde
     with pytest.raises(UsageError, match=r"holds prepared rows, on which data.chat_template = .* has no effect"):
         open_data_of(spec(folder, f"data.source={first}", template), first)
     settings = (template, "data.loss_on=all", "data.fields.weight=importance")
-    made = prepare_data(spec(folder, *settings), folder / "runs")
+    made = prepare_rows(spec(folder, *settings), folder / "runs")
     assert open_data_of(spec(folder, f"data.source={made}", *settings), made)
-    drops = prepare_data(spec(folder, "data.truncation=drop"), folder / "runs")
+    drops = prepare_rows(spec(folder, "data.truncation=drop"), folder / "runs")
     assert open_data_of(spec(folder, f"data.source={drops}", "data.truncation=drop"), drops)
     with pytest.raises(UsageError, match=r"holds rows for sft and training.objective is dpo"):
         open_data_of(spec(folder, objective="dpo"), first)
@@ -249,12 +250,12 @@ def test_prepared_rows_are_a_source_for_the_same_length_and_objective_only(folde
     (folder / "a.jsonl").write_text('{"text": "once upon a time"}\n' * 50)
     text = load(SPEC, f"data.source={folder}/a.jsonl", "data.tokenizer.vocab_size=300")
     with pytest.raises(UsageError, match=r"holds text and training.objective is sft"):
-        open_data_of(spec(folder), prepare_dataset(text.data, folder / "runs"))
+        open_data_of(spec(folder), prepared_text(text.data, folder / "runs"))
 
 
 def test_prepared_rows_of_earlier_versions_have_no_record_of_settings(folder: Path) -> None:
     given = spec(folder)
-    path = prepare_data(given, folder / "runs")
+    path = prepare_rows(given, folder / "runs")
     document = json.loads((path / "dataset.json").read_text())
     hashes = [file.hashes for split in SPLITS for file in _open_split(path, split, open_data_of(given, path)[0])[0]]
     earlier = {name: value for name, value in document.items() if name not in (*_LATER_FIELDS, "seal")}
@@ -286,7 +287,7 @@ def read_all(given: RunSpec, folder: Path) -> None:
 
 def test_any_change_of_a_file_is_found_before_a_token_of_it_is_used(folder: Path) -> None:
     given = spec(folder)
-    whole = prepare_data(given, folder / "runs")
+    whole = prepare_rows(given, folder / "runs")
     for number, (name, change) in enumerate(DAMAGES.items()):
         damaged = folder / str(number)
         shutil.copytree(whole, damaged)
@@ -312,7 +313,7 @@ def test_the_embedded_questions_and_answers_are_the_same_each_time() -> None:
 def test_the_trained_tokenizer_is_written_with_its_chat_template(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     given = spec(folder, "data.validation_split=0", "model.seq_len=200")
-    made = prepare_data(given, folder / "runs")
+    made = prepare_rows(given, folder / "runs")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(made)
     train = open_data_of(given, made)[1]
     assert isinstance(train, RowSequences)

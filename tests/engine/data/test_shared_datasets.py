@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from scaletrain_cli.engine.data.dataset import dataset_folder, open_dataset, prepare_dataset
+from scaletrain_cli.engine.data.dataset import open_source_dataset
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.shared_datasets import built
 from scaletrain_cli.spec import DataSpec
 from tests.cli.test_two_users import ALICE, BOB, TEAM, User
+from tests.prepared_text import prepared_text
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
 
@@ -28,7 +31,7 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     root.chmod(0o3775)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # threads do not outlive a fork
     monkeypatch.chdir(folder)
-    open_dataset(prepare_dataset(data(folder), folder / "of-root"), 4)  # imports what the libraries import late
+    open_source_dataset(prepared_text(data(folder), folder / "of-root"), 4)  # imports what the libraries import late
     yield root
     shutil.rmtree(folder)
 
@@ -40,8 +43,8 @@ def data(folder: Path) -> DataSpec:
 
 def prepares(user: User, root: Path) -> Path:
     def prepare() -> str:
-        folder = prepare_dataset(data(root.parent), root)
-        open_dataset(folder, 4)
+        folder = prepared_text(data(root.parent), root)
+        open_source_dataset(folder, 4)
         return str(folder)
 
     return Path(user.does(prepare))
@@ -50,7 +53,7 @@ def prepares(user: User, root: Path) -> Path:
 def refused(user: User, root: Path) -> str:
     def prepare() -> str:
         try:
-            return str(prepare_dataset(data(root.parent), root))
+            return str(prepared_text(data(root.parent), root))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -66,7 +69,7 @@ def test_another_user_reads_prepared_data_and_cannot_change_them(root: Path, uma
 
     def change() -> list[str]:
         done = []
-        for path in (first / "train.bin", first / "dataset.json"):
+        for path in (first / "000000" / "train.bin", first / "dataset.json"):
             for attempt in (lambda path=path: path.open("r+b"), path.unlink, lambda: first.rename(root / "x")):
                 try:
                     attempt()
@@ -87,46 +90,90 @@ def test_private_data_are_prepared_again_for_another_user(root: Path) -> None:
     assert prepares(ALICE, root) == private
 
 
+def plain_folder(path: Path, precious: Path) -> None:
+    path.mkdir(mode=0o777)
+    path.chmod(0o777)
+
+
 PLANTS: dict[str, Callable[[Path, Path], object]] = {
-    "an empty folder": lambda folder, precious: folder.mkdir(),
-    "a folder without data": lambda folder, precious: (folder / "train.bin").mkdir(parents=True),
-    "a link to the victim's home": lambda folder, precious: folder.symlink_to(precious.parent),
-    "a dangling link": lambda folder, precious: folder.symlink_to(precious.parent / "new"),
-    "a FIFO": lambda folder, precious: os.mkfifo(folder),
-    "a lock that is a link": lambda folder, precious: lock_of(folder, ALICE).symlink_to(precious),
-    "a lock that is a FIFO": lambda folder, precious: os.mkfifo(lock_of(folder, ALICE)),
-    "a lock that is held": lambda folder, precious: lock_of(folder, ALICE).write_text(""),
+    "an empty folder": plain_folder,
+    "a folder without data": lambda path, precious: (path / "train.bin").mkdir(parents=True),
+    "a link to the victim's home": lambda path, precious: path.symlink_to(precious.parent),
+    "a dangling link": lambda path, precious: path.symlink_to(precious.parent / "new"),
+    "a FIFO": lambda path, precious: os.mkfifo(path),
 }
 
 
-def lock_of(folder: Path, user: User) -> Path:
-    return folder.parent / f".{folder.name}.{user.uid}.lock"
+def dataset_of(root: Path) -> Path:
+    """Return where the data of the test are prepared, which depends on their content alone."""
+    (known,) = (root.parent / "of-root" / "datasets").glob("*/dataset.json")
+    return root / "datasets" / known.parent.name
 
 
+def steps_of(root: Path) -> Path:
+    return root / "datasets" / ".steps"
+
+
+@pytest.mark.parametrize("place", [dataset_of, steps_of], ids=["data", "steps"])
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_link_planted_in_place_of_the_data_is_neither_used_nor_followed(root: Path, plant: str) -> None:
+@pytest.mark.parametrize("names", [1, 2], ids=["shared-name", "own-name-too"])
+def test_what_is_planted_in_place_of_the_data_is_neither_used_nor_followed(
+    root: Path, plant: str, place: Callable[[Path], Path], names: int
+) -> None:
     precious = root.parent / "home" / ".bashrc"
     precious.parent.mkdir()
     precious.write_text("precious")
     for path in (precious, precious.parent):
         os.chown(path, ALICE.uid, TEAM)
-    folder = dataset_folder(data(root.parent), root)
+    planted = [place(root), place(root).with_name(f"{place(root).name}-{ALICE.uid}")][:names]
 
     def do_plant() -> None:
         (root / "datasets").mkdir()
         (root / "datasets").chmod(0o3775)
-        PLANTS[plant](folder, precious)
+        for path in planted:
+            PLANTS[plant](path, precious)
 
     BOB.does(do_plant)
     outcome = refused(ALICE, root)
-    if plant.startswith("a lock"):
+    if names == 2:
         assert outcome.startswith("UsageError"), outcome
         assert "made by uid 61002" in outcome
     else:
+        folder = dataset_of(root)
         assert outcome in (str(folder), f"{folder}-{ALICE.uid}"), outcome
         assert Path(outcome).lstat().st_uid == ALICE.uid
     assert precious.read_text() == "precious"
     assert [path.name for path in precious.parent.iterdir()] == [".bashrc"]
+
+
+LOCKS: dict[str, Callable[[Path, Path], object]] = {
+    "a link": lambda lock, precious: lock.symlink_to(precious),
+    "a FIFO": lambda lock, precious: os.mkfifo(lock),
+    "held": lambda lock, precious: lock.write_text(""),
+}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_that_is_planted_is_refused(root: Path, lock: str) -> None:
+    precious = root.parent / "precious"
+    precious.write_text("precious")
+    os.chown(precious, ALICE.uid, TEAM)
+    folder = root / "datasets" / "0123"
+
+    def do_plant() -> None:
+        (root / "datasets").mkdir()
+        (root / "datasets").chmod(0o3775)
+        LOCKS[lock](folder.with_name(f".{folder.name}.{ALICE.uid}.lock"), precious)
+
+    def build() -> str:
+        try:
+            return str(built(folder, lambda staging: None))
+        except UsageError as error:
+            return str(error)
+
+    BOB.does(do_plant)
+    assert "made by uid 61002" in str(ALICE.does(build))
+    assert precious.read_text() == "precious"
 
 
 def test_an_unwritable_folder_of_data_is_reported_with_a_remedy(root: Path) -> None:

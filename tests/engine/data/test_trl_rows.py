@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.engine.data.prepared import data_folder, open_data_of, prepare_data
+from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
+from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.spec import RunSpec
 from tests.spec.samples import SPEC, load
@@ -48,9 +49,9 @@ def prepared(folder: Path, rows: list[dict[str, Any]], *settings: str) -> tuple[
         f"model.seq_len={LENGTH}",
         *settings,
     )
-    train = open_data_of(spec, prepare_data(spec, folder / "runs"))[1]
+    train = open_data_of(spec, prepare_rows(spec, folder / "runs"))[1]
     assert isinstance(train, RowSequences)
-    return spec, train, data_folder(spec, folder / "runs")
+    return spec, train, rows_folder(spec, folder / "runs")
 
 
 def ours(train: RowSequences) -> Labelled:

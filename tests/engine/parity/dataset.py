@@ -6,9 +6,9 @@ import json
 import random
 from pathlib import Path
 
-from scaletrain_cli.engine.data.dataset import prepare_dataset
 from scaletrain_cli.spec import DataSpec
 from tests.engine.parity.rows import VOCAB_SIZE
+from tests.prepared_text import prepared_text
 
 _WORDS = "the model of a run is cut over ranks and each rank holds its own part".split()
 
@@ -20,4 +20,4 @@ def write_dataset(folder: Path) -> Path:
     corpus = folder / "sentences.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences), encoding="utf-8")
     data = DataSpec.model_validate({"source": str(corpus), "tokenizer": {"kind": "bpe", "vocab_size": VOCAB_SIZE}})
-    return prepare_dataset(data, folder)
+    return prepared_text(data, folder)

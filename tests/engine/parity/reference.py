@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.data.batches import sample_at
-from scaletrain_cli.engine.data.dataset import open_dataset
+from scaletrain_cli.engine.data.dataset import open_source_dataset
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import TokenContext, assign_dropout_keys
 from scaletrain_cli.engine.model.causal_lm import CausalLM
@@ -45,7 +45,7 @@ def train_alone(spec: RunSpec) -> Trained:
 
 def _train(spec: RunSpec) -> Trained:
     training, settings = spec.training, spec.training.optimizer
-    _, sequences, _ = open_dataset(Path(spec.data.source), spec.transformer.seq_len)
+    _, sequences, _ = open_source_dataset(Path(spec.data.source), spec.transformer.seq_len)
     model = first_weights(spec)
     optimizer = torch.optim.AdamW(model.parameters(), betas=settings.betas, eps=settings.eps)
     optimizer.param_groups.clear()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scaletrain_cli.engine.data.batches import sample_at
-from scaletrain_cli.engine.data.dataset import open_dataset
+from scaletrain_cli.engine.data.dataset import open_source_dataset
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import named_matrices
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
@@ -151,7 +151,7 @@ def train_with_peft(spec: RunSpec, folder: Path) -> Trained:
         {"params": [each], "weight_decay": training.optimizer.weight_decay * (each.ndim > 1)} for each in factors
     ]
     optimizer = torch.optim.AdamW(decayed, betas=training.optimizer.betas, eps=training.optimizer.eps)
-    _, sequences, _ = open_dataset(Path(spec.data.source), model.seq_len)
+    _, sequences, _ = open_source_dataset(Path(spec.data.source), model.seq_len)
     losses, norms = [], []
     for step in range(1, spec.total_steps + 1):
         first = (step - 1) * training.global_batch_size
