@@ -20,8 +20,8 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.spec.preparation import PreparationStep
 
-# Raised with every change of what readers yield, text and tokens, and of the files of decisions.
-_READING, _READING_TOKENS = "reading/v2", "reading-tokens/v1"
+# Raised with every change of what readers yield, text and tokens, of the tasks, and of the files of decisions.
+_READING, _READING_TOKENS = "reading/v3", "reading-tokens/v2"
 
 
 class LooksAtAll(Protocol):

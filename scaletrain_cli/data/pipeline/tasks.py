@@ -13,6 +13,9 @@ from scaletrain_cli.reasons import Reason
 
 # A worker tokenizes this in about ten seconds, and loses no more than that when it is killed.
 TASK_BYTES = 32 << 20
+# A small source has smaller tasks, so that many workers share it evenly.
+_LEAST_TASK_BYTES = 2 << 20
+_TASKS_OF_A_SMALL_SOURCE = 256
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,12 @@ class Task:
 
 
 def tasks_of(source: Source, task_bytes: int = TASK_BYTES) -> tuple[Task, ...]:
-    """Return the tasks of a source. Small files share a task, large ones are cut. Raises OSError."""
+    """Return the tasks of a source. Small files share a task, large ones are cut. Raises OSError.
+
+    ``task_bytes``: of the tasks of a large source.
+    """
+    total = sum(file.size for file in source.files)
+    task_bytes = min(task_bytes, max(_LEAST_TASK_BYTES, total // _TASKS_OF_A_SMALL_SOURCE))
     tasks: list[Task] = []
     held: list[Part] = []
     size = 0

@@ -15,7 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile
 from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, split_of, write_shard
+from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
 from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.errors import ScaletrainError
 
 TEXTS = [f"The {n}th document has {n * n} words, äöü \N{SNOWMAN}. " * (1 + n % 9) for n in range(700)]
@@ -104,3 +106,13 @@ def fails_at_three(number: int) -> None:
 def test_the_error_of_a_job_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(ScaletrainError, match="document 3 is bad"), Workers(2) as pool:
         list(pool.run(fails_at_three, range(100_000)))
+
+
+def test_a_small_source_has_tasks_for_many_workers_and_a_large_one_large_tasks(tmp_path: Path) -> None:
+    for size, count, most in ((64 << 20, 32, 2 << 20), (4 << 30, 256, 16 << 20), (1 << 40, 1 << 15, 32 << 20)):
+        path = tmp_path / "a.jsonl"
+        with path.open("wb") as file:
+            file.truncate(size)
+        tasks = tasks_of(Source("web", (SourceFile(str(path), size, "jsonl"),), "a"))
+        assert len(tasks) == count
+        assert max(task.parts[0].stop - task.parts[0].start for task in tasks) == most
