@@ -27,11 +27,12 @@ from scaletrain_cli.spec.sources import SourceSpec
 
 _FILES_READ = 8  # of each format
 _REMOTE_FILES_READ = 2
-_REMOTE_SECONDS = 8.0
+_REMOTE_SECONDS = 5.0
 _MOST_CHARACTERS = 1 << 20  # of a source that are tokenized
 # Characters of text per token of byte-level BPE tokenizers by the size of their vocabulary: measured on held-out
 # English and Python, for the largest the order of magnitude of Llama 3's on English.
 _CHARACTERS_PER_TOKEN = {1024: 2.3, 4096: 2.9, 16384: 3.5, 32768: 3.8, 131072: 4.3}
+_USUAL_VOCABULARY = {"sentencepiece": 32768, "tiktoken": 131072, "file": 131072}  # where the file is not read
 # Bytes of text per second that one process takes through a step: measured on one core with documents of 4 KB.
 _TOKENIZED_PER_SECOND = 1.6e6
 _STEP_PER_SECOND = {
@@ -220,7 +221,8 @@ class _Tokenizer:
         characters = sum(map(len, texts))
         path = self._settings.path
         if self._settings.kind != "file" or path is None or is_reference(path):
-            return characters / characters_per_token(self._settings.vocab_size) + len(texts)
+            vocab_size = _USUAL_VOCABULARY.get(self._settings.kind, self._settings.vocab_size)
+            return characters / characters_per_token(vocab_size) + len(texts)
         if self._loaded is None:
             from scaletrain_cli.data.tokenizers.files import load_tokenizer
 

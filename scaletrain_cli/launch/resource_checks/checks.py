@@ -174,7 +174,8 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     spec, begun = record.spec, has_committed(run)
     view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True)
     checks = [weights_problems, adapter_problems, checkpoint_problems]
-    if node_rank == 0 or (expand_home(spec.data.source or "") / "dataset.json").is_file():  # rank 0 prepares the data
+    prepared = any((expand_home(path) / "dataset.json").is_file() for _, path in spec.data.paths())
+    if node_rank == 0 or prepared:  # every node reads prepared data, and one node is enough to check other files
         checks += [text_problems, row_problems, tokenizer_problems, template_problems]
     problems = [found for check in checks for found in check(view)]
     if code_folder is None and spec.code.engine is not None:

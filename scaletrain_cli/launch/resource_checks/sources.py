@@ -33,7 +33,7 @@ _FILES_READ = 8  # of each format of a source; whose beginning is decoded
 _REMOTE_FILES_READ = 2
 _ITEMS_READ = 64  # of each evaluation file
 _LARGEST_LIST_BYTES = 1 << 20  # of words, or of the beginning of an evaluation file
-_LOOK_SECONDS = 8.0  # for a request to a remote store, with its repetitions
+_LOOK_SECONDS = 5.0  # for a request to a remote store, with its repetitions
 # What a machine without credentials or network cannot see, and the nodes may.
 _UNSEEN_REMOTE = ("remote.no-credentials", "remote.unavailable", "remote.profile-without-keys")
 # The library of a step, and the extra that installs it.

@@ -53,6 +53,31 @@ def test_a_remote_source_that_cannot_be_read_is_refused_with_its_line(
     assert not runs_root().exists()
 
 
+@pytest.mark.parametrize("missing", ["network", "credentials"])
+def test_a_store_that_only_the_nodes_may_reach_is_a_note_unless_the_run_is_on_this_machine(
+    s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCALETRAIN_REMOTE_TIMEOUT", "0.2")
+    source = f"s3://{BUCKET}-of-nodes/web/*.jsonl"  # a bucket without a store in this process
+    if missing == "network":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        said = "could not be accessed within"
+    else:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        said = "there are no credentials"
+    refused = submit(source)
+    assert refused.code == ExitCode.USAGE, refused
+    assert f" data.source = {source}: " in " ".join(refused.err.split())
+    assert said in " ".join(refused.err.split())
+    noted = submit(source, "--set", "cluster.scheduler=slurm")
+    assert noted.code == 0, noted.err
+    shown = " ".join(noted.err.split())
+    assert f"not checked here: data.source = {source}: " in shown
+    assert said in shown
+
+
 def test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted(
     s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
