@@ -40,6 +40,7 @@ from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
+from scaletrain_cli.launch.preparation import Choice, prepare_data
 from scaletrain_cli.launch.rendered_job import changes_since_sent
 from scaletrain_cli.launch.replan import Resize, replan
 from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
@@ -233,18 +234,23 @@ class PreparedSubmission:
         self,
         on_created: Callable[[Run], None] = lambda run: None,
         on_fetch: Callable[[FetchProgress], None] = lambda progress: None,
+        prepare: Choice = "auto",
+        on_preparation: Callable[[str], None] = lambda line: None,
     ) -> Submitted:
         """Create the run directory and submit the job, once: a second call with the same ``run_id`` submits nothing.
 
-        ``on_created`` is called before the request to the scheduler, whose answer may be lost (SchedulerSilentError),
-        ``on_fetch`` each second while files of the hub are fetched to a cache that the nodes share.
+        Data that are not prepared are prepared first: here, before anything is created, or by a job that the gang waits
+        for, as ``prepare`` says; ``on_preparation`` gets what is chosen, and lines of progress. ``on_created`` is
+        called before the request to the scheduler, whose answer may be lost (SchedulerSilentError), ``on_fetch`` each
+        second while files of the hub are fetched to a cache that the nodes share.
         """
+        tasks = 0 if self.earlier is not None else prepare_data(self.spec, prepare, on_preparation)
         made = create_run(
             self.spec, self.plan, self.run_id, snapshot=self.snapshot, trust_owner=self.trust_owner
         )  # raises where the run that is there has another spec or other code
         if self.earlier is None:
             on_created(Run(made.run.path))
-        submission = self.earlier or submit_run(made.run, made.record, self.backend, on_fetch)
+        submission = self.earlier or submit_run(made.run, made.record, self.backend, on_fetch, tasks)
         return Submitted(Run(made.run.path), submission.scheduler, submission.job_id, made.created)
 
 
@@ -299,9 +305,17 @@ class PreparedResume:
         step = report.checkpoint.step if report.checkpoint is not None else int(report.job.progress.get("step", 0))
         return SubmissionSummary(spec, plan, found.start, step, (*found.warnings, *space), record.code)
 
-    def submit(self) -> Submitted:
-        """Submit the job."""
-        done = resume_run(self.run.directory, from_scratch=self.from_scratch, resize=self.resize).submission
+    def submit(
+        self,
+        prepare: Choice = "auto",
+        on_preparation: Callable[[str], None] = lambda line: None,
+    ) -> Submitted:
+        """Submit the job, and prepare the data before if they are not, as PreparedSubmission.submit() does."""
+        record = self.record
+        tasks = prepare_data(record.spec, prepare, on_preparation, record.working_folder, self.run.path.parent)
+        done = resume_run(
+            self.run.directory, from_scratch=self.from_scratch, resize=self.resize, preparation_tasks=tasks
+        ).submission
         return Submitted(self.run, done.scheduler, done.job_id, created=False)
 
 

@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from scaletrain_cli.cli.completion import complete_cluster, complete_run, complete_setting
 from scaletrain_cli.errors import DeclinedError, ExitCode, SpecError, UsageError
+from scaletrain_cli.reasons import Reason
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.hub_fetch import FetchProgress
+    from scaletrain_cli.launch.preparation import Choice
     from scaletrain_cli.spec import RunSpec
 
 
@@ -155,3 +157,29 @@ TrustOwner = Annotated[
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+Prepare = Annotated[
+    str,
+    typer.Option(
+        "--prepare",
+        metavar="WHERE",
+        help="Where data that are not prepared are prepared first: now (here, before the run is queued), job (by a job "
+        "that the run waits for), or auto (now if that takes less than 5 minutes).",
+        autocompletion=lambda: ["auto", "now", "job"],
+    ),
+]
+
+
+def as_choice(text: str) -> Choice:
+    """Return the value of --prepare. Raises UsageError for another one."""
+    from scaletrain_cli.launch.preparation import CHOICES
+
+    if text not in CHOICES:
+        raise UsageError(Reason("preparation.unknown-choice", {"given": text, "choices": list(CHOICES)}))
+    return cast("Choice", text)
+
+
+def say_preparation(line: str) -> None:
+    """Show how the data of a run are prepared, and lines of progress."""
+    from scaletrain_cli.ui.console import say
+
+    say(line)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, RunName, TrustOwner, Yes
+from scaletrain_cli.cli.options import AsJson, Overrides, Prepare, RunName, TrustOwner, Yes, as_choice, say_preparation
 from scaletrain_cli.errors import ExitCode, sentences
 from scaletrain_cli.text import visible
 
@@ -35,6 +35,7 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the rendered job without changing or submitting anything.")
     ] = False,
+    prepare: Prepare = "auto",
     trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -83,7 +84,7 @@ def command(
     if not as_json:  # a change that is not part of the job text is in the table above
         show_before_resuming(summary, changed or None if resize is not None and resize.changes else changed)
     confirm("Resume?", yes)
-    done = prepared.submit()
+    done = prepared.submit(as_choice(prepare), say_preparation)
     if as_json:
         _print(details | summary.to_json() | {"scheduler": done.scheduler, "job_id": done.job_id})
         return

@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from scaletrain_cli.cli.completion import complete_setting
-from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides, SpecPath, TrustOwner, Yes
+from scaletrain_cli.cli.options import (
+    AsJson,
+    ClusterName,
+    Overrides,
+    Prepare,
+    SpecPath,
+    TrustOwner,
+    Yes,
+    as_choice,
+    say_preparation,
+)
 from scaletrain_cli.errors import ExitCode, InfeasibleError, SpecError, UsageError, sentences
 from scaletrain_cli.text import visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.api import PreparedSubmission, Submitted
+    from scaletrain_cli.launch.preparation import Choice
     from scaletrain_cli.launch.sweep import Point
     from scaletrain_cli.plan import RunPlan
     from scaletrain_cli.reasons import Reason
@@ -59,6 +70,7 @@ def command(
         int | None,
         typer.Option("--max-concurrent", metavar="N", min=1, help="Maximum number of concurrent sweep runs."),
     ] = None,
+    prepare: Prepare = "auto",
     trust_owner: TrustOwner = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -66,6 +78,9 @@ def command(
     """Plan a run and submit it to the scheduler named in the spec.
 
     Prints the run id to stdout and everything else to stderr. On a terminal, asks for confirmation first.
+
+    Data that are not prepared are prepared before the run is queued, or by a job on CPU nodes that the run waits for,
+    so that no GPU waits for them: see --prepare.
 
     With --sweep, all points are planned and checked before the first is submitted; either all are submitted or none.
     Each point is a separate run, named after its values.
@@ -91,6 +106,7 @@ def command(
                 run_id=run_id,
                 max_concurrent=max_concurrent,
                 dry_run=dry_run,
+                prepare=as_choice(prepare),
                 yes=yes,
                 as_json=as_json,
             )
@@ -128,7 +144,8 @@ def command(
     def print_id(run: Run) -> None:
         say(f"run id {run.run_id}")  # before the request, whose answer may be lost
 
-    _print_submitted(prepared.submit(print_id, show_fetch()), summary.to_json(), as_json)
+    done = prepared.submit(print_id, show_fetch(), as_choice(prepare), say_preparation)
+    _print_submitted(done, summary.to_json(), as_json)
 
 
 def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bool) -> None:
@@ -185,6 +202,7 @@ def submit_points(
     run_id: str | None,
     max_concurrent: int | None,
     dry_run: bool,
+    prepare: Choice,
     yes: bool,
     as_json: bool,
 ) -> None:
@@ -192,6 +210,7 @@ def submit_points(
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.base import notes_json
     from scaletrain_cli.launch.backends.registry import backend_for
+    from scaletrain_cli.launch.preparation import prepare_data
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import disk_space_notes
     from scaletrain_cli.launch.submit import make_record
@@ -251,7 +270,13 @@ def submit_points(
         show_points(planned, results[0].start, cap)
     at_once = "all at once" if cap == len(planned) else f"{cap} at a time"
     confirm(f"Submit {len(planned)} runs to {section.scheduler}, {at_once}?", yes)
-    done = submit_sweep(sweep, planned, scheduler, cap, snapshots)
+    tasks: dict[str, int] = {}  # points with the same data share the work
+    for point in planned:
+        data = _data_of(point.spec)
+        if data not in tasks:
+            tasks[data] = prepare_data(point.spec, prepare, say_preparation)
+    of_points = [tasks[_data_of(point.spec)] for point in planned]
+    done = submit_sweep(sweep, planned, scheduler, cap, snapshots, of_points)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
@@ -268,6 +293,11 @@ def submit_points(
     say(f"submitted {new} runs of the sweep {sweep}, {at_once}{before}; `scaletrain list` shows them")
     for one in done:
         typer.echo(visible(one.run.run_id))
+
+
+def _data_of(spec: RunSpec) -> str:
+    """Return the settings on which prepared data may depend."""
+    return f"{spec.data.model_dump_json()} {spec.model.model_dump_json()} {spec.training.objective}"
 
 
 def _plan_points(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath
+from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, say_preparation
 from scaletrain_cli.errors import ExitCode, sentences
 from scaletrain_cli.text import visible
 
@@ -39,6 +39,7 @@ def command(
     """
     from scaletrain_cli.launch.backends.registry import backend_for
     from scaletrain_cli.launch.code import take_snapshot
+    from scaletrain_cli.launch.preparation import prepare_data
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.submit import create_run, plan_for_engine
     from scaletrain_cli.rundir.paths import runs_root
@@ -61,6 +62,7 @@ def command(
     for warning in shared_root_notes(runs_root(), prepares=not run_spec.code.own_program):
         warn(sentences(warning))
     show_plan_summary(run_spec, plan)
+    prepare_data(run_spec, say=say_preparation)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
     say(f"run directory {made.run.path}; Ctrl-C saves a checkpoint and stops the run")
     if not as_json:

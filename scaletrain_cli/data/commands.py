@@ -29,7 +29,7 @@ def prepare_text(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str, 
     started = time.monotonic()
     names = ", ".join(path for _, path in spec.data.paths())
     print(f"preparing {names} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr, flush=True)
-    datasets = prepare_data(spec.data, runs_root, workers or len(os.sched_getaffinity(0)), _Lines())
+    datasets = prepare_data(spec.data, runs_root, workers or len(os.sched_getaffinity(0)), ProgressLines())
     try:
         sources = [_described(name, dataset, spec.transformer.seq_len) for name, dataset in datasets.items()]
     except CorruptDataError as error:  # the exit code 93 is for runs
@@ -71,7 +71,7 @@ def _described(name: str, dataset: Path, seq_len: int) -> dict[str, Any]:
     }
 
 
-class _Lines:
+class ProgressLines:
     """Writes progress to stderr: each stage when it begins and ends, and from time to time in between."""
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """``python -m scaletrain_cli.engine.commands COMMAND ...``: what needs torch or tokenizers, in a process of its own.
 
-``prepare`` builds datasets, ``stats`` reports on them, and ``upload`` copies them to an object store; ``show`` renders
-rows, and ``step`` the samples of a step; ``export`` writes a checkpoint's weights as Hugging Face files. The result is
-one JSON object, the last line of stdout; progress goes to stderr. An error is ``{"error": {...}}`` with the exit code
-of the error. Heavy modules are imported last, so that a missing package or Ctrl-C during an import ends like any other
-error.
+``prepare`` builds datasets, ``prepare-job`` a part of them, ``stats`` reports on them, and ``upload`` copies them to an
+object store; ``show`` renders rows, and ``step`` the samples of a step; ``export`` writes a checkpoint's weights as
+Hugging Face files. The result is one JSON object, the last line of stdout; progress goes to stderr. An error is
+``{"error": {...}}`` with the exit code of the error. Heavy modules are imported last, so that a missing package or
+Ctrl-C during an import ends like any other error.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, the shell convention
 # By command: the module whose ``run_command`` runs it, and the CLI verb to name in an error.
 _COMMANDS = {
     "prepare": ("data.prepared", "data prepare"),
+    "prepare-job": ("data.preparation", "data prepare"),
     "show": ("data.show", "data show"),
     "step": ("data.step_view", "data show"),
     "stats": ("data.stats", "data stats"),

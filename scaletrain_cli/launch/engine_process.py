@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,16 @@ def _end(exit_code: int) -> str:
     return f"was killed by {signal.Signals(-exit_code).name}" if -exit_code in _SIGNALS else "was killed"
 
 
-def run_engine_command(*words: str, needs: Sequence[str], cwd: str | Path | None = None) -> dict[str, Any]:
+def run_engine_command(
+    *words: str,
+    needs: Sequence[str],
+    cwd: str | Path | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
     """Run ``engine/commands.py`` with these arguments and return the JSON object that it prints.
 
-    Its stderr is passed on. ``needs`` are the packages that it imports, all from the extra ``train``. Raises
-    MissingPackageError if one is not installed, and EngineProcessError.
+    Its stderr is passed on, to ``on_line`` if that is given. ``needs`` are the packages that it imports, all from the
+    extra ``train``. Raises MissingPackageError if one is not installed, and EngineProcessError.
     """
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
@@ -72,7 +77,7 @@ def run_engine_command(*words: str, needs: Sequence[str], cwd: str | Path | None
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        talk = threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True)
+        talk = threading.Thread(target=_pass_on, args=(process.stderr, on_line or _to_stderr), daemon=True)
         talk.start()
         try:
             text = process.stdout.read()
@@ -91,11 +96,14 @@ def run_engine_command(*words: str, needs: Sequence[str], cwd: str | Path | None
     return answer
 
 
-def _pass_on(lines: Iterable[str]) -> None:
-    """Copy lines to stderr with control characters escaped."""
+def _pass_on(lines: Iterable[str], take: Callable[[str], None]) -> None:
     for line in lines:
-        sys.stderr.write(visible(line))
-        sys.stderr.flush()
+        take(visible(line.rstrip("\n")))
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _last_object(text: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from scaletrain_cli.launch.status import RunStatus, run_status, unreported_end
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.preparation import preparation_folder, why_not_prepared
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.worker.failures import read_failures
 
@@ -66,7 +67,19 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
     if last is not None and (last.ended is not None or over):
         yield why_it_ended(run, record, last, job)
     elif last is None and over:
-        yield backend.explain_never_began(run, record, status)
+        failed = None if run.is_cancelled else why_not_prepared(run)
+        if failed is not None:
+            folder = preparation_folder(run).name
+            yield Finding.because("preparation", failed, tuple(_preparation_logs(run, folder)), needs_action=True)
+        else:
+            yield backend.explain_never_began(run, record, status)
+
+
+def _preparation_logs(run: RunDir, folder: str) -> Iterator[Evidence]:
+    """Yield the last error in the logs of the preparation job."""
+    for path in sorted((run.path / folder).glob("*.log"))[:_MOST_FAILURES]:
+        if text := last_error(path):
+            yield Evidence(f"{folder}/{path.name}", text)
 
 
 def _unknown(status: RunStatus) -> Finding:

@@ -22,7 +22,7 @@ from scaletrain_cli.launch.hub_files import fetch_to_shared_cache, resolve_commi
 from scaletrain_cli.launch.replan import Resize
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.launch.status import why_ended
-from scaletrain_cli.launch.submit import Submission, keep_secrets, read_submission, submit_job, submit_lock
+from scaletrain_cli.launch.submit import Submission, keep_secrets, read_submission, submit_lock, submit_prepared
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.checkpoints import Checkpoint, latest_valid
 from scaletrain_cli.rundir.journal import has_committed, last_logged_step, record_event, withdraw_event
@@ -92,11 +92,17 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeRepor
 
 
 def resume(
-    run: RunDir, *, from_scratch: bool = False, resize: Resize | None = None, scheduler: Backend | None = None
+    run: RunDir,
+    *,
+    from_scratch: bool = False,
+    resize: Resize | None = None,
+    scheduler: Backend | None = None,
+    preparation_tasks: int = 0,
 ) -> Resumption:
     """Submit the run again, with new restart budgets. Raises UsageError where ``refuse`` does.
 
     With ``resize`` the run continues in that layout; where that changes nothing, no revision is written.
+    ``preparation_tasks``: as in submit_run().
     """
     with submit_lock(run):
         record, report = read_record(run), inspect_resume(run, scheduler)
@@ -112,7 +118,7 @@ def resume(
             _stop_files_moved_aside(run),
         ):
             fetch_to_shared_cache(revised.spec, revised.hub, os.environ)
-            return Resumption(report, submit_job(run, revised, scheduler))
+            return Resumption(report, submit_prepared(run, revised, scheduler, preparation_tasks))
 
 
 def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, resize: Resize | None = None) -> None:

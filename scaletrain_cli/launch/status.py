@@ -21,6 +21,7 @@ from scaletrain_cli.rundir.goodput import Goodput, run_goodput
 from scaletrain_cli.rundir.journal import read_events, read_lines_backwards
 from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.preparation import why_not_prepared
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
 from scaletrain_cli.spec.backend_traits import display_name
@@ -269,7 +270,8 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
     if job.state == "suspended" or job.state == "ending":
         return job.state
     if job.forgotten and last is None:
-        return "cancelled" if run.is_cancelled else "unknown"
+        gone: RunState = "unknown" if why_not_prepared(run) is None else "failed"
+        return "cancelled" if run.is_cancelled else gone
     if job.is_active:
         waiting = last is not None and last.ended is not None and last.reason == "preempted"
         if waiting:
@@ -279,6 +281,8 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
         return "unknown"
     if run.is_cancelled and not (last is None and job.exit_code == ExitCode.DONE):
         return "cancelled"
+    if last is None and why_not_prepared(run) is not None:
+        return "failed"
     if last is None:
         known: dict[int | None, RunState] = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}
         return known.get(job.exit_code, _of_cause(job.cause))
@@ -298,6 +302,8 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
     if job.is_active and (last is None or last.ended is None):
         return job.why
     if last is None:
+        if not job.may_be_active and not run.is_cancelled and (failed := why_not_prepared(run)) is not None:
+            return failed
         # If the nodes write to a volume that is not visible here, there may have been attempts.
         if not record.spec.cluster.traits.shared_run_directory or job.state != "ended":
             return job.why

@@ -35,6 +35,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.preparation import forget_job, preparation_folder
 from scaletrain_cli.rundir.record import (
     RunRecord,
     read_first_record,
@@ -188,10 +189,12 @@ def submit_run(
     record: RunRecord,
     scheduler: Backend,
     on_fetch: Callable[[FetchProgress], None] = lambda progress: None,
+    preparation_tasks: int = 0,
 ) -> Submission:
     """Submit the job, or return the earlier submission of this run.
 
-    Fetches the files of the hub first if the nodes share their cache with this machine. Raises HubError and FetchError.
+    Fetches the files of the hub first if the nodes share their cache with this machine. ``preparation_tasks``: the
+    tasks of a job that prepares the data first; 0: they are prepared. Raises HubError and FetchError.
     """
     if read_submission(run) is None:
         fetch_to_shared_cache(record.spec, record.hub, os.environ, on_fetch)
@@ -201,7 +204,23 @@ def submit_run(
             return earlier
         if request is not None and (begun := _begun_since(run, request)) is not None:
             return _submitted(run, begun)
+        return submit_prepared(run, record, scheduler, preparation_tasks)
+
+
+def submit_prepared(run: RunDir, record: RunRecord, scheduler: Backend, preparation_tasks: int) -> Submission:
+    """Submit the job, and before it the one that prepares the data, if it has tasks. As submit_job()."""
+    if not preparation_tasks:
+        forget_job(preparation_folder(run))
         return submit_job(run, record, scheduler)
+    scheduler.submit_preparation(run, record, preparation_tasks)
+    try:
+        return submit_job(run, record, scheduler)
+    except SchedulerSilentError:  # the scheduler may have the job
+        raise
+    except ScaletrainError:
+        scheduler.cancel_preparation(run)
+        forget_job(preparation_folder(run))
+        raise
 
 
 def _begun_since(run: RunDir, request: Request) -> Submission | None:

@@ -65,10 +65,12 @@ def submit_sweep(
     scheduler: Backend,
     cap: int,
     snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
+    preparation_tasks: Sequence[int] = (),
 ) -> list[SubmittedPoint]:
     """Submit all points; if one fails, cancel those already submitted and raise its error.
 
-    ``snapshots``: the result of an earlier take_snapshots(); None takes them now.
+    ``snapshots``: the result of an earlier take_snapshots(); None takes them now. ``preparation_tasks``: of each point,
+    as in submit_run(); empty: the data of all points are prepared.
     """
     done: list[tuple[CreatedRun, Submission]] = []
     code = take_snapshots(points) if snapshots is None else snapshots  # first: the tree may change meanwhile
@@ -79,7 +81,8 @@ def submit_sweep(
             made = create_run(point.spec, point.plan, point.run_id, snapshot=code[point.spec.code])
             if made.created or (read_submission(made.run) is None and read_sweep_place(made.run) is None):
                 write_sweep_place(made.run, SweepPlace(sweep, index + 1, len(points), point.overrides, after))
-            done.append((made, submit_run(made.run, made.record, scheduler)))
+            tasks = preparation_tasks[index] if preparation_tasks else 0
+            done.append((made, submit_run(made.run, made.record, scheduler, preparation_tasks=tasks)))
         except ScaletrainError as error:
             silent = isinstance(error, SchedulerSilentError)
             left = _cancel_submitted([made for made, _ in done], scheduler)

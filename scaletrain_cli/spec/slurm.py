@@ -83,6 +83,20 @@ class ContainerSpec(Section):
     python: PythonInImage = Field(default="python3", description="in the image, with this package")
 
 
+class SlurmPreparationSpec(Section):
+    """The jobs that prepare the data of a run on CPU nodes. What is not set here is as for the run."""
+
+    partition: SlurmWord | None = Field(default=None, description="of CPU nodes; null: the partition of the run")
+    cpus_per_task: Annotated[int, Field(strict=True, ge=1, le=1024)] = Field(
+        default=4, description="worker processes of each task"
+    )
+    memory: Bytes | None = Field(default=None, description="of each task; null: the default of the cluster")
+    time: PositiveSeconds | None = Field(default=None, description="limit of each task")
+    tasks: Annotated[int, Field(strict=True, ge=1, le=1000)] | None = Field(
+        default=None, description="tasks that share the work; null: by the size of the sources"
+    )
+
+
 class SlurmSpec(BackendSection):
     """Options of the Slurm job. ``extra`` takes any further long option of sbatch, without its dashes."""
 
@@ -110,6 +124,7 @@ class SlurmSpec(BackendSection):
     modules: list[Module] = []
     activate: AbsolutePath | None = Field(default=None, description="a script to source, as /opt/venv/bin/activate")
     container: ContainerSpec | None = None
+    preparation: SlurmPreparationSpec = SlurmPreparationSpec()
     extra: dict[SlurmOption, SlurmValue] = {}
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:

@@ -41,6 +41,12 @@ cluster: {scheduler: local, nodes: 1, gpus_per_node: 2, gpu: cpu, grace_seconds:
 """
 
 
+@pytest.fixture(autouse=True)
+def no_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-in engines read no data: nothing is prepared for them in the process of the test."""
+    monkeypatch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: False)
+
+
 @dataclass(frozen=True)
 class MadeRun:
     run: RunDir

@@ -77,6 +77,7 @@ HELD_BY = {
     "cluster.network": "tests/plan",
     "cluster.slurm.constraint": "tests/slurm_cluster",
     "cluster.slurm.licenses": "tests/slurm_cluster",
+    "cluster.slurm.preparation.partition": "tests/slurm_cluster",
     "cluster.slurm.extra.*": "tests/slurm_cluster",
     "cluster.slurm.modules.*": "tests/launch/backends/slurm/test_script.py",
     "cluster.slurm.container.python": "tests/launch/backends/slurm/test_script.py",

@@ -40,12 +40,14 @@ class Site:
         done = self.cluster.run(sys.executable, "-m", "scaletrain_cli", *arguments, check=check)
         return json.loads(done.stdout) if "--json" in arguments and check else done
 
-    def submit(self, fake: dict[str, Any], *settings: str, run_id: str = "life") -> str:
-        done = self.try_to_submit(fake, *settings, run_id=run_id)
+    def submit(self, fake: dict[str, Any], *settings: str, run_id: str = "life", options: tuple[str, ...] = ()) -> str:
+        done = self.try_to_submit(fake, *settings, run_id=run_id, options=options)
         assert done.returncode == 0, done.stderr
         return str(json.loads(done.stdout)["run_id"])
 
-    def try_to_submit(self, fake: dict[str, Any], *settings: str, run_id: str = "life") -> Any:
+    def try_to_submit(
+        self, fake: dict[str, Any], *settings: str, run_id: str = "life", options: tuple[str, ...] = ()
+    ) -> Any:
         pairs = (
             *("cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.grace_seconds=45"),
             *("training.micro_batch_size=1", "env.SCALETRAIN_ENGINE=tests.launch.fake_engine"),
@@ -54,7 +56,7 @@ class Site:
         )
         sets = [word for pair in pairs for word in ("--set", pair)]
         spec = str(PROJECT / "tests" / "cli" / "small.yaml")
-        return self.scaletrain("submit", spec, "--run-id", run_id, "--yes", "--json", *sets, check=False)
+        return self.scaletrain("submit", spec, "--run-id", run_id, "--yes", "--json", *options, *sets, check=False)
 
     def status(self, run_id: str) -> dict[str, Any]:
         return dict(self.scaletrain("status", run_id, "--json"))

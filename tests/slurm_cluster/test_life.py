@@ -14,6 +14,7 @@ import pytest
 
 from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.site import FOREVER, Site
+from tests.slurm_cluster.test_preparation import DONE, corpus, settings
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
@@ -111,3 +112,21 @@ def test_a_run_at_its_time_limit_saves_in_time_and_continues_in_the_same_job(sit
     site.trains(run_id, attempt=2)
     site.cancel(run_id)
     assert site.ends(run_id) == [(75, "time-limit"), (75, "cancelled")]
+
+
+def test_the_gang_never_starts_if_its_data_cannot_be_prepared_and_resume_prepares_them_again(
+    site: Site, tmp_path: Path
+) -> None:
+    path = corpus(tmp_path, 5_000)
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(f"{whole}not JSON\n", encoding="utf-8")
+    run_id = site.submit(DONE, *settings(path), options=("--prepare", "job"))
+    failed = site.wait(run_id, lambda now: now["state"] not in ("queued", "unknown"), "the gang is deleted")
+    assert (failed["state"], failed["attempt"]) == ("failed", 0)
+    finding = site.scaletrain("explain", run_id, "--json")["findings"][0]
+    assert f"{path}:5001" in finding["headline"]
+    assert any("scaletrain resume" in action for action in finding["actions"])
+    path.write_text(whole, encoding="utf-8")
+    site.scaletrain("resume", run_id, "--yes", "--prepare", "job")
+    done = site.wait(run_id, lambda now: now["state"] in ("finished", "failed"), "it trains")
+    assert (done["state"], done["attempt"]) == ("finished", 1)

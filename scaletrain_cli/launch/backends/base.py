@@ -228,6 +228,7 @@ class Backend(ABC):
     can_force: ClassVar[bool] = False  # force() is implemented
     can_probe: ClassVar[bool] = False  # probe() is implemented
     replaces_nodes: ClassVar[bool] = False  # a restart of the same job may get other nodes
+    prepares_in_jobs: ClassVar[bool] = False  # submit_preparation() is implemented
 
     @property
     def traits(self) -> BackendTraits:
@@ -260,6 +261,26 @@ class Backend(ABC):
         """
 
     # ---- before a job is submitted ------------------------------------------------------------------------------
+
+    def preparation_cores(self, cluster: ClusterSpec) -> int:
+        """Return the worker processes of one task of a preparation job."""
+        return 1
+
+    def preparation_tasks(self, cluster: ClusterSpec) -> int | None:
+        """Return the number of tasks of a preparation job; None: by the size of the data."""
+        return None
+
+    def submit_preparation(self, run: RunDir, record: RunRecord, tasks: int) -> None:
+        """Queue a job that prepares the data of the run, on which submit() then makes the gang depend.
+
+        Called before submit(), with the lock of the run. A second call for the same revision queues nothing if the job
+        has not ended. Raises SchedulerError.
+        """
+        raise self._not_implemented("--prepare job")
+
+    def cancel_preparation(self, run: RunDir) -> None:
+        """End the preparation job of a run whose gang could not be queued."""
+        return None
 
     def start_following_evaluations(self, run: RunDir) -> None:
         """Start a process that submits an evaluation of each checkpoint of the run, if it can live on this machine.

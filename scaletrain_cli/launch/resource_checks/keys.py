@@ -306,6 +306,13 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "scaletrain_cli.launch.backends.slurm.script:agent_words",
         "srun on the nodes",
     ),
+    _row(
+        f"{_SL}preparation.partition",
+        "a partition",
+        "exists, accepts the job: sbatch, before the run is queued",
+        _SCHEDULER,
+        "scaletrain_cli.launch.backends.slurm.preparation:submit_preparation",
+    ),
     _row(f"{_SL}extra.*", "what the option refers to", "accepted", _SCHEDULER, _SBATCH, "sbatch --test-only checks it"),
     _row(
         f"{_K8S}context",

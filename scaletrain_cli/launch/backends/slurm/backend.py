@@ -17,7 +17,19 @@ from scaletrain_cli.launch.backends.base import Backend, Check, Job, PreflightRe
 from scaletrain_cli.launch.backends.cluster_view import ClusterView
 from scaletrain_cli.launch.backends.slurm.commands import commands_check
 from scaletrain_cli.launch.backends.slurm.preflight import check_job
-from scaletrain_cli.launch.backends.slurm.queue import cancel_jobs, job_of_run, jobs_of_runs, submit_job, submitted_job
+from scaletrain_cli.launch.backends.slurm.preparation import (
+    cancel_preparation,
+    submit_preparation,
+    why_it_is_not_prepared,
+)
+from scaletrain_cli.launch.backends.slurm.queue import (
+    cancel_jobs,
+    job_of_run,
+    jobs_of_runs,
+    preparation_comment,
+    submit_job,
+    submitted_job,
+)
 from scaletrain_cli.launch.backends.slurm.script import job_script
 from scaletrain_cli.launch.backends.slurm.site import (
     Site,
@@ -34,6 +46,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.preparation import preparation_folder, preparation_name, read_job
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
@@ -53,6 +66,7 @@ class SlurmBackend(Backend):
     name: ClassVar[str] = "slurm"
     can_probe: ClassVar[bool] = True
     replaces_nodes: ClassVar[bool] = True
+    prepares_in_jobs: ClassVar[bool] = True
 
     answers: Mapping[Path, Job | SchedulerError] = field(default_factory=dict)
     _sites: dict[str, Site] = field(default_factory=dict)  # cache: each command queries the site once
@@ -85,6 +99,22 @@ class SlurmBackend(Backend):
         if excluded.nodes or excluded.spared:
             record_exclusion(run, excluded)
         return job_id
+
+    def preparation_cores(self, cluster: ClusterSpec) -> int:
+        return cluster.slurm.preparation.cpus_per_task
+
+    def preparation_tasks(self, cluster: ClusterSpec) -> int | None:
+        return cluster.slurm.preparation.tasks
+
+    def submit_preparation(self, run: RunDir, record: RunRecord, tasks: int) -> None:
+        """Queue an array of tasks and the job that completes their work."""
+        _check_path(run.path)
+        folder, name = preparation_folder(run), preparation_name(run)
+        mark, working = preparation_comment(run, record), Path(record.working_folder or run.path)
+        submit_preparation(record.spec, name, folder, working, tasks, mark, record.revision)
+
+    def cancel_preparation(self, run: RunDir) -> None:
+        cancel_preparation(preparation_name(run))
 
     def _script(self, run: RunDir, record: RunRecord, excluded: Exclusion) -> str:
         return job_script(
@@ -168,7 +198,10 @@ class SlurmBackend(Backend):
         from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 
         try:
-            return why_it_waits(status.job_id, run.run_id)
+            found = why_it_waits(status.job_id, run.run_id)
+            if found.cause == "dependency" and read_job(preparation_folder(run)) is not None:
+                return why_it_is_not_prepared(run, found)
+            return found
         except SchedulerError as error:
             evidence = (Evidence.because("Slurm", error.reason or recorded(error.message)),)
             return Finding.because("unknown", Reason("slurm.wait-no-answer"), evidence)

@@ -17,6 +17,7 @@ from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageErr
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Job, JobCause, JobState
 from scaletrain_cli.launch.backends.slurm.commands import call_slurm
+from scaletrain_cli.launch.backends.slurm.preparation import cancel_preparation, dependency_of
 from scaletrain_cli.launch.backends.slurm.site import user_name
 from scaletrain_cli.launch.backends.slurm.tables import node_names
 from scaletrain_cli.launch.restart import forget_secrets
@@ -24,6 +25,7 @@ from scaletrain_cli.launch.submit import Request, open_request, read_submission
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.preparation import preparation_folder, preparation_name, read_job
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import replace_file, touch
@@ -209,12 +211,17 @@ def _find_lost_job(run: RunDir, comment: str, error: SchedulerSilentError, secre
 
 
 def _dependency(run: RunDir) -> list[str]:
-    """Return the dependency of a sweep's run on the job before it in its lane; none once it is resumed."""
+    """Return the dependencies: on the preparation of the data, and of a sweep's run on the job before it in its lane.
+
+    A resumed run does not wait for another one. Slurm deletes the job if the data could not be prepared.
+    """
+    found = dependency_of(preparation_folder(run))
+    options = ["--kill-on-invalid-dep=yes"] if found else []
     place = read_sweep_place(run)
-    if place is None or place.after is None or read_submission(run) is not None:
-        return []
-    before = read_submission(RunDir(run.path.parent / place.after))
-    return [f"--dependency=afterany:{before.job_id}"] if before is not None else []
+    if place is not None and place.after is not None and read_submission(run) is None:
+        before = read_submission(RunDir(run.path.parent / place.after))
+        found += [f"afterany:{before.job_id}"] if before is not None else []
+    return [f"--dependency={','.join(found)}", *options] if found else []
 
 
 # ---- cancel ----------------------------------------------------------------------------------------------------------
@@ -227,6 +234,8 @@ def cancel_jobs(run: RunDir) -> None:
     it refuses, no stop file is written. Raises SchedulerError.
     """
     active = [row for row in _rows_to_cancel(run) if row.state != "ended"]
+    if read_job(preparation_folder(run)) is not None:
+        cancel_preparation(preparation_name(run))
     running = [row for row in active if row.state in ("running", "suspended")]
     for row in running:
         if row.user != user_name():
@@ -294,6 +303,11 @@ def _mark_of(run: RunDir) -> str:
 
 def _comment(run: RunDir, record: RunRecord) -> str:
     return f"{_mark_of(run)}-{record.revision}"
+
+
+def preparation_comment(run: RunDir, record: RunRecord) -> str:
+    """Return the beginning of the comments of the preparation jobs of a run."""
+    return f"{_mark_of(run)}-{record.revision}-preparation"
 
 
 def _rows_by_id(job_ids: Iterable[str]) -> dict[str, JobRow]:

@@ -86,15 +86,15 @@ def srun_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
     yield f"--container-env={_FROM_THE_JOB}"
 
 
-def agent_words(cluster: ClusterSpec, run_folder: Path) -> Iterator[str]:
-    """Yield the words of srun's command up to the interpreter."""
+def agent_words(cluster: ClusterSpec, run_folder: Path, *, gpus: bool = True) -> Iterator[str]:
+    """Yield the words of srun's command up to the interpreter. ``gpus``: of the node, for the container."""
     container = cluster.slurm.container
     if container is None:
         yield '"$python"'
         return
     if container.runtime == "apptainer":
         yield "apptainer exec"
-        if cluster.gpu != "cpu":
+        if gpus and cluster.gpu != "cpu":
             yield "--nv"
         for mount in _mounts(cluster, run_folder):
             yield f"--bind {shlex.quote(mount)}"
@@ -142,7 +142,7 @@ def job_script(
         *([""] if preemption else []),
         *environment_lines(spec),
         "",
-        *_search_path_lines(),
+        *keep_absolute_lines(),
         *module_lines(spec),
         "keep_absolute PATH PYTHONPATH",
         f"python={'$(type -P python3)' if slurm.activate is not None else shlex.quote(python)}",
@@ -163,7 +163,7 @@ def job_script(
         "",
         "# env instead of export: no variable of the spec can change this shell or its own commands.",
         'env "${dropped[@]}" \\',
-        *(f"    {name}={shlex.quote(value)} \\" for name, value in _agent_environment(spec).items()),
+        *(f"    {name}={shlex.quote(value)} \\" for name, value in spec_environment(spec).items()),
         '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
         f"    {_srun(spec.cluster, run_folder)} \\",
         f"    {' '.join(agent_words(spec.cluster, run_folder))} \\",
@@ -200,7 +200,7 @@ def job_script(
     return "\n".join(lines) + "\n"
 
 
-def _search_path_lines() -> Iterator[str]:
+def keep_absolute_lines() -> Iterator[str]:
     """Yield lines that define ``keep_absolute`` and apply it to the search paths of the shell itself."""
     yield "# Remove empty and relative entries from search paths: they would be looked up in the job's current folder."
     yield "keep_absolute() {"
@@ -234,10 +234,10 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> It
         if value is not None:
             yield f"{name}={value}"
     if slurm.switches is not None:
-        wait = f"@{_minutes_seconds(slurm.switches_wait)}" if slurm.switches_wait is not None else ""
+        wait = f"@{minutes_seconds(slurm.switches_wait)}" if slurm.switches_wait is not None else ""
         yield f"switches={slurm.switches}{wait}"
     if slurm.time is not None:
-        yield f"time={_minutes_seconds(slurm.time)}"
+        yield f"time={minutes_seconds(slurm.time)}"
     if slurm.memory_per_node is not None:
         yield f"mem={math.ceil(slurm.memory_per_node / 2**20)}M"
     # To the tasks, not to the batch script (B:): the agents forward the signal to the ranks.
@@ -262,7 +262,7 @@ def cores_per_node(cluster: ClusterSpec) -> int | None:
     return cluster.gpus_per_node if cluster.gpu == "cpu" else None
 
 
-def _agent_environment(spec: RunSpec) -> dict[str, str]:
+def spec_environment(spec: RunSpec) -> dict[str, str]:
     """Return the variables that the agents get from the spec; the ranks get the others from the agents."""
     return absolute_paths({name: value for name, value in spec.env.items() if name not in _OWN_VARIABLES})
 
@@ -278,6 +278,7 @@ def _srun(cluster: ClusterSpec, run_folder: Path) -> str:
     return " ".join(['"$(type -P srun)"', *options])  # resolved before PATH is set from the spec
 
 
-def _minutes_seconds(seconds: float) -> str:
+def minutes_seconds(seconds: float) -> str:
+    """Return a duration as sbatch takes it: minutes:seconds."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes}:{rest:02d}"

@@ -1,0 +1,91 @@
+"""The preparation of a run's data by one process of a preparation job, or on the submitting machine.
+
+Arguments: SPEC_JSON RUNS_ROOT, and options. ``--check`` only says whether the data are prepared, and their size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.data.commands import ProgressLines
+from scaletrain_cli.data.pipeline.claims import read_failure, record_failure
+from scaletrain_cli.data.prepared import find_prepared, prepare_data
+from scaletrain_cli.data.sources.listing import source_files
+from scaletrain_cli.errors import ScaletrainError
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import DATASET, is_readable
+from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED
+from scaletrain_cli.unexpected import known_error
+
+_TERMINATED = 143  # 128 + SIGTERM, the shell convention
+
+
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
+    """Prepare the data, or say whether they are. Raises ScaletrainError and OSError, recorded with ``--failure``."""
+    parser = argparse.ArgumentParser(prog="prepare-job")
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("runs_root", type=Path)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--failure", type=Path, help="the file in which the processes of a job record why it failed")
+    parser.add_argument("--secrets", type=Path, help="a file with further environment variables")
+    options = parser.parse_args(arguments)
+    spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
+    if options.check:
+        return _checked(spec, options.runs_root)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # what is being written is removed
+    if options.secrets is not None:
+        os.environ.update({name: str(value) for name, value in (read_document(options.secrets) or {}).items()})
+    started = time.monotonic()
+    try:
+        if options.failure is not None and (failed := read_failure(options.failure)) is not None:
+            raise failed
+        found = _prepared(spec, options.runs_root, options.workers, options.failure)
+    except Exception as error:
+        if options.failure is not None:
+            record_failure(options.failure, known_error(error, "data prepare"), "preparation")
+        raise
+    print(f"data prepared in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+    return {"prepared": True, "folders": [str(folder) for folder in found]}
+
+
+def _prepared(spec: RunSpec, runs_root: Path, workers: int, failure: Path | None) -> list[Path]:
+    if spec.training.objective == "causal_lm":
+        return [*prepare_data(spec.data, runs_root, workers, ProgressLines(), failure=failure).values()]
+    from scaletrain_cli.engine.data.prepared import prepare_rows  # needs transformers
+
+    return [prepare_rows(spec, runs_root)]
+
+
+def _checked(spec: RunSpec, runs_root: Path) -> dict[str, Any]:
+    """Return whether the data are prepared; else also the bytes of their files."""
+    if spec.training.objective == "causal_lm":
+        there = find_prepared(spec.data, runs_root) is not None
+    else:
+        from scaletrain_cli.engine.data.row_dataset import rows_folder
+
+        there = is_readable(rows_folder(spec, runs_root))
+    size = 0 if there else sum(_bytes(spec))
+    return {"prepared": there, "bytes": size}
+
+
+def _bytes(spec: RunSpec) -> list[int]:
+    found = []
+    for section, (key, _) in zip(spec.data.all_sources, spec.data.paths(), strict=True):
+        if section.path in EMBEDDED or (Path(expand_home(section.path)) / DATASET).is_file():
+            continue
+        try:
+            found += [file.size for file in source_files(section, Path(), key)]
+        except ScaletrainError:
+            if spec.training.objective == "causal_lm":
+                raise
+    return found

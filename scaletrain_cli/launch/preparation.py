@@ -1,0 +1,172 @@
+"""Prepare the data of a run before its gang is queued: on this machine, or by a job that the gang waits for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.engine_process import run_engine_command
+from scaletrain_cli.launch.hub_files import MEASURES_ONLY, fetched_spec
+from scaletrain_cli.launch.resource_checks.files import View
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import runs_root
+from scaletrain_cli.rundir.preparation import forget_job
+from scaletrain_cli.safe_files import create_file, make_folder, replace_file
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.shared_paths import parent_of_glob
+
+Choice = Literal["auto", "now", "job"]
+CHOICES: tuple[str, ...] = get_args(Choice)
+NEEDS = ("numpy", "tokenizers")
+ENGINE_COMMAND = "prepare-job"
+# Text per second and worker. Tokenization alone reaches 1.9 MB/s on one core (encode_batch, 16k BPE, documents of
+# 4 KB); language identification, quality rules and near deduplication cost about as much again each.
+_BYTES_PER_SECOND = 1.5e6
+_BYTES_PER_SECOND_WITH_STEPS = 0.4e6
+_LONGEST_HERE_SECONDS = 300.0
+_MOST_WORKERS_HERE = 4  # of a machine that other users share, as login nodes are
+_SECONDS_PER_TASK, _MOST_TASKS = 1800.0, 64
+# A stand-in for the engine, whose data are its own.
+_OTHER_ENGINE = "SCALETRAIN_ENGINE"
+
+
+@dataclass(frozen=True)
+class PreparationPlan:
+    """How the data of a run are prepared: ``nothing`` to do, ``here`` in the foreground, or as a ``job``."""
+
+    where: Literal["nothing", "here", "job"]
+    why: Reason
+    tasks: int = 0
+
+
+def reads_prepared_data(spec: RunSpec, choice: Choice = "auto") -> bool:
+    """Return whether the ranks read data that are prepared before; those of a stand-in engine if that is asked for."""
+    if spec.code.own_program or spec.env.get(MEASURES_ONLY) or spec.unit != "tokens":
+        return False
+    return choice != "auto" or (_OTHER_ENGINE not in spec.env and _OTHER_ENGINE not in os.environ)
+
+
+def plan_preparation(
+    spec: RunSpec, runs_root: Path, choice: Choice = "auto", folder: Path | None = None
+) -> PreparationPlan:
+    """Return how the data of a run are prepared. Reads no corpus; changes nothing.
+
+    Raises UsageError where the choice is not possible, and for sources that cannot be read.
+    """
+    if not reads_prepared_data(spec, choice):
+        return PreparationPlan("nothing", Reason("preparation.is-prepared"))
+    backend, cluster = backend_for(spec.cluster.scheduler), spec.cluster
+    if choice == "job" and not backend.prepares_in_jobs:
+        raise UsageError(Reason("preparation.no-job", {"scheduler": backend.traits.display_name}))
+    unseen = _unseen_source(spec, folder or Path.cwd())
+    if unseen is not None and backend.prepares_in_jobs:
+        if choice == "now":
+            raise UsageError(Reason("preparation.unseen-here", unseen))
+        unknown = backend.preparation_tasks(cluster) or 1
+        return PreparationPlan("job", Reason("preparation.job-unseen", {**unseen, "tasks": unknown}), unknown)
+    with _spec_file(spec) as (file, resolved):
+        answer = run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), "--check", needs=NEEDS, cwd=folder)
+    if answer["prepared"]:
+        return PreparationPlan("nothing", Reason("preparation.is-prepared"))
+    if not backend.prepares_in_jobs:
+        return PreparationPlan("here", Reason("preparation.only-here"))
+    rate = _BYTES_PER_SECOND_WITH_STEPS if resolved.data.prepare else _BYTES_PER_SECOND
+    one_worker, workers = answer["bytes"] / rate, workers_here(spec)
+    seconds = one_worker / workers
+    tasks = backend.preparation_tasks(cluster)
+    if tasks is None:
+        per_task = _SECONDS_PER_TASK * backend.preparation_cores(cluster)
+        tasks = min(_MOST_TASKS, max(1, math.ceil(one_worker / per_task)))
+    if spec.training.objective != "causal_lm":
+        tasks = 1  # rows are prepared by one process
+    params = {"seconds": max(1.0, seconds), "bytes": answer["bytes"], "workers": workers, "tasks": tasks}
+    if choice == "now":
+        return PreparationPlan("here", Reason("preparation.here-as-chosen"))
+    if choice == "job":
+        return PreparationPlan("job", Reason("preparation.job-as-chosen", params), tasks)
+    if seconds <= _LONGEST_HERE_SECONDS:
+        return PreparationPlan("here", Reason("preparation.here", params))
+    return PreparationPlan("job", Reason("preparation.job", params), tasks)
+
+
+def prepare_data(
+    spec: RunSpec,
+    choice: Choice = "auto",
+    say: Callable[[str], None] = lambda line: None,
+    folder: str = "",
+    root: Path | None = None,
+) -> int:
+    """Prepare the data of a run here, or return the number of tasks of a job that must do it; 0 if they are prepared.
+
+    ``say`` gets a sentence on how and why they are prepared, then lines of progress. ``folder``: the base of relative
+    paths, ``root``: the runs root. Raises as plan_preparation(), and the error of the preparation.
+    """
+    base = Path(folder) if folder and Path(folder).is_dir() else None
+    root = root or runs_root()
+    plan = plan_preparation(spec, root, choice, base)
+    if plan.where != "nothing":
+        say(str(plan.why))
+    if plan.where == "here":
+        prepare_here(spec, root, base, say=say)
+    return plan.tasks
+
+
+def _unseen_source(spec: RunSpec, folder: Path) -> dict[str, str] | None:
+    """Return the first path of the data that this machine cannot see, with its place; None if it sees all."""
+    view = View(spec, folder, os.environ)
+    for _, path in spec.data.paths():
+        if "://" not in path and (place := view.unseen(parent_of_glob(path))):
+            return {"path": path, "place": place}
+    return None
+
+
+def workers_here(spec: RunSpec) -> int:
+    """Return the number of worker processes for a preparation on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if spec.cluster.traits.runs_here else min(_MOST_WORKERS_HERE, cores)
+
+
+def prepare_here(
+    spec: RunSpec,
+    runs_root: Path,
+    folder: Path | None = None,
+    workers: int | None = None,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Prepare the data on this machine. Raises the error of the preparation.
+
+    ``say`` gets lines of progress; by default they go to stderr.
+    """
+    with _spec_file(spec) as (file, _):
+        words = ("--workers", str(workers or workers_here(spec)))
+        run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), *words, needs=NEEDS, cwd=folder, on_line=say)
+
+
+@contextmanager
+def _spec_file(spec: RunSpec) -> Iterator[tuple[Path, RunSpec]]:
+    """Yield a file with the spec, in which files of the hub are local ones, and that spec."""
+    resolved = fetched_spec(spec, "data")
+    with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
+        path = Path(folder) / "spec.json"
+        create_file(path, _document(resolved))
+        yield path, resolved
+
+
+def _document(spec: RunSpec) -> str:
+    return json.dumps(spec.model_dump(mode="json", by_alias=True))
+
+
+def begin_job_folder(folder: Path, spec: RunSpec) -> None:
+    """Write what the tasks read, and remove what an earlier job has recorded."""
+    make_folder(folder, parents=True)
+    forget_job(folder)
+    replace_file(folder / "spec.json", _document(fetched_spec(spec, "data")))

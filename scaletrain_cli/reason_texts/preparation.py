@@ -1,0 +1,43 @@
+"""The texts about the preparation of a run's data before its gang starts."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+TEXTS: dict[str, Text] = {
+    "unknown-choice": Text("--prepare {given} must be one of {choices:list}"),
+    "is-prepared": Text("the data are prepared"),
+    "here": Text(
+        "the data are prepared on this machine first: about {seconds:seconds} for {bytes:bytes} with "
+        "{workers:of worker}"
+    ),
+    "here-as-chosen": Text("the data are prepared on this machine first, as --prepare now asks for"),
+    "only-here": Text("the data are prepared on this machine, where the run trains"),
+    "job": Text(
+        "the data are prepared by a job of {tasks:of task}, and the training job waits for it: it would take about "
+        "{seconds:seconds} here for {bytes:bytes} with {workers:of worker}"
+    ),
+    "job-as-chosen": Text(
+        "the data are prepared by a job of {tasks:of task}, and the training job waits for it, as --prepare job asks "
+        "for"
+    ),
+    "job-unseen": Text(
+        "the data are prepared by a job of {tasks:of task}, and the training job waits for it: {path} is {place} and "
+        "cannot be read here"
+    ),
+    "no-job": Text(
+        "{scheduler} cannot run a preparation job", ("Use --prepare now, or run scaletrain data prepare before",)
+    ),
+    "unseen-here": Text("{path} is {place}, and cannot be prepared on this machine", ("Use --prepare job",)),
+    "failed": Text(
+        "the data could not be prepared: {cause}",
+        ("Correct the cause, then run scaletrain resume {run}, which prepares the data again",),
+    ),
+    "job-failed": Text(
+        "the preparation job {job} ended without preparing the data",
+        ("Read its logs in {folder}, then run scaletrain resume {run}, which prepares the data again",),
+    ),
+    "waiting": Text(
+        "the training job waits for the preparation job {job}", ("Read the progress of the preparation in {folder}",)
+    ),
+}

@@ -1,0 +1,69 @@
+"""The preparation job of a run, on which its gang depends: the files in ``<run>/preparation/``.
+
+spec.json is what the tasks prepare, job.json has the ids of the job, failure.json the reason if a task has failed; the
+scripts and logs are beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scaletrain_cli.reasons import Reason, reason_from
+from scaletrain_cli.rundir.documents import from_document, read_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
+
+
+@dataclass(frozen=True)
+class PreparationJob:
+    """The latest preparation job of a run. ``job_id``: the job that the gang waits for; ``others``: its tasks."""
+
+    scheduler: str
+    job_id: str
+    others: str
+    tasks: int
+    revision: int = 0
+
+
+def preparation_folder(run: RunDir) -> Path:
+    """Return the folder of the preparation job of a run."""
+    return run.path / "preparation"
+
+
+def preparation_name(run: RunDir) -> str:
+    """Return the name of the preparation jobs of a run."""
+    return f"prepare-{run.run_id}"
+
+
+def forget_job(folder: Path) -> None:
+    """Remove the records of an earlier preparation job; its logs stay."""
+    for name in ("job.json", "failure.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def record_job(folder: Path, job: PreparationJob) -> None:
+    """Record the ids of a job that was queued."""
+    write_document(folder / "job.json", asdict(job))
+
+
+def read_job(folder: Path) -> PreparationJob | None:
+    """Return the preparation job that was queued last; None if there is none."""
+    found = read_document(folder / "job.json")
+    return None if found is None else from_document(PreparationJob, found, folder / "job.json")
+
+
+def read_failure(folder: Path) -> Reason | None:
+    """Return why a task of the job has failed; None if none has."""
+    found = read_document(folder / "failure.json")
+    return None if found is None else reason_from(found.get("reason"))
+
+
+def why_not_prepared(run: RunDir) -> Reason | None:
+    """Return why the data of a run whose gang never started are not prepared; None if that is not known to be so."""
+    folder = preparation_folder(run)
+    job, failure = read_job(folder), read_failure(folder)
+    if failure is not None:
+        return Reason("preparation.failed", {"cause": failure, "run": run.run_id})
+    if job is None:
+        return None
+    return Reason("preparation.job-failed", {"job": job.job_id, "folder": str(folder), "run": run.run_id})
