@@ -51,11 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the caller's cluster, runs, settings and W&B login out of the tests.
+    """Keep the caller's cluster, runs, settings, W&B login and object stores out of the tests.
 
     A test that talks to a cluster of its own sets that cluster's variables itself, after this.
     """
-    outside = ("SCALETRAIN_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "WANDB_", "KUBERNETES_")
+    outside = tuple("SCALETRAIN_ SLURM_ SBATCH_ SRUN_ SQUEUE_ WANDB_ KUBERNETES_ AWS_ GOOGLE_ AZURE_".split())
     launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     for name in list(os.environ):
         if name.startswith(outside) or name in launched:
@@ -63,6 +63,9 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "no-aws"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from tests.data.remote.faults import FaultyProxy
 # In an environment of its own: the server and kubernetes need different versions of python-dateutil.
 SERVER = Path(sys.prefix) / "s3-server" / "bin" / "moto_server"
 BUCKET = "training-data"
-_OF_PROVIDERS = ("AWS_", "GOOGLE_", "AZURE_")
 
 
 @pytest.fixture(scope="session")
@@ -65,20 +64,15 @@ def post(url: str, body: bytes = b"") -> None:
 
 
 @pytest.fixture
-def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyProxy]:
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """Make an empty bucket behind a proxy the store of this process; the proxy counts and breaks requests."""
     post(f"{s3_server}/moto-api/reset")
-    for name in [name for name in os.environ if name.startswith(_OF_PROVIDERS)]:
-        monkeypatch.delenv(name)
     with FaultyProxy(s3_server) as proxy:
         variables = {
             "AWS_ACCESS_KEY_ID": "AKIA-of-the-test",
             "AWS_SECRET_ACCESS_KEY": "secret-of-the-test",
             "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": proxy.url,
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no-credentials"),
-            "AWS_CONFIG_FILE": str(tmp_path / "no-config"),
             places.TIMEOUT: "20",
         }
         for name, value in variables.items():

@@ -144,7 +144,7 @@ def test_keys_of_a_profile_and_public_buckets_are_used(
     signed(f"{s3_server}/{BUCKET}/a.jsonl?acl", {"x-amz-acl": "public-read"})
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    (tmp_path / "no-credentials").write_text("[team]\naws_access_key_id=AKIA1\naws_secret_access_key=b\n")
+    (tmp_path / "no-aws").write_text("[team]\naws_access_key_id=AKIA1\naws_secret_access_key=b\n")
     monkeypatch.setenv("AWS_PROFILE", "team")
     stores._store.cache_clear()
     assert list_files(file.path) == (file,)

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec import DataSpec
 from tests.data.remote.conftest import BUCKET
 from tests.data.remote.faults import FaultyProxy, Request
+from tests.data.remote.measuring import measured_folder
 
 ROOT = f"s3://{BUCKET}/runs"
 _DOCUMENT_TOKENS = 30_000
@@ -133,14 +133,7 @@ def _read_by_processes(prepared: Path, attached: Path, cache: Path, size: int, r
 
 
 def _bytes_in(folder: Path) -> int:
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(path, name)).st_size
-            except FileNotFoundError:
-                continue  # removed meanwhile
-    return total
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize(
@@ -149,21 +142,11 @@ def _bytes_in(folder: Path) -> int:
 def test_ranks_of_a_node_never_exceed_the_limit_of_their_cache(
     s3: FaultyProxy, prepared: Path, attached: Path, tmp_path: Path, read: Callable[..., None], reads: int
 ) -> None:
-    cache, limit, most, done = tmp_path / "cache", 4 * BLOCK_BYTES, [0], threading.Event()
-
-    def measure() -> None:
-        while not done.is_set():
-            most[0] = max(most[0], _bytes_in(cache))
-            time.sleep(0.002)
-
-    watcher = threading.Thread(target=measure)
-    watcher.start()
-    try:
+    cache, limit = tmp_path / "cache", 4 * BLOCK_BYTES
+    with measured_folder(cache / "blocks") as inside:
         read(prepared, attached, cache, limit, reads)
-    finally:
-        done.set()
-        watcher.join()
-    assert limit // 2 < most[0] <= limit + 100, "100: the file that has the total"
+    assert limit // 2 < inside.most <= limit
+    assert inside.times > 10
     before = len(s3.seen)
     read(prepared, attached, tmp_path / "larger", 100 * BLOCK_BYTES, reads)
     fetched = [(request.path, request.range) for request in s3.seen[before:] if request.range]
