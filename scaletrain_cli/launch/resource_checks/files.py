@@ -373,7 +373,7 @@ def prepared_problem(folder: Path, view: View) -> Reason | None:
     try:
         info = json.loads((folder / "dataset.json").read_bytes())
         if "shards" in info:
-            return _shards_problem(folder, spec)
+            return _shards_problem(folder, view)
         width = {"uint16": 2, "uint32": 4}[info["dtype"]]
         for split in ("train", "validation"):
             found, expected = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
@@ -409,17 +409,20 @@ def prepared_problem(folder: Path, view: View) -> Reason | None:
     return None
 
 
-def _shards_problem(folder: Path, spec: RunSpec) -> Reason | None:
+def _shards_problem(folder: Path, view: View) -> Reason | None:
     """Return the problem of prepared text in shards: the sizes and hashes of its files, and its token ids."""
+    from scaletrain_cli.data.chunk_hashes import CorruptDataError
     from scaletrain_cli.data.token_files import open_source
 
     try:
         info, _ = open_source(folder)
     except ScaletrainError as error:
+        if isinstance(error, CorruptDataError) and view.on_node and view.begun:
+            return None  # the engine ends the run: another node has the same data
         return error.reason or Reason("checks.dataset-incomplete", {"said": str(error)})
     except OSError as error:
         return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
-    return description_problem(info, spec)
+    return description_problem(info, view.spec)
 
 
 def description_problem(info: Mapping[str, Any], spec: RunSpec) -> Reason | None:
