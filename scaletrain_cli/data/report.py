@@ -57,7 +57,7 @@ def _source(name: str, folder: Path) -> dict[str, Any]:
             "tokenizer": dataset.get("tokenizer") if isinstance(dataset.get("tokenizer"), dict) else None,
             "documents": {split: dataset[f"{split}_documents"] for split in _SPLITS},
             "tokens": {split: dataset[f"{split}_tokens"] for split in _SPLITS},
-            "bytes": dataset.get("bytes"),
+            "bytes": _bytes(dataset),
             "rows": _rows(dataset),
             **{name: report.get(name) for name in _MEASURED},
             "steps": report.get("steps", []),
@@ -69,6 +69,13 @@ def _source(name: str, folder: Path) -> dict[str, Any]:
 
 
 _MEASURED = ("bytes_read", "files", "languages", "tokens_per_byte", "unknown_tokens", "characters", "lengths")
+
+
+def _bytes(dataset: Mapping[str, Any]) -> int | None:
+    """Return the bytes of the text; None where they are not known: tokenized sources, and datasets before v4."""
+    size = dataset.get("bytes")
+    has_tokens = any(dataset[f"{split}_tokens"] for split in _SPLITS)
+    return None if size is None or (has_tokens and not size) else int(size)
 
 
 def _rows(dataset: Mapping[str, Any]) -> dict[str, int] | None:

@@ -11,6 +11,8 @@ from scaletrain_cli.text import bytes_text, count_text, counted, percent_text, v
 from scaletrain_cli.ui.data_report import (
     changes_text,
     character_shares,
+    characters_text,
+    epochs_text,
     length_quantile,
     measured_text,
     numbers_of,
@@ -24,12 +26,13 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e3e8ee; --soft: #98a3af; --line: #38414b; --back: #14181d;
   --panel: #1d232a; --bar: #6ea3e8; --second: #e8a65b; --gone: #e57b7b; } }
 * { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); max-width: 1080px;
+html { font-size: 16px; }
+body { font: .94rem/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); max-width: 1080px;
   margin: 2rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.7rem; margin: 0 0 .2rem; }
 h2 { margin: 2.6rem 0 .4rem; padding-top: .6rem; border-top: 2px solid var(--line); }
 h3 { margin: 1.6rem 0 .4rem; font-size: 1.05rem; } p { margin: .3rem 0; } .soft { color: var(--soft); }
-.path { font: 13px ui-monospace, monospace; color: var(--soft); overflow-wrap: anywhere; }
+.path { font: .8rem ui-monospace, monospace; color: var(--soft); overflow-wrap: anywhere; }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
 .tile { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .6rem 1rem;
   flex: 1 1 9rem; }
@@ -45,15 +48,17 @@ th { font-weight: 500; color: var(--soft); font-size: .85rem; white-space: nowra
 .a { background: var(--bar); } .b { background: var(--second); } .c { background: var(--gone); }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 .8em; }
 svg { display: block; max-width: 100%; } svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
-details { margin: .2rem 0; } summary { cursor: pointer; color: var(--bar); font-size: .9rem; }
-pre { font: 12.5px/1.45 ui-monospace, monospace; background: var(--panel); border-radius: 6px; padding: .5rem .7rem;
+details { margin: .1rem 0; } tr:has(+ tr.more) td { border-bottom: 0; padding-bottom: 0; }
+summary { cursor: pointer; color: var(--bar); font-size: .9rem; }
+pre { font: .78rem/1.45 ui-monospace, monospace; background: var(--panel); border-radius: 6px; padding: .5rem .7rem;
   margin: .2rem 0 .6rem; white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: .8rem; } .pair > * { min-width: 0; }
-code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; }
+code { font: .8rem ui-monospace, monospace; overflow-wrap: anywhere; }
 @media (max-width: 640px) { .pair { grid-template-columns: 1fr; } }
 @media print { :root { --ink: #000; --soft: #444; --line: #bbb; --back: #fff; --panel: #f4f4f4; --bar: #3b76c4;
-  --second: #e08a2e; --gone: #c94f4f; } body { max-width: none; margin: 0; font-size: 11px; print-color-adjust: exact;
-  -webkit-print-color-adjust: exact; } tr, pre, .tile, svg { break-inside: avoid; } h2, h3 { break-after: avoid; }
+  --second: #e08a2e; --gone: #c94f4f; } html { font-size: 11px; }
+  body { max-width: none; margin: 0; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  tr, pre, .tile, svg { break-inside: avoid; } tr.more { break-inside: auto; } h2, h3 { break-after: avoid; }
   details::details-content { content-visibility: visible; block-size: auto; } summary { list-style: none; } }
 """
 _PAGE = """<!DOCTYPE html>
@@ -131,7 +136,7 @@ def _mixture(mixture: Mapping[str, Any]) -> Iterator[str]:
                 f"<span class='key' style='margin-left:0;background:{_hue(number)}'></span>{_safe(each['source'])}",
                 whole_text(each["samples"]),
                 percent_text(each["share"]),
-                f"{each['epochs']:.2f}",
+                epochs_text(each["epochs"]),
             ]
             for number, each in enumerate(mixture["sources"])
         ),
@@ -171,7 +176,7 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> str:
                 _safe(step["name"]),
                 whole_text(step["documents_left"]),
                 f"−{whole_text(gone)} ({_share(gone / step['documents'])})" if gone else "",
-                count_text(step["characters_left"]),
+                characters_text(step),
                 _bar([(step["documents_left"] / most, "a"), (gone / most, "c")]),
                 _safe(changes_text(step["counts"])),
             ]
@@ -187,17 +192,19 @@ def _removed(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     yield "<h3>Why documents were removed</h3>"
     rows = []
     for rule in rules:
-        examples = "".join(_example(each) for each in rule["examples"])
-        shown = f"<details><summary>{counted(len(rule['examples']), 'example')}</summary>{examples}</details>"
         rows.append(
             [
-                f"<code>{_safe(rule['rule'])}</code>{shown if rule['examples'] else ''}",
+                f"<code>{_safe(rule['rule'])}</code>",
                 whole_text(rule["documents"]),
                 _share(rule["share"]),
                 _safe(value_text(rule["limit"])),
                 _safe(measured_text(rule["measured"])) + _measured(rule["measured"], rule["limit"]),
             ]
         )
+        if rule["examples"]:
+            examples = "".join(_example(each) for each in rule["examples"])
+            count = counted(len(rule["examples"]), "example")
+            rows.append([f"<details><summary>{count}</summary>{examples}</details>"])
     yield _table(["rule", "documents", "share", "limit", "measured: 10 %, median, 90 %"], rows, "lnnnl")
 
 
@@ -410,11 +417,13 @@ def _bar(parts: Iterable[tuple[float, str]]) -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], kinds: str) -> str:
-    """Return a table; cells are HTML. ``kinds``: l text, n number, b bar."""
+    """Return a table; cells are HTML. ``kinds``: l text, n number, b bar. A row of one cell has all columns."""
     classes = {"l": "", "n": ' class="n"', "b": ' class="bar"'}
     head = "".join(f"<th{classes[kind]}>{_safe(title)}</th>" for title, kind in zip(titles, kinds, strict=True))
     body = "\n".join(
         f"<tr>{''.join(f'<td{classes[kind]}>{cell}</td>' for cell, kind in zip(row, kinds, strict=True))}</tr>"
+        if len(row) > 1
+        else f'<tr class="more"><td colspan="{len(titles)}">{row[0]}</td></tr>'
         for row in rows
     )
     return f'<div class="wide"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'

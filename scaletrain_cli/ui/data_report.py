@@ -127,10 +127,15 @@ def _steps_table(steps: Iterable[Mapping[str, Any]]) -> Table:
             whole_text(step["documents_left"]),
             Text(f"-{whole_text(gone)}", "yellow") if gone else "",
             share_text(gone / step["documents"]) if gone else "",
-            count_text(step["characters_left"]),
+            characters_text(step),
             escaped_text(changes_text(step["counts"])),
         )
     return table
+
+
+def characters_text(step: Mapping[str, Any]) -> str:
+    """Return the characters that are left after a step; nothing for sources that are tokenized already."""
+    return count_text(step["characters_left"]) if step["characters_left"] or not step["documents_left"] else ""
 
 
 def changes_text(counts: Mapping[str, int]) -> str:
@@ -249,7 +254,13 @@ _AT = ("0.70", "0.80", "0.90")
 
 
 def _show_mixture(console: Console, mixture: Mapping[str, Any]) -> None:
-    line(console, Text.assemble(("mixture  ", "bold"), f"{counted(mixture['samples'], 'sequence')} in the run"))
+    samples = f"{counted(mixture['samples'], 'sequence')} in the run"
+    if len(mixture["sources"]) == 1:
+        (only,) = mixture["sources"]
+        epochs = f"{epochs_text(only['epochs'])} epochs of {counted(only['sequences'], 'training sequence')}"
+        line(console, f"  {samples}: {epochs}")
+        return
+    line(console, Text.assemble(("mixture  ", "bold"), samples))
     titles = [f"from step {whole_text(stage['first_step'])}" for stage in mixture["stages"]]
     table = _table(("source", *titles, "sequences", "share", "epochs"), "l" + "r" * (len(titles) + 3))
     for number, source in enumerate(mixture["sources"]):
@@ -258,10 +269,15 @@ def _show_mixture(console: Console, mixture: Mapping[str, Any]) -> None:
             *(percent_text(stage["shares"][number]) for stage in mixture["stages"]),
             whole_text(source["samples"]),
             percent_text(source["share"]),
-            f"{source['epochs']:.2f}",
+            epochs_text(source["epochs"]),
         )
     show(console, Padding(table, (0, 0, 0, 2)))
     console.print()
+
+
+def epochs_text(epochs: float | None) -> str:
+    """Return a number of epochs; nothing for a source without sequences."""
+    return "" if epochs is None else f"{epochs:.2f}"
 
 
 def _table(titles: Sequence[str], sides: str) -> Table:

@@ -235,9 +235,16 @@ def _tokens(source: PreparedSource) -> dict[str, Any]:
         "lengths": {
             "shortest": shortest,
             "longest": longest,
-            "ranges": [
-                {"from": least, "to": length_range_end(least), "documents": count, "tokens": tokens_in}
-                for least, (count, tokens_in) in sorted(lengths.items())
-            ],
+            "ranges": list(_ranges(lengths)),
         },
     }
+
+
+def _ranges(lengths: Mapping[int, Sequence[int]]) -> Iterator[dict[str, int]]:
+    """Yield the ranges of lengths from the shortest to the longest document, those without documents too."""
+    least = min(lengths, default=0)
+    while least <= max(lengths, default=-1):
+        documents, tokens = lengths.get(least, (0, 0))
+        end = length_range_end(least)
+        yield {"from": least, "to": end, "documents": documents, "tokens": tokens}
+        least = end + 1

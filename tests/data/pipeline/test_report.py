@@ -161,7 +161,9 @@ def test_lengths_characters_and_unknown_tokens_are_those_of_the_documents_that_a
     books, web, tokenizer, _ = prepared
     assert web["documents"] == {"train": 0, "validation": 0}
     ids = [tokenizer.encode(text).ids for text in KEPT]
-    assert {each["from"]: (each["documents"], each["tokens"]) for each in books["lengths"]["ranges"]} == {
+    ranges = books["lengths"]["ranges"]
+    assert [each["from"] for each in ranges[1:]] == [each["to"] + 1 for each in ranges[:-1]]
+    assert {each["from"]: (each["documents"], each["tokens"]) for each in ranges if each["documents"]} == {
         least: (count, sum(len(each) for each in ids if length_range(len(each)) == least))
         for least, count in Counter(length_range(len(each)) for each in ids).items()
     }
