@@ -153,7 +153,7 @@ def prepared(preparation: Preparation, folder: Path) -> dict[str, Path] | None:
     chains = [_first_step(preparation, steps_folder(folder), source) for source in preparation.sources]
     for section in preparation.sections:
         chains = _planned(chains, preparation.sources, section)
-    tokenizer = preparation.tokenizer or trained_before(_tokenizer_path(preparation, chains))
+    tokenizer = preparation.tokenizer or _trained_by_anyone(_tokenizer_path(preparation, chains), folder)
     if not tokenizer:
         return None
     keys = [_dataset_key(preparation, tokenizer, chain) for chain in chains]
@@ -194,6 +194,13 @@ def _trained(preparation: Preparation, found: Sequence[_Work], crew: _Crew) -> s
         stage = Stage("train the tokenizer", path.parent.name, path.parent, (path.name,), train)
         run_stage(stage, crew.claims, this_process, crew.progress)
     return trained_before(path)
+
+
+def _trained_by_anyone(path: Path, folder: Path) -> str:
+    """Return a tokenizer that this user or another one has trained; empty if there is none that can be read."""
+    relative = path.relative_to(steps_folder(folder))
+    places = [path, *(steps / relative for steps in sorted(folder.glob(".steps*")))]
+    return next(filter(None, map(trained_before, places)), "")
 
 
 def _tokenizer_path(preparation: Preparation, chains: Sequence[Chain]) -> Path:

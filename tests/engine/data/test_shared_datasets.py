@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.data.pipeline import trained
 from scaletrain_cli.engine.data.dataset import open_source_dataset
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.rundir.shared_datasets import built
@@ -61,10 +62,14 @@ def refused(user: User, root: Path) -> str:
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o027], ids=oct)
-def test_another_user_reads_prepared_data_and_cannot_change_them(root: Path, umask: int) -> None:
+def test_another_user_reads_prepared_data_and_cannot_change_them(
+    root: Path, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = prepares(User(ALICE.uid, umask), root)
     assert first.stat().st_uid == ALICE.uid
-    assert prepares(BOB, root) == first
+    with monkeypatch.context() as patch:
+        patch.setattr(trained, "train_tokenizer", lambda *_: pytest.fail("trained again"))
+        assert prepares(BOB, root) == first
     assert [path.name for path in (root / "datasets").iterdir() if not path.name.startswith(".")] == [first.name]
 
     def change() -> list[str]:
