@@ -25,6 +25,7 @@ RECIPE = "recipes/llama-10m-cpu.yaml"
 
 # Beside these, every package may import what is in this layer.
 BASE_LAYER = {
+    "available_memory",
     "errors",
     "event_texts",
     "extras",
@@ -55,6 +56,7 @@ MAY_IMPORT = {
     "plan": {"spec"},
     "spec": {"tracking"},
     "tracking": set(),
+    "available_memory": set(),
     "project_files": set(),
     "reason_texts": set(),
     "reasons": set(),

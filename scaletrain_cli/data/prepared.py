@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scaletrain_cli.available_memory import available_bytes
 from scaletrain_cli.data.content import combined_content, embedded_content, known_hashes
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
 from scaletrain_cli.data.pipeline.chain import forget_steps
@@ -238,7 +238,7 @@ def _columns(section: SourceSpec, steps: Sequence[PreparationStep]) -> Columns:
 
 def _memory_bytes(workers: int) -> int:
     """Return the memory that deduplication may use in each process: half of what is free, within limits."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = available_bytes() or 2 * DEFAULT_MEMORY_BYTES
     return max(_LEAST_MEMORY_BYTES, min(DEFAULT_MEMORY_BYTES, free // 2 // max(1, workers)))
 
 

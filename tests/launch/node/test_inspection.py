@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.available_memory import available_bytes
 from scaletrain_cli.launch.node import inspection
 from scaletrain_cli.launch.node.gpu_health import GpuHealth, NodeHealth
-from scaletrain_cli.launch.node.inspection import NodeInspection, available_bytes, inspect_node
+from scaletrain_cli.launch.node.inspection import NodeInspection, inspect_node
 from scaletrain_cli.launch.node.record import read_node_records
 from scaletrain_cli.worker.failures import read_failures
 from tests.launch.conftest import MadeRun, MakeRun, StartAgent
