@@ -139,6 +139,7 @@ PARSED: dict[str, str] = {
     "cluster.slurm.partition=gpu": HURT,
     "scaletrain drill slow-storage": "tests/extending runs it",
     "scaletrain plan run.yaml --cluster lab": "tests/extending runs it",
+    "scaletrain data prepare run.yaml --submit --workers 64": CLUSTER,
     "scaletrain preflight k8s/smoke.yaml": CLUSTER,
     "scaletrain logs smoke --follow": CLUSTER,
     "scaletrain status --cluster": CLUSTER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 app = verb_group("Prepare, show, report on and upload training data.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
+_PREPARE_EXIT_CODES = (*EXIT_CODES, ExitCode.SCHEDULER)
 _NEEDS = ("numpy", "tokenizers")
 
 
-@app.command(epilog=describe(EXIT_CODES))
+@app.command(epilog=describe(_PREPARE_EXIT_CODES))
 def prepare(
     spec: SpecPath,
     overrides: Overrides = None,
@@ -33,12 +34,23 @@ def prepare(
         int | None,
         typer.Option("--workers", metavar="N", min=1, help="Number of processes for text (default: the CPU cores)."),
     ] = None,
+    submit: Annotated[
+        bool,
+        typer.Option("--submit", help="Queue the preparation as a job on CPU nodes of the spec's cluster, and return."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prepare the data of a spec ahead of its runs: the steps of data.prepare, then tokenization.
 
-    A preparation that was stopped continues where it was. Prepared data are reused.
+    A preparation that was stopped continues where it was. Prepared data are reused. Any number of these commands, on
+    any machines that share the runs root, share the work.
+
+    With --submit the work is done by an array of tasks with --workers processes in total, and by a job after them that
+    completes it and fails if the data are not prepared; its id is printed to stdout.
     """
+    if submit:
+        _queue_preparation(spec, overrides or (), workers, as_json)
+        return
     from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.launch.hub_files import fetched_spec
     from scaletrain_cli.rundir.paths import runs_root
@@ -65,6 +77,28 @@ def prepare(
     )
     for path in [each["path"] for each in prepared.get("sources", ())] or [prepared["path"]]:
         typer.echo(visible(path))
+
+
+def _queue_preparation(spec: Path, overrides: Sequence[str], workers: int | None, as_json: bool) -> None:
+    """Queue the preparation and print the id of the job that ends when the data are prepared."""
+    from dataclasses import asdict
+
+    from scaletrain_cli.launch.preparation import queue_preparation
+    from scaletrain_cli.spec import load_spec
+    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.ui.json import print_json
+
+    found = queue_preparation(load_spec(spec, overrides), workers)
+    if as_json:
+        job = None if found is None else asdict(found[0]) | {"folder": str(found[1])}
+        print_json({"prepared": found is None, "job": job})
+    elif found is None:
+        say("the data are prepared")
+    else:
+        queued, folder = found
+        say(f"queued {queued.tasks} tasks as job {queued.others}, and job {queued.job_id} after them")
+        say(f"logs and the reason of a failure: {folder}")
+        typer.echo(visible(queued.job_id))
 
 
 _Target = Annotated[

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,8 @@ from scaletrain_cli.launch.hub_files import MEASURES_ONLY, fetched_spec
 from scaletrain_cli.launch.resource_checks.files import View
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import runs_root
-from scaletrain_cli.rundir.preparation import forget_job
+from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
+from scaletrain_cli.rundir.shared_datasets import make_datasets_folder
 from scaletrain_cli.safe_files import create_file, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.shared_paths import parent_of_glob
@@ -118,6 +121,24 @@ def prepare_data(
     if plan.where == "here":
         prepare_here(spec, root, base, say=say)
     return plan.tasks
+
+
+def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJob, Path] | None:
+    """Queue a job that prepares the data of a spec for later runs; return it with the folder of its logs.
+
+    ``workers``: worker processes of all tasks together. Returns None if the data are prepared. Raises as
+    plan_preparation(), and SchedulerError.
+    """
+    root, backend = runs_root(), backend_for(spec.cluster.scheduler)
+    plan = plan_preparation(spec, root, "job")
+    if plan.where == "nothing":
+        return None
+    tasks = plan.tasks
+    if workers is not None and spec.training.objective == "causal_lm":
+        tasks = math.ceil(workers / backend.preparation_cores(spec.cluster))
+    name = f"prepare-{re.sub(r'[^a-z0-9]+', '-', spec.name.lower())[:40].strip('-')}-{secrets.token_hex(4)}"
+    folder = make_datasets_folder(root) / f".{name}"
+    return backend.queue_preparation(spec, name, folder, tasks), folder
 
 
 def _unseen_source(spec: RunSpec, folder: Path) -> dict[str, str] | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.conftest import PROJECT
 from tests.slurm_cluster.cluster import DevCluster
 from tests.slurm_cluster.site import Site
 from tests.waiting import wait_until
@@ -84,3 +85,16 @@ def test_cancel_deletes_the_preparation_job_with_the_gang(site: Site, tmp_path: 
     wait_until(lambda: not site.cluster.run("squeue", "-h", "-o", "%i %j").stdout.split(), "nothing is queued")
     assert site.status(run_id)["state"] == "cancelled"
     assert not datasets(site.runs)
+
+
+def test_data_are_prepared_by_a_job_for_later_runs(site: Site, tmp_path: Path) -> None:
+    sets = [
+        word for pair in (*settings(corpus(tmp_path, 3_000)), "cluster.scheduler=slurm") for word in ("--set", pair)
+    ]
+    spec = str(PROJECT / "tests" / "cli" / "small.yaml")
+    queued = site.scaletrain("data", "prepare", spec, "--submit", "--workers", "2", "--json", *sets)["job"]
+    assert queued["tasks"] == 2
+    ended = site.cluster.wait_for(queued["job_id"], lambda job: job["JobState"] == "COMPLETED", 120)
+    assert ended["ExitCode"] == "0:0"
+    assert datasets(site.runs)
+    assert site.scaletrain("data", "prepare", spec, "--submit", "--json", *sets)["prepared"]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.resource_checks.files import View
     from scaletrain_cli.launch.status import RunStatus
+    from scaletrain_cli.rundir.preparation import PreparationJob
 
 
 _ENGINE_NEEDS = ("torch", "deepspeed", "numpy", "tokenizers")  # found by find_spec, not imported
@@ -277,6 +278,13 @@ class Backend(ABC):
         has not ended. Raises SchedulerError.
         """
         raise self._not_implemented("--prepare job")
+
+    def queue_preparation(self, spec: RunSpec, name: str, folder: Path, tasks: int) -> PreparationJob:
+        """Queue a job that prepares the data of a spec for later runs. ``folder``: of its files, below the datasets.
+
+        Raises UsageError where prepares_in_jobs is False, and SchedulerError.
+        """
+        raise self._not_implemented("--submit")
 
     def cancel_preparation(self, run: RunDir) -> None:
         """End the preparation job of a run whose gang could not be queued."""

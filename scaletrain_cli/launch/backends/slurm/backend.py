@@ -46,7 +46,7 @@ from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.paths import RunDir, runs_root
-from scaletrain_cli.rundir.preparation import preparation_folder, preparation_name, read_job
+from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, preparation_name, read_job
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import ClusterSpec, RunSpec
 
@@ -112,6 +112,11 @@ class SlurmBackend(Backend):
         folder, name = preparation_folder(run), preparation_name(run)
         mark, working = preparation_comment(run, record), Path(record.working_folder or run.path)
         submit_preparation(record.spec, name, folder, working, tasks, mark, record.revision)
+
+    def queue_preparation(self, spec: RunSpec, name: str, folder: Path, tasks: int) -> PreparationJob:
+        """Queue an array of tasks and the job that completes their work."""
+        _check_path(folder)
+        return submit_preparation(spec, name, folder, Path.cwd(), tasks, name)
 
     def cancel_preparation(self, run: RunDir) -> None:
         cancel_preparation(preparation_name(run))
