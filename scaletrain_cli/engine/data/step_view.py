@@ -13,6 +13,7 @@ import torch
 from scaletrain_cli.data.stages import stages_of_run
 from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.data.batches import (
+    PADDING_MULTIPLE,
     BatchReader,
     MicroBatch,
     batch_number,
@@ -138,6 +139,8 @@ class _Samples:
             padded_to=padded_to(self._spec, self._layout),
             within_documents=self._spec.data.packing == "documents",
             order=self._order,
+            # whole sequences are padded as those that several ranks share
+            padding_multiple=PADDING_MULTIPLE * (self._layout.sequence_parallel if rank is None else 1),
         )
         return reader.batch(number).micro_batches()
 

@@ -122,7 +122,9 @@ def test_any_number_of_workers_prepares_the_same_bytes(tokenizer: str, tmp_path:
     given = preparation(tmp_path, tokenizer)
     for workers in (1, 3):
         prepare(given, tmp_path / str(workers), workers, ignore)
-    assert files_below(tmp_path / "1") == files_below(tmp_path / "3")
+    found = files_below(tmp_path / "1")
+    assert found == files_below(tmp_path / "3")
+    assert sum(path.endswith("/report.json") for path in found) == 3  # of the duplicates and of two datasets
 
 
 def test_another_tokenizer_keeps_the_decisions_and_a_second_source_keeps_the_first(

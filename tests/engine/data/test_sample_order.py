@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.stages import MixtureStage, planned_stages, shares_of
+from scaletrain_cli.data.stages import MixtureStage, planned_stages, shares_of, stages_of_run
 from scaletrain_cli.engine.data.batches import sample_at
 from scaletrain_cli.engine.data.sample_order import mixture_of_run, sample_order
 from scaletrain_cli.errors import InfeasibleError
@@ -132,7 +132,11 @@ def stages_of(run: tuple[RunDir, RunRecord], batch: int, **weights: float) -> li
     folder, record = run
     revised = RunRecord(**{**vars(record), "spec": spec_of(**weights)})
     sizes = {name: SIZES[name] for name in weights}
-    return [tuple(stage) for stage in mixture_of_run(folder, revised, sizes, batch).stages]  # type: ignore[misc]
+    found = mixture_of_run(folder, revised, sizes, batch).stages
+    spec = revised.spec  # and so other commands find them in the events
+    batch_size = spec.training.global_batch_size
+    assert stages_of_run(spec.data, sizes, spec.total_steps, batch_size, read_events(folder)) == found
+    return [tuple(stage) for stage in found]  # type: ignore[misc]
 
 
 HALF, MOST, LEAST = ({"web": share, "code": 1 - share} for share in (0.5, 0.75, 0.25))

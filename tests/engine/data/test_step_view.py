@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scaletrain_cli.data.prepared import prepare_data
-from scaletrain_cli.engine.data import step_view
+from scaletrain_cli.engine.data import stats, step_view
 from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
 from scaletrain_cli.engine.data.loader import Loader
 from scaletrain_cli.errors import ExitCode
@@ -138,6 +138,40 @@ def test_a_spec_shows_what_its_run_has_read(run: RunDir) -> None:
     words = (str(run.path / "spec.json"), str(run.path.parent), "", "3", "", "2", "4")
     of_run = [sample for sample in shown(run, 3, None)["samples"] if sample["micro_batch"] == 2]
     assert step_view.run_command(words)["samples"] == of_run
+
+
+def test_the_report_of_a_run_counts_the_samples_that_its_stages_give(run: RunDir) -> None:
+    shown(run, 1, None, 1)  # writes the spec
+    answer = stats.run_command((str(run.path / "spec.json"), str(run.path.parent), str(run.path)))
+    mixture = answer["mixture"]
+    assert mixture["stages"] == [
+        {"first_step": 1, "last_step": 3, "shares": [0.75, 0.25]},
+        {"first_step": 4, "last_step": 5, "shares": [0.5, 0.5]},
+    ]
+    assert [each["samples"] for each in mixture["sources"]] == [18 + 8, 6 + 8]
+    for each, source in zip(mixture["sources"], answer["sources"], strict=True):
+        assert each["epochs"] == each["samples"] / ((source["tokens"]["train"] - 1) // 32)
+
+
+def test_sequence_parallel_ranks_show_their_parts_of_the_same_samples(run: RunDir) -> None:
+    text = _SPEC.format(folder=run.path.parent.parent).replace("zero_stage: 1", "zero_stage: 1, sequence_parallel: 2")
+    spec = run.path / "parallel.json"
+    spec.write_text(parse_spec(text, file="shown.yaml", base_dir=run.path).model_dump_json(by_alias=True))
+    whole, *parts = (
+        step_view.run_command((str(spec), str(run.path.parent), "", "3", rank, "", "100"))["samples"]
+        for rank in ("", "0", "1")
+    )
+    assert [len(each) for each in (whole, *parts)] == [8, 8, 8]
+    for sample, *of_ranks in zip(whole, *parts, strict=True):
+        (text_of_all,), *texts = (each["texts"] for each in (sample, *of_ranks))
+        for name in ("tokens", "labels", "positions"):
+            assert [value for (each,) in texts for value in each[name]] == text_of_all[name]
+        assert [each["start"] for (each,) in texts] == [0, 16]
+        written = [
+            "".join(part["text"] for document in each["documents"] for part in document["parts"])
+            for each in (text_of_all, *(each for (each,) in texts))
+        ]
+        assert written[0] == written[1] + written[2]
 
 
 def test_the_screen_of_a_run_has_sources_documents_and_the_part_in_the_loss(
