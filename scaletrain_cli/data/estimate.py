@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.sources.beginning import Beginning, read_beginning
+from scaletrain_cli.data.sources.beginning import FILES_READ, Beginning, read_beginning
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.records import Columns, Record, SourceFile, TokenRecord
 from scaletrain_cli.data.sources.stores import is_remote
@@ -25,8 +25,7 @@ from scaletrain_cli.spec import DataSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.spec.sources import SourceSpec
 
-_FILES_READ = 8  # of each format
-_REMOTE_FILES_READ = 2
+_REMOTE_FILES_READ = 2  # of each format
 _REMOTE_SECONDS = 5.0
 _MOST_CHARACTERS = 1 << 20  # of a source that are tokenized
 # Characters of text per token of byte-level BPE tokenizers by the size of their vocabulary: measured on held-out
@@ -158,7 +157,7 @@ def _estimated_size(
     groups: dict[tuple[str, str], list[SourceFile]] = {}
     for file in files:
         groups.setdefault((file.kind, file.compression), []).append(file)
-    most = _REMOTE_FILES_READ if is_remote(section.path) else _FILES_READ
+    most = _REMOTE_FILES_READ if is_remote(section.path) else FILES_READ
     for group in groups.values():
         sample = _sample(group[:: math.ceil(len(group) / most)], Columns(section.field), tokenizer)
         if sample is None:

@@ -17,6 +17,7 @@ from scaletrain_cli.data.pipeline.report import NAME as REPORT
 from scaletrain_cli.data.pipeline.schedule import Progress
 from scaletrain_cli.data.pipeline.tasks import Source
 from scaletrain_cli.data.remote_datasets import attach_dataset, find_description, is_attached
+from scaletrain_cli.data.sources.beginning import first_fault
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.places import RemoteFile, is_remote
 from scaletrain_cli.data.sources.records import Columns, SourceFile
@@ -85,6 +86,7 @@ def prepare_data(
     forget_steps()
     if (found := find_prepared(data, runs_root, folder)) is not None:
         return found
+    _require_readable(data, folder)
     with contextlib.suppress(ScaletrainError, OSError):  # reported where it matters, when something must be written
         make_datasets_folder(runs_root)
     progress("read the sources", 0, 1)
@@ -101,6 +103,18 @@ def prepare_data(
         params = {"folder": str(datasets), "path": str(error.filename), "error": error.strerror or str(error)}
         raise UsageError(Reason("engine.dataset-unwritable", params)) from error
     return _in_order(data, sources, made)
+
+
+def _require_readable(data: DataSpec, folder: Path) -> None:
+    """Read the first documents of some files, before all files are read. Raises UsageError for a bad one."""
+    if data.on_bad == "skip":
+        return
+    for section, (key, path) in zip(data.all_sources, data.paths(), strict=True):
+        if path in EMBEDDED or (folder / expand_home(path) / DATASET).is_file() or is_remote(path):
+            continue
+        fault = first_fault(source_files(section, folder, key), _columns(section, data.prepare), skips_bad=False)
+        if fault is not None:
+            raise UsageError(Reason("data.bad-document", {"where": fault[0], "problem": fault[1]}))
 
 
 def preparation_of(data: DataSpec, runs_root: Path, workers: int, folder: Path = Path()) -> Preparation:

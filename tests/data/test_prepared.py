@@ -329,3 +329,12 @@ def test_a_dataset_of_an_earlier_version_is_used_where_it_is(tmp_path: Path) -> 
     assert prepare_data(with_steps, tmp_path / "runs", 1, ignore)["source"] != earlier
     shutil.rmtree(earlier)
     assert find_prepared(spec, tmp_path / "runs") is None
+
+
+def test_a_bad_first_document_is_found_before_any_file_is_read_whole(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "good.jsonl").write_bytes(texts(10))
+    (tmp_path / "bad.jsonl").write_bytes(texts(10) + b"{\n")
+    sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("good", "bad")]
+    with pytest.raises(UsageError, match=r"bad\.jsonl:11: is not JSON"):
+        prepare_data(data(tokenizer, sources=sources), tmp_path / "runs", 1, lambda *_: None)
+    assert not list(tmp_path.glob("runs/datasets/.content-*")), "the content of no file was remembered"

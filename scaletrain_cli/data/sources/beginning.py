@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,6 +16,7 @@ from scaletrain_cli.data.sources.records import BadRecord, Columns, Part, Record
 from scaletrain_cli.reasons import Reason
 
 FIRST_BYTES = 1 << 18  # of a file, as stored
+FILES_READ = 8  # of each format of a source
 _MOST_INFLATED_BYTES = 16 << 20
 _MOST_ROWS, _MOST_ROW_BYTES = 512, 1 << 22  # of a table, or of documents of tokens
 _END = 1 << 62
@@ -58,6 +59,30 @@ def read_beginning(file: SourceFile, columns: Columns, first_bytes: int = FIRST_
     kept = content[: end or len(content)]
     share = used / file.size * len(kept) / max(1, len(content))
     return _beginning(reader.records_in(io.BytesIO(kept), whole), share)
+
+
+def first_fault(
+    files: Sequence[SourceFile], columns: Columns, *, skips_bad: bool, most_files: int = FILES_READ
+) -> tuple[str, Reason] | None:
+    """Return the place and the reason of the first bad document among the beginnings of some files; None without one.
+
+    ``skips_bad``: only if no document of them can be read. Raises as ``read_beginning``.
+    """
+    documents, fault = 0, None
+    for file in sample_of(files, most_files):
+        found = read_beginning(file, columns)
+        documents += len(found.documents)
+        if found.bad and fault is None:
+            fault = reader_of(file).place_text(file, found.bad[0].place), found.bad[0].reason
+    return None if skips_bad and documents else fault
+
+
+def sample_of(files: Sequence[SourceFile], most: int) -> list[SourceFile]:
+    """Return at most ``most`` files of each format, spread over all of them."""
+    by_format: dict[tuple[str, str], list[SourceFile]] = {}
+    for file in files:
+        by_format.setdefault((file.kind, file.compression), []).append(file)
+    return [each for group in by_format.values() for each in group[:: -(-len(group) // most)]]
 
 
 def _few(records: Iterable[Record | TokenRecord | BadRecord]) -> Iterator[Record | TokenRecord | BadRecord]:

@@ -29,8 +29,8 @@ from scaletrain_cli.spec.sources import SourceSpec
 if TYPE_CHECKING:
     from scaletrain_cli.data.sources.records import SourceFile
 
-_FILES_READ = 8  # of each format of a source; whose beginning is decoded
-_REMOTE_FILES_READ = 2
+_REMOTE_FILES_READ = 2  # of each format of a source
+_EVALUATION_FILES_READ = 8
 _ITEMS_READ = 64  # of each evaluation file
 _LARGEST_LIST_BYTES = 1 << 20  # of words, or of the beginning of an evaluation file
 _LOOK_SECONDS = 5.0  # for a request to a remote store, with its repetitions
@@ -123,23 +123,17 @@ def _listed(view: View, key: str, section: SourceSpec, remote: bool) -> tuple[So
 
 def _problems(view: View, section: SourceSpec, files: Sequence[SourceFile], remote: bool) -> Iterator[Reason]:
     """Yield the first problem among the beginnings of some files. Raises UsageError and OSError."""
-    from scaletrain_cli.data.sources.beginning import read_beginning
-    from scaletrain_cli.data.sources.formats import reader_of
+    from scaletrain_cli.data.sources.beginning import FILES_READ, first_fault
     from scaletrain_cli.data.sources.records import Columns
 
     if not sum(file.size for file in files):
         yield Reason("checks.no-text")
         return
     columns = Columns(section.field, columns_of_steps(view.spec, section.name))
-    documents, first_bad = 0, None
-    for file in sample_of(files, _REMOTE_FILES_READ if remote else _FILES_READ):
-        found = read_beginning(file, columns)
-        documents += len(found.documents)
-        if found.bad and first_bad is None:
-            where = reader_of(file).place_text(file, found.bad[0].place)
-            first_bad = Reason("checks.source-document", {"where": where, "problem": found.bad[0].reason})
-    if first_bad is not None and (view.spec.data.on_bad == "stop" or not documents):
-        yield first_bad
+    skips_bad, most = view.spec.data.on_bad == "skip", _REMOTE_FILES_READ if remote else FILES_READ
+    fault = first_fault(files, columns, skips_bad=skips_bad, most_files=most)
+    if fault is not None:
+        yield Reason("checks.source-document", {"where": fault[0], "problem": fault[1]})
     elif not remote and (short := _too_short(files, view.spec)):
         yield short
 
@@ -154,14 +148,6 @@ def _too_short(files: Sequence[SourceFile], spec: RunSpec) -> Reason | None:
     if not plain or len(spec.data.all_sources) > 1 or spec.data.tokenizer.kind != "bpe" or size + len(files) > length:
         return None
     return Reason("checks.too-little-text", {"bytes": size, "seq_len": length})
-
-
-def sample_of(files: Sequence[SourceFile], most: int) -> list[SourceFile]:
-    """Return at most ``most`` files of each format, spread over all of them."""
-    by_format: dict[tuple[str, str], list[SourceFile]] = {}
-    for file in files:
-        by_format.setdefault((file.kind, file.compression), []).append(file)
-    return [each for group in by_format.values() for each in group[:: -(-len(group) // most)]]
 
 
 def columns_of_steps(spec: RunSpec, source: str) -> tuple[str, ...]:
@@ -210,7 +196,7 @@ def _evaluation_problem(view: View, pattern: str, step: ContaminationSpec) -> Re
     files = [path for path in sorted(map(Path, names)) if path.is_file()]
     if not files:
         return Reason("document_steps.files-missing", {"pattern": pattern})
-    for path in files[:: -(-len(files) // _FILES_READ)]:
+    for path in files[:: -(-len(files) // _EVALUATION_FILES_READ)]:
         try:
             for _ in islice(evaluation_items([glob.escape(str(path))], step.fields), _ITEMS_READ):
                 pass
