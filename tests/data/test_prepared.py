@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
@@ -20,12 +21,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scaletrain_cli.data import content
+from scaletrain_cli.data.chunk_hashes import HashedFile
 from scaletrain_cli.data.pipeline.tasks import Task, documents
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.records import Part
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import find_text
 from scaletrain_cli.spec.sources import SourceSpec
@@ -260,6 +262,38 @@ def test_a_file_that_shrinks_is_reported_as_changed_and_not_as_a_bad_document(tm
     os.truncate(path, file.size - 7)
     with pytest.raises(UsageError, match="has changed"):
         list(records)
+
+
+@pytest.mark.parametrize("file", ["train.bin", "dataset.json", "tokenizer.json"])
+def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(
+    file: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "web.jsonl").write_bytes(texts(60))
+    spec = data(tokenizer, source=str(tmp_path / "web.jsonl"), prepare=NORMALIZED)
+    write = os.write
+
+    def full(descriptor: int, content: bytes) -> int:
+        if f"/.{file}." in os.readlink(f"/proc/self/fd/{descriptor}"):  # its draft
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content)
+
+    def full_file(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    if file == "train.bin":
+        monkeypatch.setattr(HashedFile, "write", full_file)
+    with pytest.raises(ScaletrainError, match="No space left on device") as caught:
+        prepare_data(spec, tmp_path / "runs", 1, ignore)
+    assert "Free some space" in str(caught.value.remedy)
+    assert find_prepared(spec, tmp_path / "runs") is None
+    assert not [path for path in (tmp_path / "runs").rglob("*") if path.name.endswith((".tmp", ".draft"))]
+    monkeypatch.undo()
+    found = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
+    whole = prepare_data(spec, tmp_path / "whole", 1, ignore)["source"]
+    assert {name: each[1] for name, each in files_below(found).items()} == {
+        name: each[1] for name, each in files_below(whole).items()
+    }
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
 from scaletrain_cli.safe_files import create_file, make_folder, open_to_read
+from scaletrain_cli.unexpected import error_of_system
 
 _LONG_STALE = 30  # times stale_seconds: dead without watching, whatever the clocks of file servers
 
@@ -239,8 +240,10 @@ def read_failure(path: Path) -> ScaletrainError | None:
 
 
 def _unexpected(error: Exception, unit: str) -> ScaletrainError:
-    said = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
-    found = ScaletrainError(Reason("data.task-failed", {"task": unit, "error": said}))
+    if isinstance(error, OSError):
+        found = error_of_system(error, unit)
+    else:
+        found = ScaletrainError(Reason("data.task-failed", {"task": unit, "error": f"{type(error).__name__}: {error}"}))
     found.__cause__ = error
     return found
 
