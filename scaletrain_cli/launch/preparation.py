@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,6 +26,7 @@ from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
 from scaletrain_cli.rundir.shared_datasets import make_datasets_folder
 from scaletrain_cli.safe_files import create_file, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 
 Choice = Literal["auto", "now", "job"]
@@ -70,12 +72,15 @@ def plan_preparation(
     backend, cluster = backend_for(spec.cluster.scheduler), spec.cluster
     if choice == "job" and not backend.prepares_in_jobs:
         raise UsageError(Reason("preparation.no-job", {"scheduler": backend.traits.display_name}))
-    unseen = _unseen_source(spec, folder or Path.cwd())
-    if unseen is not None and backend.prepares_in_jobs:
+    if not backend.prepares_in_jobs and not cluster.traits.shared_run_directory:
+        return PreparationPlan("nothing", Reason("preparation.by-ranks"))
+    if (unseen := _unseen(spec, folder or Path.cwd())) is not None:
         if choice == "now":
-            raise UsageError(Reason("preparation.unseen-here", unseen))
+            raise UsageError(Reason("preparation.unseen-here", {"cause": unseen}))
+        if not backend.prepares_in_jobs:
+            return PreparationPlan("nothing", Reason("preparation.by-ranks"))
         unknown = backend.preparation_tasks(cluster) or 1
-        return PreparationPlan("job", Reason("preparation.job-unseen", {**unseen, "tasks": unknown}), unknown)
+        return PreparationPlan("job", Reason("preparation.job-unseen", {"cause": unseen, "tasks": unknown}), unknown)
     with _spec_file(spec) as (file, resolved):
         answer = run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), "--check", needs=NEEDS, cwd=folder)
     if answer["prepared"]:
@@ -141,13 +146,16 @@ def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJo
     return backend.queue_preparation(spec, name, folder, tasks), folder
 
 
-def _unseen_source(spec: RunSpec, folder: Path) -> dict[str, str] | None:
-    """Return the first path of the data that this machine cannot see, with its place; None if it sees all."""
+def _unseen(spec: RunSpec, folder: Path) -> Reason | None:
+    """Return why this machine cannot read the data; None if it can. A run on this machine needs its packages anyway."""
+    if spec.cluster.traits.runs_here:
+        return None
     view = View(spec, folder, os.environ)
     for _, path in spec.data.paths():
-        if "://" not in path and (place := view.unseen(parent_of_glob(path))):
-            return {"path": path, "place": place}
-    return None
+        if path not in EMBEDDED and "://" not in path and (place := view.unseen(parent_of_glob(path))):
+            return Reason("preparation.unseen-path", {"path": path, "place": place})
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    return Reason("preparation.no-packages", {"names": missing}) if missing else None
 
 
 def workers_here(spec: RunSpec) -> int:

@@ -12,7 +12,10 @@ TEXTS: dict[str, Text] = {
         "{workers:of worker}"
     ),
     "here-as-chosen": Text("the data are prepared on this machine first, as --prepare now asks for"),
-    "only-here": Text("the data are prepared on this machine, where the run trains"),
+    "only-here": Text("the data are not prepared: this is done first, on this machine"),
+    "by-ranks": Text("the data are prepared by the ranks where that is necessary"),
+    "unseen-path": Text("{path} is {place}"),
+    "no-packages": Text("{names:list} not installed here"),
     "job": Text(
         "the data are prepared by a job of {tasks:of task}, and the training job waits for it: it would take about "
         "{seconds:seconds} here for {bytes:bytes} with {workers:of worker}"
@@ -22,13 +25,13 @@ TEXTS: dict[str, Text] = {
         "for"
     ),
     "job-unseen": Text(
-        "the data are prepared by a job of {tasks:of task}, and the training job waits for it: {path} is {place} and "
-        "cannot be read here"
+        "the data are prepared by a job of {tasks:of task}, and the training job waits for it, since they cannot be "
+        "read here: {cause}"
     ),
     "no-job": Text(
         "{scheduler} cannot run a preparation job", ("Use --prepare now, or run scaletrain data prepare before",)
     ),
-    "unseen-here": Text("{path} is {place}, and cannot be prepared on this machine", ("Use --prepare job",)),
+    "unseen-here": Text("the data cannot be prepared on this machine: {cause}", ("Use --prepare job",)),
     "failed": Text(
         "the data could not be prepared: {cause}",
         ("Correct the cause, then run scaletrain resume {run}, which prepares the data again",),

@@ -1,0 +1,73 @@
+"""How the data of a run are prepared before its gang: nothing to do, here, or by a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch import preparation
+from scaletrain_cli.launch.preparation import Choice, plan_preparation
+from tests.launch.conftest import make_spec
+
+SLURM = ("cluster.scheduler=slurm",)
+TASKS = "cluster.slurm.preparation.tasks=7"
+
+
+@pytest.fixture(autouse=True)
+def no_preparation() -> None:
+    """Replace the fixture of this folder: these tests ask how data are prepared."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "choice", "where", "tasks", "code"),
+    [
+        (SLURM, {"prepared": True, "bytes": 0}, "auto", "nothing", 0, "is-prepared"),
+        (SLURM, {"prepared": False, "bytes": 10_000_000}, "auto", "here", 0, "here"),
+        (SLURM, {"prepared": False, "bytes": 400_000_000_000}, "auto", "job", 38, "job"),
+        (SLURM, {"prepared": False, "bytes": 400_000_000_000}, "now", "here", 0, "here-as-chosen"),
+        (SLURM, {"prepared": False, "bytes": 10_000_000}, "job", "job", 1, "job-as-chosen"),
+        (
+            (*SLURM, TASKS),
+            {"prepared": False, "bytes": 9},
+            "job",
+            "job",
+            7,
+            "job-as-chosen",
+        ),
+        ((), {"prepared": False, "bytes": 400_000_000_000}, "auto", "here", 0, "only-here"),
+        (("code.engine=my_program",), {}, "auto", "nothing", 0, "is-prepared"),
+        (("cluster.scheduler=kubernetes",), {}, "auto", "nothing", 0, "by-ranks"),
+    ],
+)
+def test_data_are_prepared_here_or_by_a_job_by_the_time_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: tuple[str, ...],
+    answer: dict[str, Any],
+    choice: Choice,
+    where: str,
+    tasks: int,
+    code: str,
+) -> None:
+    monkeypatch.setattr(preparation, "run_engine_command", lambda *_, **__: answer)
+    plan = plan_preparation(make_spec(*settings), Path("/runs"), choice)
+    assert (plan.where, plan.tasks, plan.why.code) == (where, tasks, f"preparation.{code}")
+
+
+def test_what_this_machine_cannot_see_is_prepared_by_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = (
+        "cluster.scheduler=slurm",
+        "cluster.slurm.container={image: /images/a.sqsh}",
+        "data.source=/data/web.jsonl",
+    )
+    plan = plan_preparation(make_spec(*inside), Path("/runs"))
+    assert (plan.where, plan.tasks) == ("job", 1)
+    assert "/data/web.jsonl is in the container" in str(plan.why)
+    with pytest.raises(UsageError, match=r"in the container\. Use --prepare job"):
+        plan_preparation(make_spec(*inside), Path("/runs"), "now")
+    monkeypatch.setattr(preparation, "find_spec", lambda name: None)
+    assert "numpy and tokenizers not installed" in str(plan_preparation(make_spec(*SLURM), Path("/runs")).why)
+    with pytest.raises(UsageError, match="cannot run a preparation job"):
+        plan_preparation(make_spec(), Path("/runs"), "job")
