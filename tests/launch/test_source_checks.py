@@ -20,6 +20,7 @@ from tests.cli.command_line import SMALL, Ended, scaletrain
 DOCUMENTS = "".join(
     json.dumps({"text": f"Document {number} has some words.", "score": 1}) + "\n" for number in range(99)
 )
+STEP = [{"step": "normalization", "only": ["good"]}]
 Make = Callable[[Path], object]
 
 
@@ -141,8 +142,31 @@ def test_sources_that_can_be_read_are_accepted_in_every_format(folder: Path) -> 
         make(folder)
     accepted = submit({"path": "corpus"})
     assert accepted.code == 0, accepted.err
+
+
+def test_sources_of_tokens_need_their_tokenizer_and_no_step_on_text(folder: Path) -> None:
     megatron("f", 4)(folder)
-    assert submit({"path": "f.bin"}).code == 0
+    words = {"</s>": 0, "<unk>": 1}
+    (folder / "t.json").write_text(
+        json.dumps({"model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}, "added_tokens": []})
+    )
+    given = ("--set", "data.tokenizer={kind: file, path: t.json}")
+    accepted = scaletrain("submit", spec({"path": "f.bin"}), "--dry-run", *given)
+    assert accepted.code == 0, accepted.err
+    assert scaletrain("submit", spec({"path": "f.bin"}, {"prepare": STEP}), "--dry-run", *given).code == 0
+    (folder / "f.bin").write_bytes(bytes([0, 0, 1, 0, 2, 0, 0, 0]))
+    for data, options, said in (
+        ({}, (), "the source web holds tokens, so no tokenizer can be trained for it"),
+        (
+            {"prepare": [{"step": "normalization"}]},
+            given,
+            "the step normalization needs text",
+        ),
+        ({}, given, "has the token 2, and the tokenizer has 2 tokens"),
+    ):
+        refused = scaletrain("submit", spec({"path": "f.bin"}, data), "--dry-run", *options)
+        assert refused.code == ExitCode.USAGE, refused
+        assert f"run.yaml:18 data.sources.1.path = f.bin: {said}" in " ".join(refused.err.split())
 
 
 def test_a_bad_document_is_accepted_if_bad_documents_are_skipped_and_others_are_good(folder: Path) -> None:

@@ -180,25 +180,11 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
     from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 
     try:
-        with open_to_read(path) as file:
-            given = file.read()
-        if spec.data.tokenizer.kind in ("sentencepiece", "tiktoken"):
-            from scaletrain_cli.data.tokenizers.given import token_ids  # loads the library
-
-            ids = token_ids(given, spec.data.tokenizer)
-        else:
-            content = json.loads(given)
-            added, vocabulary = content.get("added_tokens") or [], content["model"]["vocab"]
-            pairs = (
-                vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
-            )
-            ids = dict(pairs) | {str(token["content"]): int(token["id"]) for token in added}
+        ids = token_ids_of(path, spec)
         largest = max(ids.values())
     except UsageError as error:
         return getattr(error, "problem", None)  # a library that is missing here may be there on the nodes
     except OSError as error:
-        if not os.path.lexists(path):
-            return Reason("checks.tokenizer-missing")
         return Reason("checks.tokenizer-unreadable", {"said": error.strerror or str(error)})
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return Reason("checks.tokenizer-invalid")
@@ -208,6 +194,23 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
         params = {"largest": largest, "vocab_size": spec.transformer.vocab_size}
         return Reason("checks.tokenizer-vocabulary", params)
     return None
+
+
+def token_ids_of(path: Path, spec: RunSpec) -> dict[str, int]:
+    """Return ids by token, the largest and those of special tokens at least.
+
+    Raises OSError, UsageError, and the errors of a tokenizer.json that is none: ValueError, KeyError and others.
+    """
+    with open_to_read(path) as file:
+        given = file.read()
+    if spec.data.tokenizer.kind in ("sentencepiece", "tiktoken"):
+        from scaletrain_cli.data.tokenizers.given import token_ids  # loads the library
+
+        return token_ids(given, spec.data.tokenizer)
+    content = json.loads(given)
+    added, words = content.get("added_tokens") or [], content["model"]["vocab"]
+    pairs = words.items() if isinstance(words, dict) else ((word[0], i) for i, word in enumerate(words))
+    return dict(pairs) | {str(token["content"]): int(token["id"]) for token in added}
 
 
 def weights_problems(view: View) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.resource_checks.files import View, description_problem, prepared_problem
+from scaletrain_cli.launch.resource_checks.token_sources import token_source_problem
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import RunSpec
@@ -134,6 +135,8 @@ def _problems(view: View, section: SourceSpec, files: Sequence[SourceFile], remo
     fault = first_fault(files, columns, skips_bad=skips_bad, most_files=most)
     if fault is not None:
         yield Reason("checks.source-document", {"where": fault[0], "problem": fault[1]})
+    elif reason := token_source_problem(view, section.name, files):
+        yield reason
     elif not remote and (short := _too_short(files, view.spec)):
         yield short
 
