@@ -68,6 +68,6 @@ def test_what_this_machine_cannot_see_is_prepared_by_a_job(monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"in the container\. Use --prepare job"):
         plan_preparation(make_spec(*inside), Path("/runs"), "now")
     monkeypatch.setattr(preparation, "find_spec", lambda name: None)
-    assert "numpy and tokenizers not installed" in str(plan_preparation(make_spec(*SLURM), Path("/runs")).why)
+    assert "numpy, tokenizers not installed here" in str(plan_preparation(make_spec(*SLURM), Path("/runs")).why)
     with pytest.raises(UsageError, match="cannot run a preparation job"):
         plan_preparation(make_spec(), Path("/runs"), "job")
