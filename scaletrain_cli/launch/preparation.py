@@ -33,10 +33,6 @@ Choice = Literal["auto", "now", "job"]
 CHOICES: tuple[str, ...] = get_args(Choice)
 NEEDS = ("numpy", "tokenizers")
 ENGINE_COMMAND = "prepare-job"
-# Text per second and worker. Tokenization alone reaches 1.9 MB/s on one core (encode_batch, 16k BPE, documents of
-# 4 KB); language identification, quality rules and near deduplication cost about as much again each.
-_BYTES_PER_SECOND = 1.5e6
-_BYTES_PER_SECOND_WITH_STEPS = 0.4e6
 _LONGEST_HERE_SECONDS = 300.0
 _MOST_WORKERS_HERE = 4  # of a machine that other users share, as login nodes are
 _SECONDS_PER_TASK, _MOST_TASKS = 1800.0, 64
@@ -81,14 +77,13 @@ def plan_preparation(
             return PreparationPlan("nothing", Reason("preparation.by-ranks"))
         unknown = backend.preparation_tasks(cluster) or 1
         return PreparationPlan("job", Reason("preparation.job-unseen", {"cause": unseen, "tasks": unknown}), unknown)
-    with _spec_file(spec) as (file, resolved):
+    with _spec_file(spec) as file:
         answer = run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), "--check", needs=NEEDS, cwd=folder)
     if answer["prepared"]:
         return PreparationPlan("nothing", Reason("preparation.is-prepared"))
     if not backend.prepares_in_jobs:
         return PreparationPlan("here", Reason("preparation.only-here"))
-    rate = _BYTES_PER_SECOND_WITH_STEPS if resolved.data.prepare else _BYTES_PER_SECOND
-    one_worker, workers = answer["bytes"] / rate, workers_here(spec)
+    one_worker, workers = answer["seconds"], workers_here(spec)
     seconds = one_worker / workers
     tasks = backend.preparation_tasks(cluster)
     if tasks is None:
@@ -175,19 +170,19 @@ def prepare_here(
 
     ``say`` gets lines of progress; by default they go to stderr.
     """
-    with _spec_file(spec) as (file, _):
+    with _spec_file(spec) as file:
         words = ("--workers", str(workers or workers_here(spec)))
         run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), *words, needs=NEEDS, cwd=folder, on_line=say)
 
 
 @contextmanager
-def _spec_file(spec: RunSpec) -> Iterator[tuple[Path, RunSpec]]:
-    """Yield a file with the spec, in which files of the hub are local ones, and that spec."""
+def _spec_file(spec: RunSpec) -> Iterator[Path]:
+    """Yield a file with the spec, in which files of the hub are local ones."""
     resolved = fetched_spec(spec, "data")
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         path = Path(folder) / "spec.json"
         create_file(path, _document(resolved))
-        yield path, resolved
+        yield path
 
 
 def _document(spec: RunSpec) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.commands import ProgressLines
+from scaletrain_cli.data.estimate import preparation_seconds
 from scaletrain_cli.data.pipeline.claims import read_failure, record_failure
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
@@ -26,6 +27,7 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.unexpected import known_error
 
+_ROW_BYTES_PER_SECOND = 1.5e6  # rendering and tokenizing rows
 _TERMINATED = 143  # 128 + SIGTERM, the shell convention
 
 
@@ -67,15 +69,18 @@ def _prepared(spec: RunSpec, runs_root: Path, workers: int, failure: Path | None
 
 
 def _checked(spec: RunSpec, runs_root: Path) -> dict[str, Any]:
-    """Return whether the data are prepared; else also the bytes of their files."""
+    """Return whether the data are prepared; else also the bytes of their files, and the seconds of one worker."""
     if spec.training.objective == "causal_lm":
         there = find_prepared(spec.data, runs_root) is not None
     else:
         from scaletrain_cli.engine.data.row_dataset import rows_folder
 
         there = is_readable(rows_folder(spec, runs_root))
-    size = 0 if there else sum(_bytes(spec))
-    return {"prepared": there, "bytes": size}
+    if there:
+        return {"prepared": True, "bytes": 0, "seconds": 0.0}
+    size = sum(_bytes(spec))
+    seconds = preparation_seconds(spec, runs_root, workers=1) if spec.training.objective == "causal_lm" else None
+    return {"prepared": False, "bytes": size, "seconds": size / _ROW_BYTES_PER_SECOND if seconds is None else seconds}
 
 
 def _bytes(spec: RunSpec) -> list[int]:
