@@ -202,7 +202,11 @@ def stats(
     if is_dataset(Path(target)):
         if overrides:
             raise UsageError(Reason("data.set-requires-spec", {"target": target}))
-        name, report = target, read_dataset_report(Path(target))
+        report = read_dataset_report(Path(target))
+        name = report["sources"][0]["source"]
+    elif os.path.isdir(target) and not os.path.lexists(os.path.join(target, "run.json")):
+        params = {"folder": target, "error": "it has neither dataset.json nor, as a run, run.json"}
+        raise UsageError(Reason("engine.not-a-dataset", params))
     else:
         spec, run = _spec_or_run(target, overrides)
         name, report = spec.name, _in_engine("stats", spec, run, _folder(run), needs=_NEEDS)

@@ -41,6 +41,8 @@ def _show_source(console: Console, source: Mapping[str, Any]) -> None:
             f"  {whole_text(rows['read'])} rows read; {whole_text(rows['truncated'])} truncated; left out: {left_out} "
             "for their length",
         )
+    elif not source["steps"]:
+        line(console, "  no report: the data were prepared by an earlier version")
     for text in _facts(source):
         line(console, f"  {text}")
     if source["steps"]:

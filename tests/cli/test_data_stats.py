@@ -93,6 +93,7 @@ def test_a_dataset_is_reported_alone_without_another_process(monkeypatch: pytest
         (["show", "run.yaml", "--row", "1", "--step", "1"], "--row and --step"),
         (["show", "nowhere", "--step", "1"], "no run 'nowhere'"),
         (["stats", "nowhere.yaml"], "nowhere.yaml"),
+        (["stats", "runs"], "runs is not a prepared dataset"),
         (["stats", "run.yaml", "--html", "no/folder.html"], "--html no/folder.html"),
         (["stats", "run.yaml", "--set", "data.sources.0.path=code.jsonl"], "not prepared"),
     ],
