@@ -133,6 +133,16 @@ def test_a_wrong_value_is_rejected_with_the_allowed_values(override: str, expect
         ("layout.pipeline_parallel=3", "must not exceed 2 layers."),
         ("data.tokenizer.vocab_size=513", "must not exceed model.vocab_size = 512."),
         ("data.tokenizer.kind=file", "data.tokenizer.path: is required with kind: file."),
+        ("data.tokenizer={kind: tiktoken, path: a}", "data.tokenizer.encoding: is required with kind: tiktoken"),
+        (
+            "data.tokenizer={kind: tiktoken, path: a, pattern: b}",
+            "data.tokenizer.special_tokens: must have a token that ends documents",
+        ),
+        (
+            "data.tokenizer={kind: tiktoken, path: a, encoding: gpt2, special_tokens: [</s>]}",
+            "special_tokens: has no effect with encoding: gpt2",
+        ),
+        ("data.tokenizer={kind: sentencepiece, path: hf://a/b}", "must be a local file with kind: sentencepiece."),
         ("data.tokenizer.path=a.json", "data.tokenizer.path = a.json: requires kind: file, sentencepiece or tiktoken."),
         ("cluster.nodes=2", "must be 1 with scheduler: local, which runs on this machine only."),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import IO, Any
 
@@ -43,6 +44,19 @@ class _Index:
     documents: npt.NDArray[np.int64]
 
 
+def _index_for(file: SourceFile) -> _Index:
+    """Return the index of a set, which a process reads once if it would notice a change of the file.
+
+    Raises _WrongFileError, and as stored() does.
+    """
+    return _kept_index(file) if file.state or file.etag else _index_of(beside(file, ".idx"))
+
+
+@lru_cache(maxsize=1)
+def _kept_index(file: SourceFile) -> _Index:
+    return _index_of(beside(file, ".idx"))
+
+
 def _index_of(file: SourceFile) -> _Index:
     """Read and check an .idx file. Raises _WrongFileError, and as stored() does."""
     with stored(file) as opened:
@@ -73,7 +87,7 @@ class Megatron:
 
     def parts(self, file: SourceFile, part_bytes: int) -> Iterator[tuple[int, int]]:
         try:
-            index = _index_of(beside(file, ".idx"))
+            index = _index_for(file)
         except _WrongFileError:
             yield 0, 0  # whose records name the fault
             return
@@ -88,7 +102,7 @@ class Megatron:
 
     def records(self, part: Part) -> Iterator[TokenRecord | BadRecord]:
         try:
-            index = _index_of(beside(part.file, ".idx"))
+            index = _index_for(part.file)
             data_file = beside(part.file, ".bin")
             expected = int(index.lengths.sum(dtype=np.int64)) * index.dtype.itemsize
             if data_file.size != expected:

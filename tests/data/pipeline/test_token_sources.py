@@ -17,6 +17,8 @@ from scaletrain_cli.data.pipeline.prepare import Preparation, prepare
 from scaletrain_cli.data.pipeline.shards import split_of
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
 from scaletrain_cli.data.pipeline.token_documents import token_documents
+from scaletrain_cli.data.sources import tokens as reader
+from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.records import SourceFile, TokenRecord
 from scaletrain_cli.data.tokenizers.settings import TokenizerSettings
 from scaletrain_cli.errors import UsageError
@@ -157,3 +159,17 @@ def test_an_array_whose_documents_do_not_end_is_refused(
     done, document = prepared(source(path, "raw_uint16"), tokenizer, tmp_path / "data", skips_bad=True)
     short = [tokens for tokens in DOCUMENTS if len(tokens) < 500]
     assert written(done, len(document["shards"])) == expected(short)
+
+
+def test_the_index_of_a_large_set_is_read_once_and_again_when_the_set_has_changed(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[SourceFile] = []
+    index_of = reader._index_of
+    monkeypatch.setattr(reader, "_index_of", lambda file: read.append(file) or index_of(file))
+    for number, documents in enumerate((DOCUMENTS, DOCUMENTS[:50]), start=1):
+        path = megatron(tmp_path / "set", documents)
+        given = Source("web", (local_file(path, "megatron"),), str(number))
+        done, document = prepared(given, tokenizer, tmp_path / "data", task_bytes=400)
+        assert written(done, len(document["shards"])) == expected(documents)
+        assert len(read) == number
