@@ -93,7 +93,7 @@ def source_sizes(
     for section, (key, path) in zip(data.all_sources, data.paths(), strict=True):
         dataset = prepared.get(section.name) or folder / expand_home(path)
         try:
-            size = _prepared_size(section.name, dataset)
+            size = _remote_size(section.name, path) if is_remote(path) else _prepared_size(section.name, dataset)
             if size is None and not is_reference(path):
                 if files is None or path in EMBEDDED:
                     listed: Sequence[SourceFile] = source_files(section, folder, key, _REMOTE_SECONDS)
@@ -144,7 +144,18 @@ def _prepared(data: DataSpec, runs_root: Path, folder: Path) -> Mapping[str, Pat
 
 def _prepared_size(name: str, dataset: Path) -> SourceSize | None:
     """Return the exact size of prepared data; None if the folder has none."""
-    document = read_document(dataset / "dataset.json")
+    return _stated_size(name, read_document(dataset / "dataset.json"))
+
+
+def _remote_size(name: str, path: str) -> SourceSize | None:
+    """Return the exact size of prepared data in a store; None if the path has none. Raises ScaletrainError."""
+    from scaletrain_cli.data.remote_datasets import find_description, inspect_dataset
+
+    description = find_description(path, _REMOTE_SECONDS)
+    return None if description is None else _stated_size(name, inspect_dataset(description, _REMOTE_SECONDS))
+
+
+def _stated_size(name: str, document: Mapping[str, Any] | None) -> SourceSize | None:
     tokens = None if document is None else document.get("train_tokens")
     return SourceSize(name, tokens, exact=True) if isinstance(tokens, int) and tokens >= 0 else None
 

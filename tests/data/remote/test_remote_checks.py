@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.data.estimate import preparation_seconds
 from scaletrain_cli.data.sources import places
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import runs_root
+from scaletrain_cli.spec import load_spec
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.data.remote.conftest import BUCKET
 from tests.data.remote.faults import FaultyProxy
@@ -94,6 +96,13 @@ def test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted(
     assert key == "  source"
     accepted = submit(path)
     assert accepted.code == 0, accepted.err
+    written = _spec(path)
+    planned = scaletrain("plan", written, "--json")
+    assert planned.code == 0, planned.err
+    (source,) = planned.data["data"]["sources"]
+    assert (source["exact"], source["files"]) == (True, 0)
+    assert source["tokens"] > 20_000
+    assert preparation_seconds(load_spec(written), runs_root()) == 0
     small = submit(path, "--set", "model.vocab_size=256", "--set", "data.tokenizer.vocab_size=256")
     assert small.code == ExitCode.USAGE
     assert "data.source" in small.err
