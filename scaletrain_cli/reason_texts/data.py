@@ -42,6 +42,10 @@ TEXTS: dict[str, Text] = {
         "none are left for the sources with a weight",
         ("Set fewer epochs, more training.steps, or epochs for every source",),
     ),
+    "run-not-prepared": Text(
+        "{paths} is not prepared below {folder}, or has changed since it was",
+        ("Run `scaletrain resume {run}`, which prepares it first",),
+    ),
     "tokenizers-differ": Text(
         "data.sources: {first} and {second} were prepared with different tokenizers",
         ("Prepare all sources with the same data.tokenizer",),

@@ -8,18 +8,18 @@ import random
 import signal
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.record import read_record
 from tests.cli.command_line import scaletrain
 from tests.data.test_mixture import webster
-from tests.drills.training_runs import STEPS, Drill, slowed, submit_drill
+from tests.drills.training_runs import STEPS, Drill, drill_spec, slowed, submit_drill
 
 pytestmark = [pytest.mark.drill, pytest.mark.long]
 BATCH, LENGTH, SEED = 12, 32, 42
@@ -127,21 +127,22 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return read
 
 
-def begin(files: Path, **given: Any) -> Drill:
+def begin(files: Path, *, prepared: bool = True) -> Drill:
     weights = {"web": 7, "code": 2, "books": 1}
     sources = ", ".join(f"{{name: {name}, path: {files / name}.jsonl, weight: {weights[name]}}}" for name in weights)
-    return submit_drill(
-        files,
-        data__source="null",
-        data__sources=f"[{sources}]",
-        data__stages="[{start: 25, weights: {web: 2, code: 3, books: 5}}]",
-        data__tokenizer__vocab_size=512,
-        training__seed=SEED,
-        training__global_batch_size=BATCH,
-        training__micro_batch_size=1,
-        cluster__gpus_per_node=4,
-        **given,
-    )
+    settings = {
+        "data__source": "null",
+        "data__sources": f"[{sources}]",
+        "data__stages": "[{start: 25, weights: {web: 2, code: 3, books: 5}}]",
+        "data__tokenizer__vocab_size": 512,
+        "training__seed": SEED,
+        "training__global_batch_size": BATCH,
+        "training__micro_batch_size": 1,
+        "cluster__gpus_per_node": 4,
+    }
+    if prepared:
+        prepare_data(drill_spec(files, **settings))
+    return submit_drill(files, **settings)
 
 
 def read_by_ranks(folder: Path) -> tuple[dict[int, set[tuple[int, ...]]], dict[tuple[int, int], int]]:
@@ -204,3 +205,16 @@ def test_ranks_read_the_same_samples_through_a_kill_new_sizes_and_a_changed_mixt
         if "validation_loss" in line:
             each = {name: line[f"validation_loss/{name}"] for name in DOCUMENTS}
             assert min(each.values()) <= line["validation_loss"] <= max(each.values())
+
+
+def test_ranks_do_not_prepare_data_and_a_resume_does(files: Path) -> None:
+    drill = begin(files, prepared=False)
+    drill.wait_for_end()
+    (ended,) = drill.events("attempt-ended")
+    assert (ended["exit_code"], drill.step()) == (2, 0)
+    assert "web.jsonl" in ended["message"]
+    assert not [*drill.run.path.parent.glob("datasets/*/dataset.json")]
+    assert scaletrain("resume", drill.run.path, "--json").code == 0
+    drill.wait_for_step(2)
+    assert scaletrain("cancel", drill.run.path).code == 0
+    drill.wait_for_end()

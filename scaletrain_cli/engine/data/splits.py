@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.prepared import prepare_data
+from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.stages import recorded_changes
 from scaletrain_cli.engine.data.dataset import DatasetInfo
 from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
+from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
@@ -24,7 +25,7 @@ from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.rundir.shared_datasets import owner_of_dataset
+from scaletrain_cli.rundir.shared_datasets import is_readable, owner_of_dataset
 from scaletrain_cli.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
     problem: Reason | None = None
     if ranks.rank == 0:
         try:
-            folders, begun = _folders(spec, run.path.parent), has_committed(run)
+            folders, begun = _folders(spec, run), has_committed(run)
             for folder in folders.values():
                 if (owner := owner_of_dataset(folder)) is not None:
                     report_event(run, ranks.rank, "data-of-another-user", folder=str(folder), owner=owner)
@@ -118,11 +119,25 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
     return RunData({name: info for name, (info, _, _) in opened.items()}, train, validation)
 
 
-def _folders(spec: RunSpec, runs_root: Path) -> dict[str, Path]:
-    """Return the folder of the prepared data of each source, by its name. Raises UsageError and OSError."""
-    if spec.training.objective != "causal_lm":
-        return {spec.data.all_sources[0].name: prepare_rows(spec, runs_root)}
-    return prepare_data(spec.data, runs_root, 1, _show_progress)
+def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
+    """Return the folder of the prepared data of each source, by its name.
+
+    Raises UsageError if they are not prepared: the GPUs of a run do not wait for that. Where the launcher cannot write
+    to the folder of the runs, as on a volume of pods, they are prepared here. Raises OSError, too.
+    """
+    root, text = run.path.parent, spec.training.objective == "causal_lm"
+    first = spec.data.all_sources[0].name
+    if text:
+        found = find_prepared(spec.data, root)
+    else:
+        folder = rows_folder(spec, root)
+        found = {first: folder} if is_readable(folder) else None
+    if found is not None:
+        return found
+    if spec.cluster.traits.shared_run_directory:
+        paths = ", ".join(path for _, path in spec.data.paths())
+        raise UsageError(Reason("data.run-not-prepared", {"paths": paths, "folder": str(root), "run": run.run_id}))
+    return prepare_data(spec.data, root, 1, _show_progress) if text else {first: prepare_rows(spec, root)}
 
 
 def _show_progress(phase: str, done: int, tasks: int) -> None:
