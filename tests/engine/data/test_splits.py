@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.engine.data import splits
 from scaletrain_cli.engine.data.splits import sequences_held_back
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -53,3 +56,20 @@ def test_nothing_is_held_back_from_a_run_that_was_trained_on_all_of_it(run: tupl
     assert sequences_held_back(folder, in_layout(record, 4, 4), 1000, 4) == -1
     record_event(folder, "from-scratch")
     assert sequences_held_back(folder, in_layout(record, 4, 4), 1000, 4) == 16
+
+
+def test_ranks_prepare_data_only_where_the_launcher_cannot(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words and others\n" * 200)
+    sizes = ("data.tokenizer.vocab_size=300", "model.vocab_size=300")
+    given = (f"data.source={text}", *sizes)
+    made = create_run(make_spec(*given), make_plan(make_spec(*given)), "here").run
+    with pytest.raises(UsageError, match=rf"{text} is not prepared below .*scaletrain resume here"):
+        splits._folders(make_spec(*given), made)
+    rows = make_spec(f"data.source={tmp_path}/rows.jsonl", "training.objective=sft", *sizes)
+    (tmp_path / "rows.jsonl").write_text('{"text": "some words"}\n')
+    with pytest.raises(UsageError, match="is not prepared"):
+        splits._folders(rows, made)
+    pods = make_spec(*given, "cluster.scheduler=kubernetes", "cluster.kubernetes={image: a/b:1, runs: {claim: c}}")
+    folder = splits._folders(pods, made)["source"]
+    assert splits._folders(make_spec(*given), made) == {"source": folder}
