@@ -34,6 +34,7 @@ from scaletrain_cli.data.sources.places import (
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import place_of
 from scaletrain_cli.safe_files import create_file, make_folder
 from scaletrain_cli.spec.corpus_files import format_by_name
 
@@ -162,7 +163,7 @@ def find_description(path: str, seconds: float | None = None) -> RemoteFile | No
 def attached_folder(description: RemoteFile, datasets: Path) -> Path:
     """Return the local folder for a remote dataset in this state, whether or not it is there."""
     identity = f"{description.path}\n{description.etag}\n{description.size}"
-    return datasets / f"remote-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+    return place_of(datasets, f"remote-{hashlib.sha256(identity.encode()).hexdigest()[:32]}")
 
 
 def is_attached(description: RemoteFile, datasets: Path) -> bool:
