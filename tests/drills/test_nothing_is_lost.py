@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from scaletrain_cli.engine.faults import VARIABLE
@@ -25,12 +26,12 @@ from tests.drills.training_runs import STEPS, Drill, assert_same_run, difference
 pytestmark = pytest.mark.drill
 LAST_MOMENT = STEPS - 14
 every_kind = pytest.mark.parametrize(
-    ("kind", "asks"),
+    ("kind", "asks", "workers"),
     [
-        pytest.param({"layout__zero_stage": 0}, (signal.SIGTERM,), marks=pytest.mark.long),
-        pytest.param({"layout__zero_stage": 1}, (signal.SIGUSR1,), marks=pytest.mark.long),
-        ({"layout__zero_stage": 2, "training__precision": "bf16"}, (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1)),
-        pytest.param({"layout__zero_stage": 3}, (signal.SIGTERM, signal.SIGTERM), marks=pytest.mark.long),
+        pytest.param({"layout__zero_stage": 0}, (signal.SIGTERM,), 0, marks=pytest.mark.long),
+        pytest.param({"layout__zero_stage": 1}, (signal.SIGUSR1,), 1, marks=pytest.mark.long),
+        ({"layout__zero_stage": 2, "training__precision": "bf16"}, (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1), 0),
+        pytest.param({"layout__zero_stage": 3}, (signal.SIGTERM, signal.SIGTERM), 2, marks=pytest.mark.long),
     ],
     ids=["stage 0", "stage 1", "stage 2 in bf16", "stage 3"],
 )
@@ -40,14 +41,18 @@ every_kind = pytest.mark.parametrize(
 def test_a_rank_killed_and_a_preemption_at_random_steps_change_nothing(
     kind: dict[str, Any],
     asks: tuple[signal.Signals, ...],
+    workers: int,
     dataset: Path,
     undisturbed: Undisturbed,
     chance: random.Random,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A killed run resumes from its latest checkpoint; a preempted one loses no step, however often."""
+    """A killed run resumes from its latest checkpoint; a preempted one loses no step, however often.
+
+    With reader processes as without.
+    """
     monkeypatch.setenv(VARIABLE, slowed({1: LAST_MOMENT, 2: LAST_MOMENT}))
-    drill = submit_drill(dataset, **kind)
+    drill = submit_drill(dataset, **kind, data__loader__workers=workers)
     drill.wait_for_step(chance.randrange(1, LAST_MOMENT))
     os.kill(chance.choice(drill.rank_pids()), signal.SIGKILL)
     begun = drill.wait_for(lambda: drill.beginnings()[1:])[0]["step"]
@@ -114,12 +119,14 @@ def test_a_killed_agent_leaves_no_rank_and_the_run_continues(
     dataset: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, slowed({1: 16}))
-    drill = submit_drill(dataset)
+    drill = submit_drill(dataset, data__loader__workers=2)
     drill.wait_for_step(15)
     ranks = drill.rank_pids()
+    readers = [each.pid for rank in ranks for each in psutil.Process(rank).children()]
+    assert len(readers) == 2 * len(ranks)
     os.kill(drill.agent_pid(), signal.SIGKILL)
     drill.wait_for_end()
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in ranks + readers if Path(f"/proc/{pid}").exists()]
     assert_same_run(drill, undisturbed())
 
 

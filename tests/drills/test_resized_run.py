@@ -25,7 +25,8 @@ def test_a_cancelled_run_resumes_on_one_rank_and_then_on_four(
         drill.wait_for_step(step)
         assert scaletrain("cancel", drill.run.path).code == 0
         drill.wait_for_end()
-        resumed = scaletrain("resume", drill.run.path, "--gpus-per-node", size, "--json")
+        readers = ("--set", f"data.loader.workers={size // 2}")
+        resumed = scaletrain("resume", drill.run.path, "--gpus-per-node", size, *readers, "--json")
         assert resumed.code == 0, resumed.err
         assert resumed.data["steps_lost"] == 0
         assert resumed.data["resize"]["after"]["layout"]["world_size"] == size
