@@ -49,7 +49,7 @@ class ReaderKilledError(ScaletrainError):
     """The reader processes of a rank were killed again and again (exit 1)."""
 
 
-class ReaderTraceback(Exception):  # noqa: N818: it is no error, but shown as the cause of one
+class ReaderTraceback(Exception):
     """The traceback of an error in a reader process, as text."""
 
     def __str__(self) -> str:
@@ -69,24 +69,29 @@ class _Reply:
 
 @dataclass
 class _Process:
-    """A reader process. ``free``: slots without a request; ``requested``: numbers that it still has to read."""
+    """A reader process. ``free``: slots without a request; ``requested``: numbers that it still has to read.
+
+    ``started``: it has replied; before that it imports its libraries.
+    """
 
     process: subprocess.Popen[bytes]
     connection: Connection
     slots: tuple[int, ...]  # file descriptors
     free: list[int] = field(default_factory=lambda: list(range(_SLOTS)))
     requested: set[int] = field(default_factory=set)
+    started: bool = False
 
 
 class ReaderProcesses:
     """``count`` processes that read the batches that ``want`` names, each in the order of the numbers.
 
-    ``want`` may be called in any thread, ``take`` in one other thread at a time.
+    While a process starts, its batches are read here. ``want`` may be called in any thread, ``take`` in one other
+    thread at a time.
     """
 
     def __init__(self, read: Read, count: int) -> None:
         """Raises the error of pickling ``read``."""
-        self._program = _dumps(read)
+        self._read, self._program = read, _dumps(read)
         self._wanted: tuple[int, ...] = ()
         self._arrived: dict[int, tuple[_Process, _Reply]] = {}
         self._restarts = 0
@@ -111,8 +116,11 @@ class ReaderProcesses:
             self._request(number)
             if number in self._arrived:
                 return self._loaded(*self._arrived.pop(number))
-            for ready in wait([each.connection for each in self._processes]):
-                place = next(place for place, each in enumerate(self._processes) if each.connection is ready)
+            ready = wait([each.connection for each in self._processes], None if self._is_read(number) else 0)
+            if not ready:
+                return self._read(number)
+            for connection in ready:
+                place = next(place for place, each in enumerate(self._processes) if each.connection is connection)
                 self._receive(place)
         raise ValueError("closed")
 
@@ -150,6 +158,11 @@ class ReaderProcesses:
             with contextlib.suppress(OSError):  # it is dead, which ``wait`` reports
                 process.connection.send((each, process.free.pop()))
 
+    def _is_read(self, number: int) -> bool:
+        """Return True if a process that has started reads a batch, or will read it."""
+        readers = [each for each in self._processes if number in each.requested] or self._processes
+        return any(each.started for each in readers)
+
     def _discard(self, number: int) -> _Process:
         process, reply = self._arrived.pop(number)
         process.free.append(reply.slot)
@@ -164,6 +177,7 @@ class ReaderProcesses:
             if not self._closed:
                 self._replace(place)
             return
+        process.started = True
         process.requested.discard(reply.number)
         self._arrived[reply.number] = process, reply
 

@@ -15,7 +15,7 @@ import torch
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.engine.data.loader import Loader
 
-FAILS, NO_PICKLE, CORRUPT = 13, 14, 15
+FAILS, NO_PICKLE, CORRUPT, LARGE = 13, 14, 15, 1000
 CPU = torch.device("cpu")
 
 
@@ -35,6 +35,8 @@ def read(number: int) -> dict[str, Any]:
         raise OddError
     if number == CORRUPT:
         raise CorruptDataError(Path("shard-8.bin"), "chunk 4 has changed", chunk=4)
+    if number >= LARGE:
+        return {"large": torch.full((1 << 19,), number, dtype=torch.int32)}  # 2 MB
     wide = torch.arange(6).view(2, 3).T + number  # not contiguous
     return {
         "tokens": wide,
@@ -43,11 +45,6 @@ def read(number: int) -> dict[str, Any]:
         "process": os.getpid(),
         "stopped_by_sigterm": signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN,
     }
-
-
-def large(number: int) -> torch.Tensor:
-    """Return 2 MB."""
-    return torch.full((1 << 19,), number, dtype=torch.int32)
 
 
 def both(first: Callable[[int], Any], second: Callable[[int], Any], number: int) -> tuple[Any, Any]:
@@ -64,6 +61,8 @@ def slow(number: int) -> int:
 if __name__ == "__main__":  # a rank, for a test that kills it
     from tests.engine.data import reading
 
-    loader = Loader(reading.slow, CPU, workers=2)
-    print(loader.take(1, [2, 3]), *loader._processes.pids, flush=True)  # type: ignore[union-attr]
+    loader = Loader(reading.slow, CPU, workers=1)
+    while loader.take(1) == os.getpid():  # while the other one starts
+        time.sleep(0.05)
+    print(loader.take(1, [2]), *loader._processes.pids, flush=True)  # type: ignore[union-attr]
     sys.stdin.read()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -108,10 +109,21 @@ def test_closing_ends_the_thread() -> None:
     assert threading.active_count() == before
 
 
+def wait_for_start(feed: Loader[Any]) -> None:
+    """Take batches until every process has started; until then this one reads."""
+    assert feed._processes is not None
+    for number in range(100_000, 200_000):
+        feed.take(number, [number + 1, number + 2])
+        if all(each.started for each in feed._processes._processes):
+            return
+        time.sleep(0.02)
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[Loader[Any]]:
     """Two reader processes, which several tests use one after another."""
     feed: Loader[Any] = Loader(reading.read, CPU, workers=2)
+    wait_for_start(feed)
     yield feed
     feed.close()
 
@@ -130,7 +142,7 @@ def same(found: Any, expected: Any) -> bool:
 def test_processes_return_the_same_batches_in_any_order_of_numbers(two: Loader[Any]) -> None:
     readers = set()
     for number in (1, 2, 3, 4, 9, 8, 30, 2, 3, 1):
-        # the batches before 9 are still in the slots when 8 is asked for
+        # the batches after 9 are in the slots when 8 is asked for
         found = two.take(number, [number + 1, number + 2, number + 3, number + 4])
         assert same(found, reading.read(number))
         assert not found["stopped_by_sigterm"]
@@ -159,6 +171,21 @@ def test_an_error_in_a_process_is_raised_when_its_batch_is_taken_and_names_the_f
     assert same(two.take(number + 5), reading.read(number + 5))
 
 
+def anonymous_memory(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def test_the_memory_of_a_process_does_not_grow(two: Loader[Any]) -> None:
+    assert two._processes is not None
+    used = []
+    for number in range(reading.LARGE, reading.LARGE + 200):
+        assert int(two.take(number, [number + 1, number + 2])["large"][-1]) == number
+        used.append((max(map(anonymous_memory, two._processes.pids)), len(os.listdir("/proc/self/fd"))))
+    assert used[-1][0] - used[20][0] < 8 << 20  # 360 MB went through
+    assert used[-1][1] == used[20][1]
+
+
 def test_a_killed_process_is_replaced_and_a_fourth_time_is_an_error(two: Loader[Any]) -> None:
     assert two._processes is not None
     two.take(40, [41, 42])
@@ -178,17 +205,12 @@ def test_no_process_is_left_when_the_rank_is_killed() -> None:
     )
     assert rank.stdout is not None
     first, *readers = map(int, rank.stdout.readline().split())
-    assert first in readers
+    assert [first] == readers
     processes = [psutil.Process(pid) for pid in readers]
     rank.kill()
     rank.communicate()
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]  # without an init that reaps
-
-
-def anonymous_memory(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 def reader_of(folder: Path, kind: str) -> BatchReader:
@@ -225,20 +247,12 @@ def test_a_process_reads_the_batches_of_text_and_rows_from_the_same_files(
     readers = [reader_of(tmp_path, kind) for kind in ("text", "rows")]
     feed = Loader(partial(reading.both, *(reader.without_groups().batch for reader in readers)), CPU, workers=1)
     feeds.append(feed)
+    assert same(feed.take(1), tuple(reader.batch(1) for reader in readers))  # read here, while the process starts
+    assert not feed._processes._processes[0].started
+    wait_for_start(feed)
     for number in (1, 2, 50):
         found = feed.take(number, [number + 1])
         assert same(found, tuple(reader.batch(number) for reader in readers))
-
-
-def test_the_memory_of_a_process_does_not_grow(feeds: list[Loader[Any]]) -> None:
-    feed = Loader(reading.large, CPU, workers=1)
-    feeds.append(feed)
-    used = []
-    for number in range(1, 200):
-        assert int(feed.take(number, [number + 1, number + 2])[-1]) == number
-        used.append((anonymous_memory(feed._processes.pids[0]), len(os.listdir("/proc/self/fd"))))
-    assert used[-1][0] - used[20][0] < 8 << 20  # 360 MB went through
-    assert used[-1][1] == used[20][1]
 
 
 def test_every_tensor_of_a_batch_is_changed() -> None:
