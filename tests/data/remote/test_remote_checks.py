@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.data.estimate import preparation_seconds
+from scaletrain_cli.data.prepared import prepare_data
 from scaletrain_cli.data.sources import places
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.engine.data import upload
+from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import load_spec
 from tests.cli.command_line import SMALL, Ended, scaletrain
@@ -87,7 +89,7 @@ def test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted(
     places.write_file(f"{WEB}/a.jsonl", DOCUMENTS.encode())
     assert submit(WEB).code == 0
     (tmp_path / "corpus.txt").write_text("Some words in a text that is long enough.\n\n" * 3000)
-    assert scaletrain("data", "prepare", _spec("corpus.txt")).code == 0
+    prepare_data(load_spec(_spec("corpus.txt")).data, runs_root(), 1, lambda phase, done, total: None)
     uploaded = scaletrain("data", "upload", "run.yaml", f"s3://{BUCKET}/prepared")
     assert uploaded.code == 0, uploaded.err
     head, line = uploaded.out.splitlines()
@@ -118,10 +120,10 @@ def test_an_upload_names_what_is_missing(s3: FaultyProxy, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("Some words.\n\n" * 3000)
     _spec("corpus.txt")
-    for words, said in (
-        (("run.yaml", f"s3://{BUCKET}/x"), "Run scaletrain data prepare SPEC"),
-        (("run.yaml", "/data"), "/data is no remote folder"),
+    Path("spec.json").write_text(load_spec("run.yaml").model_dump_json(by_alias=True))
+    for destination, said in (
+        (f"s3://{BUCKET}/x", "Run scaletrain data prepare SPEC"),
+        ("/data", "/data is no remote folder"),
     ):
-        refused = scaletrain("data", "upload", *words)
-        assert refused.code == ExitCode.USAGE, refused
-        assert said in " ".join(refused.err.split())
+        with pytest.raises(UsageError, match=said):
+            upload.run_command(["spec.json", str(runs_root()), destination])
