@@ -14,7 +14,7 @@ from typing import Any
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.tokenizers import from_sentencepiece, from_tiktoken
-from scaletrain_cli.data.tokenizers.files import parsed_tokenizer, tokenizer_file
+from scaletrain_cli.data.tokenizers.files import load_tokenizer, parsed_tokenizer, tokenizer_file
 from scaletrain_cli.data.tokenizers.from_sentencepiece import NotConvertibleError
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -80,6 +80,9 @@ def given_tokenizer(section: TokenizerSpec, kept: Path | None = None) -> Any:
     """Return the tokenizer of a spec, without truncation and padding, as ``tokenizer_content``. Raises UsageError."""
     from tokenizers import Tokenizer
 
+    assert section.path is not None
+    if section.kind == "file":
+        return load_tokenizer(section.path)
     return Tokenizer.from_str(tokenizer_content(section, kept=kept))
 
 
