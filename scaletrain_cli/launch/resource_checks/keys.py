@@ -124,7 +124,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "exists, is readable",
         _SUBMIT,
         f"{_FILES}template_problems",
-        f"{_UNSEEN}; its syntax: rank 0, which prepares the data",
+        f"{_UNSEEN}; its syntax: {_PREPARATION}",
     ),
     _row(
         "code.path",
