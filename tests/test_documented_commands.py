@@ -140,7 +140,7 @@ PARSED: dict[str, str] = {
     "scaletrain drill slow-storage": "tests/extending runs it",
     "scaletrain plan run.yaml --cluster lab": "tests/extending runs it",
     "scaletrain data prepare run.yaml --submit --workers 64": CLUSTER,
-    "scaletrain data prepare run.yaml --workers 16": "tests/cli/test_data.py runs it",
+    "scaletrain data prepare run.yaml --workers 16": "tests/data/test_prepared.py runs it",
     "scaletrain preflight k8s/smoke.yaml": CLUSTER,
     "scaletrain logs smoke --follow": CLUSTER,
     "scaletrain status --cluster": CLUSTER,
