@@ -62,7 +62,7 @@ def test_every_yaml_example_of_every_page_is_valid() -> None:
             if "clusters" not in found:  # the user's own clusters, which tests of those read
                 under = {} if "schema" in found else base
                 if "sources" in found.get("data", {}):  # in place of the single source
-                    under = {**under, "data": {k: v for k, v in under["data"].items() if k != "source"}}
+                    under = {**under, "data": {k: v for k, v in under.get("data", {}).items() if k != "source"}}
                 sections = {
                     key: {**under.get(key, {}), **value} if isinstance(value, dict) else value
                     for key, value in found.items()
