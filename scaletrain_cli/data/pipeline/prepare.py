@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -228,9 +228,11 @@ def _write_shards(source: PreparedSource, tokenizer: str, validation_share: floa
         require_own_place(dataset)
         make_folder(dataset)
         crew.claims.remove_drafts(dataset)
-        write = partial(_write_tokens, dataset, work, tokenizer, validation_share)
+        write = partial(_write_tokens, dataset, tokenizer, validation_share)
         shards = tuple(shard_folder(dataset, task.number).name for task in work.tasks)
-        crew.run(Stage(f"tokenize {source.name}", f"{dataset.name}-shards", dataset, shards, write))
+        # A worker process gets one task at a time, not all.
+        one = [replace(work, tasks=(task,)) for task in work.tasks].__getitem__
+        crew.run(Stage(f"tokenize {source.name}", f"{dataset.name}-shards", dataset, shards, write, one))
 
 
 def _finish(
@@ -275,7 +277,7 @@ def _without_duplicates(
     key = _duplicates_key([each.chain for each in chosen], section)
     corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), Settings.of(section), memory_bytes)
     make_folder(corpus.folder)
-    texts = _Texts(tuple(tasks))
+    texts = _Texts(dict(enumerate(tasks)))
     for number in range(len(PHASES)):
         crew.run(_phase(corpus, number, texts))
     remove_phases(corpus)
@@ -295,11 +297,15 @@ def _without_duplicates(
 class _Texts:
     """The documents of each task, for deduplication in worker processes."""
 
-    tasks: tuple[tuple[Chain, Task], ...]
+    tasks: Mapping[int, tuple[Chain, Task]]
 
     def __call__(self, task: int, /) -> Iterator[tuple[int, str]]:
         chain, found = self.tasks[task]
         return chain.documents(found)
+
+    def for_job(self, job: int) -> tuple[int, _Texts]:
+        """Return what a worker process needs for a job: a phase that reads texts has one job for each task."""
+        return job, _Texts({job: self.tasks[job]} if job in self.tasks else {})
 
 
 @dataclass(frozen=True)
@@ -345,12 +351,14 @@ def _phase(corpus: Corpus, number: int, texts: _Texts) -> Stage:
         f"{corpus.folder.name}-{phase.name}",
         folder,
         tuple(path.name for path in paths),
-        partial(_find_duplicates, corpus, number, texts),
-        corpus.report.exists,
+        partial(_find_duplicates, corpus, number),
+        texts.for_job,
+        is_over=corpus.report.exists,
     )
 
 
-def _find_duplicates(corpus: Corpus, phase: int, texts: _Texts, job: int) -> None:
+def _find_duplicates(corpus: Corpus, phase: int, given: tuple[int, _Texts]) -> None:
+    job, texts = given
     run_job(corpus, phase, job, texts)
 
 
@@ -359,13 +367,15 @@ def shard_folder(dataset: Path, number: int) -> Path:
     return dataset / f"{number:06d}"
 
 
-def _write_tokens(dataset: Path, work: _Work, tokenizer: str, validation_share: float, number: int) -> None:
+def _write_tokens(dataset: Path, tokenizer: str, validation_share: float, work: _Work) -> None:
+    """Write the shard of the only task of ``work``."""
     settings, loaded = loaded_tokenizer(tokenizer)
-    texts = (text for _, text in work.chain.documents(work.tasks[number]))
+    (task,) = work.tasks
+    texts = (text for _, text in work.chain.documents(task))
     documents = encoded(loaded, texts, settings.end_of_text, settings.dtype)
     if work.source.is_tokenized:
-        documents = encoded_before(work.chain.token_documents(work.tasks[number], settings), settings)
-    write_shard(shard_folder(dataset, number), documents, validation_share, settings.unknown)
+        documents = encoded_before(work.chain.token_documents(task, settings), settings)
+    write_shard(shard_folder(dataset, task.number), documents, validation_share, settings.unknown)
 
 
 def _description(dataset: Path, work: _Work, tokenizer: TokenizerSettings) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scaletrain_cli.data.pipeline.claims import Claims
 from scaletrain_cli.data.pipeline.workers import Workers
@@ -20,15 +21,16 @@ Progress = Callable[[str, int, int], None]
 class Stage:
     """Units of work that need all stages before. ``results``: the file or folder in ``folder`` that each unit writes.
 
-    ``key``: a name of the stage that other settings do not share. ``work``: called with the number of a unit; it
-    writes the result whole or not at all, and any process can do it.
+    ``key``: a name of the stage that other settings do not share. ``work``: called with the ``argument`` of a unit, by
+    its number; it writes the result whole or not at all, and any process can do it.
     """
 
     name: str
     key: str
     folder: Path
     results: tuple[str, ...]
-    work: Callable[[int], None]
+    work: Callable[[Any], None]
+    argument: Callable[[int], Any] = lambda unit: unit
     is_over: Callable[[], bool] = lambda: False  # all later stages are done too, and results may be removed
 
 
@@ -58,7 +60,7 @@ def run_stage(stage: Stage, claims: Claims, workers: Workers[int], progress: Pro
         for unit in [each for each in left.from_place(claims.owner) if each not in running] if free else []:
             if claims.claim(stage.key, stage.results[unit]):
                 losses[unit] = claims.losses
-                workers.start(stage.work, unit)
+                workers.start(stage.work, unit, stage.argument(unit))
                 free -= 1
             if not free:
                 break

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from functools import lru_cache
 from itertools import islice
 from multiprocessing import active_children, get_context
 from types import TracebackType
@@ -37,7 +35,6 @@ class Workers(Generic[Job]):
         self._others = set(active_children())
         self._running: dict[Future[None], Job] = {}
         self._done: list[tuple[Job, Exception | None]] = []
-        self._packed: tuple[Callable[[Job], None] | None, bytes] = (None, b"")
         # Spawned: a fork would copy locks that threads of the tokenizer hold.
         self._pool = (
             ProcessPoolExecutor(count, get_context("spawn"), _begin, (os.getpid(), owner)) if count > 1 else None
@@ -50,18 +47,17 @@ class Workers(Generic[Job]):
         """The jobs that were started and not returned by finished()."""
         return {*self._running.values(), *(job for job, _ in self._done)}
 
-    def start(self, work: Callable[[Job], None], job: Job) -> None:
-        """Start ``work(job)``; without worker processes, run it."""
+    def start(self, work: Callable[[Any], None], job: Job, argument: Any = None) -> None:
+        """Start ``work(argument)`` as the job of a name; without worker processes, run it. None: ``work(job)``."""
+        given = job if argument is None else argument
         if self._pool is not None:
             try:
-                if self._packed[0] is not work:
-                    self._packed = work, pickle.dumps(work)  # once, since it may name all tasks
-                self._running[self._pool.submit(_call, self._packed[1], job)] = job
+                self._running[self._pool.submit(work, given)] = job
             except BrokenProcessPool as error:
                 raise _killed(error) from error
             return
         try:
-            work(job)
+            work(given)
             self._done.append((job, None))
         except Exception as error:
             self._done.append((job, error))
@@ -112,16 +108,6 @@ class Workers(Generic[Job]):
                 for process in set(active_children()) - self._others:
                     process.kill()
             self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _call(packed: bytes, job: Any) -> None:
-    _unpacked(packed)(job)
-
-
-@lru_cache(maxsize=2)
-def _unpacked(packed: bytes) -> Callable[[Any], None]:
-    work: Callable[[Any], None] = pickle.loads(packed)  # from the parent of this process
-    return work
 
 
 def _killed(error: BrokenProcessPool) -> ScaletrainError:

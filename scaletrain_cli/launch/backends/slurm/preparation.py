@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from scaletrain_cli.launch.backends.slurm.script import (
     keep_absolute_lines,
     minutes_seconds,
     module_lines,
+    python_line,
     spec_environment,
     srun_words,
 )
@@ -55,7 +55,7 @@ def preparation_script(spec: RunSpec, name: str, folder: Path, working_folder: P
         *keep_absolute_lines(),
         *module_lines(spec),
         "keep_absolute PATH PYTHONPATH",
-        f"python={'$(type -P python3)' if spec.cluster.slurm.activate is not None else shlex.quote(sys.executable)}",
+        python_line(spec),
         f"start={shlex.quote(START)}",
         f"folder={shlex.quote(str(folder))}",
         f"cd -- {shlex.quote(str(working_folder))} || exit 2 # relative paths of the spec",

@@ -133,7 +133,6 @@ def job_script(
 
     ``exclude``: a hostlist that replaces the spec's; ``preemption``: a comment about the site's preemption rule.
     """
-    slurm = spec.cluster.slurm
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH --{option}" for option in sbatch_options(spec, run_id, exclude)),
@@ -145,7 +144,7 @@ def job_script(
         *keep_absolute_lines(),
         *module_lines(spec),
         "keep_absolute PATH PYTHONPATH",
-        f"python={'$(type -P python3)' if slurm.activate is not None else shlex.quote(python)}",
+        python_line(spec, python),
         "# Python code that runs a module, without the current folder in sys.path.",
         f"start={shlex.quote(START)}",
         f"run={shlex.quote(str(run_folder))}",
@@ -214,6 +213,11 @@ def keep_absolute_lines() -> Iterator[str]:
     yield "    done"
     yield "}"
     yield "keep_absolute PATH PYTHONPATH"
+
+
+def python_line(spec: RunSpec, python: str = sys.executable) -> str:
+    """Return the line that sets ``python``, the interpreter outside of a container."""
+    return f"python={'$(type -P python3)' if spec.cluster.slurm.activate is not None else shlex.quote(python)}"
 
 
 def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> Iterator[str]:
