@@ -39,7 +39,7 @@ _BETWEEN_OWN = "between a rank and its own children, over a socket that no other
 MAY_LOAD = {
     **{
         (_READERS, name): _BETWEEN_OWN
-        for name in ("import pickle", "pickle.Pickler", "pickle.PickleBuffer", "pickle.dumps", "pickle.loads")
+        for name in ("import pickle", "pickle.PickleBuffer", "pickle.dumps", "pickle.loads")
     },
     ("scaletrain_cli/engine/metrics/out_of_memory.py", "import pickle"): "to dump for torch's viewer, never to load",
     ("scaletrain_cli/engine/metrics/out_of_memory.py", "pickle.dump"): "what pytorch.org/memory_viz reads",
