@@ -299,7 +299,7 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(
 @pytest.mark.long
 def test_a_command_that_is_killed_goes_on_with_the_same_bytes(tokenizer: Path, tmp_path: Path) -> None:
     for number in range(3):
-        (tmp_path / f"{number}.jsonl").write_bytes(texts(1000, number) * 80)  # a task each
+        (tmp_path / f"{number}.jsonl").write_bytes(texts(1000, number) * 10)  # two tasks each
     command = [sys.executable, "-m", "scaletrain_cli", "data", "prepare", str(SMALL), "--workers", "2"]
     for setting in (f"data.source={tmp_path}/*.jsonl", f"data.tokenizer={{kind: file, path: {tokenizer}}}"):
         command += ["--set", setting]
@@ -320,6 +320,7 @@ def test_a_command_that_is_killed_goes_on_with_the_same_bytes(tokenizer: Path, t
         }
         for root in ("runs", "whole")
     )
+    assert any(name.endswith("train.bin") for name in found)
     assert found == whole
 
 
