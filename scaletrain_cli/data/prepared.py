@@ -110,7 +110,7 @@ def _require_readable(data: DataSpec, folder: Path) -> None:
     if data.on_bad == "skip":
         return
     for section, (key, path) in zip(data.all_sources, data.paths(), strict=True):
-        if path in EMBEDDED or (folder / expand_home(path) / DATASET).is_file() or is_remote(path):
+        if path in EMBEDDED or is_remote(path) or is_dataset(path, key, folder):
             continue
         fault = first_fault(source_files(section, folder, key), _columns(section, data.prepare), skips_bad=False)
         if fault is not None:
@@ -137,7 +137,7 @@ def _sources(
         if (dataset / DATASET).is_file():
             found.append(_Found(section, dataset))
             continue
-        if is_remote(section.path) and (description := _description(section.path, key)) is not None:
+        if (description := _description(section.path, key)) is not None:
             datasets = runs_root / "datasets"
             if not may_read and not is_attached(description, datasets):
                 return None
@@ -153,8 +153,13 @@ def _sources(
     return found
 
 
+def is_dataset(path: str, key: str, folder: Path = Path()) -> bool:
+    """Return True if the path of a source is a prepared dataset, here or in a store. Raises ScaletrainError."""
+    return (folder / expand_home(path) / DATASET).is_file() or _description(path, key) is not None
+
+
 def _description(path: str, key: str) -> RemoteFile | None:
-    """Return dataset.json of a remote path; None if it has text. Raises ScaletrainError with the key."""
+    """Return dataset.json of a remote path; None if it has text, or is local. Raises ScaletrainError with the key."""
     try:
         return find_description(path)
     except ScaletrainError as error:

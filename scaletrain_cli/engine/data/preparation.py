@@ -17,12 +17,11 @@ from typing import Any
 from scaletrain_cli.data.commands import ProgressLines
 from scaletrain_cli.data.estimate import preparation_seconds
 from scaletrain_cli.data.pipeline.claims import read_failure, record_failure
-from scaletrain_cli.data.prepared import find_prepared, prepare_data
+from scaletrain_cli.data.prepared import find_prepared, is_dataset, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.rundir.documents import read_document
-from scaletrain_cli.rundir.shared_datasets import DATASET, is_readable
-from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.rundir.shared_datasets import is_readable
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.unexpected import known_error
@@ -86,7 +85,7 @@ def _checked(spec: RunSpec, runs_root: Path) -> dict[str, Any]:
 def _bytes(spec: RunSpec) -> list[int]:
     found = []
     for section, (key, _) in zip(spec.data.all_sources, spec.data.paths(), strict=True):
-        if section.path in EMBEDDED or (Path(expand_home(section.path)) / DATASET).is_file():
+        if section.path in EMBEDDED or is_dataset(section.path, key):
             continue
         try:
             found += [file.size for file in source_files(section, Path(), key)]

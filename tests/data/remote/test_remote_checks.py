@@ -12,6 +12,7 @@ from scaletrain_cli.data.prepared import prepare_data
 from scaletrain_cli.data.sources import places
 from scaletrain_cli.engine.data import upload
 from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.launch.preparation import prepare_data as prepare_before_a_run
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import load_spec
 from tests.cli.command_line import SMALL, Ended, scaletrain
@@ -105,6 +106,9 @@ def test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted(
     assert (source["exact"], source["files"]) == (True, 0)
     assert source["tokens"] > 20_000
     assert preparation_seconds(load_spec(written), runs_root()) == 0
+    own = tmp_path / "other-machine"
+    assert prepare_before_a_run(load_spec(written), root=own) == 0
+    assert (next((own / "datasets").glob("remote-*")) / "tokenizer.json").is_file()
     small = submit(path, "--set", "model.vocab_size=256", "--set", "data.tokenizer.vocab_size=256")
     assert small.code == ExitCode.USAGE
     assert "data.source" in small.err

@@ -83,7 +83,6 @@ def test_losses_are_those_of_local_data_with_a_small_cache_and_faults(s3: Faulty
     )
     before = len(s3.seen)
     with measured_folder(folder / "blocks") as inside:
-        run_verb("data", "prepare", remote, *sets)
         run_verb("train", remote, "--run-id", "remote", *sets)
     found, expected = (measured(RunDir(tmp_path / "runs" / name)) for name in ("remote", "local"))
     assert found == expected
