@@ -28,7 +28,6 @@ MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "code", "env", "training.micro_batch_size"),
     *("data.loader", "data.cache", "data.stages"),
 )
-_SOURCES = ("data.source", "data.sources")
 # Fields that the planner sets where they are `auto`; a user may have pinned them.
 _PINS = (
     *("layout.data_parallel", "layout.tensor_parallel", "layout.pipeline_parallel", "layout.sequence_parallel"),
@@ -85,7 +84,7 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
     spec = override_spec(before.spec, overrides, file=file)
     changes = changed_keys(before.spec, spec)
     problems = [problem for key, values in changes.items() if (problem := _objection(key, *values)) is not None]
-    if any(key in _SOURCES for key in changes):
+    if any(_is_of_sources(key) for key in changes):
         problems += _source_objections(before.spec.data, spec.data, before.working_folder)
     if problems:
         raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
@@ -110,9 +109,14 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
         return Problem.because("--set", key, Reason("launch.resume-keeps-code", before), given)
     if key == "checkpoint.dir":
         return Problem.because("--set", key, Reason("launch.resume-keeps-checkpoints", before), given)
-    if key in _SOURCES or any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+    if _is_of_sources(key) or any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
         return None
     return _fixed(key, was, given)
+
+
+def _is_of_sources(key: str) -> bool:
+    """Return True for a key that _source_objections() judges."""
+    return key in ("data.source", "data.sources") or key.startswith("data.sources.")
 
 
 def _fixed(key: str, was: str, given: str) -> Problem:

@@ -7,8 +7,9 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
@@ -160,16 +161,42 @@ def _apply(raw: dict[str, Any], overrides: Sequence[str], source: Source) -> lis
 
 
 def changed_keys(old: RunSpec, new: RunSpec) -> dict[str, tuple[str, str]]:
-    """Return the dotted keys that differ, sorted, with both values as JSON (``null`` if missing)."""
-    before, after = (_leaves(spec.model_dump(mode="json", by_alias=True)) for spec in (old, new))
-    pairs = {key: (before.get(key, "null"), after.get(key, "null")) for key in sorted(before.keys() | after.keys())}
-    return {key: (was, given) for key, (was, given) in pairs.items() if was != given}
+    """Return the dotted keys that differ, sorted, with both values as JSON (``null`` if missing).
+
+    Sections in a list are compared by their numbers: ``data.sources.0.weight``. One that was added or removed, or that
+    is of another kind, is one key: ``data.sources.2``.
+    """
+    before, after = (spec.model_dump(mode="json", by_alias=True) for spec in (old, new))
+    return dict(_differences(before, after, ""))
 
 
-def _leaves(data: object, key: str = "") -> dict[str, str]:
-    if not isinstance(data, dict):
-        return {key: json.dumps(data)}
-    return {k: v for name, value in data.items() for k, v in _leaves(value, f"{key}.{name}" if key else name).items()}
+def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    if old == new:
+        return
+    inner: dict[str, tuple[Any, Any]] | None = None
+    if isinstance(old, dict | None) and isinstance(new, dict | None):
+        was, given = old or {}, new or {}
+        inner = {name: (was.get(name), given.get(name)) for name in sorted(was.keys() | given.keys())}
+    elif _is_list_of_sections(old) and _is_list_of_sections(new):
+        inner = {str(number): pair for number, pair in enumerate(zip_longest(old, new))}
+    if inner is None:
+        yield key, (json.dumps(old), json.dumps(new))
+        return
+    for name, (was, given) in inner.items():
+        dotted = f"{key}.{name}" if key else name
+        if isinstance(old, list) and not _are_of_one_kind(was, given):
+            yield dotted, (json.dumps(was), json.dumps(given))
+        else:
+            yield from _differences(was, given, dotted)
+
+
+def _is_list_of_sections(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _are_of_one_kind(old: dict[str, Any] | None, new: dict[str, Any] | None) -> bool:
+    """Return True if two items of a list have the same keys, as two sources or two steps of one kind."""
+    return old is not None and new is not None and old.keys() == new.keys()
 
 
 def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list[Problem]:

@@ -19,6 +19,7 @@ from scaletrain_cli.launch.submit import create_run, read_submission, submit_run
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revisions
+from scaletrain_cli.spec import changed_keys
 from tests.launch.conftest import MadeRun, make_spec
 from tests.launch.test_resume import Cluster, attempt, commit
 from tests.launch.working_tree import WorkingTree
@@ -263,9 +264,28 @@ def test_the_shares_of_sources_may_change(overrides: tuple[str, ...]) -> None:
     assert replan(made.run, overrides).after.revision == 1
 
 
+def test_changes_of_a_mixture_name_the_items_that_changed() -> None:
+    steps = "data.prepare=[{step: normalization}, {step: language, keep: [en]}]"
+    before = make_spec(*MIXED, steps)
+    assert changed_keys(before, make_spec(*MIXED, steps, "data.sources.0.weight=3")) == {
+        "data.sources.0.weight": ("1.0", "3.0")
+    }
+    more = changed_keys(before, make_spec(MIXED[0], f"data.sources=[{WEB}, {CODE}, {BOOKS}]", steps))
+    assert {key: (was, json.loads(now)["name"]) for key, (was, now) in more.items()} == {
+        "data.sources.2": ("null", "books")
+    }
+    assert [*changed_keys(make_spec(MIXED[0], f"data.sources=[{WEB}]", steps), before)] == ["data.sources.1"]
+    other = "data.prepare=[{step: language, keep: [en]}, {step: language, keep: [en, de]}]"
+    assert {key: was for key, (was, _) in changed_keys(before, make_spec(*MIXED, other)).items()} == {
+        "data.prepare.0": json.dumps(before.data.prepare[0].model_dump(mode="json")),
+        "data.prepare.1.keep": '["en"]',
+    }
+
+
 @pytest.mark.parametrize(
     ("override", "key", "why"),
     [
+        ("data.prepare=[{step: normalization}]", "data.prepare.0", "what is trained cannot change"),
         ("data.sources.0.path=/other", "data.sources.0.path", "what is trained cannot change"),
         ("data.sources.1.field=body", "data.sources.1.field", "what is trained cannot change"),
         (f"data.sources=[{WEB}]", "data.sources", "code is missing"),
