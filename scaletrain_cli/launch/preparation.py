@@ -130,6 +130,8 @@ def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJo
     plan_preparation(), and SchedulerError.
     """
     root, backend = runs_root(), backend_for(spec.cluster.scheduler)
+    if not backend.prepares_in_jobs:
+        raise UsageError(Reason("preparation.nothing-to-queue", {"scheduler": backend.traits.display_name}))
     plan = plan_preparation(spec, root, "job")
     if plan.where == "nothing":
         return None

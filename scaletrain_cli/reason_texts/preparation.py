@@ -31,6 +31,10 @@ TEXTS: dict[str, Text] = {
     "no-job": Text(
         "{scheduler} cannot run a preparation job", ("Use --prepare now, or run scaletrain data prepare before",)
     ),
+    "nothing-to-queue": Text(
+        "{scheduler} cannot run a preparation job",
+        ("Run the command without --submit, which prepares the data on this machine",),
+    ),
     "unseen-here": Text("the data cannot be prepared on this machine: {cause}", ("Use --prepare job",)),
     "failed": Text(
         "the data could not be prepared: {cause}",

@@ -9,7 +9,7 @@ import pytest
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch import preparation
-from scaletrain_cli.launch.preparation import Choice, plan_preparation
+from scaletrain_cli.launch.preparation import Choice, plan_preparation, queue_preparation
 from tests.launch.conftest import make_spec
 
 SLURM = ("cluster.scheduler=slurm",)
@@ -71,3 +71,5 @@ def test_what_this_machine_cannot_see_is_prepared_by_a_job(monkeypatch: pytest.M
     assert "numpy, tokenizers not installed here" in str(plan_preparation(make_spec(*SLURM), Path("/runs")).why)
     with pytest.raises(UsageError, match="cannot run a preparation job"):
         plan_preparation(make_spec(), Path("/runs"), "job")
+    with pytest.raises(UsageError, match=r"cannot run a preparation job\. Run the command without --submit"):
+        queue_preparation(make_spec(), None)
