@@ -19,7 +19,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import replace_file
 
 _BLOCK_BYTES = 1 << 20
-# The name of a format in the identity of a corpus, where versions before v4 called it otherwise.
+# The name of a format in the identity of a corpus for datasets before v4, where it was called otherwise.
 _EARLIER_NAMES = {"code": "py"}
 
 
@@ -29,8 +29,8 @@ def embedded_content(source: str) -> str:
 
 
 def known_content(source: str, files: Sequence[SourceFile], runs_root: Path) -> str:
-    """Return a hash of what the files of a source contain, as known_hashes() and combined_content()."""
-    return combined_content(files, known_hashes(source, files, runs_root) or {})
+    """Return the hash of rows for fine-tuning, whose datasets are named as before v4; see known_hashes()."""
+    return earlier_content(files, known_hashes(source, files, runs_root) or {})
 
 
 def known_hashes(
@@ -67,10 +67,15 @@ def combined_content(files: Sequence[SourceFile], hashes: Mapping[str, str]) -> 
     return _combined([_identity(file, hashes) for file in files])
 
 
+def earlier_content(files: Sequence[SourceFile], hashes: Mapping[str, str]) -> str:
+    """Return the hash of local files that is in the names of datasets before v4; it does not have the compression."""
+    return _combined([f"{_EARLIER_NAMES.get(file.kind, file.kind)} {hashes[file.path]}" for file in files])
+
+
 def _identity(file: SourceFile, hashes: Mapping[str, str]) -> str:
-    if file.etag:
-        return f"{file.kind} {file.path} {file.size} {file.etag}"
-    return f"{_EARLIER_NAMES.get(file.kind, file.kind)} {hashes[file.path]}"
+    """Return all that the documents of a file depend on: how it is read, and what it contains."""
+    read_as = f"{file.kind}.{file.compression}" if file.compression else file.kind
+    return f"{read_as} {file.path} {file.size} {file.etag}" if file.etag else f"{read_as} {hashes[file.path]}"
 
 
 def _read_note(path: Path) -> dict[str, tuple[str, str]]:

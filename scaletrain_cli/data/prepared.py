@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.available_memory import available_bytes
-from scaletrain_cli.data.content import combined_content, embedded_content, known_hashes
+from scaletrain_cli.data.content import combined_content, earlier_content, embedded_content, known_hashes
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
 from scaletrain_cli.data.pipeline.chain import forget_steps
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared
@@ -272,12 +272,14 @@ def _earlier_dataset(data: DataSpec, sources: Sequence[_Found], runs_root: Path,
     plain = source.section.format == "auto" and source.section.field == "text"
     if source.dataset is not None or not plain or data.tokenizer.kind not in ("bpe", "file"):
         return None
+    content = source.content
     if source.section.path not in EMBEDDED:
-        source = replace(source, files=tuple(file for file in source.files if _was_read(file)))
-        if not source.files:
+        files = [file for file in source.files if _was_read(file)]
+        if not files:
             return None
+        content = earlier_content(files, source.hashes or {})
     tokenizer = tokenizer_identity(data.tokenizer, folder)
-    identity = "\n".join([_EARLIER_SCHEMA, source.content, tokenizer, repr(data.validation_split)])
+    identity = "\n".join([_EARLIER_SCHEMA, content, tokenizer, repr(data.validation_split)])
     dataset = dataset_place(runs_root, hashlib.sha256(identity.encode()).hexdigest()[:16])
     return dataset if is_readable(dataset) else None
 

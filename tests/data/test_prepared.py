@@ -107,6 +107,17 @@ def test_a_prepared_dataset_is_used_as_it_is(tokenizer: Path, tmp_path: Path) ->
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_file_that_is_renamed_is_read_as_what_its_name_says(tokenizer: Path, tmp_path: Path) -> None:
+    packed, plain, runs = tmp_path / "web.jsonl.gz", tmp_path / "web.jsonl", tmp_path / "runs"
+    packed.write_bytes(gzip.compress(texts(40)))
+    spec = data(tokenizer, source=str(tmp_path / "web.jsonl*"), on_bad="skip")
+    found = prepare_data(spec, runs, 1, ignore)["source"]
+    packed.rename(plain)
+    assert prepare_data(spec, runs, 1, ignore)["source"] != found, "which is not JSON"
+    plain.rename(packed)
+    assert prepare_data(spec, runs, 1, ignore)["source"] == found
+
+
 def test_relative_paths_are_below_the_given_folder(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "web.jsonl").write_bytes(texts(40))
     (tmp_path / "questions.txt").write_text(text(3, 20))
@@ -332,7 +343,7 @@ def corpus(folder: Path) -> None:
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(texts(50))
     (folder / "b.txt").write_text("".join(f"{text(number)}.\n\n" for number in range(300)))
-    (folder / "c.jsonl.gz").write_bytes(gzip.compress(texts(50, 100)))
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(texts(50, 100), mtime=0))
     (folder / "d.py").write_text("".join(f"{text(number)}\n" for number in range(50)))
     pq.write_table(pa.table({"text": [text(number) for number in range(200, 260)]}), folder / "e.parquet")
 
@@ -350,12 +361,13 @@ def test_the_tokens_are_those_of_earlier_versions(tokenizer: Path, tmp_path: Pat
         assert hashlib.sha256(tokens).hexdigest() == digest
 
 
-def test_a_dataset_of_an_earlier_version_is_used_where_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("file", "name"), [("a.jsonl", "4fe237aa85d4a8e3"), ("c.jsonl.gz", "9c7c05e94e0d5a92")])
+def test_a_dataset_of_an_earlier_version_is_used_where_it_is(file: str, name: str, tmp_path: Path) -> None:
     corpus(tmp_path / "texts")
     spec = DataSpec.model_validate(
-        {"source": str(tmp_path / "texts" / "a.jsonl"), "tokenizer": {"kind": "bpe", "vocab_size": 400}}
+        {"source": str(tmp_path / "texts" / file), "tokenizer": {"kind": "bpe", "vocab_size": 400}}
     )
-    earlier = tmp_path / "runs" / "datasets" / "4fe237aa85d4a8e3"  # the name that version 3 gave it
+    earlier = tmp_path / "runs" / "datasets" / name  # which version 3 gave it
     earlier.mkdir(parents=True)
     (earlier / "dataset.json").write_text('{"schema": "scaletrain.dataset/v3"}')
     assert prepare_data(spec, tmp_path / "runs", 1, ignore) == {"source": earlier}

@@ -21,7 +21,7 @@ from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.spec.preparation import PreparationStep
 
 # Raised with every change of what readers yield, text and tokens, of the tasks, and of the files of decisions.
-_READING, _READING_TOKENS = "reading/v3", "reading-tokens/v2"
+_READING, _READING_TOKENS = "reading/v4", "reading-tokens/v3"
 
 
 class LooksAtAll(Protocol):
