@@ -27,6 +27,10 @@ SECRET_FORMS = {
     "a password beside its name": (
         rf"(?i:{_BEFORE}(password|passwd|(api|access|secret|private)[_-]?key|auth[_-]?token)\s*[=:]\s*[^\s,;'\"/]{{6,}})"
     ),
+    "a signature in a URL": (
+        r"(?i:[?&](sig|signature|x-(amz|goog)-(signature|credential|security-token)|awsaccesskeyid|token|access[_-]?token)"
+        r"=[^&\s]{4,})"
+    ),
     "a password in a URL": r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@$]{1,}@",
 }
 SECRET_FORM = re.compile("|".join(f"(?P<f{index}>{pattern})" for index, pattern in enumerate(SECRET_FORMS.values())))

@@ -27,6 +27,7 @@ _PLAIN = re.compile(
     r"(?i)|true|false|yes|no|on|off|none|null|auto|\d{1,6}|[~./][^\s]*|file://\S+|<[^\s<>]{1,30}>|\[[a-z]{1,10}\]"
 )
 _RANDOM = re.compile(r"[A-Za-z0-9+_/-]{32,}={0,2}")
+_WITH_QUERY = re.compile(r"(?i)https?://[^\s?#]*[?#]")  # of a source of data
 _LONGEST_WORD = 12  # between - _ + and /: names of models and runs have shorter parts, possibly with a number
 _LARGEST_NUMBER = 10.0**40
 _BITS_PER_CHARACTER = 4.2
@@ -74,6 +75,8 @@ def _problem(secret: ClearSecret, found: tuple[ClearSecret, ...], source: Source
     name = str(secret.key[-1]) if secret.key[0] == "env" else "NAME"
     message = f"{secret.why}, but specs are stored and sent as plain text."
     hint = f"Remove it here, write secret_env: [{_hidden(name, found)}], and export the value before you submit."
+    if secret.key[0] == "data" and "://" in secret.value:
+        hint = "Remove it here, and use s3://, gs:// or az:// with credentials from the environment."
     return Problem(source.place(secret.key), dotted, message, HIDDEN, hint)
 
 
@@ -133,6 +136,8 @@ def _why_form(text: str, key: Key) -> str | None:
         assert found.lastgroup is not None
         kind = next(name for index, name in enumerate(SECRET_FORMS) if found[f"f{index}"] is not None)
         return f"looks like {kind}"
+    if key and key[0] == "data" and _WITH_QUERY.match(text):
+        return "has a query, which could be a signature"
     if "wandb" in ".".join(map(str, key)).lower() and _HEX_KEY.fullmatch(text):
         return "looks like a Weights & Biases API key"
     return "looks like a secret: random letters and digits" if _is_random(text) else None

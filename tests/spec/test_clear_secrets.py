@@ -42,6 +42,9 @@ TOKENS = {
     "a JSON Web Token": f"eyJ{drawn(20)}.eyJ{drawn(30)}.{drawn(43)}",
     "a private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
     "a URL with a password": f"https://ada:{drawn(12)}@proxy.example.org:3128",
+    "a signed URL": f"https://store.example.org/a.jsonl?X-Amz-Expires=60&X-Amz-Signature={drawn(12)}",
+    "a shared access signature": f"az://container/web.jsonl?sv=2026-01-01&sig={drawn(12)}",
+    "a token in a URL": f"s3://bucket/a.jsonl?token={drawn(12)}",
     "an authorization header": f"Authorization: Bearer {drawn(24)}",
     "a password beside its name": f"user=ada;password={drawn(10)}",
     "random letters": drawn(44),
@@ -73,6 +76,8 @@ HARMLESS = {
     "MASK_TOKEN": "[MASK]",
     "RUN_NAME": "Llama3-8B-Instruct-DPO-Lr5e6-Beta01-Run42",
     "S3": "s3://bucket-Name0/Folder1/SubFolder2/File3.parquet",
+    "GLOB": "s3://bucket/part-0?.jsonl",
+    "URL": "https://example.org/search?page=2&tokens=4096",
 }
 
 
@@ -106,7 +111,7 @@ def test_a_value_that_looks_like_a_secret_is_rejected_anywhere_and_not_shown(kin
         section = line.partition(":")[0]
         kept = "\n".join(row for row in SMALL.splitlines() if not row.startswith(f"{section}:"))
         error = refused(f"{kept}\n{line}\n")
-        (problem,) = [each for each in error.problems if each.key == key and "secret_env" in str(each)]
+        (problem,) = [each for each in error.problems if each.key == key and "as plain text" in str(each)]
         assert problem.where == f"run.yaml:{len(kept.splitlines()) + 1}"
         assert value not in everything(error)
 
@@ -125,6 +130,15 @@ def test_a_variable_named_like_a_secret_is_rejected_with_a_remedy(name: str) -> 
 def test_values_that_only_resemble_a_secret_are_accepted() -> None:
     spec = parsed(*(f"env.{name}={json.dumps(value)}" for name, value in HARMLESS.items()))
     assert spec.env == HARMLESS
+
+
+def test_a_url_of_data_with_any_query_is_rejected_and_not_shown() -> None:
+    error = refused(SMALL.replace("source: python-stdlib", "source: https://example.org/a.jsonl?grant=blue-horse"))
+    (problem,) = error.problems
+    assert problem.key == "data.source"
+    assert "has a query, which could be a signature" in str(problem)
+    assert "credentials from the environment" in str(problem)
+    assert "horse" not in everything(error)
 
 
 def test_recipes_contain_no_secret() -> None:

@@ -20,6 +20,7 @@ from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.sources.stores import Place, PlaceError, is_remote, parse_place, store_of
 from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.secret_text import hide_values
 from scaletrain_cli.spec.hub_files import path_matches
 
 __all__ = ["PlaceError", "RemoteFile", "RemoteStream", "UnavailableError", "is_remote", "list_files", "read_range"]
@@ -218,7 +219,7 @@ def _fault(error: Exception) -> str:
     status, code = _status(text), _code(text)
     if status is not None:
         return f"HTTP {status}{f', {code}' if code else ''}"
-    return re.sub(r"^.* - ", "", text.partition("\n")[0])[:200]
+    return hide_values(re.sub(r"^.* - ", "", text.partition("\n")[0]), ())[:200]
 
 
 def _status(text: str) -> int | None:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.secret_text import hide_values
 
 SCHEMES = ("s3", "gs", "az", "https", "http")
 # Permits http:// to other machines than this one.
@@ -85,7 +86,8 @@ def parse_place(path: str) -> Place:
 def _require_secure(endpoint: str, path: str) -> None:
     """Raise PlaceError for http:// to another machine, unless the environment permits it."""
     if endpoint.startswith("http://") and not _is_permitted_http(endpoint):
-        raise PlaceError(Reason("remote.plain-http", {"path": path, "endpoint": endpoint, "variable": ALLOW_HTTP}))
+        shown = f"http://{urlsplit(endpoint).netloc.rpartition('@')[2]}"  # without a password
+        raise PlaceError(Reason("remote.plain-http", {"path": path, "endpoint": shown, "variable": ALLOW_HTTP}))
 
 
 def _is_permitted_http(endpoint: str) -> bool:
@@ -127,7 +129,7 @@ def _store(scheme: str, bucket: str, process: int) -> Any:  # by process: thread
         return stores.HTTPStore(bucket, **settings)
     except (require("obstore.exceptions", "remote").BaseError, ValueError) as error:
         # Only the first line, without the settings that the library adds below.
-        problem = str(error).partition("\n")[0]
+        problem = hide_values(str(error).partition("\n")[0], ())
         raise PlaceError(
             Reason("remote.store-settings", {"bucket": f"{scheme}://{bucket}", "error": problem})
         ) from None

@@ -133,8 +133,9 @@ def test_every_cause_has_an_error_of_its_own(s3: FaultyProxy, s3_server: str, mo
     assert _code(f"{ROOT}/web/a.jsonl") == "remote.no-credentials"
     monkeypatch.setenv("AWS_PROFILE", "team")
     assert _code(f"{ROOT}/web/a.jsonl") == "remote.profile-without-keys"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://192.0.2.1:9000")
-    assert _code(f"{ROOT}/web/a.jsonl") == "remote.plain-http"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://ada:password@192.0.2.1:9000")
+    with pytest.raises(places.PlaceError, match=r"read from http://192\.0\.2\.1:9000 without encryption"):
+        places.find_file(f"{ROOT}/web/a.jsonl")
 
 
 def test_keys_of_a_profile_and_public_buckets_are_used(
