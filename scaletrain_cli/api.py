@@ -40,7 +40,7 @@ from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
-from scaletrain_cli.launch.preparation import Choice, prepare_data
+from scaletrain_cli.launch.preparation import Choice, prepare_data, reads_prepared_data
 from scaletrain_cli.launch.rendered_job import changes_since_sent
 from scaletrain_cli.launch.replan import Resize, replan
 from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
@@ -176,11 +176,25 @@ class Run:
 
 @dataclass(frozen=True)
 class RenderedJob:
-    """The rendered job that submit() hands to the scheduler: ``text`` is the script, the manifest or the command."""
+    """The rendered job that submit() hands to the scheduler: ``text`` is the script, the manifest or the command.
+
+    ``preparation``: what is submitted before it and prepares the data, if the job does not name it; else ''.
+    """
 
     run_id: str
     run_dir: Path
     text: str
+    preparation: str = ""
+
+    @property
+    def whole_text(self) -> str:
+        """The documents of ``preparation`` and ``text``."""
+        return f"{self.preparation.rstrip()}\n---\n{self.text}" if self.preparation else self.text
+
+
+def _rendered(backend: Backend, run: RunDir, record: RunRecord) -> RenderedJob:
+    before = backend.render_preparation(run, record) if reads_prepared_data(record.spec) else ""
+    return RenderedJob(run.run_id, run.path, backend.render(run, record), before)
 
 
 @dataclass(frozen=True)
@@ -214,8 +228,7 @@ class PreparedSubmission:
     def render(self) -> RenderedJob:
         """Return the job that submit() would hand to the scheduler. Contacts no server and writes nothing."""
         record = make_record(self.spec, self.plan, self.run_id, self.snapshot)
-        folder = runs_root() / record.run_id
-        return RenderedJob(record.run_id, folder, self.backend.render(RunDir(folder), record))
+        return _rendered(self.backend, RunDir(runs_root() / record.run_id), record)
 
     def check(self) -> SubmissionSummary:
         """Query the scheduler; return the cost, the start and all warnings. Raises SchedulerError if it cannot run.
@@ -250,7 +263,7 @@ class PreparedSubmission:
         )  # raises where the run that is there has another spec or other code
         if self.earlier is None:
             on_created(Run(made.run.path))
-        submission = self.earlier or submit_run(made.run, made.record, self.backend, on_fetch, tasks)
+        submission = self.earlier or submit_run(made.run, made.record, self.backend, on_fetch, tasks, on_preparation)
         return Submitted(Run(made.run.path), submission.scheduler, submission.job_id, made.created)
 
 
@@ -283,8 +296,7 @@ class PreparedResume:
 
     def render(self) -> RenderedJob:
         """Return the job that submit() would hand to the scheduler."""
-        run = self.run.directory
-        return RenderedJob(run.run_id, run.path, self.backend.render(run, self.record))
+        return _rendered(self.backend, self.run.directory, self.record)
 
     def changes(self, job: RenderedJob) -> list[str] | None:
         """Return the lines in which ``job`` differs from the last submission; None if there was none."""
@@ -314,7 +326,11 @@ class PreparedResume:
         record = self.record
         tasks = prepare_data(record.spec, prepare, on_preparation, record.working_folder, self.run.path.parent)
         done = resume_run(
-            self.run.directory, from_scratch=self.from_scratch, resize=self.resize, preparation_tasks=tasks
+            self.run.directory,
+            from_scratch=self.from_scratch,
+            resize=self.resize,
+            preparation_tasks=tasks,
+            say=on_preparation,
         ).submission
         return Submitted(self.run, done.scheduler, done.job_id, created=False)
 

@@ -45,8 +45,9 @@ def prepare(
     A preparation that was stopped continues where it was. Prepared data are reused. Any number of these commands, on
     any machines that share the runs root, share the work.
 
-    With --submit the work is done by an array of tasks with --workers processes in total, and by a job after them that
-    completes it and fails if the data are not prepared; its id is printed to stdout.
+    With --submit the work is done by tasks with --workers processes in total: an array, and a job after it that
+    completes the work and fails if the data are not prepared, or one Indexed Job on Kubernetes. The id of the job that
+    ends last is printed to stdout.
     """
     if submit:
         _queue_preparation(spec, overrides or (), workers, as_json)
@@ -96,8 +97,11 @@ def _queue_preparation(spec: Path, overrides: Sequence[str], workers: int | None
         say("the data are prepared")
     else:
         queued, folder = found
-        say(f"queued {queued.tasks} tasks as job {queued.others}, and job {queued.job_id} after them")
-        say(f"logs and the reason of a failure: {folder}")
+        if queued.others:
+            say(f"queued {queued.tasks} tasks as job {queued.others}, and job {queued.job_id} after them")
+            say(f"logs and the reason of a failure: {folder}")
+        else:  # its files are not on this machine
+            say(f"created job {queued.job_id} with {queued.tasks} tasks; its logs and its end are in the cluster")
         typer.echo(visible(queued.job_id))
 
 

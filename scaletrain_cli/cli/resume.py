@@ -73,10 +73,10 @@ def command(
     details = resume_json(found.directory, report, resize) | {"changes_since_sent": changed}
     if dry_run:
         if as_json:
-            _print(details | {"would_send": job.text})
+            _print(details | {"would_send": job.whole_text})
         else:
             show_changes(changed)
-            typer.echo(document(job.text), nl=False)
+            typer.echo(document(job.whole_text), nl=False)
         return
     summary = prepared.check()
     for warning in (*not_checked, *summary.warnings):

@@ -157,7 +157,7 @@ def _show_rendered(prepared: PreparedSubmission, output: str | None, as_json: bo
     for warning in prepared.warnings:
         warn(sentences(warning))
     job = prepared.render()
-    text = in_format(prepared.backend, job.text, output) if output else job.text
+    text = in_format(prepared.backend, job.whole_text, output) if output else job.whole_text
     if as_json:
         shown = {"run_id": job.run_id, "run_dir": str(job.run_dir), "dry_run": True}
         print_json(shown | {"scheduler": prepared.backend.name, "would_send": text})
@@ -276,7 +276,7 @@ def submit_points(
         if data not in tasks:
             tasks[data] = prepare_data(point.spec, prepare, say_preparation)
     of_points = [tasks[_data_of(point.spec)] for point in planned]
-    done = submit_sweep(sweep, planned, scheduler, cap, snapshots, of_points)
+    done = submit_sweep(sweep, planned, scheduler, cap, snapshots, of_points, say_preparation)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -68,13 +68,18 @@ def plan_preparation(
     backend, cluster = backend_for(spec.cluster.scheduler), spec.cluster
     if choice == "job" and not backend.prepares_in_jobs:
         raise UsageError(Reason("preparation.no-job", {"scheduler": backend.traits.display_name}))
-    if not backend.prepares_in_jobs and not cluster.traits.shared_run_directory:
-        return PreparationPlan("nothing", Reason("preparation.by-ranks"))
+    if not cluster.traits.shared_run_directory:  # what is prepared below the runs root of the nodes is not known here
+        if choice == "now":
+            raise UsageError(Reason("preparation.not-here", {"scheduler": backend.traits.display_name}))
+        if not backend.prepares_in_jobs:
+            return PreparationPlan("nothing", Reason("preparation.by-user"))
+        count = backend.preparation_tasks(cluster) or 1
+        return PreparationPlan("job", Reason("preparation.job-before", {"tasks": count}), count)
     if (unseen := _unseen(spec, folder or Path.cwd())) is not None:
         if choice == "now":
             raise UsageError(Reason("preparation.unseen-here", {"cause": unseen}))
         if not backend.prepares_in_jobs:
-            return PreparationPlan("nothing", Reason("preparation.by-ranks"))
+            return PreparationPlan("nothing", Reason("preparation.by-user"))
         unknown = backend.preparation_tasks(cluster) or 1
         return PreparationPlan("job", Reason("preparation.job-unseen", {"cause": unseen, "tasks": unknown}), unknown)
     with _spec_file(spec) as file:
@@ -167,20 +172,24 @@ def prepare_here(
     folder: Path | None = None,
     workers: int | None = None,
     say: Callable[[str], None] | None = None,
+    failure: Path | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> None:
     """Prepare the data on this machine. Raises the error of the preparation.
 
-    ``say`` gets lines of progress; by default they go to stderr.
+    ``say`` gets lines of progress; by default they go to stderr. ``failure``: a file in which the reason of the error
+    is recorded. ``known``: commits of the hub that a run has recorded.
     """
-    with _spec_file(spec) as file:
-        words = ("--workers", str(workers or workers_here(spec)))
+    with _spec_file(spec, known) as file:
+        words = ["--workers", str(workers or workers_here(spec))]
+        words += [] if failure is None else ["--failure", str(failure)]
         run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), *words, needs=NEEDS, cwd=folder, on_line=say)
 
 
 @contextmanager
-def _spec_file(spec: RunSpec) -> Iterator[Path]:
+def _spec_file(spec: RunSpec, known: Mapping[str, str] | None = None) -> Iterator[Path]:
     """Yield a file with the spec, in which files of the hub are local ones."""
-    resolved = fetched_spec(spec, "data")
+    resolved = fetched_spec(spec, "data", known=known)
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         path = Path(folder) / "spec.json"
         create_file(path, _document(resolved))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,13 +81,14 @@ def inspect_resume(run: RunDir, scheduler: Backend | None = None) -> ResumeRepor
         last_step_logged=logged,
         steps_lost=max(0, (logged or 0) - (checkpoint.step if checkpoint else 0)),
         finished=job.exit_code == 0 if last is None else last.reason == "done",
-        active=job.may_be_active,
+        active=job.may_be_active and not job.resumable,
         job=job,
         had_checkpoint=bool(checkpoint or passed_over or has_committed(run)),
         unseen=not record.spec.cluster.traits.shared_run_directory
         and last is None
         and checkpoint is None
-        and bool(job.id),
+        and bool(job.id)
+        and not job.resumable,
     )
 
 
@@ -98,11 +99,12 @@ def resume(
     resize: Resize | None = None,
     scheduler: Backend | None = None,
     preparation_tasks: int = 0,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Resumption:
     """Submit the run again, with new restart budgets. Raises UsageError where ``refuse`` does.
 
     With ``resize`` the run continues in that layout; where that changes nothing, no revision is written.
-    ``preparation_tasks``: as in submit_run().
+    ``preparation_tasks`` and ``say``: as in submit_run().
     """
     with submit_lock(run):
         record, report = read_record(run), inspect_resume(run, scheduler)
@@ -118,7 +120,7 @@ def resume(
             _stop_files_moved_aside(run),
         ):
             fetch_to_shared_cache(revised.spec, revised.hub, os.environ)
-            return Resumption(report, submit_prepared(run, revised, scheduler, preparation_tasks))
+            return Resumption(report, submit_prepared(run, revised, scheduler, preparation_tasks, say))
 
 
 def refuse(run: RunDir, report: ResumeReport, *, from_scratch: bool = False, resize: Resize | None = None) -> None:

@@ -190,11 +190,13 @@ def submit_run(
     scheduler: Backend,
     on_fetch: Callable[[FetchProgress], None] = lambda progress: None,
     preparation_tasks: int = 0,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Submission:
     """Submit the job, or return the earlier submission of this run.
 
     Fetches the files of the hub first if the nodes share their cache with this machine. ``preparation_tasks``: the
-    tasks of a job that prepares the data first; 0: they are prepared. Raises HubError and FetchError.
+    tasks of a job that prepares the data first; 0: they are prepared. ``say`` gets lines of progress where this waits
+    for that job. Raises HubError and FetchError.
     """
     if read_submission(run) is None:
         fetch_to_shared_cache(record.spec, record.hub, os.environ, on_fetch)
@@ -204,15 +206,25 @@ def submit_run(
             return earlier
         if request is not None and (begun := _begun_since(run, request)) is not None:
             return _submitted(run, begun)
-        return submit_prepared(run, record, scheduler, preparation_tasks)
+        return submit_prepared(run, record, scheduler, preparation_tasks, say)
 
 
-def submit_prepared(run: RunDir, record: RunRecord, scheduler: Backend, preparation_tasks: int) -> Submission:
-    """Submit the job, and before it the one that prepares the data, if it has tasks. As submit_job()."""
+def submit_prepared(
+    run: RunDir,
+    record: RunRecord,
+    scheduler: Backend,
+    preparation_tasks: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> Submission:
+    """Submit the job, and before it the one that prepares the data, if it has tasks. As submit_job() and submit_run().
+
+    Raises the error of the preparation where this waits for it; the job and the failure stay recorded.
+    """
     if not preparation_tasks:
         forget_job(preparation_folder(run))
         return submit_job(run, record, scheduler)
     scheduler.submit_preparation(run, record, preparation_tasks)
+    scheduler.await_preparation(run, record, say)
     try:
         return submit_job(run, record, scheduler)
     except SchedulerSilentError:  # the scheduler may have the job

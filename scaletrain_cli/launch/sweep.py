@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,11 +66,12 @@ def submit_sweep(
     cap: int,
     snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
     preparation_tasks: Sequence[int] = (),
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[SubmittedPoint]:
     """Submit all points; if one fails, cancel those already submitted and raise its error.
 
     ``snapshots``: the result of an earlier take_snapshots(); None takes them now. ``preparation_tasks``: of each point,
-    as in submit_run(); empty: the data of all points are prepared.
+    and ``say``, as in submit_run(); no tasks: the data of all points are prepared.
     """
     done: list[tuple[CreatedRun, Submission]] = []
     code = take_snapshots(points) if snapshots is None else snapshots  # first: the tree may change meanwhile
@@ -82,7 +83,7 @@ def submit_sweep(
             if made.created or (read_submission(made.run) is None and read_sweep_place(made.run) is None):
                 write_sweep_place(made.run, SweepPlace(sweep, index + 1, len(points), point.overrides, after))
             tasks = preparation_tasks[index] if preparation_tasks else 0
-            done.append((made, submit_run(made.run, made.record, scheduler, preparation_tasks=tasks)))
+            done.append((made, submit_run(made.run, made.record, scheduler, preparation_tasks=tasks, say=say)))
         except ScaletrainError as error:
             silent = isinstance(error, SchedulerSilentError)
             left = _cancel_submitted([made for made, _ in done], scheduler)

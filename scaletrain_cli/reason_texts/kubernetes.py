@@ -26,11 +26,29 @@ _CHECK_SERVER = "Check the VPN, the server and the context"
 _ASK_RIGHT = "Ask an administrator for the right to {verb} {resource}: {roles} has all that is needed"
 _OTHER_ID = "Submit under another --run-id"
 _NOT_WRITABLE = "{folder} cannot be written by the pods (uid {uid}, gid {gid}, groups {groups})"
+_GOES_ON = "If no command waits for it any more, run scaletrain resume {run}"
 _FOLDER = "the pods run as uid {uid}, which cannot write {folder} (uid {owner}, gid {group}, mode {mode})"
 _TOO_FEW_NODES = "the {nodes} nodes can run at most {fit} of the job's pods, and {needed} are needed ({lacks})"
 _CHOOSE_OWNER = "Set cluster.kubernetes.run_as_user: {owner}, or change the owner of the folder to {uid}"
 
 TEXTS: dict[str, Text] = {
+    # The preparation of data before the workload exists.
+    "preparation-runs": Text("the data are prepared by {job}: {running} of {tasks:of pod} run", (_GOES_ON,)),
+    "preparation-waits": Text("the data are not prepared: {job} waits: {cause}", (_GOES_ON,)),
+    "preparation-suspended": Text("the data are not prepared: {job} waits in a queue of Kueue", (_GOES_ON,)),
+    "preparation-done": Text("the data were prepared by {job}; the training job does not exist yet", (_GOES_ON,)),
+    "preparation-goes-on": Text(
+        "the preparation {job} goes on in the cluster; scaletrain resume {run} waits for it and creates the training "
+        "job, scaletrain cancel {run} ends it"
+    ),
+    "preparation-gone": Text("{job}, which prepared the data, does not exist any more"),
+    "preparation-deleted": Text(
+        "{job}, which prepared the data, was deleted", ("scaletrain resume {run} prepares the data again",)
+    ),
+    "preparation-cancelled": Text("cancelled while {job} prepared the data"),
+    "preparation-pod-failed": Text("{job}: {cause}"),
+    "preparation-failed": Text("{job} has failed: {said}"),
+    "explain-preparation": Text("the data are prepared on CPU nodes; no GPU is requested meanwhile"),
     # The connection to the API server, and its refusals.
     "current-context-unusable": Text("the current context of the kubeconfig ({file}) cannot be used: {said}", _CONTEXT),
     "context-unusable": Text("context {context} of the kubeconfig ({file}) cannot be used: {said}", _CONTEXT),

@@ -13,7 +13,18 @@ TEXTS: dict[str, Text] = {
     ),
     "here-as-chosen": Text("the data are prepared on this machine first, as --prepare now asks for"),
     "only-here": Text("the data are not prepared: this is done first, on this machine"),
-    "by-ranks": Text("the data are prepared by the ranks where that is necessary"),
+    "by-user": Text(
+        "the data must be prepared below the runs root of the nodes", ("Run scaletrain data prepare there",)
+    ),
+    "job-before": Text(
+        "the data are prepared on the nodes' volume by a job of {tasks:of task} on CPU nodes, if they are not yet; the "
+        "training job is created when it has ended"
+    ),
+    "not-here": Text(
+        "the data of a run on {scheduler} cannot be prepared on this machine, which does not see the runs root of the "
+        "nodes",
+        ("Use --prepare job",),
+    ),
     "unseen-path": Text("{path} is {place}"),
     "no-packages": Text("{names:list} not installed here"),
     "job": Text(

@@ -16,13 +16,24 @@ from scaletrain_cli.rundir.paths import RunDir
 
 @dataclass(frozen=True)
 class PreparationJob:
-    """The latest preparation job of a run. ``job_id``: the job that the gang waits for; ``others``: its tasks."""
+    """The latest preparation job of a run. ``job_id``: the job that the gang waits for; ``others``: its tasks.
+
+    The other fields are of a job after which the submitter creates the gang: ``prepared`` once it has done its work,
+    ``submission`` the number of the gang's submission, ``number`` that of the job for it, from 1, ``data`` a digest of
+    what it prepares, and the place of the job.
+    """
 
     scheduler: str
     job_id: str
     others: str
     tasks: int
     revision: int = 0
+    prepared: bool = False
+    submission: int = 0
+    number: int = 1
+    data: str = ""
+    namespace: str = ""
+    context: str | None = None
 
 
 def preparation_folder(run: RunDir) -> Path:
@@ -58,12 +69,23 @@ def read_failure(folder: Path) -> Reason | None:
     return None if found is None else reason_from(found.get("reason"))
 
 
+def record_job_failure(folder: Path, why: Reason, exit_code: int) -> None:
+    """Record why the job has failed, where its tasks cannot write to the folder."""
+    write_document(folder / "failure.json", {"reason": why.to_document(), "exit_code": exit_code})
+
+
+def exit_code_of_failure(folder: Path) -> int | None:
+    """Return the exit code with which the job has failed; None if no failure is recorded."""
+    found = read_document(folder / "failure.json")
+    return None if found is None else int(found.get("exit_code", 1))
+
+
 def why_not_prepared(run: RunDir) -> Reason | None:
     """Return why the data of a run whose gang never started are not prepared; None if that is not known to be so."""
     folder = preparation_folder(run)
     job, failure = read_job(folder), read_failure(folder)
     if failure is not None:
         return Reason("preparation.failed", {"cause": failure, "run": run.run_id})
-    if job is None:
+    if job is None or job.prepared:
         return None
     return Reason("preparation.job-failed", {"job": job.job_id, "folder": str(folder), "run": run.run_id})

@@ -161,6 +161,23 @@ class TolerationSpec(Section):
             yield "seconds", "requires effect: NoExecute."
 
 
+class KubernetesPreparationSpec(Section):
+    """The pods that prepare the data of a run on CPU nodes. What is not set here is as for the run."""
+
+    cpus: Annotated[int, Field(strict=True, ge=1, le=1024)] = Field(
+        default=4, description="cores and worker processes of each pod"
+    )
+    memory: PositiveBytes = Field(default=8 * 2**30, description="of each pod: request and limit")
+    tasks: Annotated[int, Field(strict=True, ge=1, le=64)] = Field(default=1, description="pods that share the work")
+    queue: LabelName | None = Field(default=None, description="a Kueue LocalQueue; null: Kueue does not admit the pods")
+    node_selector: dict[LabelKey, LabelValue] | None = Field(
+        default=None, description="labels of CPU nodes; null: cluster.kubernetes.node_selector"
+    )
+    tolerations: tuple[TolerationSpec, ...] | None = Field(
+        default=None, description="null: cluster.kubernetes.tolerations; none is added for GPU nodes"
+    )
+
+
 class TopologySpec(Section):
     """The required distance between nodes. ``key`` is the node label of a rack or block.
 
@@ -221,6 +238,7 @@ class KubernetesSpec(BackendSection):
     gpu_product: LabelValue | None = Field(default=None, description="node label nvidia.com/gpu.product")
     node_selector: dict[LabelKey, LabelValue] = {}
     tolerations: tuple[TolerationSpec, ...] = ()
+    preparation: KubernetesPreparationSpec = KubernetesPreparationSpec()
     spot_taint: Literal["auto", "gke", "eks", "karpenter", "aks", "none"] = Field(
         default="auto", description="provider whose taint of spot nodes is tolerated with spot: true; auto: all"
     )
@@ -264,9 +282,10 @@ class KubernetesSpec(BackendSection):
             yield "shm_size", f"must be below memory_per_node = {self.memory_per_node}, which includes it."
         yield from self._about_topology()
         yield from self._about_volumes()
-        for index, toleration in enumerate(self.tolerations):
-            for key, message in toleration.inconsistencies():
-                yield f"tolerations.{index}.{key}", message
+        for section, given in (("", self.tolerations), ("preparation.", self.preparation.tolerations or ())):
+            for index, toleration in enumerate(given):
+                for key, message in toleration.inconsistencies():
+                    yield f"{section}tolerations.{index}.{key}", message
 
     @property
     def summary(self) -> str:

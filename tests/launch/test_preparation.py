@@ -13,6 +13,7 @@ from scaletrain_cli.launch.preparation import Choice, plan_preparation, queue_pr
 from tests.launch.conftest import make_spec
 
 SLURM = ("cluster.scheduler=slurm",)
+PODS = ("cluster.scheduler=kubernetes",)
 TASKS = "cluster.slurm.preparation.tasks=7"
 
 
@@ -39,7 +40,7 @@ def no_preparation() -> None:
         ),
         ((), {"prepared": False, "bytes": 400_000_000_000, "seconds": 267e3}, "auto", "here", 0, "only-here"),
         (("code.engine=my_program",), {}, "auto", "nothing", 0, "is-prepared"),
-        (("cluster.scheduler=kubernetes",), {}, "auto", "nothing", 0, "by-ranks"),
+        ((*PODS, "cluster.kubernetes.preparation.tasks=5"), {}, "auto", "job", 5, "job-before"),
     ],
 )
 def test_data_are_prepared_here_or_by_a_job_by_the_time_that_it_takes(
@@ -69,6 +70,8 @@ def test_what_this_machine_cannot_see_is_prepared_by_a_job(monkeypatch: pytest.M
         plan_preparation(make_spec(*inside), Path("/runs"), "now")
     monkeypatch.setattr(preparation, "find_spec", lambda name: None)
     assert "numpy, tokenizers not installed here" in str(plan_preparation(make_spec(*SLURM), Path("/runs")).why)
+    with pytest.raises(UsageError, match="does not see the runs root of the nodes"):
+        plan_preparation(make_spec(*PODS), Path("/runs"), "now")
     with pytest.raises(UsageError, match="cannot run a preparation job"):
         plan_preparation(make_spec(), Path("/runs"), "job")
     with pytest.raises(UsageError, match=r"cannot run a preparation job\. Run the command without --submit"):

@@ -115,6 +115,11 @@ HELD_BY = {
     "cluster.kubernetes.volumes.*.sub_path": "tests/spec/test_kubernetes_section.py",
     "cluster.kubernetes.tolerations.*.key": "tests/spec/test_kubernetes_section.py",
     "cluster.kubernetes.tolerations.*.value": "tests/spec/test_kubernetes_section.py",
+    **{
+        f"cluster.kubernetes.preparation.{key}": f"{KUBERNETES}/test_preparation.py::"
+        "test_the_job_is_valid_and_takes_no_gpu"
+        for key in ("queue", "node_selector.*", "tolerations.*.key", "tolerations.*.value")
+    },
 }
 ON_SLURM = "cluster.scheduler=slurm"
 # Row, what is set, the key that the refusal names, what it says.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.prepared import find_prepared, prepare_data
+from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.data.stages import recorded_changes
 from scaletrain_cli.engine.data.dataset import DatasetInfo
-from scaletrain_cli.engine.data.prepared import open_data_of, prepare_rows
+from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
@@ -28,7 +27,6 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.shared_datasets import is_readable, owner_of_dataset
 from scaletrain_cli.spec import RunSpec
 
-logger = logging.getLogger(__name__)
 _HELD_BACK = "validation-held-back"
 
 
@@ -122,8 +120,7 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
 def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
     """Return the folder of the prepared data of each source, by its name.
 
-    Raises UsageError if they are not prepared: the GPUs of a run do not wait for that. Where the launcher cannot write
-    to the folder of the runs, as on a volume of pods, they are prepared here. Raises OSError, too.
+    Raises UsageError if they are not prepared: the GPUs of a run do not wait for that. Raises OSError, too.
     """
     root, text = run.path.parent, spec.training.objective == "causal_lm"
     first = spec.data.all_sources[0].name
@@ -134,14 +131,8 @@ def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
         found = {first: folder} if is_readable(folder) else None
     if found is not None:
         return found
-    if spec.cluster.traits.shared_run_directory:
-        paths = ", ".join(path for _, path in spec.data.paths())
-        raise UsageError(Reason("data.run-not-prepared", {"paths": paths, "folder": str(root), "run": run.run_id}))
-    return prepare_data(spec.data, root, 1, _show_progress) if text else {first: prepare_rows(spec, root)}
-
-
-def _show_progress(phase: str, done: int, tasks: int) -> None:
-    logger.info("%s: %d of %d", phase, done, tasks)
+    paths = ", ".join(path for _, path in spec.data.paths())
+    raise UsageError(Reason("data.run-not-prepared", {"paths": paths, "folder": str(root), "run": run.run_id}))
 
 
 def _require_one_tokenizer(folders: Mapping[str, Path]) -> None:

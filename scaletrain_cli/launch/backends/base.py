@@ -127,6 +127,7 @@ JobCause = Literal["cancelled", "preempted", "time-limit", "host-oom", "node"]
 class Job:
     """A run's job as its scheduler reports it; ``detail`` is the text for the state. See ``because``.
 
+    ``resumable``: the job is active, but the run may be resumed: its gang does not exist, and its data are prepared.
     ``exit_code`` and ``progress`` (a line of metrics.jsonl) are for a run whose directory is not visible here.
     ``cause`` is set for an ended job if the scheduler names one; ``unsettled``: the submission was not answered, and
     the scheduler may still accept it; ``forgotten``: it ended, and the scheduler no longer has a record of it.
@@ -142,6 +143,7 @@ class Job:
     progress: Mapping[str, float] = field(default_factory=dict)
     forgotten: bool = False
     reason: Reason | None = None  # why it is in this state; ``detail`` contains its text
+    resumable: bool = False
 
     @classmethod
     def because(cls, job_id: str, state: JobState, reason: Reason, nodes: tuple[str, ...] = (), **more: Any) -> Job:
@@ -289,6 +291,17 @@ class Backend(ABC):
     def cancel_preparation(self, run: RunDir) -> None:
         """End the preparation job of a run whose gang could not be queued."""
         return None
+
+    def await_preparation(self, run: RunDir, record: RunRecord, say: Callable[[str], None]) -> None:
+        """Wait for the job of submit_preparation(), if submit() cannot make the gang depend on it.
+
+        ``say`` gets lines of progress. Raises the error of the preparation, which is then recorded in the run.
+        """
+        return None
+
+    def render_preparation(self, run: RunDir, record: RunRecord) -> str:
+        """Return what submit_preparation() submits before the gang, if render() does not refer to it; else ''."""
+        return ""
 
     def start_following_evaluations(self, run: RunDir) -> None:
         """Start a process that submits an evaluation of each checkpoint of the run, if it can live on this machine.

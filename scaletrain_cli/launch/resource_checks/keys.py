@@ -40,6 +40,7 @@ def _row(key: str, names: str, checked: str, when: str, by: str, instead: str = 
     return ExternalKey(key, names, checked, when, instead, by)
 
 
+_PREPARATION_JOB = "scaletrain_cli.launch.backends.kubernetes.preparation:look"
 _K8S, _SL = "cluster.kubernetes.", "cluster.slurm."
 _FIRST_USE = "its first use. Training continues without it, with the event tracker-off"
 _NEVER_BEFORE = "never before the start"
@@ -404,6 +405,24 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     _row(f"{_K8S}node_selector.*", "a label of nodes", "enough nodes have it", _SCHEDULER, f"{_CAPACITY}node_capacity"),
     _row(f"{_K8S}tolerations.*.key", "a taint", "nothing: one that no node has is harmless", "never", _KUBERNETES),
     _row(f"{_K8S}tolerations.*.value", "a taint's value", "nothing, as for the key", "never", _KUBERNETES),
+    _row(
+        f"{_K8S}preparation.queue",
+        "a LocalQueue",
+        "nothing",
+        "never",
+        _PREPARATION_JOB,
+        "`status` and `explain`: the Job waits in a queue",
+    ),
+    _row(
+        f"{_K8S}preparation.node_selector.*",
+        "a label of nodes",
+        "nothing",
+        "never",
+        _PREPARATION_JOB,
+        "`status` and `explain`, from the scheduler's message",
+    ),
+    _row(f"{_K8S}preparation.tolerations.*.key", "a taint", "nothing", "never", _PREPARATION_JOB),
+    _row(f"{_K8S}preparation.tolerations.*.value", "a taint's value", "nothing", "never", _PREPARATION_JOB),
     _row(
         f"{_K8S}topology.key",
         "a label of nodes",

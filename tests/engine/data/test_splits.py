@@ -58,7 +58,7 @@ def test_nothing_is_held_back_from_a_run_that_was_trained_on_all_of_it(run: tupl
     assert sequences_held_back(folder, in_layout(record, 4, 4), 1000, 4) == 16
 
 
-def test_ranks_prepare_data_only_where_the_launcher_cannot(tmp_path: Path) -> None:
+def test_ranks_never_prepare_data(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words and others\n" * 200)
     sizes = ("data.tokenizer.vocab_size=300", "model.vocab_size=300")
@@ -71,5 +71,5 @@ def test_ranks_prepare_data_only_where_the_launcher_cannot(tmp_path: Path) -> No
     with pytest.raises(UsageError, match="is not prepared"):
         splits._folders(rows, made)
     pods = make_spec(*given, "cluster.scheduler=kubernetes", "cluster.kubernetes={image: a/b:1, runs: {claim: c}}")
-    folder = splits._folders(pods, made)["source"]
-    assert splits._folders(make_spec(*given), made) == {"source": folder}
+    with pytest.raises(UsageError, match="is not prepared"):
+        splits._folders(pods, made)

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from scaletrain_cli.errors import SchedulerError, SchedulerSilentError, UsageError
@@ -51,6 +52,15 @@ from scaletrain_cli.launch.backends.kubernetes.objects import (
 )
 from scaletrain_cli.launch.backends.kubernetes.observation import Observation, observe
 from scaletrain_cli.launch.backends.kubernetes.pod_logs import PodLogs, newest_progress
+from scaletrain_cli.launch.backends.kubernetes.preparation import (
+    await_job,
+    delete_jobs,
+    job_of_preparation,
+    objects_of_run,
+    pending_job,
+    queue_for_spec,
+    submit_for_run,
+)
 from scaletrain_cli.launch.code import take_snapshot
 from scaletrain_cli.launch.node_exclusion import Exclusion
 from scaletrain_cli.launch.submit import make_record
@@ -59,6 +69,7 @@ from scaletrain_cli.reasons import reason_from, recorded
 from scaletrain_cli.rundir.code import CodeRecord
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir, runs_root
+from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, read_job
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import touch
 from scaletrain_cli.spec import ClusterSpec, RunSpec
@@ -80,6 +91,7 @@ class KubernetesBackend(Backend):
     output_format: ClassVar[Literal["script", "yaml"]] = "yaml"
     can_force: ClassVar[bool] = True
     replaces_nodes: ClassVar[bool] = False  # pods restart only as a whole gang
+    prepares_in_jobs: ClassVar[bool] = True
 
     connect: Callable[[str | None, str], Cluster] = connect
 
@@ -104,6 +116,30 @@ class KubernetesBackend(Backend):
         seen = run if run is not None and shares_volume(run) else None
         return check(self._cluster(spec), spec, rendered, seen)
 
+    def preparation_cores(self, cluster: ClusterSpec) -> int:
+        """Return the worker processes of one pod."""
+        return cluster.kubernetes.preparation.cpus
+
+    def preparation_tasks(self, cluster: ClusterSpec) -> int | None:
+        """Return the number of pods."""
+        return cluster.kubernetes.preparation.tasks
+
+    def submit_preparation(self, run: RunDir, record: RunRecord, tasks: int) -> None:
+        """Create the Job whose pods prepare the data; submit() creates the gang only after await_preparation()."""
+        submit_for_run(self._cluster(record.spec), run, record)
+
+    def await_preparation(self, run: RunDir, record: RunRecord, say: Callable[[str], None]) -> None:
+        """Wait for the Job. An interruption leaves it as it is: the next submission goes on."""
+        await_job(self._cluster(record.spec), run, record, say)
+
+    def queue_preparation(self, spec: RunSpec, name: str, folder: Path, tasks: int) -> PreparationJob:
+        """Create the Job; ``folder`` is not used, since its files would be on another volume."""
+        return queue_for_spec(self._cluster(spec), spec, name, tasks)
+
+    def render_preparation(self, run: RunDir, record: RunRecord) -> str:
+        """Return the objects of the preparation as YAML."""
+        return to_yaml(objects_of_run(run, record))
+
     def render(self, run: RunDir, record: RunRecord) -> str:
         """Return the objects of the next submission as YAML."""
         return to_yaml(self._manifest(run, record, lambda: self._cluster(record.spec))[0].objects)
@@ -127,7 +163,9 @@ class KubernetesBackend(Backend):
         return workload.id
 
     def job(self, run: RunDir, record: RunRecord) -> Job:
-        """Return the state of the run's latest job."""
+        """Return the state of the run's latest job, or of the preparation after which it is created."""
+        if (preparing := pending_job(run, record)) is not None:
+            return job_of_preparation(self.connect(preparing.context, preparing.namespace), run, record, preparing)
         ref = job_ref_of(run, record)
         if ref is None:
             return Explanation(reason("never-submitted")).job("", "unknown")
@@ -203,8 +241,14 @@ class KubernetesBackend(Backend):
         """Delete the run's workloads, after their pods: each pod gets SIGTERM and its full grace period to save.
 
         Raises SchedulerError, with nothing changed, if the server refuses, or if it may still create the job of an
-        unanswered request. The object of a JobSet or Volcano Job exists until its last pod is deleted.
+        unanswered request. The object of a JobSet or Volcano Job exists until its last pod is deleted. Before the
+        workload exists, the Job that prepares the data is deleted.
         """
+        if (preparing := pending_job(run, record)) is not None:
+            delete_jobs(self.connect(preparing.context, preparing.namespace), preparing.namespace, record)
+            touch(run.stop_file)
+            record_event(run, "cancelled", job_id=preparing.job_id)
+            return
         ref = job_ref_of(run, record)
         if ref is None:
             touch(run.stop_file)
@@ -236,15 +280,20 @@ class KubernetesBackend(Backend):
 
     def remove_ended(self, run: RunDir, record: RunRecord) -> list[str]:
         """Delete the run's workloads, all of which have ended, with their dependents; return their names."""
+        prepared = read_job(preparation_folder(run))
+        removed = []
+        if prepared is not None and prepared.scheduler == self.name:
+            place = self.connect(prepared.context, prepared.namespace)
+            removed = delete_jobs(place, prepared.namespace, record)
         ref = job_ref_of(run, record)
         if ref is None:
-            return []
+            return removed
         cluster, seen = self._observe(ref, record)
         kind = BACKENDS[parse_id(ref.job_id)[0]]
         targets = [one for one in (seen.workload, *seen.others) if one is not None and _has_ended(one)]
         for one in targets:
             delete_workload(cluster, kind, ref.namespace, one)
-        return [str(one["metadata"]["name"]) for one in targets]
+        return [*removed, *(str(one["metadata"]["name"]) for one in targets)]
 
     def logs(self, run: RunDir, record: RunRecord) -> PodLogs | None:
         """Return the fetcher of the pods' output; None if this machine sees their files, or there is no job."""

@@ -170,7 +170,7 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] 
         if phase in ("Failed", "Aborting", "Aborted", "Terminating", "Terminated"):
             code = "phase-said" if said else "phase"
             ended = reason(code, phase=phase.lower(), said=said)
-            return _exit_code(seen.pods, said), Explanation(ended, _failed_pod(seen.pods))
+            return _exit_code(seen.pods, said), Explanation(ended, failed_pod(seen.pods))
         return None
     if _condition(workload, "Completed") or _condition(workload, "Complete"):
         return 0, Explanation(reason("completed"))
@@ -181,7 +181,7 @@ def _end(workload: Object, seen: Observation) -> tuple[int | None, Explanation] 
     children = [_reason_words(condition) for item in below for condition in _conditions(item, "Failed")]
     own = _reason_words(failed)
     more = [words for words in dict.fromkeys(children) if words and words not in own]
-    after = (*(reason("child-failed", said=words) for words in more), *_failed_pod(seen.pods))
+    after = (*(reason("child-failed", said=words) for words in more), *failed_pod(seen.pods))
     return _exit_code(seen.pods, " ".join((_message(failed), *children))), Explanation(
         reason("failed-said", said=own) if own else reason("failed"), after
     )
@@ -202,7 +202,7 @@ def exit_code_of_pod(pod: Object) -> int | None:
     return int(ended["exitCode"]) if ended is not None else None
 
 
-def _failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
+def failed_pod(pods: Sequence[Object]) -> tuple[Reason, ...]:
     """Return how the first pod that failed ended: its exit code, and the last line that it printed."""
     for pod in pods:
         name, ended = pod["metadata"]["name"], own_container(pod).get("state", {}).get("terminated") or {}
@@ -319,7 +319,7 @@ def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
         cause = reason("running-others-ended", running=len(running), expected=expected)
         return Explanation(cause, again).job(job_id, "running", nodes)
     leaving = [pod for pod in seen.pods if pod["metadata"].get("deletionTimestamp")]
-    waits = _why_pods_wait(current, seen)
+    waits = why_pods_wait(current, seen)
     if leaving and not waits:
         cause, *more = _terminating(leaving, seen, "last-gang-ending")
         return Explanation(cause, (*more, *again)).job(job_id, "queued", nodes)
@@ -328,7 +328,7 @@ def _of_pods(seen: Observation, job_id: str, nodes: tuple[str, ...]) -> Job:
     return Explanation(cause, (*more, *again), before).job(job_id, "queued", nodes)
 
 
-def _why_pods_wait(pods: Sequence[Object], seen: Observation) -> tuple[Reason, ...]:
+def why_pods_wait(pods: Sequence[Object], seen: Observation) -> tuple[Reason, ...]:
     """Return what keeps a pod from starting, or from being created at all; empty if nothing is known."""
     for pod in pods:
         for container in _containers(pod):

@@ -25,6 +25,7 @@ class _Meaning(NamedTuple):
 
 _UNMANAGED = _Meaning("never-satisfiable", "explain-unmanaged", True)
 _QUOTA = _Meaning("quota", "explain-quota")
+_PREPARING = _Meaning("preparation", "explain-preparation")
 _CONTAINER = _Meaning("image", "explain-container")
 _VOLUME = _Meaning("volume", "explain-volume")
 _STARTING = _Meaning("starting", "explain-starting")
@@ -69,6 +70,10 @@ _MEANINGS = {
     "gang-unschedulable": _UNSCHEDULABLE,
     "volume-not-mounted": _VOLUME,
     "creation-refused": _Meaning("quota", "explain-namespace-quota"),
+    "preparation-runs": _PREPARING,
+    "preparation-waits": _PREPARING,
+    "preparation-suspended": _PREPARING,
+    "preparation-done": _PREPARING,
     "child-not-created": _Meaning("starting", "explain-child"),
 }
 _UNKNOWN = _Meaning("unknown", "explain-unknown")

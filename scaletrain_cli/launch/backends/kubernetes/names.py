@@ -27,6 +27,7 @@ REVISION_ANNOTATION = "scaletrain.dev/revision"
 SUBMISSION_ANNOTATION = "scaletrain.dev/submission"
 DOCUMENTS_ANNOTATION = "scaletrain.dev/documents-sha256"
 RECORD_ANNOTATION = "scaletrain.dev/record"  # unique to the run: two users may choose the same run id
+PREPARATION_LABEL = "scaletrain.dev/preparation"  # in place of RUN_LABEL, on what prepares the data of a run
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"

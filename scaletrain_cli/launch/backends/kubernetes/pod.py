@@ -6,7 +6,7 @@ Secrets are in it by reference only. `$` in every value is doubled, because the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scaletrain_cli.hub.cache import CACHE_VARIABLES
@@ -15,6 +15,7 @@ from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.hub_files import hub_uses
+from scaletrain_cli.spec.kubernetes import TolerationSpec
 
 _MIB, _GIB = 2**20, 2**30
 # Host memory of a GPU rank: the interpreter with torch and CUDA, pinned buffers, NCCL's proxies, the data loader.
@@ -115,11 +116,13 @@ def tolerations(spec: RunSpec) -> list[dict[str, Any]]:
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": seconds}
         for key in _NODE_UNHEALTHY
     ]
-    for own in kubernetes.tolerations:
-        given = {"key": own.key, "operator": own.operator, "value": own.value, "effect": own.effect}
-        toleration: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        found.append(toleration | ({} if own.seconds is None else {"tolerationSeconds": math.ceil(own.seconds)}))
-    return found
+    return [*found, *map(_own_toleration, kubernetes.tolerations)]
+
+
+def _own_toleration(own: TolerationSpec) -> dict[str, Any]:
+    given = {"key": own.key, "operator": own.operator, "value": own.value, "effect": own.effect}
+    toleration: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return toleration | ({} if own.seconds is None else {"tolerationSeconds": math.ceil(own.seconds)})
 
 
 def node_selector(spec: RunSpec) -> dict[str, str]:
@@ -194,7 +197,7 @@ def pod_template(
         "enableServiceLinks": False,  # variables for every Service of the namespace slow the start down
         "securityContext": _pod_security(spec),
         "containers": [_container(spec, plan, workload)],
-        "volumes": list(_volumes(spec, workload, documents)),
+        "volumes": list(_volumes(spec, workload.config_map, documents, shm_bytes(spec))),
         "tolerations": tolerations(spec),
     }
     if kubernetes.service_account is not None:
@@ -215,6 +218,55 @@ def pod_template(
     return {"metadata": {"labels": workload.labels, "annotations": annotations}, "spec": pod}
 
 
+PREPARATION_MODULE = "scaletrain_cli.launch.backends.kubernetes.preparation_pod"
+PREPARATION_DOCUMENT = "preparation.json"
+_PREPARATION_GRACE_SECONDS = 60  # what is being written is removed
+
+
+def preparation_template(
+    spec: RunSpec, config_map: str, labels: Mapping[str, str], annotations: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return ``metadata`` and ``spec`` of the pods that prepare the data: as those of the run, without its devices.
+
+    They have no toleration of the GPU nodes' taint, and no priority class of the run.
+    """
+    kubernetes, settings = spec.cluster.kubernetes, spec.cluster.kubernetes.preparation
+    own = kubernetes.tolerations if settings.tolerations is None else settings.tolerations
+    amounts = {"cpu": str(settings.cpus), "memory": quantity(settings.memory)}
+    words = ("--documents", DOCUMENTS_PATH, "--runs-root", kubernetes.runs.path, "--workers", str(settings.cpus))
+    container = {
+        "name": NODE,
+        "image": kubernetes.image,
+        "imagePullPolicy": _pull_policy(spec),
+        "command": ["python", *python_words(PREPARATION_MODULE)],
+        "args": [escaped(word) for word in words],
+        "env": list(_given_environment(spec)),
+        "resources": {"requests": amounts, "limits": {"memory": amounts["memory"]}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": list(_mounts(spec)),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _PREPARATION_GRACE_SECONDS,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": _pod_security(spec),
+        "containers": [container],
+        "volumes": list(_volumes(spec, config_map, (PREPARATION_DOCUMENT,), settings.memory // 2)),
+    }
+    if own:
+        pod["tolerations"] = [_own_toleration(each) for each in own]
+    if kubernetes.service_account is not None:
+        pod["serviceAccountName"] = kubernetes.service_account
+    if kubernetes.pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in kubernetes.pull_secrets]
+    selector = kubernetes.node_selector if settings.node_selector is None else settings.node_selector
+    if selector:
+        pod["nodeSelector"] = dict(selector)
+    return {"metadata": {"labels": dict(labels), "annotations": dict(annotations)}, "spec": pod}
+
+
 def grace_seconds(spec: RunSpec) -> int:
     """Return the seconds from SIGTERM to SIGKILL: the ranks' grace period plus the agent's."""
     return math.ceil(spec.cluster.grace_seconds) + AGENT_SECONDS
@@ -227,16 +279,13 @@ def escaped(value: str) -> str:
 
 def _container(spec: RunSpec, plan: RunPlan, workload: Workload) -> dict[str, Any]:
     kubernetes = spec.cluster.kubernetes
-    pull = kubernetes.image_pull_policy
-    if pull == "auto":
-        pull = "IfNotPresent" if kubernetes.image_is_pinned else "Always"
     capabilities: dict[str, Any] = {"drop": ["ALL"]}
     if kubernetes.rdma_resource is not None and kubernetes.ipc_lock:
         capabilities["add"] = ["IPC_LOCK"]
     return {
         "name": NODE,
         "image": kubernetes.image,
-        "imagePullPolicy": pull,
+        "imagePullPolicy": _pull_policy(spec),
         # Exec form: the agent is PID 1 and receives SIGTERM itself.
         "command": ["python", *python_words(AGENT_MODULE)],
         "args": [escaped(word) for word in ("--documents", DOCUMENTS_PATH, "--runs-root", kubernetes.runs.path)],
@@ -248,6 +297,13 @@ def _container(spec: RunSpec, plan: RunPlan, workload: Workload) -> dict[str, An
     }
 
 
+def _pull_policy(spec: RunSpec) -> str:
+    given = spec.cluster.kubernetes.image_pull_policy
+    if given != "auto":
+        return given
+    return "IfNotPresent" if spec.cluster.kubernetes.image_is_pinned else "Always"
+
+
 def _environment(spec: RunSpec, workload: Workload) -> Iterator[dict[str, Any]]:
     rank, gang = _FIELDS[workload.backend]
     yield _from_field("SCALETRAIN_NODE_RANK", rank)
@@ -257,6 +313,11 @@ def _environment(spec: RunSpec, workload: Workload) -> Iterator[dict[str, Any]]:
     yield {"name": "SCALETRAIN_WORKLOAD", "value": workload.id}
     yield {"name": "MASTER_ADDR", "value": workload.master_address}
     yield {"name": "MASTER_PORT", "value": str(MASTER_PORT)}
+    yield from _given_environment(spec)
+
+
+def _given_environment(spec: RunSpec) -> Iterator[dict[str, Any]]:
+    """Yield the variables that the spec names, and the place of the hub's cache."""
     if _has_hub_volume(spec):
         yield {"name": "HF_HOME", "value": HUB_PATH}
     for name, value in absolute_paths(spec.env).items():  # for the agents; the ranks get theirs from the record
@@ -291,10 +352,10 @@ def _claims(spec: RunSpec) -> dict[str, str]:
     return {claim: "runs" if not index else f"volume-{index}" for index, claim in enumerate(dict.fromkeys(claims))}
 
 
-def _volumes(spec: RunSpec, workload: Workload, documents: Mapping[str, str | bytes]) -> Iterator[dict[str, Any]]:
-    yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity(shm_bytes(spec))}}
+def _volumes(spec: RunSpec, config_map: str, documents: Iterable[str], shm: int) -> Iterator[dict[str, Any]]:
+    yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": quantity(shm)}}
     items = [{"key": name, "path": name} for name in sorted(documents)]
-    yield {"name": "documents", "configMap": {"name": workload.config_map, "items": items}}
+    yield {"name": "documents", "configMap": {"name": config_map, "items": items}}
     if _has_hub_volume(spec):
         yield {"name": "hub", "emptyDir": {}}
     for claim, name in _claims(spec).items():

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.worker.progress import read_progress
 
@@ -46,6 +47,24 @@ def read_pod_line(line: str) -> dict[str, Any] | None:
         return None
     is_about_attempt = found.get("scaletrain") in ("attempt-start", "attempt-end")
     return found if is_about_attempt and isinstance(found.get("attempt"), int) else None
+
+
+def preparation_end_line(error: ScaletrainError, why: object) -> str:
+    """Return the line that a pod prints if its data cannot be prepared; ``why``: the document of a recorded reason."""
+    end = {"exit_code": int(error.exit_code), "reason": why, "error": error.to_json()}
+    return json.dumps({"scaletrain": "preparation-end", **end})
+
+
+def preparation_end(lines: Iterable[str]) -> dict[str, Any] | None:
+    """Return the object of the last preparation-end line; None if there is none."""
+    found: dict[str, Any] | None = None
+    for line in lines:
+        if line.startswith('{"scaletrain"'):
+            with contextlib.suppress(ValueError, RecursionError):
+                said = json.loads(line)
+                if said.get("scaletrain") == "preparation-end" and isinstance(said.get("exit_code"), int):
+                    found = said
+    return found
 
 
 def rank_of(line: str) -> tuple[int | None, str]:

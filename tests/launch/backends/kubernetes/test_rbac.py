@@ -16,6 +16,7 @@ from scaletrain_cli.launch.backends.kubernetes.backend import KubernetesBackend
 from scaletrain_cli.launch.backends.kubernetes.cluster_view import fetch_objects
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.preparation import forget_job, preparation_folder
 from tests.launch.backends.kubernetes.conftest import SETTINGS, ended, pod
 from tests.launch.backends.kubernetes.fake_api import FakeApi, status
 from tests.launch.conftest import MadeRun
@@ -54,6 +55,11 @@ def live(api: FakeApi, made: MadeRun) -> None:
     scheduler = KubernetesBackend()
     with contextlib.suppress(SchedulerError):  # no object exists, so every name is read and the others listed
         scheduler.preflight(made.record.spec, made.record.plan)
+    scheduler.submit_preparation(made.run, made.record, 1)
+    scheduler.job(made.run, made.record)
+    scheduler.cancel(made.run, made.record)
+    made.run.stop_file.unlink()
+    forget_job(preparation_folder(made.run))
     _refuse_the_workload(api, made)
     _lose_the_workload(api, made)
     submit_run(made.run, made.record, scheduler)

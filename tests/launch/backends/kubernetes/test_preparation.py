@@ -1,0 +1,260 @@
+"""Data are prepared by a Job of CPU pods, and the gang is created only after it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from ruamel.yaml import YAML
+
+from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.launch.backends.kubernetes import preparation
+from scaletrain_cli.launch.backends.kubernetes.pod_output import preparation_end, preparation_end_line
+from scaletrain_cli.own_processes import python_command
+from tests.cli.command_line import SMALL, Ended, scaletrain
+from tests.launch.backends.kubernetes.conftest import IMAGE, SETTINGS, condition
+from tests.launch.backends.kubernetes.fake_api import FakeApi
+from tests.launch.backends.kubernetes.rendering import recipe
+from tests.launch.conftest import make_spec
+
+Object = dict[str, Any]
+OWN = (
+    "cluster.kubernetes.preparation={cpus: 8, memory: 12GiB, tasks: 3, queue: cpu, node_selector: {pool: cpu},"
+    " tolerations: [{key: batch}]}"
+)
+
+
+class Controller:
+    """Ends the Job as the test says, as soon as it is created: ``prepared``, ``failed``, or '' for not at all."""
+
+    def __init__(self, api: FakeApi) -> None:
+        self.api, self.end, self.line = api, "prepared", ""
+        self.order: list[str] = []
+        self._put = api.put
+        api.put = self.put  # type: ignore[method-assign]
+
+    def put(self, plural: str, body: Object, group: str = "", namespace: str = "ml") -> Object:
+        name = body["metadata"]["name"]
+        if not any(key[1:] == (plural, namespace, name) for key in self.api.objects):
+            self.order.append(f"{body.get('kind', plural)} {name}")
+        made = self._put(plural, body, group, namespace)
+        if plural == "jobs" and group == "batch":
+            self.act(made)
+        return made
+
+    def act(self, job: Object) -> None:
+        if self.end == "prepared":
+            job["status"] = {"succeeded": 1, "conditions": [condition("Complete")]}
+        elif self.end == "failed":
+            job["status"] = {"failed": 1, "conditions": [condition("Failed", reason="PodFailurePolicy")]}
+            self._put("pods", pod_of(job, exit_code=2, message=self.line))
+        else:
+            self._put("pods", pod_of(job))
+
+    @property
+    def jobs(self) -> list[Object]:
+        return self.api.all("jobs")
+
+
+def pod_of(job: Object, exit_code: int | None = None, message: str = "") -> Object:
+    name = job["metadata"]["name"]
+    ended = {"terminated": {"exitCode": exit_code, "reason": "Error", "message": message}}
+    state = {"running": {}} if exit_code is None else ended
+    return {
+        "metadata": {"name": f"{name}-0-abcde", "labels": dict(job["spec"]["template"]["metadata"]["labels"])},
+        "spec": {"nodeName": "cpu-1"},
+        "status": {
+            "phase": "Running" if exit_code is None else "Failed",
+            "containerStatuses": [{"name": "node", "state": state}],
+        },
+    }
+
+
+@pytest.fixture
+def controller(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
+    """Set up a cluster, and spend no time between two looks at the Job."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: True)
+    monkeypatch.setattr("scaletrain_cli.api.reads_prepared_data", lambda *_: True)
+    monkeypatch.setattr(preparation, "_LOOK_EVERY_SECONDS", 0.0)
+    api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
+    bound = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
+    api.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, **bound})
+    for name in ("n0", "n1"):
+        allocatable = {"cpu": "8", "memory": "64Gi"}
+        api.put("nodes", {"metadata": {"name": name}, "status": {"allocatable": allocatable}}, namespace="")
+    return Controller(api)
+
+
+def submit(*more: str) -> Ended:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    return scaletrain("submit", SMALL, "--run-id", "r1", *settings, *more)
+
+
+def interrupt_submit(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    """Submit, and end the command while the Job runs."""
+
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    controller.end = ""
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_pause", stop)
+        return submit()
+
+
+def status() -> dict[str, Any]:
+    found: dict[str, Any] = scaletrain("status", "r1", "--json").data
+    return found
+
+
+def test_the_gang_is_created_after_the_job_that_prepares_its_data(controller: Controller) -> None:
+    sent = submit()
+    assert sent.code == ExitCode.DONE, sent.err
+    assert "prepared on the nodes' volume by a job of 1 task on CPU nodes" in sent.err
+    assert controller.order == ["ConfigMap r1-s1-data-spec", "Job r1-s1-data", "ConfigMap r1-s1-run", "JobSet r1-s1"]
+    (job,) = controller.jobs
+    texts = next(one for one in controller.api.all("configmaps") if one["metadata"]["name"] == "r1-s1-data-spec")
+    assert texts["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
+    assert json.loads(texts["data"]["preparation.json"])["spec"]["data"]["source"] == "python-stdlib"
+    assert status()["job_id"] == "jobset/r1-s1"
+    assert submit().code == ExitCode.DONE  # again: nothing is created
+    assert len(controller.order) == 4
+
+
+def test_a_failed_preparation_creates_no_gang_and_is_explained(controller: Controller) -> None:
+    controller.end = "failed"
+    controller.line = preparation_end_line(UsageError("/data/web.jsonl:7: not JSON"), None)
+    sent = submit()
+    assert sent.code == ExitCode.USAGE, sent.err
+    assert "/data/web.jsonl:7: not JSON" in sent.err
+    assert not controller.api.all("jobsets")
+    found = status()
+    assert found["state"] == "failed"
+    assert "the data could not be prepared: /data/web.jsonl:7: not JSON" in found["why"]
+    explained = scaletrain("explain", "r1").out
+    assert "/data/web.jsonl:7: not JSON" in explained
+    assert "scaletrain resume r1" in explained
+    controller.end = "prepared"
+    resumed = scaletrain("resume", "r1", "--yes")
+    assert resumed.code == ExitCode.DONE, resumed.err
+    assert [job["metadata"]["name"] for job in controller.jobs] == ["r1-s1-data", "r1-s1-data2"]
+    assert controller.api.all("jobsets")
+    assert status()["state"] == "queued"
+
+
+def test_an_interrupted_submit_is_resumed_with_the_same_job(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = interrupt_submit(controller, monkeypatch)
+    assert sent.code == 130
+    assert "job/r1-s1-data goes on in the cluster; scaletrain resume r1" in sent.err
+    found = status()
+    assert (found["state"], found["job_id"]) == ("queued", "job/r1-s1-data")
+    assert "prepared by job/r1-s1-data: 1 of 1 pod" in found["why"]
+    assert "no GPU is requested meanwhile" in scaletrain("explain", "r1").out
+    (job,) = controller.jobs
+    controller.end = "prepared"
+    controller.act(job)
+    assert "the training job does not exist yet" in status()["why"]
+    resumed = scaletrain("resume", "r1", "--yes")
+    assert resumed.code == ExitCode.DONE, resumed.err
+    assert len(controller.jobs) == 1
+    assert [one["metadata"]["name"] for one in controller.api.all("jobsets")] == ["r1-s1"]
+
+
+def test_cancel_ends_the_preparation_and_a_resume_prepares_again(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_submit(controller, monkeypatch)
+    assert scaletrain("cancel", "r1", "--yes").code == ExitCode.DONE
+    assert [name for name, _ in controller.api.deletions] == ["jobs/r1-s1-data"]
+    assert status()["state"] == "cancelled"
+    for pod in [key for key in controller.api.objects if key[1] == "pods"]:
+        del controller.api.objects[pod]
+    controller.end = "prepared"
+    resumed = scaletrain("resume", "r1", "--yes")
+    assert resumed.code == ExitCode.DONE, resumed.err
+    assert status()["state"] == "queued"
+    assert controller.api.all("jobsets")
+
+
+def test_rm_deletes_the_job_of_a_failed_preparation(controller: Controller) -> None:
+    controller.end = "failed"
+    assert submit().code == ExitCode.CRASHED  # without a line that says why
+    assert "pod r1-s1-data-0-abcde" in status()["why"]
+    for pod in [key for key in controller.api.objects if key[1] == "pods"]:
+        del controller.api.objects[pod]
+    removed = scaletrain("rm", "r1", "--yes")
+    assert removed.code == ExitCode.DONE, removed.err
+    assert not controller.jobs
+    assert not [one for one in controller.api.all("configmaps") if one["metadata"]["name"].startswith("r1")]
+
+
+def test_a_dry_run_shows_the_job_and_the_gang(controller: Controller) -> None:
+    shown = submit("--output", "yaml")
+    kinds = [body["kind"] for body in YAML(typ="safe").load_all(shown.out)]
+    assert kinds == ["ConfigMap", "Job", "ConfigMap", "JobSet"]
+    assert not controller.order
+
+
+def test_data_of_later_runs_are_prepared_by_a_job(controller: Controller) -> None:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    made = scaletrain("data", "prepare", SMALL, *settings, "--submit")
+    assert made.code == ExitCode.DONE, made.err
+    assert made.out.strip() == f"job/{controller.jobs[0]['metadata']['name']}"
+
+
+def test_servers_without_retries_by_index_get_those_of_the_whole_job() -> None:
+    spec = recipe("llama-7b-h100", OWN)
+    for by_index, key, count in ((True, "backoffLimitPerIndex", 3), (False, "backoffLimit", 9)):
+        _, job = preparation.preparation_objects(spec, "a-data", "a", 3, {}, {}, by_index=by_index)
+        assert job["spec"][key] == count
+        assert len({"backoffLimit", "backoffLimitPerIndex"} & job["spec"].keys()) == 1
+
+
+@pytest.mark.parametrize("settings", [(), (OWN, "cluster.kubernetes.runs={claim: r, sub_path: a}")])
+def test_the_job_is_valid_and_takes_no_gpu(settings: tuple[str, ...]) -> None:
+    spec = recipe("llama-7b-h100", *settings)
+    texts, job = preparation.preparation_objects(spec, "a-data", "a", 3, {}, {})
+    for one in (texts, job):
+        kubernetes_validate.validate(one, "1.36", strict=True)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    pod = job["spec"]["template"]["spec"]
+    assert [each["key"] for each in pod.get("tolerations", ())] == (["batch"] if settings else [])
+    assert pod.get("nodeSelector", {}) == ({"pool": "cpu"} if settings else {})
+    assert ("kueue.x-k8s.io/queue-name" in job["metadata"]["labels"]) == bool(settings)
+
+
+def run_pod(folder: Path, source: Path) -> subprocess.CompletedProcess[str]:
+    """Run the program of a pod for a small text."""
+    sizes = ("data.tokenizer.vocab_size=300", "model.vocab_size=300", f"cluster.kubernetes.image={IMAGE}")
+    spec = make_spec(f"data.source={source}", *sizes, "cluster.scheduler=kubernetes")
+    document = {"spec": spec.model_dump(mode="json", by_alias=True), "hub": {}}
+    (folder / "preparation.json").write_text(json.dumps(document))
+    command = python_command(
+        "scaletrain_cli.launch.backends.kubernetes.preparation_pod",
+        *("--documents", str(folder), "--runs-root", str(folder / "runs"), "--workers", "1"),
+    )
+    return subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+
+
+def test_a_pod_prepares_the_data_and_says_why_it_cannot(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some words and others\n" * 200)
+    done = run_pod(tmp_path, tmp_path / "text.txt")
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "runs" / "datasets").glob("*/dataset.json"))
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n{"text": 1}\n')
+    failed = run_pod(tmp_path, tmp_path / "text.jsonl")
+    assert failed.returncode == ExitCode.USAGE, failed.stderr
+    said = preparation_end(failed.stdout.splitlines())
+    assert said is not None
+    error = preparation.error_of(said)
+    assert error.exit_code == ExitCode.USAGE
+    assert "text.jsonl:2" in str(error)
+    assert error.reason is not None
