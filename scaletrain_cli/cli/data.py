@@ -14,7 +14,7 @@ import typer
 from scaletrain_cli.cli.options import AsJson, Overrides, SpecPath, describe, show_fetch, verb_group
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.text import visible
+from scaletrain_cli.text import counted, visible
 
 if TYPE_CHECKING:
     from scaletrain_cli.rundir.paths import RunDir
@@ -97,11 +97,12 @@ def _queue_preparation(spec: Path, overrides: Sequence[str], workers: int | None
         say("the data are prepared")
     else:
         queued, folder = found
+        tasks = counted(queued.tasks, "task")
         if queued.others:
-            say(f"queued {queued.tasks} tasks as job {queued.others}, and job {queued.job_id} after them")
+            say(f"queued {tasks} as job {queued.others}, and job {queued.job_id} after them")
             say(f"logs and the reason of a failure: {folder}")
         else:  # its files are not on this machine
-            say(f"created job {queued.job_id} with {queued.tasks} tasks; its logs and its end are in the cluster")
+            say(f"created job {queued.job_id} with {tasks}; its logs and its end are in the cluster")
         typer.echo(visible(queued.job_id))
 
 

@@ -15,13 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.engine_process import run_engine_command
 from scaletrain_cli.launch.hub_files import MEASURES_ONLY, fetched_spec
 from scaletrain_cli.launch.resource_checks.files import View
+from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.paths import runs_root
+from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
 from scaletrain_cli.rundir.shared_datasets import make_datasets_folder
 from scaletrain_cli.safe_files import create_file, make_folder, replace_file
@@ -145,7 +146,23 @@ def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJo
         tasks = math.ceil(workers / backend.preparation_cores(spec.cluster))
     name = f"prepare-{re.sub(r'[^a-z0-9]+', '-', spec.name.lower())[:40].strip('-')}-{secrets.token_hex(4)}"
     folder = make_datasets_folder(root) / f".{name}"
-    return backend.queue_preparation(spec, name, folder, tasks), folder
+    _store_secrets(folder, spec)
+    try:
+        return backend.queue_preparation(spec, name, folder, tasks), folder
+    except ScaletrainError:
+        forget_secrets(RunDir(folder))  # the job that would remove them was not queued
+        raise
+
+
+def _store_secrets(folder: Path, spec: RunSpec) -> None:
+    """Store the values of ``secret_env`` that are set here in the folder of a job, which has no run directory.
+
+    The job that completes the preparation removes them.
+    """
+    values = {name: os.environ[name] for name in spec.secret_env if name in os.environ}
+    if values and spec.cluster.traits.secrets_from_submitter:
+        make_folder(folder, parents=True)
+        create_file(RunDir(folder).secrets, json.dumps(values), private=True)
 
 
 def _unseen(spec: RunSpec, folder: Path) -> Reason | None:

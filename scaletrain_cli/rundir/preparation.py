@@ -48,7 +48,7 @@ def preparation_name(run: RunDir) -> str:
 
 def forget_job(folder: Path) -> None:
     """Remove the records of an earlier preparation job; its logs stay."""
-    for name in ("job.json", "failure.json"):
+    for name in ("job.json", "failure.json", "done.json"):
         (folder / name).unlink(missing_ok=True)
 
 

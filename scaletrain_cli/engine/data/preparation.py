@@ -6,6 +6,7 @@ Arguments: SPEC_JSON RUNS_ROOT, and options. ``--check`` only says whether the d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from scaletrain_cli.data.pipeline.claims import read_failure, record_failure
 from scaletrain_cli.data.prepared import find_prepared, is_dataset, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.errors import ScaletrainError
-from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.shared_datasets import is_readable
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED
@@ -39,6 +40,8 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--failure", type=Path, help="the file in which the processes of a job record why it failed")
     parser.add_argument("--secrets", type=Path, help="a file with further environment variables")
+    parser.add_argument("--done", type=Path, help="a file to write when the data are prepared, by the last process")
+    parser.add_argument("--keep-secrets", action="store_true", help="keep that file when the data are prepared")
     options = parser.parse_args(arguments)
     spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
     if options.check:
@@ -51,12 +54,24 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
         if options.failure is not None and (failed := read_failure(options.failure)) is not None:
             raise failed
         found = _prepared(spec, options.runs_root, options.workers, options.failure)
+        if options.done is not None:
+            write_document(options.done, {"folders": [str(folder) for folder in found]})
     except Exception as error:
         if options.failure is not None:
             record_failure(options.failure, known_error(error, "data prepare"), "preparation")
+        if options.done is not None:
+            _remove(options.secrets)  # nothing follows that needs them
         raise
+    if options.done is not None and not options.keep_secrets:
+        _remove(options.secrets)
     print(f"data prepared in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
     return {"prepared": True, "folders": [str(folder) for folder in found]}
+
+
+def _remove(secrets: Path | None) -> None:
+    if secrets is not None:
+        with contextlib.suppress(OSError):
+            secrets.unlink(missing_ok=True)
 
 
 def _prepared(spec: RunSpec, runs_root: Path, workers: int, failure: Path | None) -> list[Path]:

@@ -111,12 +111,12 @@ class SlurmBackend(Backend):
         _check_path(run.path)
         folder, name = preparation_folder(run), preparation_name(run)
         mark, working = preparation_comment(run, record), Path(record.working_folder or run.path)
-        submit_preparation(record.spec, name, folder, working, tasks, mark, record.revision)
+        submit_preparation(record.spec, name, folder, working, run.secrets, tasks, mark, record.revision)
 
     def queue_preparation(self, spec: RunSpec, name: str, folder: Path, tasks: int) -> PreparationJob:
         """Queue an array of tasks and the job that completes their work."""
         _check_path(folder)
-        return submit_preparation(spec, name, folder, Path.cwd(), tasks, name)
+        return submit_preparation(spec, name, folder, Path.cwd(), RunDir(folder).secrets, tasks, name)
 
     def cancel_preparation(self, run: RunDir) -> None:
         cancel_preparation(preparation_name(run))

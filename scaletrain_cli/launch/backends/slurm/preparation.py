@@ -37,15 +37,20 @@ _MOST_LOGS = 4
 _OPTIONS = ("account", "reservation", "constraint", "exclude", "nodelist")
 
 
-def preparation_script(spec: RunSpec, name: str, folder: Path, working_folder: Path, tasks: int | None) -> str:
+def preparation_script(
+    spec: RunSpec, name: str, folder: Path, working_folder: Path, secrets: Path, tasks: int | None
+) -> str:
     """Return the batch script of the array of ``tasks``; None: of the job that completes the work.
 
-    ``folder``: of the job, below a folder of the runs root.
+    ``folder``: of the job, below a folder of the runs root. ``secrets``: the file with the values of ``secret_env``,
+    which the job that completes the work removes, unless a gang that follows reads them too.
     """
     cluster, settings = spec.cluster, spec.cluster.slurm.preparation
     words = ['"$(type -P srun)"', "--ntasks=1", "--export=ALL", "--mpi=none"]
     words += [f"--cpus-per-task={settings.cpus_per_task}", *srun_words(cluster, folder.parent)]
-    secrets = folder.parent / "secrets.json"
+    files = ["--failure", '"$folder/failure.json"', "--secrets", shlex.quote(str(secrets))]
+    if tasks is None:
+        files += ["--done", '"$folder/done.json"', *(["--keep-secrets"] if secrets.parent != folder else [])]
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH --{option}" for option in _sbatch_options(spec, name, tasks)),
@@ -65,7 +70,7 @@ def preparation_script(spec: RunSpec, name: str, folder: Path, working_folder: P
         f"    {' '.join(agent_words(cluster, folder.parent, gpus=False))} \\",
         f'    -c "$start" scaletrain_cli.engine.commands {ENGINE_COMMAND} "$folder/spec.json" \\',
         f"    {shlex.quote(str(_runs_root(folder)))} --workers {settings.cpus_per_task} \\",
-        f'    --failure "$folder/failure.json" --secrets {shlex.quote(str(secrets))}',
+        f"    {' '.join(files)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -100,7 +105,14 @@ def _sbatch_options(spec: RunSpec, name: str, tasks: int | None) -> Iterator[str
 
 
 def submit_preparation(
-    spec: RunSpec, name: str, folder: Path, working_folder: Path, tasks: int, comment: str, revision: int = 0
+    spec: RunSpec,
+    name: str,
+    folder: Path,
+    working_folder: Path,
+    secrets: Path,
+    tasks: int,
+    comment: str,
+    revision: int = 0,
 ) -> PreparationJob:
     """Queue both jobs and return them; those that a submitter has queued who then died are used. Raises SchedulerError.
 
@@ -114,7 +126,7 @@ def submit_preparation(
         mark = f"{comment}-{part}"
         if mark not in known:
             script = folder / f"{part}.sh"
-            replace_file(script, preparation_script(spec, name, folder, working_folder, count))
+            replace_file(script, preparation_script(spec, name, folder, working_folder, secrets, count))
             depends = [f"--dependency=afterany:{found[0]}"] if found else []
             command = ["sbatch", "--parsable", f"--comment={mark}", *depends, script.name]
             try:
