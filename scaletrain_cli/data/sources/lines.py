@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import IO, Any, NamedTuple
 
@@ -32,13 +31,19 @@ class _Line(NamedTuple):
     content: bytes  # with its line end; empty for a line that is too long
 
 
-def _lines(file: IO[bytes], part: Part) -> Iterator[_Line]:
-    """Yield the lines that begin within a part. Holds no more than MAX_DOCUMENT_BYTES of a line in memory."""
+def _lines(file: IO[bytes], part: Part, *, beyond: bool = False) -> Iterator[_Line]:
+    """Yield the lines that begin within a part; ``beyond``: and those after it, unless none begins within the part.
+
+    Holds no more than MAX_DOCUMENT_BYTES of a line in memory. A part in the middle of a long line reads no more of it
+    than lies in the part.
+    """
     place = part.start
     if place:
         file.seek(place - 1)
-        place += _skip_line(file) - 1
-    while place < part.stop and (content := file.readline(MAX_DOCUMENT_BYTES + 1)):
+        place += _skip_line(file, part.stop - place) - 1
+        if place >= part.stop:
+            return
+    while (beyond or place < part.stop) and (content := file.readline(MAX_DOCUMENT_BYTES + 1)):
         length = len(content)
         if length > MAX_DOCUMENT_BYTES and not content.endswith(b"\n"):
             content, length = b"", length + _skip_line(file)
@@ -46,10 +51,10 @@ def _lines(file: IO[bytes], part: Part) -> Iterator[_Line]:
         place += length
 
 
-def _skip_line(file: IO[bytes]) -> int:
-    """Read to the end of the line; return the number of bytes."""
+def _skip_line(file: IO[bytes], most: int = _NO_END) -> int:
+    """Read to the end of the line; return the number of bytes, more than ``most`` if it does not end within them."""
     total = 0
-    while content := file.readline(_BLOCK):
+    while content := file.readline(min(_BLOCK, most - total + 1)):
         total += len(content)
         if content.endswith(b"\n"):
             break
@@ -151,9 +156,9 @@ class Prose(TextReader):
 
     def records_in(self, file: IO[bytes], part: Part) -> Iterator[Record | BadRecord]:
         """Yield the documents of a part of a decompressed file."""
-        lines = _lines(file, replace(part, stop=_NO_END))
+        lines = _lines(file, part, beyond=True)
         if part.start:
-            border = next((line for line in lines if not line.content.strip()), None)
+            border = next((line for line in lines if line.place >= part.stop or not line.content.strip()), None)
             if border is None or border.place >= part.stop:
                 return
         held: list[_Line] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import struct
 from collections.abc import Callable
@@ -283,6 +284,36 @@ def test_a_very_long_line_is_skipped_without_being_held_in_memory(
     (tmp_path / name).write_bytes(jsonl(rows) if name == "a.jsonl" else "\n".join(rows).encode())
     first, bad, last = read(tmp_path / name)
     assert (first.text.strip(), bad.reason.code, last.text) == ("before", "sources.too-long", "after")
+
+
+class Counted(io.BufferedReader):
+    """A file that counts the bytes that are read from it."""
+
+    count = 0
+
+    def readline(self, size: int | None = -1) -> bytes:
+        line = super().readline(size)
+        self.count += len(line)
+        return line
+
+
+@pytest.mark.parametrize("rows", [["x" * 300_000], ["before", "x" * 300_000, "after"], ["y" * 30] * 10_000])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_parts_read_a_file_without_borders_at_most_twice(
+    name: str, rows: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MAX_DOCUMENT_BYTES", 1000)
+    path = tmp_path / name
+    path.write_bytes(jsonl(rows) if name == "a.jsonl" else "\n".join(rows).encode())
+    file, count, found = source(path), 0, []
+    reader = reader_of(file)
+    assert isinstance(reader, lines.TextReader)
+    for start, stop in reader.parts(file, 3000):
+        with path.open("rb") as raw, Counted(raw.raw) as opened:
+            found += list(reader.records_in(opened, Part(file, start, stop)))
+            count += opened.count
+    assert found == read(path)
+    assert count < 2.1 * file.size
 
 
 def test_a_few_invalid_bytes_in_a_long_document_are_replaced(tmp_path: Path) -> None:
