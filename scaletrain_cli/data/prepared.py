@@ -213,7 +213,6 @@ def _preparation(
         validation_share=data.validation_split,
         skips_bad=data.on_bad == "skip",
         vocab_size=data.tokenizer.vocab_size,
-        weights=_weights(data, sources),
         memory_bytes=_memory_bytes(workers),
     )
 
@@ -223,20 +222,6 @@ def _tokenizer(data: DataSpec, runs_root: Path, folder: Path) -> str:
     if data.tokenizer.path is None:
         return ""
     return tokenizer_content(data.tokenizer, folder, steps_folder(runs_root / "datasets"))
-
-
-def _weights(data: DataSpec, sources: Sequence[_Found]) -> tuple[tuple[str, float], ...]:
-    """Return the weights of the sources in the sample that a tokenizer is trained on: their shares of the run.
-
-    A source that is read a number of times has its size times that number, as a part of the size of all.
-    """
-    given = [(each.section, float(sum(file.size for file in each.files))) for each in sources if each.dataset is None]
-    by_weight = sum(section.weight or 0.0 for section, _ in given) or 1.0
-    size = sum(size for _, size in given) or 1.0
-    return tuple(
-        (section.name, section.epochs * size_of / size if section.epochs else (section.weight or 0.0) / by_weight)
-        for section, size_of in given
-    )
 
 
 def _with_paths(section: PreparationStep, folder: Path) -> PreparationStep:

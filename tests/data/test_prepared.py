@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scaletrain_cli.data import content
 from scaletrain_cli.data.chunk_hashes import HashedFile
+from scaletrain_cli.data.pipeline import trained
 from scaletrain_cli.data.pipeline.tasks import Task, documents
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
@@ -116,6 +118,30 @@ def test_a_file_that_is_renamed_is_read_as_what_its_name_says(tokenizer: Path, t
     assert prepare_data(spec, runs, 1, ignore)["source"] != found, "which is not JSON"
     plain.rename(packed)
     assert prepare_data(spec, runs, 1, ignore)["source"] == found
+
+
+def test_a_changed_mixture_keeps_the_tokenizer_and_the_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained, "MOST_CHARACTERS", 8000)
+    for name, start in (("web", 0), ("books", 500)):
+        (tmp_path / f"{name}.jsonl").write_bytes(texts(100, start))
+
+    def mixture(*shares: dict[str, float], stages: Sequence[Any] = ()) -> DataSpec:
+        names = ("web", "books")
+        paths = [{"name": name, "path": str(tmp_path / f"{name}.jsonl")} for name in names]
+        sources = [path | share for path, share in zip(paths, shares, strict=True)]
+        tokenizer = {"kind": "bpe", "vocab_size": 400}
+        return DataSpec.model_validate({"sources": sources, "tokenizer": tokenizer, "stages": stages})
+
+    done = prepare_data(mixture({"weight": 0.9}, {"weight": 0.1}), tmp_path / "runs", 1, ignore)
+    changed = [
+        mixture({"weight": 0.2}, {"weight": 0.8}),
+        mixture({"weight": 1}, {"weight": 0}),
+        mixture({"weight": 1}, {"epochs": 2}),
+        mixture({"weight": 0.9}, {"weight": 0.1}, stages=[{"start": 0.5, "weights": {"books": 1}}]),
+    ]
+    assert [find_prepared(spec, tmp_path / "runs") for spec in changed] == [done] * len(changed)
 
 
 def test_relative_paths_are_below_the_given_folder(tokenizer: Path, tmp_path: Path) -> None:

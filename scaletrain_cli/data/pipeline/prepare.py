@@ -51,7 +51,7 @@ class Preparation:
     """The sources to prepare, with the settings.
 
     ``tokenizer``: the content of a tokenizer.json; empty: byte-level BPE with ``vocab_size`` tokens is trained on the
-    documents that are left, of which each source gives a share by ``weights`` (name, weight).
+    documents that are left, of which each source gives a share by its size.
     ``memory_bytes``: what deduplication may use in each process.
     """
 
@@ -62,7 +62,6 @@ class Preparation:
     skips_bad: bool = False
     task_bytes: int = TASK_BYTES
     vocab_size: int = 0
-    weights: tuple[tuple[str, float], ...] = ()
     memory_bytes: int = DEFAULT_MEMORY_BYTES
 
 
@@ -208,7 +207,8 @@ def _tokenizer_path(preparation: Preparation, chains: Sequence[Chain]) -> Path:
 
 
 def _training(preparation: Preparation) -> BpeTraining:
-    return BpeTraining(preparation.vocab_size, preparation.weights)
+    sizes = tuple((source.name, sum(file.size for file in source.files)) for source in preparation.sources)
+    return BpeTraining(preparation.vocab_size, sizes)
 
 
 def _first_step(preparation: Preparation, steps: Path, source: Source) -> Chain:

@@ -29,17 +29,21 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class BpeTraining:
-    """``weights``: of the sources in the sample, by name; a source that is not in it has weight 1."""
+    """``sizes``: the bytes of each source as stored, by name.
+
+    A source's share of the sample is its share of all bytes. The weights of a mixture have no part in it, so that a
+    changed mixture leaves the tokenizer, and all that is prepared with it, as they are.
+    """
 
     vocab_size: int
-    weights: tuple[tuple[str, float], ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
 
     def characters(self, sources: Sequence[str]) -> list[int]:
         """Return how many characters of each source the sample has, at least as long as the source has them."""
-        weights = dict(self.weights)
-        given = [weights.get(name, 1.0) for name in sources]
-        given = given if any(given) else [1.0] * len(given)
-        return [round(MOST_CHARACTERS * weight / sum(given)) for weight in given]
+        sizes = dict(self.sizes)
+        given = [sizes.get(name, 0) for name in sources]
+        given = given if any(given) else [1] * len(given)
+        return [round(MOST_CHARACTERS * size / sum(given)) for size in given]
 
 
 def tokenizer_path(training: BpeTraining, names: Sequence[str], chains: Sequence[Chain]) -> Path:

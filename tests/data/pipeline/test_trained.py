@@ -41,14 +41,14 @@ def test_one_source_without_steps_trains_on_its_beginning(tmp_path: Path, monkey
     assert (done / "tokenizer.json").read_text(encoding="utf-8") == expected.to_str(pretty=True)
 
 
-def test_sources_are_sampled_by_weight_evenly_and_after_all_steps(
+def test_sources_are_sampled_by_size_evenly_and_after_all_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trained, "MOST_CHARACTERS", 3000)
     sources = source(tmp_path, "web", WEB), source(tmp_path, "books", BOOKS)
     chains = [chain_of(tmp_path / "steps", each, (SHORT,), skips_bad=False) for each in sources]
     sampled = [Sampled(each.name, chain, tasks_of(each, 1000)) for each, chain in zip(sources, chains, strict=True)]
-    texts = list(sample(BpeTraining(300, (("web", 3.0),)), sampled))
+    texts = list(sample(BpeTraining(300, (("web", 3000), ("books", 1000))), sampled))
     characters = {text: sum(len(each) for each in texts if each.startswith(text)) for text in ("The", "Book")}
     assert 2250 < characters["The"] < 2350
     assert 750 < characters["Book"] < 850
