@@ -19,7 +19,7 @@ from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
 from scaletrain_cli.engine.data.loader import Loader
-from scaletrain_cli.engine.data.splits import RunData
+from scaletrain_cli.engine.data.splits import RunData, sequences_validated
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
@@ -348,33 +348,28 @@ class Trainer:
         the whole is their mean by ``validation_shares``. None if a preemption signal arrived during the evaluation:
         nothing is logged, and the next attempt evaluates again.
         """
-        layout = self.record.plan.layout
-        width = layout.micro_batch_size * layout.data_parallel
-        rounds = {name: self._validation_rounds(name, width) for name in self.validation}
-        losses = self._validation_losses(step, rounds, "validation_loss")
+        shares = self.validation_shares if len(self.validation) > 1 else {}
+        counts = {
+            name: sequences_validated(self.record, len(reader.sequences), shares.get(name))
+            for name, reader in self.validation.items()
+        }
+        losses = self._validation_losses(step, counts, "validation_loss")
         measures = {f"validation_{name}": value.item() for name, value in self.stepper.take_measures().items()}
         if losses is not None and self.average is not None and self.average.taken:  # not before the first average
             with self.average.in_use():
-                averaged = self._validation_losses(step, rounds, "averaged_validation_loss")
+                averaged = self._validation_losses(step, counts, "averaged_validation_loss")
             losses = None if averaged is None else losses | averaged
             self.stepper.take_measures()  # those of the trained weights are enough
         if losses is None:
             return None
-        metrics.log_validation(step, sum(rounds.values()) * width, **losses, **measures)
+        metrics.log_validation(step, sum(counts.values()), **losses, **measures)
         return losses["validation_loss"]
 
-    def _validation_rounds(self, name: str, width: int) -> int:
-        """Return how many micro-batches of each replica a source is validated on; ``width``: sequences of a round."""
-        sequences = self.record.spec.evaluation.batches * self.record.plan.layout.global_batch_size
-        if len(self.validation) > 1:
-            sequences = max(width, round(sequences * self.validation_shares[name]))
-        return min(sequences, len(self.validation[name].sequences)) // width
-
-    def _validation_losses(self, step: int, rounds: dict[str, int], name: str) -> dict[str, float] | None:
+    def _validation_losses(self, step: int, counts: dict[str, int], name: str) -> dict[str, float] | None:
         """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""
         found = {}
         for source, reader in self.validation.items():
-            loss = self._mean_loss(step, reader, rounds[source])
+            loss = self._mean_loss(step, reader, counts[source])
             if loss is None:
                 return None
             found[source] = loss
@@ -384,15 +379,16 @@ class Trainer:
         whole = sum(share * found[source] for source, share in self.validation_shares.items() if share)
         return {name: whole, **{f"{name}/{source}": loss for source, loss in found.items()}}
 
-    def _mean_loss(self, step: int, reader: BatchReader, rounds: int) -> float | None:
-        """Return the mean loss over ``rounds`` micro-batches per replica, in nats; None after a preemption signal."""
+    def _mean_loss(self, step: int, reader: BatchReader, count: int) -> float | None:
+        """Return the mean loss over the first ``count`` sequences, in nats; None after a preemption signal."""
         total = torch.zeros((), device=self.device)
-        waiting = reader.in_order(rounds)
+        waiting, rounds = reader.in_order(count), 0
         # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
         while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
             if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
                 return None
             self.heartbeat.beat(step, "evaluation")
+            rounds += len(batches)
             total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
         return (total / rounds).item()
 

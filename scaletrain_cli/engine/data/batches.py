@@ -252,19 +252,30 @@ class BatchReader:
         axes = {each.name: getattr(self.mesh, each.name) for each in fields(Mesh)}
         return replace(self, mesh=Mesh(**{name: Axis(axis.size, axis.rank) for name, axis in axes.items()}))
 
-    def in_order(self, rounds: int) -> Iterator[MicroBatch]:
-        """Yield the first sequences in file order: per round, one micro-batch for each data-parallel rank."""
+    def in_order(self, count: int) -> Iterator[MicroBatch]:
+        """Yield the first ``count`` sequences in file order: per round, one micro-batch for each data-parallel rank.
+
+        In a last round that is not full, other rows stand in for those that are missing, and none of their labels
+        counts: the mean of the losses is that over the labels of ``count`` sequences. Rows and pairs fill all rounds.
+        """
         size = self.layout.micro_batch_size
         width = size * self.layout.data_parallel
-        counted = self._counted(range(rounds * width)) / rounds if self._is_divided else 0.0
+        rounds = -(-count // width)
+        is_partial = count % width > 0
+        assert not (is_partial and isinstance(self.sequences, RowSequences)), "rows fill all rounds"
+        counted = self._counted(range(count)) / rounds if is_partial or self._is_divided else None
         for turn in range(rounds):
             first = turn * width + self.mesh.data.rank * size
-            indices = list(range(first, first + size))
-            yield from self._batch([indices], [indices], counted).micro_batches()
+            places = list(range(first, first + size))
+            batch = self._batch([[min(place, count - 1) for place in places]], [places], counted)
+            if is_partial:
+                missing = batch.samples >= count
+                batch = batch._replace(labels=batch.labels.masked_fill(missing.unsqueeze(-1), NOT_COUNTED))
+            yield from batch.micro_batches()
 
     def read(self, indices: list[list[int]]) -> list[MicroBatch]:
         """Return micro-batches of the sequences or pairs with these indices, whose losses have no common divisor."""
-        return self._batch(indices, indices, 0.0).micro_batches()
+        return self._batch(indices, indices, 0.0 if self._is_divided else None).micro_batches()
 
     def _places(self, number: int, data_rank: int) -> list[list[int]]:
         """Return the numbers in the run of the sequences of a rank's micro-batches, from 0 on."""
@@ -298,13 +309,15 @@ class BatchReader:
     def _masks_labels(self) -> bool:
         return self.mask_document_starts or self.within_documents
 
-    def _counted_in(self, number: int) -> float:
+    def _counted_in(self, number: int) -> float | None:
         """Return the weights of the labels in a global micro-batch, as the mean over those of the batch.
+
+        None if all labels count alike, so that each micro-batch is divided by its own labels.
 
         Every rank looks up every sequence of the batch in an index, so that no collective is needed.
         """
         if not self._is_divided:
-            return 0.0
+            return None
         layout = self.layout
         ranks = (self._indices(number, rank) for rank in range(layout.data_parallel))
         counted = self._counted([index for batches in ranks for batch in batches for index in batch])
@@ -314,18 +327,27 @@ class BatchReader:
         """Return the sum of the weights of the labels in these sequences."""
         if isinstance(self.sequences, RowSequences):
             return self.sequences.total_weight(indices)
-        masked = sum(len(self.sequences.document_ends_within(index, index + 1)) for index in indices)
+        masked = 0
+        if self._masks_labels:
+            masked = sum(len(self.sequences.document_ends_within(index, index + 1)) for index in indices)
         return len(indices) * self.sequences.seq_len - masked
 
     def _batch(
-        self, indices: list[list[int]], places: list[list[int]], counted: float, *, of_training: int | None = None
+        self,
+        indices: list[list[int]],
+        places: list[list[int]],
+        counted: float | None,
+        *,
+        of_training: int | None = None,
     ) -> StepBatch:
         """``counted``: weights of the labels in a global micro-batch, whose loss is the mean of the replicas' losses.
+
+        None: the mean over the labels.
 
         ``places``: numbers of the sequences in the run. ``of_training``: number of the batch; None for one of
         an evaluation or of the reference.
         """
-        divisor = torch.tensor(counted / self.mesh.replicas.size, dtype=torch.float32) if self._is_divided else None
+        divisor = None if counted is None else torch.tensor(counted / self.mesh.replicas.size, dtype=torch.float32)
         if isinstance(self.sequences, RowSequences):
             return self._rows(self.sequences, indices, places, divisor, of_training)
         part = self._part_of(self.sequences.seq_len)

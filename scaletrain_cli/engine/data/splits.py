@@ -28,6 +28,8 @@ from scaletrain_cli.rundir.shared_datasets import is_readable, owner_of_dataset
 from scaletrain_cli.spec import RunSpec
 
 _HELD_BACK = "validation-held-back"
+# Sequences that are enough to validate one source of several on, in every layout.
+_ENOUGH_TO_VALIDATE = 16
 
 
 @dataclass(frozen=True)
@@ -217,28 +219,33 @@ def held_back_of(
 
     The number is 0 if the ``validation`` split is large enough, and -1 if both are too small or if the run has
     ``begun``: it has a checkpoint that was trained on all sequences. ``source``: the name of the source, if there are
-    several.
+    several: then the number is the same in every layout, because a round of validation need not be full.
     """
-    width = layout.micro_batch_size * layout.data_parallel
+    fills_rounds = source is None
+    width = layout.micro_batch_size * layout.data_parallel if fills_rounds else 1
     first = spec.data.all_sources[0].name
     # An event without a name is of a time when the run had one source, the first of those that it has now.
     known = [
         int(event["sequences"])
         for event in events
         if event["event"] == _HELD_BACK and (source is None or event.get("source", first) == source)
+        # A resume that failed may have recorded it of another source with this name.
+        and (source is None or event.get("of", train) == train)
     ]
     if known:
         decided = known[-1]
     else:
-        if validation >= width:
+        # Enough for one round in every layout of this batch size, unless that is more than a tenth of the data.
+        whole = layout.global_batch_size
+        decided = whole if train >= 10 * whole else min(whole, max(width, train // 20))
+        if validation >= (width if fills_rounds else min(decided, _ENOUGH_TO_VALIDATE)):
             return 0, False
         changes = recorded_changes(events)
         trained = {name for _, stages in changes for stage in stages for name in stage.shares} or {first}
         if begun and (source is None or source in trained):
-            return -1, False  # trained on all sequences: with fewer, each step would get another batch
-        # Enough for one round in every layout of this batch size, unless that is more than a tenth of the data.
-        whole = layout.global_batch_size
-        decided = whole if train >= 10 * whole else min(whole, max(width, train // 20))
+            # Trained on all sequences: with fewer, each step would get another batch. What text there is for
+            # validation fills a part of a round.
+            return (0 if validation and spec.training.objective == "causal_lm" else -1), False
     return (-1 if decided < width or train < 2 * decided else decided), bool(known)
 
 
@@ -246,5 +253,20 @@ def _too_little_to_validate(record: RunRecord, source: str | None, train: int, v
     layout, length = record.plan.layout, record.spec.transformer.seq_len
     width = layout.micro_batch_size * layout.data_parallel
     shown = "data.source" if source is None else f"the source {source} of data.sources"
-    params = {"source": shown, "train": train, "length": length, "validation": validation, "width": width}
-    return Reason("engine.data-too-small-to-validate", params)
+    params = {"source": shown, "train": train, "length": length, "validation": validation}
+    return Reason("engine.data-too-small-to-validate", {**params, "width": width if source is None else 1})
+
+
+def sequences_validated(record: RunRecord, there: int, share: float | None) -> int:
+    """Return the number of sequences that a source is validated on. ``there``: those of its validation split.
+
+    ``share``: of the source in the validation loss, None for a single source. The number is the same in every layout
+    with several sources; a single one fills whole rounds of micro-batches of all replicas if it can.
+    """
+    layout = record.plan.layout
+    width = layout.micro_batch_size * layout.data_parallel
+    wanted = record.spec.evaluation.batches * layout.global_batch_size
+    if share is not None:
+        return min(max(min(_ENOUGH_TO_VALIDATE, layout.global_batch_size), round(wanted * share)), there)
+    found = min(wanted, there)
+    return found - found % width or found

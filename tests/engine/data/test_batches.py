@@ -169,7 +169,7 @@ def test_the_mean_of_all_losses_is_the_mean_over_the_tokens_that_count(cut: tupl
 
 
 def test_rounds_in_order_read_the_beginning_of_the_file_once() -> None:
-    parts = [part for reader in readers(3, 2, 2, mask=True) for part in reader.in_order(rounds=5)]
+    parts = [part for reader in readers(3, 2, 2, mask=True) for part in reader.in_order(30)]
     read = sorted((sample, position, token) for sample, position, token, _ in triples(parts))
     flat = sequences().tokens[: 30 * LENGTH]
     assert [token for _, _, token in read] == flat.tolist()
@@ -178,6 +178,21 @@ def test_rounds_in_order_read_the_beginning_of_the_file_once() -> None:
     tokens = torch.cat([part.tokens.flatten() for part in parts])
     expected = F.cross_entropy(weights[tokens], labels)
     assert np.mean([weighted_loss(part, weights) for part in parts]) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize(("mask", "packed"), [(False, False), (True, False), (False, True)])
+def test_a_last_round_that_is_not_full_counts_each_sequence_once_in_every_layout(mask: bool, packed: bool) -> None:
+    weights = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for count in (1, 5, 12, 17):
+        (whole,) = readers(1, 1, count, mask, packed)
+        (together,) = whole.in_order(count)
+        expected = F.cross_entropy(weights[together.tokens].flatten(0, 1), together.labels.flatten())
+        for cut in CUTS:
+            parts = [list(reader.in_order(count)) for reader in readers(*cut, mask, packed)]
+            assert {len(each) for each in parts} == {-(-count // (cut[0] * cut[2]))}  # ranks take part in every round
+            if count % (cut[0] * cut[2]):
+                losses = [weighted_loss(part, weights) for each in parts for part in each]
+                assert np.mean(losses) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_without_a_mask_there_is_no_divisor() -> None:

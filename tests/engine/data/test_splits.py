@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaletrain_cli.engine.data import splits
-from scaletrain_cli.engine.data.splits import sequences_held_back
+from scaletrain_cli.engine.data.splits import held_back_of, sequences_held_back, sequences_validated
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.journal import read_events, record_event
@@ -53,9 +53,36 @@ def test_nothing_is_held_back_from_a_run_that_was_trained_on_all_of_it(run: tupl
     folder, record = run
     assert sequences_held_back(folder, record, 1000, 4) == 0
     record_event(folder, "checkpoint", step=10)
-    assert sequences_held_back(folder, in_layout(record, 4, 4), 1000, 4) == -1
+    assert sequences_held_back(folder, in_layout(record, 4, 4), 1000, 4) == 0  # a part of a round
+    assert sequences_held_back(folder, in_layout(record, 4, 4), 1000, 0) == -1
     record_event(folder, "from-scratch")
     assert sequences_held_back(folder, in_layout(record, 4, 4), 1000, 4) == 16
+
+
+@pytest.mark.parametrize(("train", "validation", "expected"), [(1000, 16, 0), (1000, 15, 16), (50, 0, 2), (7, 2, 0)])
+def test_what_is_held_back_of_one_source_of_several_is_the_same_in_every_layout(
+    run: tuple[RunDir, RunRecord], train: int, validation: int, expected: int
+) -> None:
+    folder, record = run
+    for micro, data in ((1, 1), (4, 4), (2, 2)):
+        fitted = in_layout(record, micro, data)
+        found, is_recorded = held_back_of(
+            record.spec, fitted.plan.layout, [], train, validation, source="a", begun=False
+        )
+        assert (found, is_recorded) == (expected, False)
+        assert sequences_held_back(folder, fitted, train, validation, source="a") == expected
+    record_event(folder, "checkpoint", step=10)
+    assert sequences_held_back(folder, in_layout(record, 4, 4), train, validation, source="a") == expected
+
+
+def test_several_sources_are_validated_on_the_same_sequences_in_every_layout(run: tuple[RunDir, RunRecord]) -> None:
+    _, record = run
+    layouts = [in_layout(record, micro, data) for micro, data in ((1, 1), (4, 4), (2, 2))]
+    wanted = 16 * record.spec.evaluation.batches
+    for there, share, expected in ((10**6, 0.3, round(0.3 * wanted)), (10**6, 0.0, 16), (7, 0.3, 7)):
+        assert {sequences_validated(each, there, share) for each in layouts} == {expected}
+    assert [sequences_validated(each, 21, None) for each in layouts] == [21, 16, 20]
+    assert [sequences_validated(each, 3, None) for each in layouts] == [3, 3, 3]
 
 
 def test_ranks_never_prepare_data(tmp_path: Path) -> None:
