@@ -11,15 +11,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from fractions import Fraction
+from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-# The weights of a stage are rounded to whole parts of this many samples, after which the order of sources repeats.
-PERIOD = 1_000_000
+# The weights of a stage are rounded to whole parts of this number: a source is off by one sample after as many samples.
+PARTS = 10**12
+_BLOCK = 4096  # samples whose sources are found together
+_DUE_BITS = 96  # two different times differ by more than 1 / (4 PARTS^2) > 2^-82
 
 
 class Place(NamedTuple):
@@ -47,78 +51,92 @@ class Mixture:
         if len({len(stage.weights) for stage in stages}) != 1:
             raise ValueError("every stage must have a weight for each source")
         self._first = [stage.first for stage in stages]
-        self._periods = [_period(whole_weights(stage.weights)) for stage in stages]
+        self._weights = [whole_weights(stage.weights) for stage in stages]
         taken = np.zeros(len(stages[0].weights), np.int64)
         self._taken = [taken]  # from each source before each stage
         for number, (stage, following) in enumerate(pairwise(stages)):
-            taken = taken + self._periods[number].counts(following.first - stage.first)
+            taken = taken + _counts(self._weights[number], following.first - stage.first)
             self._taken.append(taken)
 
     def place(self, sample: int) -> Place:
         """Return the source of a sample of the run, and its position in that source; all counted from 0."""
         stage = bisect_right(self._first, sample) - 1
-        source, position = self._periods[stage].place(sample - self._first[stage])
+        block, within = divmod(sample - self._first[stage], _BLOCK)
+        found = _block(self._weights[stage], block)
+        source, position = int(found.sources[within]), int(found.positions[within])
         return Place(source, int(self._taken[stage][source]) + position)
 
     def counts(self, samples: int) -> npt.NDArray[np.int64]:
         """Return how many of the first ``samples`` samples of the run come from each source, [sources]."""
         stage = max(0, bisect_right(self._first, samples) - 1)
-        return self._taken[stage] + self._periods[stage].counts(samples - self._first[stage])
+        return self._taken[stage] + _counts(self._weights[stage], samples - self._first[stage])
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the weights as whole numbers with the sum PERIOD, rounded by largest remainders.
+    """Return the weights as whole numbers with the sum PARTS, rounded by largest remainders.
 
     A source with a weight above 0 has at least 1. Raises ValueError for negative or infinite weights, or if all are 0.
     """
     total = sum(weights)
     if not 0 < total < float("inf") or min(weights) < 0:
         raise ValueError("weights must be finite, at least 0, and not all 0")
-    exact = [weight / total * PERIOD for weight in weights]
+    whole_total = sum(map(Fraction, weights))
+    exact = [Fraction(weight) / whole_total * PARTS for weight in weights]
     whole = [max(int(share), 1) if share else 0 for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda source: (whole[source] - exact[source], source))
-    missing = PERIOD - sum(whole)
+    missing = PARTS - sum(whole)
     for turn in range(abs(missing)):
         candidates = by_remainder if missing > 0 else [each for each in reversed(by_remainder) if whole[each] > 1]
         whole[candidates[turn % len(candidates)]] += 1 if missing > 0 else -1
     return tuple(whole)
 
 
-@dataclass(frozen=True)
-class _Period:
-    """The order of sources in PERIOD samples, which then repeats."""
+class _Block(NamedTuple):
+    """The source of each sample of a block, and its position among the samples of that source, [_BLOCK]."""
 
-    weights: tuple[int, ...]
-
-    @cached_property
-    def sources(self) -> npt.NDArray[np.int16]:
-        """The source of each sample, [PERIOD]."""
-        # Two slots are due at the same time only if these quotients are equal, and then the rounded ones are equal too.
-        due = np.concatenate([(2 * np.arange(weight) + 1) / (2 * weight) for weight in self.weights if weight])
-        owner = np.repeat(np.arange(len(self.weights), dtype=np.int16), self.weights)
-        return owner[np.argsort(due, kind="stable")]
-
-    @cached_property
-    def earlier(self) -> npt.NDArray[np.int32]:
-        """The number of samples of the same source before each sample, [PERIOD]."""
-        order = np.argsort(self.sources, kind="stable")
-        numbers = np.concatenate([np.arange(weight, dtype=np.int32) for weight in self.weights])
-        earlier = np.empty_like(numbers)
-        earlier[order] = numbers
-        return earlier
-
-    def place(self, sample: int) -> Place:
-        periods, within = divmod(sample, PERIOD)
-        source = int(self.sources[within])
-        return Place(source, periods * self.weights[source] + int(self.earlier[within]))
-
-    def counts(self, samples: int) -> npt.NDArray[np.int64]:
-        periods, within = divmod(samples, PERIOD)
-        part = np.bincount(self.sources[:within], minlength=len(self.weights))
-        return periods * np.array(self.weights, np.int64) + part
+    sources: npt.NDArray[np.int16]
+    positions: npt.NDArray[np.int64]
 
 
-@lru_cache(maxsize=32)
-def _period(weights: tuple[int, ...]) -> _Period:
-    """Stages and revisions with equal weights share the 6 MB of a period."""
-    return _Period(weights)
+@lru_cache(maxsize=256)
+def _block(weights: tuple[int, ...], number: int) -> _Block:
+    """Return a block of a stage with these weights; stages and revisions with equal weights share it."""
+    first = _first_slots(weights, number * _BLOCK)
+    slots = sorted(
+        (_due(slot, weight), source, slot)
+        for source, weight in enumerate(weights)
+        if weight
+        # a block spans at most (_BLOCK + sources) / PARTS
+        for slot in range(first[source], first[source] + weight * (_BLOCK + len(weights)) // PARTS + 2)
+    )[:_BLOCK]
+    _, sources, positions = zip(*slots, strict=True)
+    return _Block(np.array(sources, np.int16), np.array(positions, np.int64))
+
+
+def _counts(weights: tuple[int, ...], samples: int) -> npt.NDArray[np.int64]:
+    """Return how many of the first ``samples`` samples of a stage come from each source."""
+    return np.array(_first_slots(weights, samples), np.int64)
+
+
+def _first_slots(weights: tuple[int, ...], samples: int) -> list[int]:
+    """Return the first slot of each source after ``samples`` samples.
+
+    Until a time t, a source has floor(w t + 1/2) slots and all sources have at most t PARTS + sources / 2. So the slots
+    until t = (samples - sources) / PARTS are not too many, and the few that are missing follow in their order.
+    """
+    counted = max(0, samples - len(weights))
+    slots = [(2 * weight * counted + PARTS) // (2 * PARTS) for weight in weights]
+    following = [
+        (_due(slot, weight), source) for source, (slot, weight) in enumerate(zip(slots, weights, strict=True)) if weight
+    ]
+    heapify(following)
+    for _ in range(samples - sum(slots)):
+        source = following[0][1]
+        slots[source] += 1
+        heapreplace(following, (_due(slots[source], weights[source]), source))
+    return slots
+
+
+def _due(slot: int, weight: int) -> int:
+    """Return the time of a slot in units so small that no two different times of two sources become equal."""
+    return ((2 * slot + 1) << _DUE_BITS) // (2 * weight)

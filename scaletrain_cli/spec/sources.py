@@ -1,6 +1,7 @@
 """Sections of ``data`` for text: its sources, the stages of their mixture, and how batches are read."""
 
 from collections.abc import Collection, Iterator, Sequence
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -70,7 +71,9 @@ class StageSpec(Section):
 
     def first_step(self, total_steps: int) -> int:
         """Return the first step of the stage, counted from 1, in a run of ``total_steps``."""
-        return self.start if isinstance(self.start, int) else int(self.start * total_steps) + 1
+        if isinstance(self.start, int):
+            return self.start
+        return int(Fraction(repr(self.start)) * total_steps) + 1  # 0.29 as it is written, not the nearest float
 
 
 class LoaderSpec(Section):

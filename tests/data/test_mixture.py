@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaletrain_cli.data.mixture import PERIOD, Mixture, Stage, whole_weights
+from scaletrain_cli.data.mixture import PARTS, Mixture, Stage, whole_weights
 
 _WEIGHTS = st.lists(st.integers(1, 1000), min_size=1, max_size=6)
 
@@ -29,24 +29,28 @@ def webster(weights: list[int], samples: int) -> list[int]:
     return order
 
 
-@pytest.mark.parametrize("weights", [[700_000, 250_000, 50_000], [500_000, 500_000], [999_999, 1], [PERIOD]])
+@pytest.mark.parametrize("weights", [[70, 25, 5], [5, 5], [999_999, 1], [1]])
 def test_sources_come_in_the_order_of_websters_method(weights: list[int]) -> None:
     mixture = Mixture([Stage(0, tuple(weights))])
-    assert [mixture.place(sample).source for sample in range(3000)] == webster(weights, 3000)
+    assert [mixture.place(sample).source for sample in range(9000)] == webster(weights, 9000)
 
 
 @settings(max_examples=25, deadline=None)
-@given(_WEIGHTS, st.integers(0, 3 * PERIOD))
+@given(_WEIGHTS, st.integers(0, 10**11))
 def test_shares_of_every_prefix_are_those_of_the_weights_up_to_two_samples(weights: list[int], samples: int) -> None:
     counts = Mixture([Stage(0, tuple(weights))]).counts(samples)
     assert counts.sum() == samples
-    # rounding to millionths adds up to half a sample per million and source
-    bound = 2 + len(weights) * (samples / PERIOD)
-    assert np.abs(counts - samples * np.array(weights) / sum(weights)).max() <= bound
+    assert np.abs(counts - samples * np.array(weights) / sum(weights)).max() <= 2
+
+
+def test_a_small_source_of_a_long_run_has_its_epochs() -> None:
+    samples, sequences, epochs = 10**9, 123, 2.5
+    share = epochs * sequences / samples
+    assert Mixture([Stage(0, (1 - share, share))]).counts(samples)[1] == pytest.approx(epochs * sequences, abs=1)
 
 
 @settings(max_examples=25, deadline=None)
-@given(_WEIGHTS, _WEIGHTS, st.integers(1, 2 * PERIOD), st.integers(0, 2 * PERIOD))
+@given(_WEIGHTS, _WEIGHTS, st.integers(1, 10**7), st.integers(0, 10**7))
 def test_each_source_is_read_in_order_without_a_gap_across_stages(
     first: list[int], second: list[int], start: int, before: int
 ) -> None:
@@ -85,8 +89,8 @@ def test_a_revision_changes_no_sample_before_it() -> None:
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50).filter(any))
 def test_whole_weights_add_up_and_keep_every_source(weights: list[float]) -> None:
     whole = whole_weights(weights)
-    assert sum(whole) == PERIOD
-    assert all((part > 0) == (weight / sum(weights) * PERIOD > 0) for part, weight in zip(whole, weights, strict=True))
+    assert sum(whole) == PARTS
+    assert all((part > 0) == (weight > 0) for part, weight in zip(whole, weights, strict=True))
 
 
 @pytest.mark.parametrize("weights", [(), (0.0,), (1.0, -0.5), (float("inf"), 1.0), (float("nan"),)])

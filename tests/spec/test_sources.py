@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scaletrain_cli.spec.data import ONLY_SOURCE
+from scaletrain_cli.spec.sources import StageSpec
 from tests.spec.samples import SPEC, error, load
 
 SOURCES = "data.sources=[{name: web, path: /w, weight: 3}, {name: code, path: python-stdlib, weight: 1}]"
@@ -58,3 +59,8 @@ def test_a_stage_begins_at_a_step_or_after_a_share_of_the_run() -> None:
 def test_a_contradiction_is_named_at_its_key(sets: tuple[str, ...], key: str, said: str) -> None:
     problems = [(problem.key, str(problem)) for problem in error(SPEC, *sets).problems]
     assert any(found == key and said in text for found, text in problems), problems
+
+
+@pytest.mark.parametrize(("start", "steps", "first"), [(0.29, 100, 30), (0.57, 100, 58), (0.9, 10, 10), (1e-9, 10, 1)])
+def test_the_share_of_a_stage_counts_as_it_is_written(start: float, steps: int, first: int) -> None:
+    assert StageSpec(start=start, weights={"web": 1}).first_step(steps) == first
