@@ -228,7 +228,8 @@ def held_back_of(
     known = [
         int(event["sequences"])
         for event in events
-        if event["event"] == _HELD_BACK and (source is None or event.get("source", first) == source)
+        if event["event"] == _HELD_BACK
+        and (source is None or event.get("source", first) == source)
         # A resume that failed may have recorded it of another source with this name.
         and (source is None or event.get("of", train) == train)
     ]
