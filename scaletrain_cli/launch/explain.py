@@ -15,11 +15,11 @@ from scaletrain_cli.launch.exit_classification import ExitReason
 from scaletrain_cli.launch.finding import Evidence, Explanation, Finding
 from scaletrain_cli.launch.logs import last_error
 from scaletrain_cli.launch.node.record import read_node_records
-from scaletrain_cli.launch.status import RunStatus, run_status, unreported_end
+from scaletrain_cli.launch.status import RunStatus, failed_preparation, run_status, unreported_end
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.preparation import preparation_folder, why_not_prepared
+from scaletrain_cli.rundir.preparation import preparation_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.worker.failures import read_failures
 
@@ -67,7 +67,7 @@ def _findings(run: RunDir, record: RunRecord, status: RunStatus, last: AttemptRe
     if last is not None and (last.ended is not None or over):
         yield why_it_ended(run, record, last, job)
     elif last is None and over:
-        failed = None if run.is_cancelled else why_not_prepared(run)
+        failed = None if run.is_cancelled else failed_preparation(run, record, job)
         if failed is not None:
             folder = preparation_folder(run).name
             yield Finding.because("preparation", failed, tuple(_preparation_logs(run, folder)), needs_action=True)

@@ -270,7 +270,7 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
     if job.state == "suspended" or job.state == "ending":
         return job.state
     if job.forgotten and last is None:
-        gone: RunState = "unknown" if why_not_prepared(run) is None else "failed"
+        gone: RunState = "unknown" if failed_preparation(run, record, job) is None else "failed"
         return "cancelled" if run.is_cancelled else gone
     if job.is_active:
         waiting = last is not None and last.ended is not None and last.reason == "preempted"
@@ -281,7 +281,7 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
         return "unknown"
     if run.is_cancelled and not (last is None and job.exit_code == ExitCode.DONE):
         return "cancelled"
-    if last is None and why_not_prepared(run) is not None:
+    if last is None and failed_preparation(run, record, job) is not None:
         return "failed"
     if last is None:
         known: dict[int | None, RunState] = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}
@@ -290,6 +290,20 @@ def _state(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None)
         return _of_cause(unreported_end(run, record, last, job).exit_reason)
     ended_by_scheduler = last.decision is not None and last.decision.left_to_scheduler and job.cause is not None
     return _of_cause(job.cause if ended_by_scheduler else last.reason)
+
+
+def failed_preparation(run: RunDir, record: RunRecord, job: Job) -> Reason | None:
+    """Return why the data of a run whose gang has ended without an attempt were not prepared; None if they were.
+
+    ``job``: of the gang. Where another cause has ended it, its job tells that.
+    """
+    if job.may_be_active:
+        return None
+    if (failed := why_not_prepared(run)) is not None:
+        return failed
+    with contextlib.suppress(SchedulerError), failures_of_plugin(record.spec.cluster.scheduler):
+        return backend_for(record.spec.cluster.scheduler).preparation_failure(run, job)
+    return None
 
 
 def _of_cause(reason: ExitReason | None) -> RunState:
@@ -302,7 +316,7 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
     if job.is_active and (last is None or last.ended is None):
         return job.why
     if last is None:
-        if not job.may_be_active and not run.is_cancelled and (failed := why_not_prepared(run)) is not None:
+        if not run.is_cancelled and (failed := failed_preparation(run, record, job)) is not None:
             return failed
         # If the nodes write to a volume that is not visible here, there may have been attempts.
         if not record.spec.cluster.traits.shared_run_directory or job.state != "ended":

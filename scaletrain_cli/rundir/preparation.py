@@ -1,7 +1,7 @@
 """The preparation job of a run, on which its gang depends: the files in ``<run>/preparation/``.
 
-spec.json is what the tasks prepare, job.json has the ids of the job, failure.json the reason if a task has failed; the
-scripts and logs are beside them.
+spec.json is what the tasks prepare, job.json has the ids of the job, failure.json the reason if a task has failed, and
+done.json is written by the last process when the data are prepared; the scripts and logs are beside them.
 """
 
 from __future__ import annotations
@@ -80,12 +80,14 @@ def exit_code_of_failure(folder: Path) -> int | None:
     return None if found is None else int(found.get("exit_code", 1))
 
 
+def is_done(folder: Path) -> bool:
+    """Return whether the job has prepared the data."""
+    job = read_job(folder)
+    return (folder / "done.json").is_file() or (job is not None and job.prepared)
+
+
 def why_not_prepared(run: RunDir) -> Reason | None:
-    """Return why the data of a run whose gang never started are not prepared; None if that is not known to be so."""
+    """Return why the preparation job of a run has failed, as its tasks have recorded it; None if they have not."""
     folder = preparation_folder(run)
-    job, failure = read_job(folder), read_failure(folder)
-    if failure is not None:
-        return Reason("preparation.failed", {"cause": failure, "run": run.run_id})
-    if job is None or job.prepared:
-        return None
-    return Reason("preparation.job-failed", {"job": job.job_id, "folder": str(folder), "run": run.run_id})
+    failure = None if is_done(folder) else read_failure(folder)
+    return None if failure is None else Reason("preparation.failed", {"cause": failure, "run": run.run_id})

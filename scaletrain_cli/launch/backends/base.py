@@ -288,6 +288,13 @@ class Backend(ABC):
         """
         raise self._not_implemented("--submit")
 
+    def preparation_failure(self, run: RunDir, gang: Job) -> Reason | None:
+        """Return that the preparation job of a run has failed, if the scheduler shows that this ended the gang.
+
+        Called for a gang that has ended without an attempt, if the tasks of the job have recorded no reason.
+        """
+        return None
+
     def cancel_preparation(self, run: RunDir) -> None:
         """End the preparation job of a run whose gang could not be queued."""
         return None

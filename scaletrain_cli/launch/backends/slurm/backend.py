@@ -24,6 +24,7 @@ from scaletrain_cli.launch.backends.slurm.preparation import (
 )
 from scaletrain_cli.launch.backends.slurm.queue import (
     cancel_jobs,
+    failed_preparation,
     job_of_run,
     jobs_of_runs,
     preparation_comment,
@@ -117,6 +118,9 @@ class SlurmBackend(Backend):
         """Queue an array of tasks and the job that completes their work."""
         _check_path(folder)
         return submit_preparation(spec, name, folder, Path.cwd(), RunDir(folder).secrets, tasks, name)
+
+    def preparation_failure(self, run: RunDir, gang: Job) -> Reason | None:
+        return failed_preparation(run, gang)
 
     def cancel_preparation(self, run: RunDir) -> None:
         cancel_preparation(preparation_name(run))

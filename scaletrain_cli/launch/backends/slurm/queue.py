@@ -25,7 +25,7 @@ from scaletrain_cli.launch.submit import Request, open_request, read_submission
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.rundir.preparation import preparation_folder, preparation_name, read_job
+from scaletrain_cli.rundir.preparation import is_done, preparation_folder, preparation_name, read_job
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.sweeps import read_sweep_place
 from scaletrain_cli.safe_files import replace_file, touch
@@ -34,6 +34,7 @@ _QUERY_SECONDS = 15.0  # squeue retries for a minute if the controller is down
 # How long after an unanswered sbatch its job may still appear: the controller works through a backlog.
 _SETTLED_SECONDS = 300.0
 _SEARCHES_FOR_LOST, _SEARCH_PAUSE_SECONDS = 3, 1.0
+_NEVER_SATISFIED = "DependencyNeverSatisfied"  # the reason of a job whose dependency has failed
 _COLUMNS = "%A|%T|%r|%N|%u|%k"  # the comment is last: it may contain any character
 _STATES: dict[str, JobState] = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"), "queued"),
@@ -125,6 +126,27 @@ def jobs_of_runs(runs: Sequence[RunDir]) -> dict[Path, Job | SchedulerError]:
         run.path: rows[job_id].job if job_id in rows else _forgotten_job(job_id, accounted.get(job_id, ""))
         for run, job_id in ids.items()
     }
+
+
+def failed_preparation(run: RunDir, gang: Job) -> Reason | None:
+    """Return that the preparation job of a run has failed, if this ended the gang; see Backend.preparation_failure."""
+    folder = preparation_folder(run)
+    job = read_job(folder)
+    if job is None or is_done(folder):
+        return None
+    failed = Reason("preparation.job-failed", {"job": job.job_id, "folder": str(folder), "run": run.run_id})
+    if gang.reason is not None and gang.reason.code == "slurm.job-state-because":
+        return failed if gang.reason.params["reason"] == _NEVER_SATISFIED else None
+    if gang.reason is not None and gang.reason.code == "slurm.job-state":
+        return None  # the gang was free to start
+    with contextlib.suppress(SchedulerError):
+        row = _rows_by_id([job.job_id]).get(job.job_id)
+        state = row.slurm_state if row is not None else _accounted_states([job.job_id]).get(job.job_id, "")
+        word = state.partition(" ")[0]
+        # Where Slurm has forgotten both jobs, the first one has ended without writing that it was done.
+        if (word and job_state(word) == "ended" and word != "COMPLETED") or (not word and gang.forgotten):
+            return failed
+    return None
 
 
 def _latest_id(run: RunDir) -> str:

@@ -18,10 +18,12 @@ from scaletrain_cli.launch.backends.slurm.backend import SlurmBackend
 from scaletrain_cli.launch.backends.slurm.explain import why_it_waits
 from scaletrain_cli.launch.backends.slurm.preflight import with_key
 from scaletrain_cli.launch.backends.slurm.tables import node_names
+from scaletrain_cli.launch.explain import explain
 from scaletrain_cli.launch.status import run_status, run_statuses
 from scaletrain_cli.launch.submit import create_run, open_request, read_submission, submit_run
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.preparation import PreparationJob, preparation_folder, record_job
 from tests.launch.backends.slurm.test_preflight import ask
 from tests.launch.conftest import MadeRun, make_plan, make_spec
 
@@ -385,3 +387,45 @@ def test_the_request_is_recorded_before_sbatch_is_called(controller: Controller,
 )
 def test_a_hostlist_is_expanded_as_by_slurm(hostlist: str, names: tuple[str, ...]) -> None:
     assert node_names(hostlist) == names
+
+
+@pytest.mark.parametrize(
+    ("gang", "preparation", "accounted", "done", "state", "code"),
+    [
+        ("CANCELLED|DependencyNeverSatisfied", "FAILED|NonZeroExitCode", "", False, "failed", "preparation.job-failed"),
+        ("CANCELLED|None", "CANCELLED|None", "", False, "cancelled", "launch.job-without-attempt"),
+        ("CANCELLED|None", "COMPLETED|None", "", True, "cancelled", "launch.job-without-attempt"),
+        ("FAILED|NonZeroExitCode", "COMPLETED|None", "", True, "failed", "launch.job-without-attempt"),
+        ("FAILED|NonZeroExitCode", "", "", True, "failed", "launch.job-without-attempt"),
+        ("", "", "100|CANCELLED\n90|OUT_OF_MEMORY\n", False, "failed", "preparation.job-failed"),
+        ("", "", "100|CANCELLED by 0\n90|COMPLETED\n", True, "cancelled", "launch.job-without-attempt"),
+        ("", "RUNNING|None", "", False, "unknown", "launch.job-without-attempt"),
+        ("", "", "", False, "failed", "preparation.job-failed"),
+        ("", "", "", True, "unknown", "launch.job-without-attempt"),
+    ],
+)
+def test_a_failed_preparation_is_reported_only_if_it_ended_the_gang(
+    controller: Controller,
+    make: Callable[[str], MadeRun],
+    gang: str,
+    preparation: str,
+    accounted: str,
+    done: bool,
+    state: str,
+    code: str,
+) -> None:
+    made = make("r1")
+    assert submit_run(made.run, made.record, SLURM).job_id == "100"
+    folder = preparation_folder(made.run)
+    folder.mkdir()
+    record_job(folder, PreparationJob("slurm", "90", "89", 2))
+    if done:
+        write_document(folder / "done.json", {"folders": []})
+    rows = [f"{job}|{words}||root|" for job, words in (("100", gang), ("90", preparation)) if words]
+    (controller.folder / "jobs").write_text("".join(f"{row}\n" for row in rows))
+    (controller.folder / "accounted").write_text(accounted)
+    status = run_status(made.run)
+    assert (status.state, status.reason.code) == (state, code)
+    assert (explain(made.run).findings[0].code == code) == (code == "preparation.job-failed")
+    write_document(folder / "failure.json", {"reason": Reason("data.no-text").to_document()})
+    assert (run_status(made.run).reason.code == "preparation.failed") == (not done)
