@@ -21,6 +21,7 @@ from scaletrain_cli.data.sources.beginning import first_fault
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.places import RemoteFile, is_remote
 from scaletrain_cli.data.sources.records import Columns, SourceFile
+from scaletrain_cli.data.steps.score import score_problem
 from scaletrain_cli.data.tokenizers.given import tokenizer_content, tokenizer_identity
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, recorded
@@ -106,13 +107,23 @@ def prepare_data(
 
 
 def _require_readable(data: DataSpec, folder: Path) -> None:
-    """Read the first documents of some files, before all files are read. Raises UsageError for a bad one."""
-    if data.on_bad == "skip":
-        return
+    """Read the first documents of some files, before all files are read. Raises UsageError for a bad one.
+
+    If bad documents are skipped, it is raised if none of them can be used.
+    """
+    skips_bad = data.on_bad == "skip"
     for section, (key, path) in zip(data.all_sources, data.paths(), strict=True):
         if path in EMBEDDED or is_remote(path) or is_dataset(path, key, folder):
             continue
-        fault = first_fault(source_files(section, folder, key), _columns(section, data.prepare), skips_bad=False)
+        fault = first_fault(
+            source_files(section, folder, key),
+            _columns(section, data.prepare),
+            skips_bad=skips_bad,
+            problem_of=score_problem(section.name, data.prepare),
+        )
+        if fault is not None and skips_bad:
+            params = {"source": section.name, "where": fault[0], "problem": fault[1]}
+            raise UsageError(Reason("data.no-usable-document", params))
         if fault is not None:
             raise UsageError(Reason("data.bad-document", {"where": fault[0], "problem": fault[1]}))
 

@@ -17,6 +17,10 @@ TEXTS: dict[str, Text] = {
     "bad-document": Text(
         "{where}: {problem}", ("Correct the file, or set data.on_bad: skip to leave such documents out",)
     ),
+    "no-usable-document": Text(
+        "no document at the beginning of the files of source {source} can be used; the first one: {where}: {problem}",
+        ("Correct the source or its settings",),
+    ),
     "bad-documents": Text(
         "{place}: {problem}. {documents:whole} documents were left out of the prepared data",
         ("Correct the files, or set data.on_bad: skip",),

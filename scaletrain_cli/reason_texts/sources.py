@@ -14,6 +14,10 @@ TEXTS: dict[str, Text] = {
     "not-json": Text("is not JSON: {error}"),
     "not-an-object": Text("must be a JSON object"),
     "no-field": Text("has no field {field}; it has {columns:list}", _FIELD),
+    "no-column": Text(
+        "has no column {column}; it has {columns:list}",
+        ("Correct the column of the step, or list the sources that have it in its key only",),
+    ),
     "not-text": Text("the field {field} must be text, not {type}", _FIELD),
     "empty": Text("has no text"),
     "id-outside-vocabulary": Text(

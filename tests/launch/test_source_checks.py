@@ -215,12 +215,21 @@ def test_files_of_steps_that_cannot_be_read_are_refused(
     assert said in shown
 
 
-def test_the_columns_that_steps_read_must_be_in_a_table(folder: Path) -> None:
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+def test_the_columns_that_steps_read_must_be_there(folder: Path, on_bad: str) -> None:
     table("a.parquet", "text")(folder)
+    (folder / "a.jsonl").write_text('{"text": "A row.", "quality": "3", "id": 7}\n')
     step = {"step": "score", "column": "score", "min": 1, "only": ["web"]}
-    refused = submit({"path": "a.parquet"}, {"prepare": [step]})
-    assert refused.code == ExitCode.USAGE
-    assert "has no field score; it has text" in " ".join(refused.err.split())
+    for name, column, said in (
+        ("a.parquet", "score", "has no column score; it has text"),
+        ("a.jsonl", "score", "a.jsonl:1: has no column score; it has text, quality, id"),
+        ("a.jsonl", "quality", "the column quality must be a number, and is a value of type str"),
+    ):
+        refused = submit({"path": name}, {"prepare": [{**step, "column": column}], "on_bad": on_bad})
+        assert refused.code == ExitCode.USAGE
+        assert said in " ".join(refused.err.split())
+    (folder / "a.jsonl").write_text('{"text": "A row."}\n{"text": "A row.", "score": 3}\n')
+    assert (submit({"path": "a.jsonl"}, {"prepare": [step], "on_bad": on_bad}).code == 0) is (on_bad == "skip")
     assert submit({"path": "a.parquet"}, {"prepare": [{**step, "only": ["good"]}]}).code == 0
 
 

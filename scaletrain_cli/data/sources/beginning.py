@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -62,19 +62,31 @@ def read_beginning(file: SourceFile, columns: Columns, first_bytes: int = FIRST_
 
 
 def first_fault(
-    files: Sequence[SourceFile], columns: Columns, *, skips_bad: bool, most_files: int = FILES_READ
+    files: Sequence[SourceFile],
+    columns: Columns,
+    *,
+    skips_bad: bool,
+    most_files: int = FILES_READ,
+    problem_of: Callable[[Record], Reason | None] = lambda record: None,
 ) -> tuple[str, Reason] | None:
     """Return the place and the reason of the first bad document among the beginnings of some files; None without one.
 
-    ``skips_bad``: only if no document of them can be read. Raises as ``read_beginning``.
+    ``skips_bad``: only if no document of them can be used. ``problem_of``: what the steps of the source cannot use in a
+    document. Raises as ``read_beginning``.
     """
-    documents, fault = 0, None
+    usable, fault = False, None
     for file in sample_of(files, most_files):
         found = read_beginning(file, columns)
-        documents += len(found.documents)
-        if found.bad and fault is None:
-            fault = reader_of(file).place_text(file, found.bad[0].place), found.bad[0].reason
-    return None if skips_bad and documents else fault
+        bad = list(found.bad)
+        for record in found.documents:
+            problem = problem_of(record) if isinstance(record, Record) else None
+            usable = usable or problem is None
+            if problem is not None and fault is None:
+                bad.append(BadRecord(record.place, problem))
+        if bad and fault is None:
+            first = min(bad, key=lambda each: each.place)
+            fault = reader_of(file).place_text(file, first.place), first.reason
+    return None if skips_bad and usable else fault
 
 
 def sample_of(files: Sequence[SourceFile], most: int) -> list[SourceFile]:

@@ -145,7 +145,9 @@ def record_of(place: int, row: Any, columns: Columns) -> Record | BadRecord:
     text = text if text.isascii() else _LONE_SURROGATES.sub("\ufffd", text)
     if not text.strip():
         return BadRecord(place, Reason("sources.empty"))
-    return Record(place, text, {name: row.get(name) for name in columns.others})
+    if missing := [name for name in columns.others if name not in row]:
+        return BadRecord(place, Reason("sources.no-column", {"column": missing[0], "columns": list(row)[:20]}))
+    return Record(place, text, {name: row[name] for name in columns.others})
 
 
 class Prose(TextReader):

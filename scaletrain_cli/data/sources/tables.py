@@ -129,9 +129,10 @@ def _faults(arrow: Any) -> Iterator[_Fault]:
 
 
 def _column_problem(arrow: Any, schema: Any, columns: Columns) -> Reason | None:
-    missing = [name for name in (columns.text, *columns.others) if name not in schema.names]
-    if missing:
-        return Reason("sources.no-field", {"field": missing[0], "columns": schema.names[:20]})
+    if columns.text not in schema.names:
+        return Reason("sources.no-field", {"field": columns.text, "columns": schema.names[:20]})
+    if missing := [name for name in columns.others if name not in schema.names]:
+        return Reason("sources.no-column", {"column": missing[0], "columns": schema.names[:20]})
     kind = schema.field(columns.text).type
     if any(check(kind) for check in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_string_view)):
         return None

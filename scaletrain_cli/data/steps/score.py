@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.data.steps.base import NOTHING, Document, DocumentError, Kept, Removed
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.preparation import ScoreSpec
+from scaletrain_cli.spec.preparation import PreparationStep, ScoreSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.data.sources.records import Record
 
 
 class Score:
@@ -40,6 +44,26 @@ class Score:
             params = {"column": column, "kind": _kind(value)}
             raise DocumentError(document.place, Reason("document_steps.column-not-number", params))
         return float(value)
+
+
+def score_problem(source: str, sections: Iterable[PreparationStep]) -> Callable[[Record], Reason | None]:
+    """Return what tells why the steps ``score`` of a source cannot use a document; None if they can."""
+    steps = [
+        Score(section)
+        for section in sections
+        if isinstance(section, ScoreSpec) and (section.only is None or source in section.only)
+    ]
+
+    def problem(record: Record) -> Reason | None:
+        document = Document(record.text, source, "", record.columns)
+        try:
+            for step in steps:
+                step(document)
+        except DocumentError as error:
+            return error.reason
+        return None
+
+    return problem
 
 
 def _is_number(value: Any) -> bool:

@@ -126,13 +126,15 @@ def _problems(view: View, section: SourceSpec, files: Sequence[SourceFile], remo
     """Yield the first problem among the beginnings of some files. Raises UsageError and OSError."""
     from scaletrain_cli.data.sources.beginning import FILES_READ, first_fault
     from scaletrain_cli.data.sources.records import Columns
+    from scaletrain_cli.data.steps.score import score_problem
 
     if not sum(file.size for file in files):
         yield Reason("checks.no-text")
         return
     columns = Columns(section.field, columns_of_steps(view.spec, section.name))
     skips_bad, most = view.spec.data.on_bad == "skip", _REMOTE_FILES_READ if remote else FILES_READ
-    fault = first_fault(files, columns, skips_bad=skips_bad, most_files=most)
+    problem_of = score_problem(section.name, view.spec.data.prepare)
+    fault = first_fault(files, columns, skips_bad=skips_bad, most_files=most, problem_of=problem_of)
     if fault is not None:
         yield Reason("checks.source-document", {"where": fault[0], "problem": fault[1]})
     elif reason := token_source_problem(view, section.name, files):
