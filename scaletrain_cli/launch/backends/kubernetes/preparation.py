@@ -21,7 +21,7 @@ from typing import Any
 
 from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, SchedulerSilentError
 from scaletrain_cli.launch.backends.base import Job
-from scaletrain_cli.launch.backends.kubernetes.api import Cluster
+from scaletrain_cli.launch.backends.kubernetes.api import Cluster, RefusedError
 from scaletrain_cli.launch.backends.kubernetes.api_kinds import JOB, POD, Object
 from scaletrain_cli.launch.backends.kubernetes.conditions import exit_code_of_pod, failed_pod, why_pods_wait
 from scaletrain_cli.launch.backends.kubernetes.job_ref import job_ref_of, next_submission_number
@@ -245,7 +245,10 @@ def digest_of(spec: RunSpec) -> str:
 
 def _counts_by_index(cluster: Cluster) -> bool:
     """Return whether the server counts the retries of each index of a Job; False for a version that is unknown."""
-    match = re.match(r"v(\d+)\.(\d+)", cluster.version())
+    try:
+        match = re.match(r"v(\d+)\.(\d+)", cluster.version())
+    except RefusedError:  # a proxy that serves only some paths
+        return False
     return match is not None and (int(match[1]), int(match[2])) >= _BY_INDEX_SINCE
 
 

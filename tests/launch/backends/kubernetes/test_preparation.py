@@ -20,6 +20,7 @@ from tests.launch.backends.kubernetes.conftest import IMAGE, SETTINGS, condition
 from tests.launch.backends.kubernetes.fake_api import FakeApi
 from tests.launch.backends.kubernetes.rendering import recipe
 from tests.launch.conftest import make_spec
+from tests.waiting import wait_until
 
 Object = dict[str, Any]
 OWN = (
@@ -165,6 +166,50 @@ def test_an_interrupted_submit_is_resumed_with_the_same_job(
     assert resumed.code == ExitCode.DONE, resumed.err
     assert len(controller.jobs) == 1
     assert [one["metadata"]["name"] for one in controller.api.all("jobsets")] == ["r1-s1"]
+
+
+def test_a_submitter_that_was_killed_is_resumed_with_the_same_job(controller: Controller) -> None:
+    controller.end = ""
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    command = python_command("scaletrain_cli", "submit", str(SMALL), "--run-id", "r1", "--yes", *settings)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: any("r1-s1-data-0-abcde" in key for key in list(controller.api.objects)), "a pod runs", 30)
+        process.kill()
+    assert status()["state"] == "queued"
+    assert not controller.api.all("jobsets")
+    controller.end = "prepared"
+    controller.act(controller.jobs[0])
+    assert "the training job does not exist yet" in status()["why"]
+    assert scaletrain("resume", "r1", "--yes").code == ExitCode.DONE
+    assert len(controller.jobs) == len(controller.api.all("jobsets")) == 1
+
+
+def test_a_submitter_whose_job_is_cancelled_or_waits_says_so(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "Back-off pulling image"
+    seen: list[str] = []
+
+    def next_look(seconds: float) -> None:
+        (job,) = controller.jobs
+        if not seen:
+            (pod,) = controller.api.all("pods")
+            waiting = {"waiting": {"reason": "ImagePullBackOff", "message": said}}
+            pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": "node", "state": waiting}]}
+        elif len(seen) == 1:
+            job["spec"]["suspend"] = True
+        else:
+            job["metadata"]["deletionTimestamp"] = "2026-11-21T10:00:00Z"
+        seen.append("")
+
+    controller.end = ""
+    monkeypatch.setattr(preparation, "_pause", next_look)
+    sent = submit()
+    assert sent.code == ExitCode.SCHEDULER
+    assert said in sent.err
+    assert "job/r1-s1-data waits in a queue of Kueue" in sent.err
+    assert "was deleted" in sent.err
+    assert not controller.api.all("jobsets")
 
 
 def test_cancel_ends_the_preparation_and_a_resume_prepares_again(
