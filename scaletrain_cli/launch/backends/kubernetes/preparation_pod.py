@@ -6,7 +6,6 @@ Its last line is for the submitter, who may not see the volume: why the data cou
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -24,8 +23,6 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.unexpected import known_error
 
-_MESSAGE = Path("/dev/termination-log")
-_MOST_MESSAGE_BYTES = 4096  # of a termination message; the log has all of it
 _TERMINATED = 143  # 128 + SIGTERM, the shell convention
 
 
@@ -48,11 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             found = known_error(error, "data prepare")
             recorded = (read_document(failure) or {}).get("reason")
-            line = preparation_end_line(found, recorded)
-            print(line, flush=True)
-            if len(line.encode()) <= _MOST_MESSAGE_BYTES:
-                with contextlib.suppress(OSError):
-                    _MESSAGE.write_text(line, encoding="utf-8")
+            print(preparation_end_line(found, recorded), flush=True)
             return int(found.exit_code)
 
 
