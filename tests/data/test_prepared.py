@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from scaletrain_cli.data import content
 from scaletrain_cli.data.chunk_hashes import HashedFile
 from scaletrain_cli.data.pipeline import trained
+from scaletrain_cli.data.pipeline.shards import SPLITS
 from scaletrain_cli.data.pipeline.tasks import Task, documents
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
@@ -250,6 +251,51 @@ def test_a_changed_step_redoes_itself_and_the_later_ones_only(tokenizer: Path, t
     (tmp_path / "copy.txt").write_text(text(4, 20))
     assert done(files="copy.txt") == {"3", "4", "tokens"}
     assert done(steps=3) == {"tokens"}
+
+
+def test_a_corpus_that_was_renamed_is_prepared_with_other_settings_and_reported_at_its_new_place(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "old").mkdir()
+    for number in range(2):
+        rows = texts(20, 20 * number) + b"{\n" + texts(3) + json.dumps({"text": f"short {number}"}).encode()
+        (tmp_path / "old" / f"{number}.jsonl").write_bytes(rows)
+    steps: list[dict[str, Any]] = [{"step": "quality", "rules": "gopher_quality", "min_words": 5, "min_stop_words": 0}]
+    steps.append({"step": "duplicates", "near": False})
+    prepare_data(data(tokenizer, source=str(tmp_path / "old"), prepare=steps, on_bad="skip"), tmp_path, 1, ignore)
+    (tmp_path / "old").rename(tmp_path / "new")
+    spec = data(tokenizer, source=str(tmp_path / "new"), prepare=[*steps, {"step": "identifiers"}], on_bad="skip")
+    report = json.loads((prepare_data(spec, tmp_path, 1, ignore)["source"] / "report.json").read_text())
+    reading, quality, duplicates, _ = report["steps"]
+    assert [each["place"] for each in reading["bad"][0]["places"]] == [f"{tmp_path}/new/{n}.jsonl:21" for n in (0, 1)]
+    assert [each["place"] for each in quality["removed"][0]["examples"]] == [
+        f"{tmp_path}/new/{number}.jsonl:25" for number in (0, 1)
+    ]
+    assert duplicates["removed"][0]["documents"] == 6
+    assert {each["kept"]["place"] for each in report["duplicates"][0]["largest_clusters"]} == {
+        f"{tmp_path}/new/0.jsonl:{line}" for line in (1, 2, 3)
+    }
+
+
+def test_of_two_equal_sources_the_first_keeps_all_documents_and_the_second_none(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    for name in ("web", "copy"):
+        (tmp_path / f"{name}.jsonl").write_bytes(texts(40))
+    sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("web", "copy")]
+    spec = data(tokenizer, sources=sources, prepare=[{"step": "duplicates", "near": False}, {"step": "identifiers"}])
+    done = prepare_data(spec, tmp_path, 1, ignore)
+    assert find_prepared(spec, tmp_path) == done
+    for name, left in (("web", 40), ("copy", 0)):
+        assert sum(json.loads((done[name] / "dataset.json").read_text())[f"{s}_documents"] for s in SPLITS) == left
+        report = json.loads((done[name] / "report.json").read_text())
+        assert report["source"] == name
+        assert [step["documents_left"] for step in report["steps"]] == [40, left, left]
+        kept = [each["kept"] for each in report["duplicates"][0]["largest_clusters"]]
+        assert {each["source"] for each in kept} == {"web"}
+        assert f"{tmp_path}/web.jsonl:1" in {each["place"] for each in kept}
+    removed = report["steps"][1]["removed"][0]
+    assert (removed["documents"], removed["examples"][0]["place"]) == (40, f"{tmp_path}/copy.jsonl:1")
 
 
 @pytest.mark.parametrize("moment", ["between", "in the middle"])

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scaletrain_cli.data.pipeline.decisions import Decisions, chained, read_decisions
-from scaletrain_cli.data.pipeline.tasks import Source, Task, place_text
+from scaletrain_cli.data.pipeline.tasks import Place, Source, Task, place_text
 from scaletrain_cli.data.pipeline.token_documents import token_documents
 from scaletrain_cli.data.sources.local_files import require_unchanged
-from scaletrain_cli.data.sources.records import BadRecord, Part, Record, TokenRecord
+from scaletrain_cli.data.sources.records import BadRecord, Record, TokenRecord
 from scaletrain_cli.data.steps import identity, step_of
 from scaletrain_cli.data.steps.base import Document, DocumentError, Kept, Removed, Step
 from scaletrain_cli.data.tokenizers.settings import TokenizerSettings
@@ -88,14 +88,15 @@ class Chain:
     def _run(self, task: Task, running: Sequence[_Running]) -> Iterator[tuple[int, str]]:
         reading, *others = running
         for number, (part, record) in enumerate(task.records()):
+            place = Place(task, part, record.place)
             if isinstance(record, BadRecord):
-                reading.was_not_read(number, part, record, skip=self.skips_bad)
+                reading.was_not_read(number, place, record.reason, skip=self.skips_bad)
                 continue
             assert isinstance(record, Record)
             reading.was_read(record.text)
             document = Document(record.text, task.source, "", record.columns)
             for each in others:
-                result = each.apply(number, document, part, record.place, skip_bad=self.skips_bad)
+                result = each.apply(number, document, place, skip_bad=self.skips_bad)
                 if result is None:
                     break
                 document = result
@@ -112,7 +113,8 @@ class Chain:
             require_unchanged(part.file)
             for record in token_documents(part, tokenizer):
                 if isinstance(record, BadRecord):
-                    reading.was_not_read(number, part, record, skip=self.skips_bad)
+                    place = Place(task, part, record.place)
+                    reading.was_not_read(number, place, record.reason, skip=self.skips_bad)
                 else:
                     reading.was_read("")
                     yield record
@@ -141,32 +143,34 @@ class _Running:
         self._made.take(text)
         self._made.keep(text, {})
 
-    def was_not_read(self, number: int, part: Part, record: BadRecord, *, skip: bool) -> None:
+    def was_not_read(self, number: int, place: Place, reason: Reason, *, skip: bool) -> None:
         """Count a document that could not be read. Raises UsageError unless bad ones are skipped."""
         self._made.documents += 1
-        self._bad(number, record.reason, part, record.place, "", skip=skip)
+        self._bad(number, reason, place, "", skip=skip)
 
-    def _bad(self, number: int, reason: Reason, part: Part, place: int, text: str, *, skip: bool) -> None:
+    def _bad(self, number: int, reason: Reason, place: Place, text: str, *, skip: bool) -> None:
         """Record a bad document. Raises UsageError unless bad ones are skipped."""
         if not skip:
-            raise UsageError(Reason("data.bad-document", {"where": place_text(part, place), "problem": reason}))
-        self._made.remove_bad(number, reason, part, place, text)
+            raise UsageError(
+                Reason("data.bad-document", {"where": place_text(place.part, place.at), "problem": reason})
+            )
+        self._made.remove_bad(number, reason, place, text)
 
-    def apply(self, number: int, document: Document, part: Part, place: int, *, skip_bad: bool) -> Document | None:
+    def apply(self, number: int, document: Document, place: Place, *, skip_bad: bool) -> Document | None:
         """Return the document after the step; None if it was removed. Raises UsageError for a bad document."""
         if self._known is not None:
             return self._repeated(number, document)
         self._made.take(document.text)
         if number in self._shown:
-            self._made.show(number, part, place, document.text)
+            self._made.show(number, place, document.text)
         try:
             result = self._result(number, document)
         except DocumentError as error:
             reason = error.reason or recorded(str(error))
-            self._bad(number, reason, part, place, document.text, skip=skip_bad)
+            self._bad(number, reason, place, document.text, skip=skip_bad)
             return None
         if isinstance(result, Removed):
-            self._made.remove(number, result, part, place, document.text)
+            self._made.remove(number, result, place, document.text)
             return None
         self._made.keep(result.text, result.counts)
         return document._replace(text=result.text)

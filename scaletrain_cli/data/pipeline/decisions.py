@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.drafts import write_whole
-from scaletrain_cli.data.sources.records import Part
+from scaletrain_cli.data.pipeline.tasks import Place
 from scaletrain_cli.data.steps.base import Document, Removed
 from scaletrain_cli.data.steps.identifiers import Identifiers
 from scaletrain_cli.reasons import Reason
@@ -65,7 +65,7 @@ class Decisions:
         self.characters_left += len(text)
         self.counts.update(counts)
 
-    def remove(self, number: int, removed: Removed, part: Part, place: int, text: str) -> None:
+    def remove(self, number: int, removed: Removed, place: Place, text: str) -> None:
         """Record a document that is removed; the first ones of each rule become examples."""
         rule = removed.rule
         self.removed_characters[rule] = self.removed_characters.get(rule, 0) + len(text)
@@ -73,17 +73,17 @@ class Decisions:
         measured[value] = measured.get(value, 0) + 1
         if self._count(number, rule) <= _EXAMPLES_PER_RULE:
             about = {"rule": rule, "measured": removed.measured, "limit": removed.limit}
-            self.examples.append(about | _located(part, place) | {"text": shortened(text)})
+            self.examples.append(about | place.to_document() | {"text": shortened(text)})
 
-    def remove_bad(self, number: int, reason: Reason, part: Part, place: int, text: str) -> None:
+    def remove_bad(self, number: int, reason: Reason, place: Place, text: str) -> None:
         """Record a document that cannot be read; ``text`` is empty if there is none."""
         self.removed_characters[reason.code] = self.removed_characters.get(reason.code, 0) + len(text)
         if self._count(number, reason.code) <= _BAD_PER_REASON:
-            self.bad.append({"rule": reason.code, **_located(part, place), "problem": shortened(str(reason))})
+            self.bad.append({"rule": reason.code, **place.to_document(), "problem": shortened(str(reason))})
 
-    def show(self, number: int, part: Part, place: int, text: str) -> None:
+    def show(self, number: int, place: Place, text: str) -> None:
         """Record the beginning of a document that the report shows."""
-        self.shown[str(number)] = _located(part, place) | {"text": shortened(text)}
+        self.shown[str(number)] = place.to_document() | {"text": shortened(text)}
 
     def _count(self, number: int, rule: str) -> int:
         numbers = self.removed.setdefault(rule, [])
@@ -113,11 +113,6 @@ def read_decisions(path: Path) -> Decisions | None:
 def _rounded(value: float | str) -> str:
     """Return a measured value as text, numbers with two digits, so that there are few different ones."""
     return value if isinstance(value, str) else f"{float(f'{value:.2g}'):g}"
-
-
-def _located(part: Part, place: int) -> dict[str, Any]:
-    """Return where a document is: ``place`` is in the unit of the file's format."""
-    return {"file": part.file.path, "at": place}
 
 
 def shortened(text: str) -> str:

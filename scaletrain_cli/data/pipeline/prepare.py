@@ -162,21 +162,25 @@ def prepared(preparation: Preparation, folder: Path) -> dict[str, Path] | None:
 
 def _planned(chains: Sequence[Chain], sources: Sequence[Source], section: PreparationStep) -> list[Chain]:
     """Return chains with a further step, of which only the key can be used. Raises UsageError."""
-    pairs = list(zip(chains, sources, strict=True))
     if not isinstance(section, DuplicatesSpec):
-        return [extended(chain, source, (section,)) for chain, source in pairs]
-    key = _duplicates_key([chain for chain, source in pairs if applies(section, source)], section)
-    return [
-        replace(chain, steps=(*chain.steps, ChainStep(chained(chain.steps[-1].key, key))))
-        if applies(section, source)
-        else chain
-        for chain, source in pairs
-    ]
+        return [extended(chain, source, (section,)) for chain, source in zip(chains, sources, strict=True)]
+    chosen = [number for number, source in enumerate(sources) if applies(section, source)]
+    key = _duplicates_key([chains[number] for number in chosen], section)
+    found = list(chains)
+    for place, number in enumerate(chosen):
+        step = ChainStep(_key_without_duplicates(chains[number], key, place))
+        found[number] = replace(chains[number], steps=(*chains[number].steps, step))
+    return found
 
 
 def _duplicates_key(chains: Sequence[Chain], section: DuplicatesSpec) -> str:
     """Return the key of the results of deduplication over several sources."""
     return chained("duplicates", [each.steps[-1].key for each in chains], Settings.of(section).key())
+
+
+def _key_without_duplicates(chain: Chain, key: str, place: int) -> str:
+    """Return the key of a source after deduplication, at its place: of equal sources the first one keeps more."""
+    return chained(chain.steps[-1].key, key, place)
 
 
 def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
@@ -272,24 +276,22 @@ def _without_duplicates(
     crew: _Crew,
 ) -> list[_Work]:
     """Find the duplicates among the documents that are left so far, and return the sources with that step."""
-    chosen = [each for each in found if applies(section, each.source)]
-    tasks = [(each.chain, task) for each in chosen for task in each.tasks]
-    key = _duplicates_key([each.chain for each in chosen], section)
+    chosen = [number for number, each in enumerate(found) if applies(section, each.source)]
+    tasks = [(found[number].chain, task) for number in chosen for task in found[number].tasks]
+    key = _duplicates_key([found[number].chain for number in chosen], section)
     corpus = Corpus(steps / key, tuple(task.source for _, task in tasks), Settings.of(section), memory_bytes)
     make_folder(corpus.folder)
     texts = _Texts(dict(enumerate(tasks)))
     for number in range(len(PHASES)):
         crew.run(_phase(corpus, number, texts))
     remove_phases(corpus)
-    result, first = [], 0
-    for each in found:
-        work = each
-        if applies(section, each.source):
-            duplicates = _Duplicates(corpus, first)
-            step = ChainStep(chained(each.chain.steps[-1].key, key), section.step, None, duplicates)
-            work = replace(each, chain=replace(each.chain, steps=(*each.chain.steps, step)))
-            first += len(each.tasks)
-        result.append(work)
+    result, first = list(found), 0
+    for place, number in enumerate(chosen):
+        each = found[number]
+        duplicates = _Duplicates(corpus, first)
+        step = ChainStep(_key_without_duplicates(each.chain, key, place), section.step, None, duplicates)
+        result[number] = replace(each, chain=replace(each.chain, steps=(*each.chain.steps, step)))
+        first += len(each.tasks)
     return result
 
 

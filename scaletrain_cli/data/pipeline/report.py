@@ -141,10 +141,9 @@ def _keep_first(kept: list[dict[str, Any]], found: Sequence[Mapping[str, Any]], 
 
 def place_of(task: Task, document: Mapping[str, Any]) -> str:
     """Return the place of a document: ``web.jsonl:17``, or its byte if the line could only be found with much work."""
-    path, place = document["file"], document["at"]
-    file = next(part.file for part in task.parts if part.file.path == path)
-    if file.kind in _BY_BYTES and place > _READ_FOR_LINE["://" in path]:
-        return f"{path}, byte {place}"
+    file, place = task.parts[document["part"]].file, document["at"]
+    if file.kind in _BY_BYTES and place > _READ_FOR_LINE["://" in file.path]:
+        return f"{file.path}, byte {place}"
     return reader_of(file).place_text(file, place)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scaletrain_cli.data.sources.formats import TOKEN_FORMATS, reader_of
 from scaletrain_cli.data.sources.local_files import require_unchanged
@@ -81,6 +82,18 @@ def tasks_of(source: Source, task_bytes: int = TASK_BYTES) -> tuple[Task, ...]:
     if held:
         tasks.append(Task(source.name, len(tasks), tuple(held)))
     return tuple(tasks)
+
+
+class Place(NamedTuple):
+    """Where a document is: in which part of a task, and where there, in the unit of the file's format."""
+
+    task: Task
+    part: Part
+    at: int
+
+    def to_document(self) -> dict[str, int]:
+        """Return the place without the path of the file, as other files may have the same content."""
+        return {"part": next(n for n, part in enumerate(self.task.parts) if part is self.part), "at": self.at}
 
 
 def place_text(part: Part, place: int) -> str:
