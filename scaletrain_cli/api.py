@@ -40,7 +40,7 @@ from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
-from scaletrain_cli.launch.preparation import Choice, prepare_data, reads_prepared_data
+from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data, reads_prepared_data
 from scaletrain_cli.launch.rendered_job import changes_since_sent
 from scaletrain_cli.launch.replan import Resize, replan
 from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
@@ -257,13 +257,16 @@ class PreparedSubmission:
         called before the request to the scheduler, whose answer may be lost (SchedulerSilentError), ``on_fetch`` each
         second while files of the hub are fetched to a cache that the nodes share.
         """
-        tasks = 0 if self.earlier is not None else prepare_data(self.spec, prepare, on_preparation)
+        data = PreparedData() if self.earlier is not None else prepare_data(self.spec, prepare, on_preparation)
         made = create_run(
             self.spec, self.plan, self.run_id, snapshot=self.snapshot, trust_owner=self.trust_owner
         )  # raises where the run that is there has another spec or other code
         if self.earlier is None:
             on_created(Run(made.run.path))
-        submission = self.earlier or submit_run(made.run, made.record, self.backend, on_fetch, tasks, on_preparation)
+            data.record(made.run)
+        submission = self.earlier or submit_run(
+            made.run, made.record, self.backend, on_fetch, data.tasks, on_preparation
+        )
         return Submitted(Run(made.run.path), submission.scheduler, submission.job_id, made.created)
 
 
@@ -323,13 +326,14 @@ class PreparedResume:
         on_preparation: Callable[[str], None] = lambda line: None,
     ) -> Submitted:
         """Submit the job, and prepare the data before if they are not, as PreparedSubmission.submit() does."""
-        record = self.record
-        tasks = prepare_data(record.spec, prepare, on_preparation, record.working_folder, self.run.path.parent)
+        record, run = self.record, self.run.directory
+        data = prepare_data(record.spec, prepare, on_preparation, record.working_folder, run.path.parent, run)
+        data.record(run)
         done = resume_run(
-            self.run.directory,
+            run,
             from_scratch=self.from_scratch,
             resize=self.resize,
-            preparation_tasks=tasks,
+            preparation_tasks=data.tasks,
             say=on_preparation,
         ).submission
         return Submitted(self.run, done.scheduler, done.job_id, created=False)

@@ -210,7 +210,7 @@ def submit_points(
     from scaletrain_cli.cli.options import confirm
     from scaletrain_cli.launch.backends.base import notes_json
     from scaletrain_cli.launch.backends.registry import backend_for
-    from scaletrain_cli.launch.preparation import prepare_data
+    from scaletrain_cli.launch.preparation import PreparedData, prepare_data
     from scaletrain_cli.launch.resource_checks.checks import require_external
     from scaletrain_cli.launch.shared_folder import disk_space_notes
     from scaletrain_cli.launch.submit import make_record
@@ -270,12 +270,12 @@ def submit_points(
         show_points(planned, results[0].start, cap)
     at_once = "all at once" if cap == len(planned) else f"{cap} at a time"
     confirm(f"Submit {len(planned)} runs to {section.scheduler}, {at_once}?", yes)
-    tasks: dict[str, int] = {}  # points with the same data share the work
+    prepared: dict[str, PreparedData] = {}  # points with the same data share the work
     for point in planned:
         data = _data_of(point.spec)
-        if data not in tasks:
-            tasks[data] = prepare_data(point.spec, prepare, say_preparation)
-    of_points = [tasks[_data_of(point.spec)] for point in planned]
+        if data not in prepared:
+            prepared[data] = prepare_data(point.spec, prepare, say_preparation)
+    of_points = [prepared[_data_of(point.spec)] for point in planned]
     done = submit_sweep(sweep, planned, scheduler, cap, snapshots, of_points, say_preparation)
     if as_json:
         from scaletrain_cli.ui.json import print_json

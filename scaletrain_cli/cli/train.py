@@ -62,8 +62,9 @@ def command(
     for warning in shared_root_notes(runs_root(), prepares=not run_spec.code.own_program):
         warn(sentences(warning))
     show_plan_summary(run_spec, plan)
-    prepare_data(run_spec, say=say_preparation)
+    data = prepare_data(run_spec, say=say_preparation)
     made = create_run(run_spec, plan, run_id, snapshot=snapshot)
+    data.record(made.run)
     say(f"run directory {made.run.path}; Ctrl-C saves a checkpoint and stops the run")
     if not as_json:
         typer.echo(visible(made.run.run_id))

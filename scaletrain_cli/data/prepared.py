@@ -60,13 +60,16 @@ class _Found:
         return combined_content(self.files, self.hashes or {})
 
 
-def find_prepared(data: DataSpec, runs_root: Path, folder: Path = Path()) -> dict[str, Path] | None:
+def find_prepared(
+    data: DataSpec, runs_root: Path, folder: Path = Path(), known: Mapping[str, Path] | None = None
+) -> dict[str, Path] | None:
     """Return the dataset of each source of text by its name, in the order of the spec; None if one is missing.
 
     Never reads a corpus: a source whose content is not remembered counts as not prepared. ``folder``: the base of
-    relative paths. Raises UsageError.
+    relative paths. ``known``: datasets of sources by name, which are used without a look at the source. Raises
+    UsageError.
     """
-    sources = _sources(data, runs_root, folder, may_read=False)
+    sources = _sources(data, runs_root, folder, may_read=False, known=known)
     return None if sources is None else _datasets(data, sources, runs_root, folder)
 
 
@@ -77,21 +80,22 @@ def prepare_data(
     progress: Progress,
     folder: Path = Path(),
     failure: Path | None = None,
+    known: Mapping[str, Path] | None = None,
 ) -> dict[str, Path]:
     """Return the dataset of each source of text by its name, after preparing those that are missing.
 
     ``folder``: the base of relative paths. ``failure``: a file that the processes of a job have in common: they all end
-    with the error of the first one that fails. Raises UsageError for input that cannot be used, other ScaletrainErrors,
-    and OSError.
+    with the error of the first one that fails. ``known``: as for find_prepared(). Raises UsageError for input that
+    cannot be used, other ScaletrainErrors, and OSError.
     """
     forget_steps()
-    if (found := find_prepared(data, runs_root, folder)) is not None:
+    if (found := find_prepared(data, runs_root, folder, known)) is not None:
         return found
-    _require_readable(data, folder)
+    _require_readable(data, folder, known or {})
     with contextlib.suppress(ScaletrainError, OSError):  # reported where it matters, when something must be written
         make_datasets_folder(runs_root)
     progress("read the sources", 0, 1)
-    sources = _sources(data, runs_root, folder, workers)
+    sources = _sources(data, runs_root, folder, workers, known=known)
     assert sources is not None
     progress("read the sources", 1, 1)
     if (found := _datasets(data, sources, runs_root, folder)) is not None:
@@ -106,14 +110,14 @@ def prepare_data(
     return _in_order(data, sources, made)
 
 
-def _require_readable(data: DataSpec, folder: Path) -> None:
+def _require_readable(data: DataSpec, folder: Path, known: Mapping[str, Path]) -> None:
     """Read the first documents of some files, before all files are read. Raises UsageError for a bad one.
 
     If bad documents are skipped, it is raised if none of them can be used.
     """
     skips_bad = data.on_bad == "skip"
     for section, (key, path) in zip(data.all_sources, data.paths(), strict=True):
-        if path in EMBEDDED or is_remote(path) or is_dataset(path, key, folder):
+        if section.name in known or path in EMBEDDED or is_remote(path) or is_dataset(path, key, folder):
             continue
         fault = first_fault(
             source_files(section, folder, key),
@@ -139,11 +143,20 @@ def preparation_of(data: DataSpec, runs_root: Path, workers: int, folder: Path =
 
 
 def _sources(
-    data: DataSpec, runs_root: Path, folder: Path, workers: int = 1, *, may_read: bool = True
+    data: DataSpec,
+    runs_root: Path,
+    folder: Path,
+    workers: int = 1,
+    *,
+    may_read: bool = True,
+    known: Mapping[str, Path] | None = None,
 ) -> list[_Found] | None:
     """Return the sources of a spec; None if the content of one is not known, and may not be read."""
     found = []
     for section, (key, _) in zip(data.all_sources, data.paths(), strict=True):
+        if known and section.name in known:
+            found.append(_Found(section, known[section.name]))
+            continue
         dataset = folder / expand_home(section.path)
         if (dataset / DATASET).is_file():
             found.append(_Found(section, dataset))

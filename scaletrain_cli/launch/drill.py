@@ -349,9 +349,10 @@ def run_drill(setup: DrillSetup, kind: DrillKind, on_status: Callable[[RunStatus
     """Run one drill to its end and return its course. ``on_status`` gets every status; a late run is cancelled."""
     settings = kind.settings(step=setup.fault_step(kind), world_size=setup.spec.world_size)
     spec = override_spec(setup.spec, settings, file="the drills' spec")
-    tasks = prepare_data(spec, root=setup.folder)
+    data = prepare_data(spec, root=setup.folder)
     made = create_run(spec, setup.plan, kind.name, root=setup.folder)
-    submit_run(made.run, made.record, setup.scheduler, preparation_tasks=tasks)
+    data.record(made.run)
+    submit_run(made.run, made.record, setup.scheduler, preparation_tasks=data.tasks)
     status = wait_for_end(made.run, setup.scheduler, setup.timeout_seconds, on_status)
     stopped = status.state == "failed" and exit_code_of(made.run, status) == ExitCode.DO_NOT_REQUEUE
     resumed = stopped and kind.ending == "stopped"

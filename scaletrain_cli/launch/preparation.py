@@ -22,6 +22,7 @@ from scaletrain_cli.launch.hub_files import MEASURES_ONLY, fetched_spec
 from scaletrain_cli.launch.resource_checks.files import View
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.datasets import Entry, datasets_file, record_datasets
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
 from scaletrain_cli.rundir.shared_datasets import make_datasets_folder
@@ -43,11 +44,27 @@ _OTHER_ENGINE = "SCALETRAIN_ENGINE"
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """How the data of a run are prepared: ``nothing`` to do, ``here`` in the foreground, or as a ``job``."""
+    """How the data of a run are prepared: ``nothing`` to do, ``here`` in the foreground, or as a ``job``.
+
+    ``datasets``: those that are there, as a run records them.
+    """
 
     where: Literal["nothing", "here", "job"]
     why: Reason
     tasks: int = 0
+    datasets: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """``tasks``: of a job that must prepare the data, 0 if they are prepared; ``datasets``: what a run records."""
+
+    tasks: int = 0
+    datasets: tuple[Entry, ...] = ()
+
+    def record(self, run: RunDir) -> None:
+        """Record the datasets in a run, whose attempts then do not look at the sources again. Raises OSError."""
+        record_datasets(datasets_file(run), self.datasets)
 
 
 def reads_prepared_data(spec: RunSpec, choice: Choice = "auto") -> bool:
@@ -58,11 +75,16 @@ def reads_prepared_data(spec: RunSpec, choice: Choice = "auto") -> bool:
 
 
 def plan_preparation(
-    spec: RunSpec, runs_root: Path, choice: Choice = "auto", folder: Path | None = None
+    spec: RunSpec,
+    runs_root: Path,
+    choice: Choice = "auto",
+    folder: Path | None = None,
+    run: RunDir | None = None,
 ) -> PreparationPlan:
     """Return how the data of a run are prepared. Reads no corpus; changes nothing.
 
-    Raises UsageError where the choice is not possible, and for sources that cannot be read.
+    ``run``: a run to resume, which keeps its datasets. Raises UsageError where the choice is not possible, and for
+    sources that cannot be read.
     """
     if not reads_prepared_data(spec, choice):
         return PreparationPlan("nothing", Reason("preparation.is-prepared"))
@@ -84,11 +106,13 @@ def plan_preparation(
         unknown = backend.preparation_tasks(cluster) or 1
         return PreparationPlan("job", Reason("preparation.job-unseen", {"cause": unseen, "tasks": unknown}), unknown)
     with _spec_file(spec) as file:
-        answer = run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), "--check", needs=NEEDS, cwd=folder)
+        words = ("--check", *_run_words(run))
+        answer = run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), *words, needs=NEEDS, cwd=folder)
+    datasets = tuple(answer.get("datasets", ()))
     if answer["prepared"]:
-        return PreparationPlan("nothing", Reason("preparation.is-prepared"))
+        return PreparationPlan("nothing", Reason("preparation.is-prepared"), datasets=datasets)
     if not backend.prepares_in_jobs:
-        return PreparationPlan("here", Reason("preparation.only-here"))
+        return PreparationPlan("here", Reason("preparation.only-here"), datasets=datasets)
     one_worker, workers = answer["seconds"], workers_here(spec)
     seconds = one_worker / workers
     tasks = backend.preparation_tasks(cluster)
@@ -99,12 +123,12 @@ def plan_preparation(
         tasks = 1  # rows are prepared by one process
     params = {"seconds": max(1.0, seconds), "bytes": answer["bytes"], "workers": workers, "tasks": tasks}
     if choice == "now":
-        return PreparationPlan("here", Reason("preparation.here-as-chosen"))
+        return PreparationPlan("here", Reason("preparation.here-as-chosen"), datasets=datasets)
     if choice == "job":
-        return PreparationPlan("job", Reason("preparation.job-as-chosen", params), tasks)
+        return PreparationPlan("job", Reason("preparation.job-as-chosen", params), tasks, datasets)
     if seconds <= _LONGEST_HERE_SECONDS:
-        return PreparationPlan("here", Reason("preparation.here", params))
-    return PreparationPlan("job", Reason("preparation.job", params), tasks)
+        return PreparationPlan("here", Reason("preparation.here", params), datasets=datasets)
+    return PreparationPlan("job", Reason("preparation.job", params), tasks, datasets)
 
 
 def prepare_data(
@@ -113,20 +137,22 @@ def prepare_data(
     say: Callable[[str], None] = lambda line: None,
     folder: str = "",
     root: Path | None = None,
-) -> int:
+    run: RunDir | None = None,
+) -> PreparedData:
     """Prepare the data of a run here, or return the number of tasks of a job that must do it; 0 if they are prepared.
 
     ``say`` gets a sentence on how and why they are prepared, then lines of progress. ``folder``: the base of relative
-    paths, ``root``: the runs root. Raises as plan_preparation(), and the error of the preparation.
+    paths, ``root``: the runs root; ``run``: a run to resume, which keeps its datasets. Raises as plan_preparation(),
+    and the error of the preparation.
     """
     base = Path(folder) if folder and Path(folder).is_dir() else None
     root = root or runs_root()
-    plan = plan_preparation(spec, root, choice, base)
+    plan = plan_preparation(spec, root, choice, base, run)
     if plan.where != "nothing":
         say(str(plan.why))
     if plan.where == "here":
-        prepare_here(spec, root, base, say=say)
-    return plan.tasks
+        return PreparedData(0, prepare_here(spec, root, base, say=say, run=run))
+    return PreparedData(plan.tasks, plan.datasets)
 
 
 def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJob, Path] | None:
@@ -191,16 +217,24 @@ def prepare_here(
     say: Callable[[str], None] | None = None,
     failure: Path | None = None,
     known: Mapping[str, str] | None = None,
-) -> None:
-    """Prepare the data on this machine. Raises the error of the preparation.
+    run: RunDir | None = None,
+) -> tuple[Entry, ...]:
+    """Prepare the data on this machine; return the datasets as a run records them. Raises the error of the preparation.
 
     ``say`` gets lines of progress; by default they go to stderr. ``failure``: a file in which the reason of the error
     is recorded. ``known``: commits of the hub that a run has recorded.
     """
     with _spec_file(spec, known) as file:
-        words = ["--workers", str(workers or workers_here(spec))]
+        words = ["--workers", str(workers or workers_here(spec)), *_run_words(run)]
         words += [] if failure is None else ["--failure", str(failure)]
-        run_engine_command(ENGINE_COMMAND, str(file), str(runs_root), *words, needs=NEEDS, cwd=folder, on_line=say)
+        answer = run_engine_command(
+            ENGINE_COMMAND, str(file), str(runs_root), *words, needs=NEEDS, cwd=folder, on_line=say
+        )
+    return tuple(answer.get("datasets", ()))
+
+
+def _run_words(run: RunDir | None) -> tuple[str, ...]:
+    return () if run is None else ("--run", str(run.path.absolute()))
 
 
 @contextmanager

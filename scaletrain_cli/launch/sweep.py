@@ -13,6 +13,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, SchedulerError, Sch
 from scaletrain_cli.launch.backends.base import Backend
 from scaletrain_cli.launch.cancel import cancel
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
+from scaletrain_cli.launch.preparation import PreparedData
 from scaletrain_cli.launch.status import OVER, RunStatus, exit_code_of, is_over, run_statuses
 from scaletrain_cli.launch.submit import CreatedRun, Submission, create_run, read_submission, submit_run
 from scaletrain_cli.plan.result import RunPlan
@@ -65,13 +66,13 @@ def submit_sweep(
     scheduler: Backend,
     cap: int,
     snapshots: Mapping[CodeSpec, Snapshot | None] | None = None,
-    preparation_tasks: Sequence[int] = (),
+    data: Sequence[PreparedData] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[SubmittedPoint]:
     """Submit all points; if one fails, cancel those already submitted and raise its error.
 
-    ``snapshots``: the result of an earlier take_snapshots(); None takes them now. ``preparation_tasks``: of each point,
-    and ``say``, as in submit_run(); no tasks: the data of all points are prepared.
+    ``snapshots``: the result of an earlier take_snapshots(); None takes them now. ``data``: of each point, from
+    prepare_data(); empty: the data of all points are prepared. ``say``: as in submit_run().
     """
     done: list[tuple[CreatedRun, Submission]] = []
     code = take_snapshots(points) if snapshots is None else snapshots  # first: the tree may change meanwhile
@@ -82,7 +83,9 @@ def submit_sweep(
             made = create_run(point.spec, point.plan, point.run_id, snapshot=code[point.spec.code])
             if made.created or (read_submission(made.run) is None and read_sweep_place(made.run) is None):
                 write_sweep_place(made.run, SweepPlace(sweep, index + 1, len(points), point.overrides, after))
-            tasks = preparation_tasks[index] if preparation_tasks else 0
+            tasks = data[index].tasks if data else 0
+            if data:
+                data[index].record(made.run)
             done.append((made, submit_run(made.run, made.record, scheduler, preparation_tasks=tasks, say=say)))
         except ScaletrainError as error:
             silent = isinstance(error, SchedulerSilentError)

@@ -50,6 +50,10 @@ TEXTS: dict[str, Text] = {
         "{paths} is not prepared below {folder}, or has changed since it was",
         ("Run `scaletrain resume {run}`, which prepares it first",),
     ),
+    "dataset-gone": Text(
+        "the prepared data {folder} of the run are gone or were replaced, and {cause}",
+        ("Restore the folder, or the sources, and run `scaletrain resume {run}`, which prepares them again",),
+    ),
     "tokenizers-differ": Text(
         "data.sources: {first} and {second} were prepared with different tokenizers",
         ("Prepare all sources with the same data.tokenizer",),

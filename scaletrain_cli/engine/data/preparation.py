@@ -11,17 +11,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.commands import ProgressLines
 from scaletrain_cli.data.estimate import preparation_seconds
 from scaletrain_cli.data.pipeline.claims import read_failure, record_failure
-from scaletrain_cli.data.prepared import find_prepared, is_dataset, prepare_data
+from scaletrain_cli.data.prepared import is_dataset
+from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.errors import ScaletrainError
+from scaletrain_cli.rundir.datasets import NAME, Entry, datasets_file, entries_of, record_datasets
 from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import is_readable
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED
@@ -37,6 +40,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("spec", type=Path)
     parser.add_argument("runs_root", type=Path)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--run", type=Path, help="the folder of a run, whose datasets are used as they are")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--failure", type=Path, help="the file in which the processes of a job record why it failed")
     parser.add_argument("--secrets", type=Path, help="a file with further environment variables")
@@ -44,8 +48,9 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--keep-secrets", action="store_true", help="keep that file when the data are prepared")
     options = parser.parse_args(arguments)
     spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
+    run = None if options.run is None else RunDir(options.run)
     if options.check:
-        return _checked(spec, options.runs_root)
+        return _checked(spec, options.runs_root, _known(spec, options.runs_root, run))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # what is being written is removed
     if options.secrets is not None:
         os.environ.update({name: str(value) for name, value in (read_document(options.secrets) or {}).items()})
@@ -53,9 +58,12 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     try:
         if options.failure is not None and (failed := read_failure(options.failure)) is not None:
             raise failed
-        found = _prepared(spec, options.runs_root, options.workers, options.failure)
+        found = _prepared(spec, options.runs_root, options.workers, options.failure, run)
+        entries = entries_of(spec, options.runs_root, found)
+        if options.failure is not None:
+            record_datasets(options.failure.with_name(NAME), entries)
         if options.done is not None:
-            write_document(options.done, {"folders": [str(folder) for folder in found]})
+            write_document(options.done, {"folders": [str(folder) for folder in found.values()]})
     except Exception as error:
         if options.failure is not None:
             record_failure(options.failure, known_error(error, "data prepare"), "preparation")
@@ -65,7 +73,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     if options.done is not None and not options.keep_secrets:
         _remove(options.secrets)
     print(f"data prepared in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-    return {"prepared": True, "folders": [str(folder) for folder in found]}
+    return {"prepared": True, "folders": [str(folder) for folder in found.values()], "datasets": entries}
 
 
 def _remove(secrets: Path | None) -> None:
@@ -74,33 +82,50 @@ def _remove(secrets: Path | None) -> None:
             secrets.unlink(missing_ok=True)
 
 
-def _prepared(spec: RunSpec, runs_root: Path, workers: int, failure: Path | None) -> list[Path]:
+def _known(spec: RunSpec, runs_root: Path, run: RunDir | None, failure: Path | None = None) -> dict[str, Path]:
+    """Return the datasets that a run has recorded, by the names of its sources."""
+    file = None if failure is None else failure.with_name(NAME)
+    return known_datasets(spec, runs_root, file if run is None else datasets_file(run), run)
+
+
+def _prepared(
+    spec: RunSpec, runs_root: Path, workers: int, failure: Path | None, run: RunDir | None
+) -> dict[str, Path]:
+    known = _known(spec, runs_root, run, failure)
     if spec.training.objective == "causal_lm":
-        return [*prepare_data(spec.data, runs_root, workers, ProgressLines(), failure=failure).values()]
+        return prepare_run_datasets(spec, runs_root, known, workers, ProgressLines(), failure)
     from scaletrain_cli.engine.data.prepared import prepare_rows  # needs transformers
 
-    return [prepare_rows(spec, runs_root)]
+    return known or {spec.data.all_sources[0].name: prepare_rows(spec, runs_root)}
 
 
-def _checked(spec: RunSpec, runs_root: Path) -> dict[str, Any]:
-    """Return whether the data are prepared; else also the bytes of their files, and the seconds of one worker."""
+def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[str, Any]:
+    """Return whether the data are prepared; else also the bytes of their files, and the seconds of one worker.
+
+    ``datasets``: those that are there, as a run records them.
+    """
+    found: dict[str, Path] | None = {**known}
     if spec.training.objective == "causal_lm":
-        there = find_prepared(spec.data, runs_root) is not None
-    else:
+        found = find_run_datasets(spec, runs_root, known)
+    elif not known:
         from scaletrain_cli.engine.data.row_dataset import rows_folder
 
-        there = is_readable(rows_folder(spec, runs_root))
-    if there:
-        return {"prepared": True, "bytes": 0, "seconds": 0.0}
-    size = sum(_bytes(spec))
+        folder = rows_folder(spec, runs_root)
+        found = {spec.data.all_sources[0].name: folder} if is_readable(folder) else None
+    entries: list[Entry] = entries_of(spec, runs_root, known if found is None else found)
+    if found is not None:
+        return {"prepared": True, "bytes": 0, "seconds": 0.0, "datasets": entries}
+    size = sum(_bytes(spec, known))
     seconds = preparation_seconds(spec, runs_root, workers=1) if spec.training.objective == "causal_lm" else None
-    return {"prepared": False, "bytes": size, "seconds": size / _ROW_BYTES_PER_SECOND if seconds is None else seconds}
+    seconds = size / _ROW_BYTES_PER_SECOND if seconds is None else seconds
+    return {"prepared": False, "bytes": size, "seconds": seconds, "datasets": entries}
 
 
-def _bytes(spec: RunSpec) -> list[int]:
+def _bytes(spec: RunSpec, known: Collection[str]) -> list[int]:
+    """Return the sizes of the files of all sources that are not ``known`` by name."""
     found = []
     for section, (key, _) in zip(spec.data.all_sources, spec.data.paths(), strict=True):
-        if section.path in EMBEDDED or is_dataset(section.path, key):
+        if section.name in known or section.path in EMBEDDED or is_dataset(section.path, key):
             continue
         try:
             found += [file.size for file in source_files(section, Path(), key)]

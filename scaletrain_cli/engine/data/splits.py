@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.prepared import find_prepared
+from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.stages import recorded_changes
 from scaletrain_cli.engine.data.dataset import DatasetInfo
 from scaletrain_cli.engine.data.prepared import open_data_of
@@ -21,6 +22,7 @@ from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.datasets import datasets_file, entries_of, read_entries, record_datasets, recorded_folders
 from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -120,21 +122,38 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
 
 
 def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
-    """Return the folder of the prepared data of each source, by its name.
+    """Return the folder of the prepared data of each source, by its name, and record them for later attempts.
 
     Raises UsageError if they are not prepared: the GPUs of a run do not wait for that. Raises OSError, too.
     """
-    root, text = run.path.parent, spec.training.objective == "causal_lm"
-    first = spec.data.all_sources[0].name
-    if text:
-        found = find_prepared(spec.data, root)
-    else:
-        folder = rows_folder(spec, root)
-        found = {first: folder} if is_readable(folder) else None
-    if found is not None:
-        return found
-    paths = ", ".join(path for _, path in spec.data.paths())
-    raise UsageError(Reason("data.run-not-prepared", {"paths": paths, "folder": str(root), "run": run.run_id}))
+    root, file = run.path.parent, datasets_file(run)
+    known, gone = recorded_folders(spec, root, read_entries(file))
+    try:
+        found = find_datasets(spec, root, known)
+        if found is None:
+            paths = ", ".join(path for _, path in spec.data.paths())
+            raise UsageError(Reason("data.run-not-prepared", {"paths": paths, "folder": str(root), "run": run.run_id}))
+    except UsageError as error:
+        if gone:
+            params = {"folder": str(gone[0]), "run": run.run_id, "cause": error.reason or recorded(error.message)}
+            error.explain(Reason("data.dataset-gone", params))
+        raise
+    with contextlib.suppress(OSError):  # a later attempt then looks the data up, as this one has
+        record_datasets(file, entries_of(spec, root, found))
+    return found
+
+
+def find_datasets(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[str, Path] | None:
+    """Return the dataset of each source of text or rows by its name; None if one is missing.
+
+    ``known``: datasets that the run has recorded. Raises UsageError.
+    """
+    if spec.training.objective == "causal_lm":
+        return find_run_datasets(spec, runs_root, known)
+    if known:
+        return dict(known)
+    folder = rows_folder(spec, runs_root)
+    return {spec.data.all_sources[0].name: folder} if is_readable(folder) else None
 
 
 def _require_one_tokenizer(folders: Mapping[str, Path]) -> None:

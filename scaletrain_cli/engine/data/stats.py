@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.mixture import Mixture, Stage
-from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.data.report import read_report
+from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.stages import stages_of_run
 from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
@@ -22,17 +23,21 @@ from scaletrain_cli.spec import RunSpec
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the report, given SPEC_JSON RUNS_ROOT and the folder of the run, which is empty for a spec."""
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
-    datasets = datasets_of(spec, Path(arguments[1]))
     run = RunDir(Path(arguments[2])) if arguments[2] else None
+    datasets = datasets_of(spec, Path(arguments[1]), run)
     return read_report(datasets, _mixture(spec, datasets, run))
 
 
-def datasets_of(spec: RunSpec, runs_root: Path) -> dict[str, Path]:
-    """Return the folder of the prepared data of each source, by its name. Raises UsageError if one is missing."""
-    found: dict[str, Path] | None
+def datasets_of(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> dict[str, Path]:
+    """Return the folder of the prepared data of each source, by its name. Raises UsageError if one is missing.
+
+    ``run``: which has recorded its datasets.
+    """
+    known = {} if run is None else recorded_folders(spec, runs_root, read_entries(datasets_file(run)))[0]
+    found: dict[str, Path] | None = dict(known)
     if spec.training.objective == "causal_lm":
-        found = find_prepared(spec.data, runs_root)
-    else:
+        found = find_run_datasets(spec, runs_root, known)
+    elif not known:
         folder = rows_folder(spec, runs_root)
         found = {spec.data.all_sources[0].name: folder} if (folder / "dataset.json").is_file() else None
     if found is None:

@@ -50,7 +50,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     rank, micro_batch = (int(text) if text else None for text in arguments[4:6])
     layout = make_plan(spec).layout if run is None else read_record(run).plan.layout
     _check_range(spec, layout, step, rank, micro_batch)
-    datasets = datasets_of(spec, Path(arguments[1]))
+    datasets = datasets_of(spec, Path(arguments[1]), run)
     data = _opened(spec, layout, run, datasets)
     skipped = [] if run is None else [rollback.skip for rollback in read_rollbacks(run)]
     number = batch_number(step, merged_skip_ranges([*spec.data.skip, *skipped]))

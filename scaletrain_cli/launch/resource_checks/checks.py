@@ -38,6 +38,7 @@ from scaletrain_cli.launch.resource_checks.hub import hub_notes, hub_problems
 from scaletrain_cli.launch.resource_checks.sources import check_text, reads_text, text_problems
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file, paths_in
+from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
 from scaletrain_cli.rundir.journal import has_committed
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -104,12 +105,13 @@ def check_external(
     begun: bool = False,
     secrets: Collection[str] = (),
     hub: Mapping[str, str] | None = None,
+    prepared: Collection[str] = (),
 ) -> CheckResults:
     """Return the results of all checks that are possible here. Changes nothing; never raises.
 
     ``folder`` as in View; by default the current folder. Sends requests to the hub for references to it.
     """
-    view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, secrets=secrets, hub=hub or {})
+    view = View(spec, Path(folder or os.getcwd()), os.environ, code, begun, False, secrets, hub or {}, prepared)
     text = check_text(view)
     problems = tuple(dict.fromkeys([*text.problems, *(found for check in _CHECKS for found in check(view))]))
     notes = (*not_checked(view), *text.notes, *not_read(view), *not_recorded(view), *hub_notes(view))
@@ -155,8 +157,14 @@ def require_external_to_resume(run: RunDir, record: RunRecord, snapshot: Snapsho
         begun=has_committed(run),
         secrets=record.spec.secret_env if run.secrets.is_file() else (),
         hub=record.hub,
+        prepared=_recorded(run, record.spec),
     )
     return _require(found)
+
+
+def _recorded(run: RunDir, spec: RunSpec) -> Collection[str]:
+    """Return the names of the sources whose datasets the run has recorded."""
+    return recorded_folders(spec, run.path.parent, read_entries(datasets_file(run)))[0]
 
 
 def _require(found: CheckResults) -> tuple[Reason, ...]:
@@ -172,7 +180,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     is missing: on Slurm, and after the first checkpoint, until which everything existed.
     """
     spec, begun = record.spec, has_committed(run)
-    view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True)
+    view = View(spec, Path.cwd(), os.environ, None, begun, on_node=True, prepared=_recorded(run, spec))
     checks = [weights_problems, adapter_problems, checkpoint_problems]
     prepared = any((expand_home(path) / "dataset.json").is_file() for _, path in spec.data.paths())
     if node_rank == 0 or prepared:  # every node reads prepared data, and one node is enough to check other files

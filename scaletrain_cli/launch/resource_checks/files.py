@@ -65,6 +65,7 @@ class View:
     ``folder``: the base of its relative paths. ``code``: the files kept of code.path, None if no snapshot was taken.
     ``begun``: a checkpoint was committed, so initial weights are not read. ``on_node``: checked on a node of the job.
     ``secrets``: names whose values are in the run directory. ``hub``: commits of references that the run has recorded.
+    ``prepared``: names of the sources whose datasets the run has recorded: their files are not read again.
     """
 
     spec: RunSpec
@@ -75,6 +76,7 @@ class View:
     on_node: bool = False
     secrets: Collection[str] = ()
     hub: Mapping[str, str] = field(default_factory=dict)
+    prepared: Collection[str] = ()
 
     def problem(self, key: str, reason: Reason, given: object) -> Problem:
         """Return the problem of a key of the spec, with the line of the key."""
@@ -92,7 +94,7 @@ def is_missing(path: str) -> bool:
 def row_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.source`` if the built-in engine reads it, except for text (sources.py)."""
     source = view.spec.data.source
-    if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source):
+    if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source) or view.prepared:
         return
     if view.spec.unit == "tokens" and view.spec.training.objective == "causal_lm":
         return
@@ -496,7 +498,7 @@ def not_recorded(view: View) -> Iterator[Reason]:
 def not_read(view: View) -> Iterator[Reason]:
     """Yield a note on files of the data folder that the engine does not read."""
     source = view.spec.data.source
-    if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source):
+    if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source) or view.prepared:
         return
     if view.unseen(parent_of_glob(source)) or (view.folder / expand_home(source) / "dataset.json").is_file():
         return

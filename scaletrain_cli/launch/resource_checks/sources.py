@@ -56,11 +56,14 @@ def check_text(view: View) -> TextResults:
     if reads_text(view.spec):
         unseen: list[str] = []
         for (key, path), section in zip(view.spec.data.paths(), view.spec.data.all_sources, strict=True):
-            if path not in EMBEDDED and not is_reference(path) and not view.unseen(parent_of_glob(path)):
+            if section.name in view.prepared or path in EMBEDDED or is_reference(path):
+                continue
+            if not view.unseen(parent_of_glob(path)):
                 _check_source(view, key, section, results, unseen)
         if unseen:
             results.notes.append(Reason("checks.remote-not-checked", {"keys": unseen}))
-        results.problems += _step_problems(view)
+        if not {section.name for section in view.spec.data.all_sources} <= set(view.prepared):
+            results.problems += _step_problems(view)
     return results
 
 

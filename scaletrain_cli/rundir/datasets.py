@@ -1,0 +1,114 @@
+"""The datasets that a run reads, in ``<run>/preparation/datasets.json``: later attempts do not look at the sources.
+
+Each source has one entry for the settings that decide its dataset. A source that the run reads already keeps its
+dataset when another one is added, and when its files are touched, moved or deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.rundir.documents import read_document, write_document
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.shared_datasets import DATASET, is_readable
+from scaletrain_cli.safe_files import make_folder
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.sources import SourceSpec
+
+NAME = "datasets.json"
+_SCHEMA = "scaletrain.run-datasets/v1"
+_OF_TEXT = {"tokenizer", "on_bad", "validation_split"}
+_OF_ROWS = {"tokenizer", "validation_split", "format", "fields", "chat_template", "chat_template_date", "loss_on"} | {
+    "truncation",
+    "packing",
+}
+
+Entry = dict[str, Any]
+
+
+def datasets_file(run: RunDir) -> Path:
+    """Return the file in which a run records its datasets."""
+    return run.path / "preparation" / NAME
+
+
+def entries_of(spec: RunSpec, runs_root: Path, folders: Mapping[str, Path]) -> list[Entry]:
+    """Return entries for the datasets of the sources of a spec, by name. A dataset that cannot be read has none."""
+    entries = []
+    for section in spec.data.all_sources:
+        if (folder := folders.get(section.name)) is not None and (found := _identity(folder)) is not None:
+            entries.append(
+                {
+                    "source": section.name,
+                    "settings": _settings_key(spec, section),
+                    "folder": _recorded_folder(folder, runs_root),
+                    **found,
+                }
+            )
+    return entries
+
+
+def read_entries(file: Path) -> list[Entry]:
+    """Return what is recorded; empty if there is no file, or if it is damaged."""
+    found = (read_document(file) or {}).get("datasets")
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def record_datasets(file: Path, entries: Iterable[Entry]) -> None:
+    """Record datasets beside those of other sources and settings. Raises OSError."""
+    before = read_entries(file)
+    merged = {entry.get("settings"): entry for entry in [*before, *entries]}
+    if list(merged.values()) != before:
+        make_folder(file.parent, parents=True)
+        write_document(file, {"schema": _SCHEMA, "datasets": list(merged.values())})
+
+
+def recorded_folders(spec: RunSpec, runs_root: Path, entries: Iterable[Entry]) -> tuple[dict[str, Path], list[Path]]:
+    """Return the recorded datasets by the names of the sources of a spec, and those that are gone or were replaced."""
+    known = {entry.get("settings"): entry for entry in entries}
+    found, gone = {}, []
+    for section in spec.data.all_sources:
+        if (entry := known.get(_settings_key(spec, section))) is None:
+            continue
+        folder = runs_root / "datasets" / str(entry.get("folder"))  # an absolute path replaces the first part
+        same = _identity(folder) == {name: entry.get(name) for name in ("fingerprint", "seal")}
+        if same and is_readable(folder):
+            found[section.name] = folder
+        else:
+            gone.append(folder)
+    return found, gone
+
+
+def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
+    """Return a hash of all settings that decide the dataset of a source, without those of other sources.
+
+    The name of the source is not among them, nor is its share of the samples.
+    """
+    data = spec.data
+    identity: list[Any] = [section.path, section.format, section.field]
+    if spec.training.objective == "causal_lm":
+        identity.append(data.model_dump(mode="json", include=_OF_TEXT))
+        steps = [step for step in data.prepare if step.only is None or section.name in step.only]
+        identity.append([step.model_dump(mode="json", exclude={"only"}) for step in steps])
+    else:
+        identity += [spec.training.objective, spec.transformer.seq_len]
+        identity.append(data.model_dump(mode="json", include=_OF_ROWS))
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _identity(folder: Path) -> dict[str, Any] | None:
+    """Return what dataset.json says about the content of a dataset; None if there is none that can be read."""
+    with contextlib.suppress(OSError):
+        if (found := read_document(folder / DATASET)) is not None:
+            return {name: found.get(name) for name in ("fingerprint", "seal")}
+    return None
+
+
+def _recorded_folder(folder: Path, runs_root: Path) -> str:
+    """Return a folder relative to the folder of all datasets, if it is one of them, so that both may be moved."""
+    datasets = (runs_root / "datasets").absolute()
+    return folder.name if folder.absolute().parent == datasets else str(folder.absolute())
