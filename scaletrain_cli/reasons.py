@@ -22,6 +22,7 @@ from scaletrain_cli.text import (
     listed,
     percent_text,
     seconds_text,
+    source_text,
     whole_text,
 )
 
@@ -32,6 +33,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "count": count_text,
     "whole": whole_text,
     "seconds": seconds_text,
+    "source": source_text,
     "usd": dollars_text,
     "percent": percent_text,
     "list": listed,

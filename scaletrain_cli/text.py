@@ -22,6 +22,11 @@ def count_text(count: float) -> str:
     return _scaled(count, 1000, ("", "k", "M", "B", "T", "Q")).rstrip()
 
 
+def source_text(name: str) -> str:
+    """Return ``the source web``; ``the source`` for the only one, data.source, which has the name ``source``."""
+    return "the source" if name == "source" else f"the source {name}"
+
+
 def whole_text(count: int) -> str:
     """``245,760``."""
     return f"{count:,}"

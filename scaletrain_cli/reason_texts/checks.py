@@ -44,8 +44,24 @@ TEXTS: dict[str, Text] = {
     # ---- data.source -----------------------------------------------------------------------------------------------
     "no-source": Text("{why}", _SOURCES),
     "source-file": Text("{why}", ("Repair the file, or leave it out of the source",)),
-    "source-document": Text(
-        "{where}: {problem}", ("Set the format and the field of the source, repair the file, or set data.on_bad: skip",)
+    "source-other-format": Text("{why}", ("Set it to the format of the files, or correct the path of the source",)),
+    "source-format": Text("{where}: {problem}", ("Set it to the format of the files, or repair the file",)),
+    "source-format-of-name": Text(
+        "{where}: {problem}",
+        ("Repair the file, or set the format of the source, which the name of the file says otherwise",),
+    ),
+    "source-field": Text("{where}: {problem}", ("Set it to the column with the text",)),
+    "only-source-field": Text(
+        "{where}: {problem}",
+        ("Name the column with the text: data.sources: [{{name: NAME, path: {path}, field: COLUMN}}]",),
+    ),
+    "source-column": Text(
+        "{where}: {problem}", ("Set it to a column of the source, or leave the source out with the key only",)
+    ),
+    "source-document": Text("{where}: {problem}", ("Repair the file, or set data.on_bad: skip",)),
+    "source-damaged": Text("{where}: {problem}", ("Repair the file, or leave it out of the source",)),
+    "source-without-documents": Text(
+        "{where}: {problem}", ("No document that was looked at can be read: repair the file, or leave it out",)
     ),
     "source-row": Text("{where}: {problem}", ("Set data.format and data.fields, or repair the row",)),
     "no-text": Text("holds no text", _MORE_TEXT),

@@ -31,14 +31,14 @@ TEXTS: dict[str, Text] = {
     "file-changed": Text("{path} has changed while it was prepared", ("Run the command again",)),
     "file-gone": Text("{path} was listed, and cannot be read any more: {error}", ("Run the command again",)),
     "step-on-tokens": Text(
-        "the step {step} needs text, and the source {source} holds tokens",
+        "the step {step} needs text, and {source:source} holds tokens",
         ("List the other sources in the key only of the step",),
     ),
     "tokens-beside-text": Text(
-        "the source {source} holds tokens in {tokens} and text in {text}", ("Make two sources of them",)
+        "{source:source} holds tokens in {tokens} and text in {text}", ("Make two sources of them",)
     ),
     "tokens-without-tokenizer": Text(
-        "the source {source} holds tokens, so no tokenizer can be trained for it",
+        "{source:source} holds tokens, so no tokenizer can be trained for it",
         ("Set data.tokenizer to the tokenizer that made the tokens, with kind: file",),
     ),
     "epochs-exceed-run": Text(

@@ -8,10 +8,12 @@ _FIELD = ("Set the field of the source to the column with the text",)
 
 TEXTS: dict[str, Text] = {
     # ---- a document ------------------------------------------------------------------------------------------------
-    "not-utf-8": Text("is not UTF-8 text: {replaced} of {characters:whole} characters cannot be decoded"),
+    "utf-16": Text("is UTF-16 text, and must be UTF-8", ("Convert it, as with iconv -f UTF-16 -t UTF-8",)),
+    "not-utf-8": Text("is not UTF-8 text: {replaced:whole} of {characters:whole} characters cannot be decoded"),
     "binary": Text("contains NUL bytes, so it is not text"),
     "too-long": Text("is longer than {bytes:gib}, the most that a document may have"),
-    "not-json": Text("is not JSON: {error}"),
+    "not-json": Text("is not JSON: {error} (character {character:whole} of the line)"),
+    "json-unreadable": Text("is not JSON that can be read: {error}"),
     "not-an-object": Text("must be a JSON object"),
     "no-field": Text("has no field {field}; it has {columns:list}", _FIELD),
     "no-column": Text(

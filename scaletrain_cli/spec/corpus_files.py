@@ -78,11 +78,15 @@ def kind_of(path: Path) -> str:
 
 
 class NoCorpusError(UsageError):
-    """The source has no files that can be read (exit 2); ``why`` is the reason without the source."""
+    """The source has no files that can be read (exit 2); ``why`` is the reason without the source.
 
-    def __init__(self, source: str, why: str, key: str = "data.source") -> None:
-        super().__init__(f"{key} = {source}: {why}. {SOURCES}")
-        self.why = why
+    ``other_formats``: it has files, and none is of the format that the spec gives.
+    """
+
+    def __init__(self, source: str, why: str, key: str = "data.source", *, other_formats: bool = False) -> None:
+        remedy = "Set the format to that of the files, or give another path." if other_formats else SOURCES
+        super().__init__(f"{key} = {source}: {why}. {remedy}")
+        self.why, self.other_formats = why, other_formats
 
 
 def find_files(source: str, folder: Path = Path(), kinds: Collection[str] = FORMATS) -> CorpusFiles:
@@ -119,7 +123,12 @@ def find_text(source: str, folder: Path = Path(), named: str = "auto", key: str 
     found = _entries(source, folder, key)
     names = chosen_text(list(map(str, found)), named, in_folder=path.is_dir())
     if not names:
-        raise NoCorpusError(source, _nothing_to_read(source, path, found, suffixes_of(named)), key)
+        alone = next((entry for entry in found if entry.suffix == ".bin" and _fits("megatron", named)), None)
+        if alone is not None:
+            index = alone.with_suffix(".idx").name
+            raise NoCorpusError(source, f"{alone.name} has no {index} beside it, the index of a Megatron-LM set", key)
+        why = _nothing_to_read(source, path, found, suffixes_of(named))
+        raise NoCorpusError(source, why, key, other_formats=bool(found) and named != "auto")
     read = {Path(name) for name in names}
     read |= {name.with_suffix(".bin") for name in read if name.suffix == ".idx"}
     not_read = Counter(entry.suffix or entry.name for entry in found if entry not in read)
@@ -220,9 +229,12 @@ def row_file_problem(path: Path) -> str:
     return _parquet_problem(path, text=False) if kind_of(path) == "parquet" else ""
 
 
-def unreadable_among(files: tuple[Path, ...]) -> str:
-    """Return the first file that cannot be opened, with the reason; empty if there is none."""
-    found = [f"{path}: {why}" for path in files if (why := _unreadable(path))]
+def unreadable_among(files: tuple[Path, ...], source: Path | None = None) -> str:
+    """Return the first file that cannot be opened, with the reason; empty if there is none.
+
+    ``source``: the path of the source, whose own name is left out.
+    """
+    found = [why if path == source else f"{path}: {why}" for path in files if (why := _unreadable(path))]
     return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "") if found else ""
 
 

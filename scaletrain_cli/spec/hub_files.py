@@ -41,6 +41,7 @@ from scaletrain_cli.spec.corpus_files import (
     suffixes_of,
 )
 from scaletrain_cli.spec.quantities import Text
+from scaletrain_cli.spec.shared_paths import REMOTE_SCHEMES
 
 if TYPE_CHECKING:
     from scaletrain_cli.spec.run import RunSpec
@@ -60,6 +61,7 @@ _BESIDE = (
     "chat_template.json",
     TEMPLATE,
 )
+_SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]*)://")
 _TEMPLATES = (".jinja", ".jinja2", ".j2")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 _OWN_PROGRAMS = "scaletrain_cli.engine."  # such as evaluations, which read what the run reads
@@ -82,6 +84,14 @@ def _checked(text: str) -> str:
     return text
 
 
+def _checked_data(text: str) -> str:
+    scheme = _SCHEME.match(text)
+    if scheme is not None and not is_reference(text) and scheme["name"] not in REMOTE_SCHEMES:
+        known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)
+        raise PydanticCustomError("data_scheme", f"must be a local path, or begin with {known} or hf://datasets/")
+    return _checked(text)
+
+
 def _checked_model(text: str) -> str:
     if is_reference(_checked(text)) and parse_reference(text).kind != "model":
         raise PydanticCustomError("hub", "must name a model of the hub, not a data set: hf://org/name")
@@ -89,7 +99,7 @@ def _checked_model(text: str) -> str:
 
 
 ModelPath = Annotated[Text, AfterValidator(_checked_model)]  # a local path, or hf://org/name
-DataPath = Annotated[Text, AfterValidator(_checked)]  # a local path, or hf://datasets/org/name
+DataPath = Annotated[Text, AfterValidator(_checked_data)]  # a local path, or hf://datasets/org/name
 
 
 @dataclass(frozen=True)

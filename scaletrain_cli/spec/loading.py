@@ -243,8 +243,11 @@ def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> t
 def _follows(
     detail: Any, reported: set[tuple[Any, ...]], wrong_values: set[tuple[Any, ...]], model_is_known: bool
 ) -> bool:
-    """Return True if a problem with a dimension is caused by another problem: its source, family or origin."""
-    section, *key = in_file(detail["loc"])
+    """Return True if a problem is caused by another one: a list whose items are wrong, or a dimension whose source,
+    family or origin is."""
+    section, *key = whole = in_file(detail["loc"])
+    if detail["type"] == "too_short":
+        return any(other[:-1] == whole for other in reported)
     if section == "model" and key != ["family"] and ("model", "family") in wrong_values:
         return detail["type"] in ("missing", "extra_forbidden")
     if detail["type"] != "missing" or section != "model" or not key:

@@ -357,9 +357,10 @@ def preparation_inconsistencies(
 
     Keys are relative to the list of steps: ``2.min_words``.
     """
+    distinct = len(set(sources)) == len(sources)  # else a name is wrong, and with it those that refer to it
     for number, step in enumerate(steps):
         yield from ((f"{number}.{key}", message) for key, message in step.inconsistencies())
         for name in step.only or ():
-            if name not in sources:
+            if name not in sources and distinct:
                 guess = did_you_mean(name, sources)
                 yield f"{number}.only", f"{name} is no source. {guess}Sources: {', '.join(sorted(sources))}."

@@ -96,6 +96,7 @@ _WORDS = {
     "tuple_type": "must be a list",
     "list_type": "must be a list",
     "too_long": "must have {max_length} items",
+    "too_short": "must have {min_length} or more items",
     "greater_than": "must be above {gt:.15g}",
     "greater_than_equal": "must be at least {ge:.15g}",
     "less_than": "must be below {lt:.15g}",

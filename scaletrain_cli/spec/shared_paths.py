@@ -1,8 +1,13 @@
-"""Decide if the nodes of a cluster are assumed to share a path of this machine. Uses the standard library only."""
+"""Decide what a path names: a store, or a place that the nodes of a cluster are assumed to share with this machine.
+
+Uses the standard library only.
+"""
 
 import os
 from pathlib import PurePosixPath
 
+# Schemes of object stores and web servers that data are read from.
+REMOTE_SCHEMES = ("s3", "gs", "az", "https", "http")
 # Folders that each host has for itself.
 _OWN = ("/tmp", "/var", "/run", "/dev", "/proc", "/scratch", "/local", "/localscratch", "/opt", "/usr", "/etc")
 

@@ -108,9 +108,10 @@ def source_inconsistencies(sources: Sequence[SourceSpec]) -> Iterator[tuple[str,
 def stage_inconsistencies(stages: Sequence[StageSpec], sources: Sequence[SourceSpec]) -> Iterator[tuple[str, str]]:
     """Yield (key relative to ``data``, message) for each contradiction between stages and sources."""
     names: Collection[str] = [source.name for source in sources]
+    distinct = len(set(names)) == len(names)  # else a name is wrong, and with it those that refer to it
     for number, stage in enumerate(stages):
         for name in stage.weights:
-            if name not in names:
+            if name not in names and distinct:
                 guess = did_you_mean(name, names)
                 yield f"stages.{number}.weights", f"{name} is no source. {guess}Sources: {', '.join(sorted(names))}."
         if not any(stage.weights.values()):

@@ -34,10 +34,11 @@ def parquet(path: Path, column: str, values: list[Any]) -> None:
     pq.write_table(pa.table({column: values}), path, use_dictionary=False, compression="NONE", row_group_size=20)
 
 
-def damaged_parquet(path: Path) -> None:
+def damaged_parquet(path: Path, group: int = 0) -> None:
     parquet(path, "text", GOOD)
     content = bytearray(path.read_bytes())
-    content[20:30] = b"\xff" * 10  # of the first page
+    start = pq.read_metadata(path).row_group(group).column(0).data_page_offset
+    content[start : start + 20] = b"\xff" * 20
     path.write_bytes(content)
 
 
@@ -62,10 +63,10 @@ MANY = [f"{number} " + os.urandom(40).hex() for number in range(4000)]
 FAULTS: dict[str, tuple[str, Callable[[Path], object], str, str, int | None]] = {
     "not JSON": ("a.jsonl", after_two(b'{"text": "x"'), ":3", "is not JSON", 40),
     "no object": ("a.jsonl", after_two(b'["x"]'), ":3", "must be a JSON object", 40),
-    "nested too deeply": ("a.jsonl", after_two(b"[" * 100_000), ":3", "is not JSON", 40),
+    "nested too deeply": ("a.jsonl", after_two(b"[" * 100_000), ":3", "nested too deeply", 40),
     "no field": ("a.jsonl", after_two(b'{"body": "x"}'), ":3", "has no field text; it has body", 40),
-    "null": ("a.jsonl", after_two(b'{"text": null}'), ":3", "must be text, not NoneType", 40),
-    "a number": ("a.jsonl", after_two(b'{"text": 3}'), ":3", "must be text, not int", 40),
+    "null": ("a.jsonl", after_two(b'{"text": null}'), ":3", "must be text, not null", 40),
+    "a number": ("a.jsonl", after_two(b'{"text": 3}'), ":3", "must be text, not a number", 40),
     "an empty document": ("a.jsonl", after_two(b'{"text": ""}'), ":3", "has no text", 40),
     "a blank document": ("a.jsonl", after_two(b'{"text": " \\n "}'), ":3", "has no text", 40),
     "another encoding": (
@@ -76,7 +77,14 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str, str, int | None]] = 
         40,
     ),
     "a line that is too long": ("a.jsonl", after_two(b'{"text": "' + b"x" * 3000 + b'"}'), ":3", "is longer than", 40),
-    "UTF-16": ("a.txt", lambda path: path.write_bytes("".join(GOOD).encode("utf-16")), ":1", "NUL bytes", 0),
+    "rows in UTF-16": (
+        "a.jsonl",
+        lambda path: path.write_bytes(jsonl(GOOD[:1])[:-1].decode().encode("utf-16")),
+        ":1",
+        "is UTF-16",
+        0,
+    ),
+    "UTF-16": ("a.txt", lambda path: path.write_bytes("".join(GOOD).encode("utf-16")), ":1", "is UTF-16", 0),
     "NUL bytes": ("a.txt", lambda path: path.write_bytes(b"some\0text"), ":1", "contains NUL bytes", 0),
     "code in another encoding": (
         "a.py",
@@ -103,6 +111,13 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str, str, int | None]] = 
         0,
     ),
     "a damaged page": ("a.parquet", damaged_parquet, ", row 1", "cannot be read as a table", 0),
+    "a damaged page of the second row group": (
+        "a.parquet",
+        lambda path: damaged_parquet(path, 1),
+        ", row 21",
+        "cannot be read as a table",
+        20,
+    ),
     "no column": ("a.parquet", lambda path: parquet(path, "body", GOOD), ", row 1", "has no field text", 0),
     "a column of numbers": ("a.parquet", lambda path: parquet(path, "text", [1, 2]), ", row 1", "not int64", 0),
     "a null in a column": ("a.parquet", lambda path: parquet(path, "text", [*GOOD, None]), ", row 41", "not null", 40),
@@ -114,6 +129,10 @@ SOURCE_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no text": (lambda folder: (folder / "good.jsonl").write_bytes(b"\n"), "fewer than one sequence"),
     "a dangling link": (lambda folder: (folder / "a.jsonl").symlink_to("gone"), r"a\.jsonl: is a link to a file that"),
     "a FIFO": (lambda folder: os.mkfifo(folder / "a.jsonl"), r"a\.jsonl: is not a regular file"),
+    "a .bin without its index": (
+        lambda folder: ((folder / "good.jsonl").unlink(), (folder / "a.bin").write_bytes(bytes(8))),
+        r"texts: a\.bin has no a\.idx beside it",
+    ),
     "a broken tokenizer": (
         lambda folder: (folder.parent / "tokenizer.json").write_text('{"model": {}}'),
         r"data\.tokenizer\.path = .*cannot be used",

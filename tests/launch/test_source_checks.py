@@ -90,13 +90,22 @@ def megatron(name: str, tokens: int) -> Make:
     return make
 
 
+def lone_bin(folder: Path) -> None:
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.bin").write_bytes(bytes(64))
+
+
 BAD: tuple[tuple[str, Make, dict[str, Any], str], ...] = (
     ("nowhere", lambda _: None, {}, "no such file or folder"),
     ("nowhere/*.jsonl", lambda _: None, {}, "no file matches"),
     ("a.pdf", write("a.pdf", "%PDF"), {}, "has no txt, text, md"),
-    ("a.jsonl", write("a.jsonl", DOCUMENTS), {"field": "content"}, "a.jsonl:1: has no field content; it has text"),
     ("a.jsonl", write("a.jsonl", DOCUMENTS + "{"), {}, "a.jsonl:100: is not JSON"),
-    ("a.jsonl", write("a.jsonl", DOCUMENTS + '{"text": 7}\n'), {}, "a.jsonl:100: the field text must be text, not int"),
+    (
+        "a.jsonl",
+        write("a.jsonl", DOCUMENTS + '{"text": 7}\n'),
+        {},
+        "a.jsonl:100: the field text must be text, not a number",
+    ),
     ("a.jsonl", write("a.jsonl", b"\x89PNG" * FIRST_BYTES), {}, "a.jsonl:1: is not UTF-8 text"),
     ("a.jsonl", write("a.jsonl", ""), {}, "holds no text"),
     ("a.txt", write("a.txt", "größer als übergroß ".encode("latin-1") * 99), {}, "is not UTF-8 text"),
@@ -104,14 +113,37 @@ BAD: tuple[tuple[str, Make, dict[str, Any], str], ...] = (
     ("a.jsonl.gz", write("a.jsonl.gz", gzip.compress(DOCUMENTS.encode())[:-20]), {}, "is not a complete gzip file"),
     ("a.jsonl.gz", write("a.jsonl.gz", DOCUMENTS), {}, "is not a complete gzip file: Not a gzipped file"),
     ("a.jsonl.zst", lambda f: (f / "a.jsonl.zst").write_bytes(zstd(DOCUMENTS)[:-9]), {}, "is not a complete zstd file"),
-    ("a.parquet", table("a.parquet", "content"), {}, "has no field text; it has content"),
     ("a.parquet", table("a.parquet", "text", cut=True), {}, "cannot be read as a table"),
     ("a.arrow", table("a.arrow", "text", cut=True, arrow=True), {}, "cannot be read as a table"),
     ("a.bin", megatron("a", 3), {}, "has 6 bytes instead of 8"),
     ("a.idx", write("a.idx", b"TNTIDX\0\0" + bytes(50)), {}, "a.bin: does not exist"),
     ("a.npy", write("a.npy", bytes(64)), {}, "has no NumPy header"),
     ("a.npy", write("a.npy", bytes(65)), {"format": "raw_uint16"}, "has 65 bytes instead of 64"),
-    ("a", write("a", DOCUMENTS), {"format": "parquet"}, "cannot be read as a table"),
+    ("corpus", lone_bin, {}, "a.bin has no a.idx beside it, the index of a Megatron-LM set. Set it to"),
+    ("a.jsonl", write("a.jsonl", DOCUMENTS.encode("utf-16")), {}, "a.jsonl:1: is UTF-16 text, and must be UTF-8. Re"),
+)
+# The key that is wrong, beside the path: its line and what is advised.
+OTHER_KEYS: tuple[tuple[str, Make, dict[str, Any], str], ...] = (
+    (
+        "a.jsonl",
+        write("a.jsonl", DOCUMENTS),
+        {"field": "content"},
+        "20 data.sources.1.field = content: /a.jsonl:1: has no field content; it has text, score. Set it to the column",
+    ),
+    ("a.jsonl", write("a.jsonl", '{"body": 1}'), {}, "17 data.sources.1.field = text: /a.jsonl:1: has no field text"),
+    ("a.parquet", table("a.parquet", "content"), {}, "17 data.sources.1.field = text: /a.parquet, row 1: has no field"),
+    (
+        "a",
+        write("a", DOCUMENTS),
+        {"format": "parquet"},
+        "20 data.sources.1.format = parquet: /a, row 1: cannot be read as a table",
+    ),
+    (
+        ".",
+        lambda _: None,
+        {"format": "parquet"},
+        "20 data.sources.1.format = parquet: the folder has no parquet file. Set it to the format of the files",
+    ),
 )
 
 
@@ -125,6 +157,40 @@ def test_a_source_that_cannot_be_read_is_refused_with_its_line(folder: Path, num
     assert f"run.yaml:18 data.sources.1.path = {path}: " in shown
     assert said in shown
     assert not runs_root().exists()
+
+
+@pytest.mark.parametrize("number", range(len(OTHER_KEYS)), ids=[case[3][:30] for case in OTHER_KEYS])
+def test_a_source_is_refused_with_the_line_of_the_key_that_is_wrong(folder: Path, number: int) -> None:
+    path, make, settings, said = OTHER_KEYS[number]
+    make(folder)
+    refused = submit({"path": path, **settings})
+    assert refused.code == ExitCode.USAGE, refused
+    assert f"run.yaml:{said}" in " ".join(refused.err.replace(str(folder), "").split())
+
+
+def test_the_advice_on_a_bad_document_is_one_that_helps(folder: Path) -> None:
+    def said(content: bytes, *options: str, name: str = "a.jsonl") -> str:
+        (folder / name).write_bytes(content)
+        refused = scaletrain("validate", SMALL, "--set", f"data.source={name}", *options)
+        assert refused.code == ExitCode.USAGE, refused
+        return " ".join(refused.err.replace(f"{folder}/", "").split())
+
+    assert "the data.sources: [{name: NAME, path: a.jsonl, field: COLUMN}]" in said(b'{"body": "x"}').replace(
+        "with the text: ", "the "
+    )
+    some = DOCUMENTS.encode()
+    bad = said(some + b'{"text": "x"')
+    assert "a.jsonl:100: is not JSON: Expecting ',' delimiter (character 13 of the line). Repair the file, or" in bad
+    assert "set data.on_bad: skip" in bad
+    cut = said(gzip.compress(some)[:300], name="a.jsonl.gz")
+    assert "is not a complete gzip file" in cut
+    assert "field" not in cut
+    empty = said(b'{"text": ""}', "--set", "data.on_bad=skip")
+    assert "has no text. No document that was looked at can be read" in empty
+    assert "on_bad: skip" not in empty
+    both = said(b"no index", "--set", "data.on_bad=skip", name="a.npy")
+    assert "a.npy, token 1: has no NumPy header" in both
+    assert "data.source = a.npy: the source holds tokens, so no tokenizer can be trained" in both
 
 
 def test_sources_that_can_be_read_are_accepted_in_every_format(folder: Path) -> None:
@@ -221,13 +287,15 @@ def test_the_columns_that_steps_read_must_be_there(folder: Path, on_bad: str) ->
     (folder / "a.jsonl").write_text('{"text": "A row.", "quality": "3", "id": 7}\n')
     step = {"step": "score", "column": "score", "min": 1, "only": ["web"]}
     for name, column, said in (
-        ("a.parquet", "score", "has no column score; it has text"),
+        ("a.parquet", "score", "has no column score; it has text. Set it to a column of the source"),
         ("a.jsonl", "score", "a.jsonl:1: has no column score; it has text, quality, id"),
         ("a.jsonl", "quality", "the column quality must be a number, and is a value of type str"),
     ):
         refused = submit({"path": name}, {"prepare": [{**step, "column": column}], "on_bad": on_bad})
         assert refused.code == ExitCode.USAGE
-        assert said in " ".join(refused.err.split())
+        shown = " ".join(refused.err.split())
+        assert f"run.yaml:20 data.prepare.0.column = {column}: " in shown
+        assert said in shown
     (folder / "a.jsonl").write_text('{"text": "A row."}\n{"text": "A row.", "score": 3}\n')
     assert (submit({"path": "a.jsonl"}, {"prepare": [step], "on_bad": on_bad}).code == 0) is (on_bad == "skip")
     assert submit({"path": "a.parquet"}, {"prepare": [{**step, "only": ["good"]}]}).code == 0

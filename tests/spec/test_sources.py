@@ -27,6 +27,7 @@ def test_a_stage_begins_at_a_step_or_after_a_share_of_the_run() -> None:
     ("sets", "key", "said"),
     [
         (("data.source=null",), "data.source", "is required, or sources"),
+        (("data.source=ftp://host/a.jsonl",), "data.source", "must be a local path, or begin with s3://, gs://, az://"),
         ((SOURCES,), "data.sources", "both name the data"),
         ((*TWO, "training.objective=sft"), "data.sources", "requires training.objective: causal_lm"),
         (("data.source=null", "data.sources=[{name: A, path: /w}]"), "data.sources.0.name", "must consist of a-z"),
@@ -64,3 +65,28 @@ def test_a_contradiction_is_named_at_its_key(sets: tuple[str, ...], key: str, sa
 @pytest.mark.parametrize(("start", "steps", "first"), [(0.29, 100, 30), (0.57, 100, 58), (0.9, 10, 10), (1e-9, 10, 1)])
 def test_the_share_of_a_stage_counts_as_it_is_written(start: float, steps: int, first: int) -> None:
     assert StageSpec(start=start, weights={"web": 1}).first_step(steps) == first
+
+
+@pytest.mark.parametrize(
+    ("sets", "key"),
+    [
+        (("data.prepare=[{step: language, keep: [english]}]",), "data.prepare.0.keep.0"),
+        (("data.prepare=[{step: identifiers, replace: [name]}]",), "data.prepare.0.replace.0"),
+        (
+            (
+                "data.source=null",
+                "data.sources=[{name: web, path: /w, weight: 3}, {name: web, path: /c, weight: 1}]",
+                "data.prepare=[{step: normalization, only: [code]}]",
+                "data.stages=[{start: 2, weights: {code: 1}}]",
+            ),
+            "data.sources.1.name",
+        ),
+    ],
+)
+def test_a_problem_that_another_one_causes_is_not_told(sets: tuple[str, ...], key: str) -> None:
+    assert [problem.key for problem in error(SPEC, *sets).problems] == [key]
+
+
+def test_a_list_that_must_not_be_empty_says_so() -> None:
+    (problem,) = error(SPEC, "data.prepare=[{step: language, keep: []}]").problems
+    assert (problem.key, problem.message) == ("data.prepare.0.keep", "must have 1 or more items.")

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 from scaletrain_cli.data.sources.formats import reader_of
 from scaletrain_cli.data.sources.libraries import require
@@ -61,6 +62,14 @@ def read_beginning(file: SourceFile, columns: Columns, first_bytes: int = FIRST_
     return _beginning(reader.records_in(io.BytesIO(kept), whole), share)
 
 
+class Fault(NamedTuple):
+    """A bad document: its place and the reason. ``of_all``: no document of the beginning of its file can be read."""
+
+    place: str
+    reason: Reason
+    of_all: bool
+
+
 def first_fault(
     files: Sequence[SourceFile],
     columns: Columns,
@@ -68,8 +77,8 @@ def first_fault(
     skips_bad: bool,
     most_files: int = FILES_READ,
     problem_of: Callable[[Record], Reason | None] = lambda record: None,
-) -> tuple[str, Reason] | None:
-    """Return the place and the reason of the first bad document among the beginnings of some files; None without one.
+) -> Fault | None:
+    """Return the first bad document among the beginnings of some files; None without one.
 
     ``skips_bad``: only if no document of them can be used. ``problem_of``: what the steps of the source cannot use in a
     document. Raises as ``read_beginning``.
@@ -77,15 +86,16 @@ def first_fault(
     usable, fault = False, None
     for file in sample_of(files, most_files):
         found = read_beginning(file, columns)
-        bad = list(found.bad)
+        bad, usable_here = list(found.bad), False
         for record in found.documents:
             problem = problem_of(record) if isinstance(record, Record) else None
-            usable = usable or problem is None
+            usable_here = usable_here or problem is None
             if problem is not None and fault is None:
                 bad.append(BadRecord(record.place, problem))
         if bad and fault is None:
             first = min(bad, key=lambda each: each.place)
-            fault = reader_of(file).place_text(file, first.place), first.reason
+            fault = Fault(reader_of(file).place_text(file, first.place), first.reason, not usable_here)
+        usable = usable or usable_here
     return None if skips_bad and usable else fault
 
 

@@ -22,6 +22,8 @@ _CODE_BYTES = 1 << 20
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
+_UTF_16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_JSON_TYPES = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _BLOCK = 1 << 20
 _NO_END = 1 << 62
 
@@ -66,6 +68,8 @@ def decoded(content: bytes) -> tuple[str, Reason | None]:
     try:
         return content.decode("utf-8"), None
     except UnicodeDecodeError:
+        if content.startswith(_UTF_16_BOMS) and b"\0" in content:
+            return "", Reason("sources.utf-16")
         text, replaced = _UNDECODED.subn("\ufffd", content.decode("utf-8", "surrogateescape"))
     if replaced > max(FEW_REPLACED, MOST_REPLACED * len(text)):
         return "", Reason("sources.not-utf-8", {"replaced": replaced, "characters": len(text)})
@@ -128,8 +132,12 @@ def _row(place: int, content: bytes, columns: Columns) -> Record | BadRecord:
         return BadRecord(place, problem)
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return BadRecord(place, Reason("sources.not-json", {"error": str(error)}))
+    except json.JSONDecodeError as error:
+        return BadRecord(place, Reason("sources.not-json", {"error": error.msg, "character": error.pos + 1}))
+    except RecursionError:
+        return BadRecord(place, Reason("sources.json-unreadable", {"error": "it is nested too deeply"}))
+    except ValueError as error:
+        return BadRecord(place, Reason("sources.json-unreadable", {"error": str(error)}))
     return record_of(place, row, columns)
 
 
@@ -141,7 +149,8 @@ def record_of(place: int, row: Any, columns: Columns) -> Record | BadRecord:
         return BadRecord(place, Reason("sources.no-field", {"field": columns.text, "columns": list(row)[:20]}))
     text = row[columns.text]
     if not isinstance(text, str):
-        return BadRecord(place, Reason("sources.not-text", {"field": columns.text, "type": type(text).__name__}))
+        found = "null" if text is None else _JSON_TYPES.get(type(text), type(text).__name__)
+        return BadRecord(place, Reason("sources.not-text", {"field": columns.text, "type": found}))
     text = text if text.isascii() else _LONE_SURROGATES.sub("\ufffd", text)
     if not text.strip():
         return BadRecord(place, Reason("sources.empty"))

@@ -9,6 +9,7 @@ from scaletrain_cli.data.sources.places import find_file, is_remote, list_files
 from scaletrain_cli.data.sources.records import SourceFile
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec.corpus_files import (
     PYTHON_STDLIB,
     chosen_text,
@@ -36,7 +37,7 @@ def source_files(
         return tuple(local_file(path, "code") for path in found)
     files = [(path, *format_by_name(path.name, section.format)) for path in found]
     read = tuple(each for path, kind, _ in files for each in parts_of(path, kind))
-    if problem := unreadable_among(read):
+    if problem := unreadable_among(read, folder / expand_home(section.path)):
         raise _unreadable(key, section.path, problem)
     return tuple(local_file(path, kind, compression) for path, kind, compression in files)
 

@@ -21,8 +21,8 @@ from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.secret_text import hide_values
+from scaletrain_cli.spec.shared_paths import REMOTE_SCHEMES as SCHEMES
 
-SCHEMES = ("s3", "gs", "az", "https", "http")
 # Permits http:// to other machines than this one.
 ALLOW_HTTP = "SCALETRAIN_ALLOW_HTTP"
 # Retries are those of places.py, which also know short bodies and changed objects.

@@ -58,10 +58,11 @@ class Parquet(_TableReader):
                 first += file.metadata.row_group(number).num_rows
             names = [part.columns.text, *part.columns.others]
             place = part.start
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=names):
+            for group in groups:  # one at a time, so that damage leaves the groups before it
                 fault.place = place
-                yield from _rows(batch, place, part.columns)
-                place += batch.num_rows
+                for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=[group], columns=names):
+                    yield from _rows(batch, place, part.columns)
+                    fault.place = place = place + batch.num_rows
         yield from fault.record()
 
 
@@ -83,10 +84,9 @@ class Arrow(_TableReader):
             place = 0
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
             for batch in batches:
-                fault.place = place
                 for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                     yield from _rows(batch.slice(start, _ROWS_AT_ONCE), place + start, part.columns)
-                place += batch.num_rows
+                fault.place = place = place + batch.num_rows
         yield from fault.record()
 
 

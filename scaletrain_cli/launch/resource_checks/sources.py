@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
@@ -28,6 +28,7 @@ from scaletrain_cli.spec.shared_paths import parent_of_glob
 from scaletrain_cli.spec.sources import SourceSpec
 
 if TYPE_CHECKING:
+    from scaletrain_cli.data.sources.beginning import Fault
     from scaletrain_cli.data.sources.records import SourceFile
 
 _REMOTE_FILES_READ = 2  # of each format of a source
@@ -37,6 +38,13 @@ _LARGEST_LIST_BYTES = 1 << 20  # of words, or of the beginning of an evaluation 
 _LOOK_SECONDS = 5.0  # for a request to a remote store, with its repetitions
 # What a machine without credentials or network cannot see, and the nodes may.
 _UNSEEN_REMOTE = ("remote.no-credentials", "remote.unavailable", "remote.profile-without-keys")
+# Faults of the first documents that a wrong column of a step causes, a wrong field, or a wrong format.
+_OF_COLUMN = ("sources.no-column", "document_steps.column-missing", "document_steps.column-not-number")
+_OF_FIELD = ("sources.no-field", "sources.not-text")
+_OF_FORMAT = (
+    *("sources.not-json", "sources.not-an-object", "sources.not-utf-8", "sources.binary", "sources.table-damaged"),
+    *("sources.megatron-not-an-index", "sources.npy-with-header", "sources.npy-without-header", "sources.npy-shape"),
+)
 # The library of a step, and the extra that installs it.
 _LIBRARIES = {"language": ("py3langid", "data"), "duplicates": ("rensa", "data")}
 
@@ -92,13 +100,19 @@ def _check_source(view: View, key: str, section: SourceSpec, results: TextResult
             if reason := description_problem(inspect_dataset(description, _LOOK_SECONDS), view.spec):
                 results.problems.append(view.problem(key, reason, section.path))
             return
-        files, reasons = _listed(view, key, section, remote), []
+        files, problems = _listed(view, key, section, remote), []
         if files:
-            reasons = list(_problems(view, section, files, remote))
+            problems = list(_problems(view, key, section, files, remote))
             results.notes += _notes(view, key, section, remote)
-        if not reasons:
+        if not problems:
             results.files[section.name] = files
+        results.problems += problems
+        return
     except NoCorpusError as error:
+        if error.other_formats:
+            reason = Reason("checks.source-other-format", {"why": error.why})
+            results.problems.append(view.problem(_beside(key, "format"), reason, section.format))
+            return
         reasons = [Reason("checks.no-source", {"why": error.why})]
     except (UsageError, UnavailableError) as error:
         reason = error.reason or Reason("checks.no-source", {"why": str(error)})
@@ -120,30 +134,67 @@ def _listed(view: View, key: str, section: SourceSpec, remote: bool) -> tuple[So
     """Return the files of a source. Raises UsageError, UnavailableError and OSError."""
     from scaletrain_cli.data.sources.listing import source_files
 
-    if not remote and (unreadable := unreadable_among(find_text(section.path, view.folder, section.format, key).files)):
-        raise UsageError(Reason("checks.source-file", {"why": unreadable}))
+    if not remote:
+        found = find_text(section.path, view.folder, section.format, key).files
+        if unreadable := unreadable_among(found, view.folder / expand_home(section.path)):
+            raise UsageError(Reason("checks.source-file", {"why": unreadable}))
     return source_files(section, view.folder, key, seconds=_LOOK_SECONDS)
 
 
-def _problems(view: View, section: SourceSpec, files: Sequence[SourceFile], remote: bool) -> Iterator[Reason]:
-    """Yield the first problem among the beginnings of some files. Raises UsageError and OSError."""
+def _problems(
+    view: View, key: str, section: SourceSpec, files: Sequence[SourceFile], remote: bool
+) -> Iterator[Problem]:
+    """Yield the first bad document of the beginnings of some files, and what else keeps them from being used.
+
+    ``key``: of the path of the source. Raises UsageError and OSError.
+    """
     from scaletrain_cli.data.sources.beginning import FILES_READ, first_fault
     from scaletrain_cli.data.sources.records import Columns
     from scaletrain_cli.data.steps.score import score_problem
 
     if not sum(file.size for file in files):
-        yield Reason("checks.no-text")
+        yield view.problem(key, Reason("checks.no-text"), section.path)
         return
     columns = Columns(section.field, columns_of_steps(view.spec, section.name))
     skips_bad, most = view.spec.data.on_bad == "skip", _REMOTE_FILES_READ if remote else FILES_READ
     problem_of = score_problem(section.name, view.spec.data.prepare)
     fault = first_fault(files, columns, skips_bad=skips_bad, most_files=most, problem_of=problem_of)
     if fault is not None:
-        yield Reason("checks.source-document", {"where": fault[0], "problem": fault[1]})
-    elif reason := token_source_problem(view, section.name, files):
-        yield reason
-    elif not remote and (short := _too_short(files, view.spec)):
-        yield short
+        yield _fault_problem(view, key, section, fault)
+    if reason := token_source_problem(view, section.name, files, reads_ids=fault is None):
+        yield view.problem(key, reason, section.path)
+    elif fault is None and not remote and (short := _too_short(files, view.spec)):
+        yield view.problem(key, short, section.path)
+
+
+def _fault_problem(view: View, key: str, section: SourceSpec, fault: Fault) -> Problem:
+    """Return the problem of a bad document, at the key of the spec that is likely to be wrong."""
+    params: dict[str, Any] = {"where": fault.place, "problem": fault.reason}
+    code = fault.reason.code
+    if code in _OF_COLUMN and fault.of_all:
+        for number, step in enumerate(view.spec.data.prepare):
+            if isinstance(step, ScoreSpec) and step.column == fault.reason.params["column"]:
+                reason = Reason("checks.source-column", params)
+                return view.problem(f"data.prepare.{number}.column", reason, step.column)
+    if code in _OF_FIELD and fault.of_all:
+        if key == "data.source":
+            return view.problem(key, Reason("checks.only-source-field", {**params, "path": section.path}), section.path)
+        return view.problem(_beside(key, "field"), Reason("checks.source-field", params), section.field)
+    if code in _OF_FORMAT and fault.of_all and key != "data.source":
+        if section.format != "auto":
+            return view.problem(_beside(key, "format"), Reason("checks.source-format", params), section.format)
+        return view.problem(key, Reason("checks.source-format-of-name", params), section.path)
+    if view.spec.data.on_bad == "skip":
+        return view.problem(key, Reason("checks.source-without-documents", params), section.path)
+    damaged = fault.of_all and code != "sources.empty"
+    return view.problem(
+        key, Reason("checks.source-damaged" if damaged else "checks.source-document", params), section.path
+    )
+
+
+def _beside(key: str, name: str) -> str:
+    """Return the key of another setting of the source whose path has ``key``; data.source has only its path."""
+    return f"{key.removesuffix('path')}{name}" if key.endswith(".path") else key
 
 
 def _too_short(files: Sequence[SourceFile], spec: RunSpec) -> Reason | None:

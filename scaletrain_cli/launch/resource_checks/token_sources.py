@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 _FILES_READ = 2
 
 
-def token_source_problem(view: View, name: str, files: Sequence[SourceFile]) -> Reason | None:
+def token_source_problem(
+    view: View, name: str, files: Sequence[SourceFile], *, reads_ids: bool = True
+) -> Reason | None:
     """Return why the files of a source cannot be used with the settings, if they hold tokens.
 
-    Raises UsageError if only some of them hold tokens.
+    ``reads_ids``: compare their first ids with the tokenizer. Raises UsageError if only some of them hold tokens.
     """
     from scaletrain_cli.data.pipeline.chain import applies
     from scaletrain_cli.data.pipeline.tasks import Source
@@ -35,7 +37,7 @@ def token_source_problem(view: View, name: str, files: Sequence[SourceFile]) -> 
             applies(step, source)
     except UsageError as error:
         return error.reason
-    return _id_problem(view, files)
+    return _id_problem(view, files) if reads_ids else None
 
 
 def _id_problem(view: View, files: Sequence[SourceFile]) -> Reason | None:
