@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
+from scaletrain_cli.launch.attempts import newest_checkpoint_step
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
-from scaletrain_cli.launch.submit import plan_for_engine
+from scaletrain_cli.launch.submit import plan_for_engine, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.journal import has_committed, last_logged_step
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
 from scaletrain_cli.safe_files import expand_home
@@ -23,7 +25,8 @@ from scaletrain_cli.spec import DataSpec, RunSpec, changed_keys, override_spec
 from scaletrain_cli.spec.preparation import DuplicatesSpec
 
 # Keys or sections that may change between attempts. A change of any other key (data, model, steps) would make it
-# another run. Of the sources of a mixture, the shares may change, and sources may be added.
+# another run. Of the sources of a mixture, the shares may change, and sources may be added. While a run has trained
+# nothing, all of ``data`` may change.
 MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "code", "env", "training.micro_batch_size"),
     *("data.loader", "data.cache", "data.stages"),
@@ -83,8 +86,10 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
     file = str(revision_path(run, before.revision) if before.revision else run.record)
     spec = override_spec(before.spec, overrides, file=file)
     changes = changed_keys(before.spec, spec)
-    problems = [problem for key, values in changes.items() if (problem := _objection(key, *values)) is not None]
-    if any(_is_of_sources(key) for key in changes):
+    trained = any(_is_of_data(key) for key in changes) and _has_trained(run, before.spec)
+    judged = {key: values for key, values in changes.items() if trained or not _is_of_data(key)}
+    problems = [problem for key, values in judged.items() if (problem := _objection(key, *values)) is not None]
+    if any(_is_of_sources(key) for key in judged):
         problems += _source_objections(before.spec.data, spec.data, before.working_folder)
     if problems:
         raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
@@ -112,6 +117,17 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
     if _is_of_sources(key) or any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
         return None
     return _fixed(key, was, given)
+
+
+def _is_of_data(key: str) -> bool:
+    return key == "data" or key.startswith("data.")
+
+
+def _has_trained(run: RunDir, spec: RunSpec) -> bool:
+    """Return whether an attempt has made a first step or a checkpoint; True where that cannot be seen from here."""
+    if not spec.cluster.traits.shared_run_directory and read_submission(run) is not None:
+        return True
+    return bool(last_logged_step(run)) or has_committed(run) or newest_checkpoint_step(run, spec) is not None
 
 
 def _is_of_sources(key: str) -> bool:

@@ -312,7 +312,10 @@ TEXTS: dict[str, Text] = {
     ),
     "resume-fixed-key": Text(
         "was {before}, and what is trained cannot change",
-        ("A resumed run may change {allowed}; submit a new run for anything else",),
+        (
+            "A resumed run may change {allowed}, and all of data until its first step; submit a new run for anything "
+            "else",
+        ),
     ),
     "resume-source-removed": Text(
         "{source} is missing, and the samples of the run so far come from it", ("Keep it with weight: 0",)

@@ -49,7 +49,10 @@ TEXTS: dict[str, Text] = {
     "unseen-here": Text("the data cannot be prepared on this machine: {cause}", ("Use --prepare job",)),
     "failed": Text(
         "the data could not be prepared: {cause}",
-        ("Correct the cause, then run scaletrain resume {run}, which prepares the data again",),
+        (
+            "Correct the cause, then run scaletrain resume {run}, which prepares the data again; --set changes keys of "
+            "data, as long as the run has trained nothing",
+        ),
     ),
     "job-failed": Text(
         "the preparation job {job} ended without preparing the data",

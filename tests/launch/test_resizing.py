@@ -21,7 +21,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revisions
 from scaletrain_cli.spec import changed_keys
 from tests.launch.conftest import MadeRun, make_spec
-from tests.launch.test_resume import Cluster, attempt, commit
+from tests.launch.test_resume import Cluster, attempt, commit, log_steps
 from tests.launch.working_tree import WorkingTree
 
 
@@ -299,6 +299,25 @@ def test_a_change_of_what_sources_contain_is_another_run(override: str, key: str
     with pytest.raises(UsageError) as refused:
         replan(made.run, [override])
     assert (key, True) in [(problem.key, why in problem.message) for problem in refused.value.problems]
+
+
+def test_all_keys_of_data_may_change_until_the_first_step() -> None:
+    spec = make_spec(*MIXED)
+    created = create_run(spec, make_plan(spec), "mine")
+    made = MadeRun(created.run, created.record)
+    submit_run(made.run, made.record, Cluster())
+    attempt(made, 2, "usage")
+    changes = ["data.on_bad=skip", "data.prepare=[]", f"data.sources=[{BOOKS}]", "data.tokenizer.vocab_size=50"]
+    after = resume(made.run, resize=replan(made.run, changes), scheduler=Cluster())
+    assert after.submission.revision == 1
+    data = read_record(made.run).spec.data
+    assert (data.on_bad, data.prepare, [source.name for source in data.all_sources]) == ("skip", (), ["books"])
+    with pytest.raises(UsageError, match="would no longer be the same run"):
+        replan(made.run, ["data.on_bad=stop", "training.seed=7"])
+    log_steps(made, 1)
+    with pytest.raises(UsageError) as refused:
+        replan(made.run, ["data.on_bad=stop"])
+    assert "submit a new run for anything else" in str(refused.value)
 
 
 def test_a_source_may_be_added_where_the_data_of_the_others_stay_the_same(tmp_path: Path) -> None:

@@ -126,6 +126,9 @@ def test_the_gang_never_starts_if_its_data_cannot_be_prepared_and_resume_prepare
     finding = site.scaletrain("explain", run_id, "--json")["findings"][0]
     assert f"{path}:5001" in finding["headline"]
     assert any("scaletrain resume" in action for action in finding["actions"])
+    recorded = site.runs / run_id / "preparation" / "failure.json"
+    recorded.rename(recorded.with_name("aside"))  # as of a task that was killed
+    assert site.status(run_id)["code"] == "preparation.job-failed"
     path.write_text(whole, encoding="utf-8")
     site.scaletrain("resume", run_id, "--yes", "--prepare", "job")
     done = site.wait(run_id, lambda now: now["state"] in ("finished", "failed"), "it trains")

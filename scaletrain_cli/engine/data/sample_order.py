@@ -107,7 +107,9 @@ def mixture_of_run(run: RunDir, record: RunRecord, sequences: Mapping[str, int],
             places = {"batch": 1 + first // batch_size, "first_sample": first, "revision": record.revision}
             report_event(run, 0, MIXTURE_EVENT, **places, stages=as_recorded(planned))
         changes.append((first, planned))
-    return RunMixture(recorded_stages(changes), changes[0][1], spec.total_steps * batch_size)
+    # A resume before the first step may have planned other sources.
+    first_planned = [stages for first, stages in changes if first == 0][-1]
+    return RunMixture(recorded_stages(changes), first_planned, spec.total_steps * batch_size)
 
 
 def sample_order(seed: int, sizes: Mapping[str, int], stages: Sequence[MixtureStage]) -> SampleOrder:

@@ -181,3 +181,14 @@ def test_the_validation_loss_keeps_the_shares_that_the_run_was_first_planned_wit
     revised = RunRecord(**{**vars(record), "spec": spec_of(web=1, code=1, books=8)})
     found = mixture_of_run(folder, revised, SIZES, 11)
     assert found.validation_shares(SIZES) == {"web": 0.5, "code": 0.5, "books": 0.0}
+
+
+def test_a_mixture_that_is_replaced_before_the_first_step_leaves_no_trace(run: tuple[RunDir, RunRecord]) -> None:
+    folder, record = run
+    stages_of(run, 1, web=1, code=1)
+    assert stages_of(run, 1, books=1, code=3) == [(0, {"books": 0.25, "code": 0.75})]
+    revised = RunRecord(**{**vars(record), "spec": spec_of(books=1, code=3)})
+    sizes = {name: SIZES[name] for name in ("books", "code")}
+    for batch in (1, 7):
+        shares = mixture_of_run(folder, revised, sizes, batch).validation_shares(sizes)
+        assert shares == {"books": 0.25, "code": 0.75}
