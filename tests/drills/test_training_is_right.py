@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.rundir.journal import read_metrics
 from tests.drills.conftest import Undisturbed
-from tests.drills.training_runs import STEPS, slowed, submit_drill
+from tests.drills.training_runs import STEPS, drill_spec, slowed, submit_drill
 
 pytestmark = pytest.mark.drill
 
@@ -43,11 +44,13 @@ def test_metrics_jsonl_has_the_measured_values(undisturbed: Undisturbed) -> None
     assert [line["step"] for line in lines if "validation_loss" in line] == [20, 40]
 
 
-def test_a_corpus_of_the_user_is_prepared_by_the_run(tmp_path: Path) -> None:
+def test_a_run_trains_on_a_corpus_of_the_user(tmp_path: Path) -> None:
     rows = [{"text": f"the {n} quick brown foxes jump over {n * n} lazy dogs " * 30} for n in range(120)]
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(json.dumps(row) for row in rows))
-    drill = submit_drill(corpus, training__steps=6, data__tokenizer__vocab_size=300, evaluation__every=0)
+    settings: dict[str, Any] = {"training__steps": 6, "data__tokenizer__vocab_size": 300, "evaluation__every": 0}
+    prepare_data(drill_spec(corpus, **settings))
+    drill = submit_drill(corpus, **settings)
     drill.wait_for_end()
     assert drill.events("finished"), drill.log()
 

@@ -209,7 +209,7 @@ def test_a_probe_reports_the_nodes_and_leaves_only_the_run(login: Login, tmp_pat
     login.scaletrain("cancel", run_id, "--yes")
     assert "probed 2 nodes (n1, n2): at least 0 GPUs" in done.stderr
     assert "torch" in done.stderr
-    assert [path.name for path in (tmp_path / HOSTILE).iterdir()] == [run_id]
+    assert sorted(path.name for path in (tmp_path / HOSTILE).iterdir()) == ["datasets", run_id]
 
 
 def test_a_probe_finds_a_node_that_does_not_share_the_runs_root(login: Login, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_jobs_of_a_sweep_depend_on_each_other_and_a_refused_sweep_leaves_nothing
     cluster.run("sacctmgr", "-i", "modify", "user", "root", "where", "account=lab", "set", "MaxSubmitJobs=-1")
     assert refused.returncode == 4
     assert "t-seed-3 (training.seed=3) could not be submitted, so none is submitted" in refused.stderr
-    assert sorted(path.name for path in runs.iterdir()) == ["s-seed-1", "s-seed-2", "s-seed-3"]
+    assert sorted(path.name for path in runs.iterdir()) == ["datasets", "s-seed-1", "s-seed-2", "s-seed-3"]
     assert cluster.run("squeue", "--noheader").stdout == ""
 
 

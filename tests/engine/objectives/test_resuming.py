@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import parse_spec
 from tests.engine.parity.layouts import train_in_layout
@@ -63,6 +64,7 @@ def test_interrupted_fine_tuning_continues_to_the_bit(
     text = SPEC.replace("SOURCE", str(rows_file(tmp_path)))
     sets = [f"training.objective={objective}", f"data.format={kind}", "cluster.gpus_per_node=2", *overrides]
     spec = parse_spec(text, file="resumed.yaml", base_dir=tmp_path, overrides=sets)
+    prepare_rows(spec, runs_root())
     whole = train_in_layout(spec).trained
     resumed = train_in_layout(spec, STEPS // 2).trained
     assert resumed.losses == whole.losses

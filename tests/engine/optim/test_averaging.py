@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,11 +143,13 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
             plan=SimpleNamespace(layout=SimpleNamespace(micro_batch_size=1, data_parallel=1, global_batch_size=1)),
             spec=SimpleNamespace(evaluation=SimpleNamespace(batches=1)),
         ),
-        validation=SimpleNamespace(sequences=[0]),
+        validation={"source": SimpleNamespace(sequences=[0])},
+        validation_shares={"source": 1.0},
         average=average,
         stepper=SimpleNamespace(take_measures=dict),
-        _mean_loss=lambda step, rounds: 1.0,
+        _mean_loss=lambda step, reader, count: 1.0,
     )
+    stand_in._validation_losses = partial(Trainer._validation_losses, stand_in)
     metrics: Any = SimpleNamespace(log_validation=lambda step, size, **losses: logged.append(set(losses)))
     for step in (2, 3):
         average.update(step)
