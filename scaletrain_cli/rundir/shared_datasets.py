@@ -38,7 +38,7 @@ def dataset_place(root: Path, key: str) -> Path:
 def place_of(datasets: Path, key: str) -> Path:
     """Return the folder of the data with this key in the folder of all datasets, as dataset_place()."""
     folder = datasets / key
-    if not os.path.lexists(folder) or other_owner(folder) is None or is_readable(folder):
+    if _is_free(folder) or is_readable(folder):
         return folder
     return folder.with_name(f"{key}-{os.geteuid()}")
 
@@ -46,7 +46,15 @@ def place_of(datasets: Path, key: str) -> Path:
 def steps_folder(datasets: Path) -> Path:
     """Return the folder of the results of this user's preparations that come before tokens."""
     folder = datasets / ".steps"
-    return folder if other_owner(folder) is None else folder.with_name(f".steps-{os.geteuid()}")
+    return folder if _is_free(folder) else folder.with_name(f".steps-{os.geteuid()}")
+
+
+def _is_free(folder: Path) -> bool:
+    """Return whether nobody else owns a folder, root neither, so that this user can write to it or create it."""
+    try:
+        return folder.lstat().st_uid == os.geteuid() and other_owner(folder) is None
+    except FileNotFoundError:
+        return True
 
 
 def require_own_place(folder: Path) -> None:

@@ -31,6 +31,7 @@ from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.records import Part
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.rundir.shared_datasets import place_of, steps_folder
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import find_text
 from scaletrain_cli.spec.sources import SourceSpec
@@ -378,6 +379,33 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(
     assert {name: each[1] for name, each in files_below(found).items()} == {
         name: each[1] for name, each in files_below(whole).items()
     }
+
+
+def test_damaged_files_of_an_unfinished_dataset_are_written_again(tmp_path: Path) -> None:
+    (tmp_path / "web.jsonl").write_bytes(texts(60))
+    given = {"source": str(tmp_path / "web.jsonl"), "tokenizer": {"kind": "bpe", "vocab_size": 300}}
+    spec = DataSpec.model_validate(given)
+    done = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
+    before = {name: found[1] for name, found in files_below(tmp_path / "runs").items()}
+    (trained_tokenizer,) = (tmp_path / "runs").rglob(".steps/*/tokenizer.json")
+    for damaged in (trained_tokenizer, done / "000000" / "shard.json"):
+        damaged.write_text(damaged.read_text()[:30])
+    (done / "dataset.json").unlink()
+    assert find_prepared(spec, tmp_path / "runs") is None
+    assert prepare_data(spec, tmp_path / "runs", 1, ignore) == {"source": done}
+    assert {name: found[1] for name, found in files_below(tmp_path / "runs").items()} == before
+
+
+def test_the_unfinished_data_of_root_do_not_block_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("c0ffee", ".steps"):
+        (tmp_path / name).mkdir()
+    own = (tmp_path / "c0ffee").stat().st_uid
+    for uid, suffix in ((own, ""), (own + 1, f"-{own + 1}")):
+        monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
+        assert place_of(tmp_path, "c0ffee") == tmp_path / f"c0ffee{suffix}"
+        assert steps_folder(tmp_path) == tmp_path / f".steps{suffix}"
+    (tmp_path / "c0ffee" / "dataset.json").touch()
+    assert place_of(tmp_path, "c0ffee") == tmp_path / "c0ffee", "the whole dataset of another user is used"
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, write_reports
 from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
-from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, seal_of, write_shard
+from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, remove_damaged_shard, seal_of, write_shard
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
 from scaletrain_cli.data.pipeline.token_documents import encoded_before
 from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, tokenizer_path, train_into, trained_before
@@ -109,7 +109,7 @@ def prepare(
                     done.append(PreparedSource(work.source.name, dataset, work.tasks, work.chain))
                     _write_shards(done[-1], tokenizer, preparation.validation_share, work, crew)
                 for each, work in zip(done, found, strict=True):
-                    finish = partial(_finish, each, work, tokenizer, done)
+                    finish = partial(_finish, each, work, tokenizer, preparation.validation_share, done)
                     key = f"{each.dataset.name}-dataset"
                     crew.run(Stage(f"finish {each.name}", key, each.dataset, ("dataset.json",), finish))
         except BaseException:
@@ -193,6 +193,8 @@ def _trained(preparation: Preparation, found: Sequence[_Work], crew: _Crew) -> s
     path = _tokenizer_path(preparation, [each.chain for each in found])
     sampled = tuple(Sampled(work.source.name, work.chain, work.tasks) for work in found)
     train = partial(train_into, path, _training(preparation), sampled)
+    if not trained_before(path):
+        path.unlink(missing_ok=True)
     with Workers[int](1, crew.claims.owner) as this_process:  # whose training uses all cores
         stage = Stage("train the tokenizer", path.parent.name, path.parent, (path.name,), train)
         run_stage(stage, crew.claims, this_process, crew.progress)
@@ -240,14 +242,22 @@ def _write_shards(source: PreparedSource, tokenizer: str, validation_share: floa
 
 
 def _finish(
-    source: PreparedSource, work: _Work, tokenizer: str, prepared: Sequence[PreparedSource], _unit: int
+    source: PreparedSource,
+    work: _Work,
+    tokenizer: str,
+    validation_share: float,
+    prepared: Sequence[PreparedSource],
+    _unit: int,
 ) -> None:
-    """Write what makes a dataset complete: dataset.json is the last file.
+    """Write what makes a dataset complete: damaged shards again, and dataset.json as the last file.
 
     ``prepared``: all sources, whose tokens are there: examples of duplicates may be documents of any of them.
     """
-    write_reports([source], prepared)
     dataset = source.dataset
+    for task in work.tasks:
+        if remove_damaged_shard(shard_folder(dataset, task.number)):
+            _write_tokens(dataset, tokenizer, validation_share, replace(work, tasks=(task,)))
+    write_reports([source], prepared)
     write_whole(dataset / "tokenizer.json", tokenizer)
     description = _description(dataset, work, TokenizerSettings.of(tokenizer))
     write_whole(dataset / "dataset.json", json.dumps(description, indent=1) + "\n")

@@ -150,6 +150,20 @@ def read_shard_info(folder: Path) -> ShardInfo | None:
         return None
 
 
+def remove_damaged_shard(folder: Path) -> bool:
+    """Return whether a shard is missing, after removing what has no valid shard.json, as a crash of a machine leaves.
+
+    Raises OSError.
+    """
+    if read_shard_info(folder) is not None:
+        return False
+    if folder.is_dir():
+        draft = draft_of(folder)
+        folder.rename(draft)  # at once, as other processes look for it
+        shutil.rmtree(draft)
+    return True
+
+
 def read_statistics(folder: Path) -> dict[str, Any] | None:
     """Return the statistics of the documents of a shard; None if there are none."""
     try:

@@ -12,6 +12,7 @@ from scaletrain_cli.data.pipeline.chain import Chain
 from scaletrain_cli.data.pipeline.decisions import chained
 from scaletrain_cli.data.pipeline.tasks import Task
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
+from scaletrain_cli.data.tokenizers.settings import loaded_tokenizer
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT
 
 _TRAINING = "bpe/v1"  # raised with every change of the tokenizer of equal documents
@@ -54,11 +55,13 @@ def tokenizer_path(training: BpeTraining, names: Sequence[str], chains: Sequence
 
 
 def trained_before(path: Path) -> str:
-    """Return the content of a tokenizer.json that was trained before; empty if there is none."""
+    """Return the content of a tokenizer.json that was trained before; empty if there is none that can be used."""
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
+        content = path.read_text(encoding="utf-8")
+        loaded_tokenizer(content)
+    except Exception:  # damaged; tokenizers raises nothing narrower
         return ""
+    return content
 
 
 def train_into(path: Path, training: BpeTraining, sources: Sequence[Sampled], _unit: int = 0) -> None:
