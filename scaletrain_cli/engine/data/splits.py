@@ -19,7 +19,7 @@ from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
-from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.datasets import datasets_file, entries_of, read_entries, record_datasets, recorded_folders
@@ -87,11 +87,13 @@ class RunData:
 def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConsensus) -> RunData:
     """Find the prepared data on rank 0, open them on every rank, and return them. Collective.
 
-    Raises UsageError on every rank if the data cannot be prepared or are too small to validate on.
+    Raises UsageError on every rank if the data cannot be prepared or are too small to validate on, and another
+    ScaletrainError for what may pass, such as a store that does not answer.
     """
     spec, begun = record.spec, False
     folders: dict[str, Path] = {}
     problem: Reason | None = None
+    may_pass = False
     if ranks.rank == 0:
         try:
             folders, begun = _folders(spec, run), has_committed(run)
@@ -100,9 +102,10 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
                     report_event(run, ranks.rank, "data-of-another-user", folder=str(folder), owner=owner)
         except ScaletrainError as error:
             problem = error.reason if error.reason and not error.problems else recorded(str(error))
-    folders, begun, problem = consensus.follow_rank_zero((folders, begun, problem))
+            may_pass = error.exit_code == ExitCode.CRASHED
+    folders, begun, problem, may_pass = consensus.follow_rank_zero((folders, begun, problem, may_pass))
     if problem is not None:
-        raise UsageError(problem)
+        raise ScaletrainError(problem) if may_pass else UsageError(problem)
     opened = {
         name: open_data_of(spec, folder, ranks.rank, ranks.world_size, begun=begun) for name, folder in folders.items()
     }

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from scaletrain_cli.data.sources.places import PlaceError, UnavailableError
 from scaletrain_cli.engine.data import splits
 from scaletrain_cli.engine.data.splits import held_back_of, sequences_held_back, sequences_validated
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.worker.failures import failure_of
 from tests.launch.conftest import make_plan, make_spec
 
 
@@ -83,6 +88,33 @@ def test_several_sources_are_validated_on_the_same_sequences_in_every_layout(run
         assert {sequences_validated(each, there, share) for each in layouts} == {expected}
     assert [sequences_validated(each, 21, None) for each in layouts] == [21, 16, 20]
     assert [sequences_validated(each, 3, None) for each in layouts] == [3, 3, 3]
+
+
+class RankZero:
+    """The consensus of one rank."""
+
+    def follow_rank_zero(self, item: Any) -> Any:
+        return item
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UnavailableError(Reason("remote.not-found", {"path": "s3://b/x"})), ExitCode.CRASHED),
+        (PlaceError(Reason("remote.not-found", {"path": "s3://b/x"})), ExitCode.USAGE),
+    ],
+)
+def test_an_outage_of_a_store_at_the_start_may_be_tried_again(
+    run: tuple[RunDir, RunRecord], monkeypatch: pytest.MonkeyPatch, error: ScaletrainError, code: ExitCode
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(splits, "find_prepared", fail)
+    with pytest.raises(ScaletrainError, match="s3://b/x does not exist") as raised:
+        splits.open_data(*run, SimpleNamespace(rank=0, world_size=1), RankZero())  # type: ignore[arg-type]
+    assert raised.value.exit_code == code
+    assert failure_of(raised.value, 0).reason == ("crash" if code == ExitCode.CRASHED else "usage")
 
 
 def test_ranks_never_prepare_data(tmp_path: Path) -> None:
