@@ -7,6 +7,7 @@ held, after others were removed for it. Each block is fetched once, by the proce
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -45,7 +46,7 @@ class BlockCache:
         path = self._path(name)
         with contextlib.suppress(FileNotFoundError):
             return self._read(path, start, stop)
-        self._make_folders()
+        self.make_folders()
         with locked(self.folder / _LOCKS / str(int(path.name[:2], 16) % _LOCK_GROUPS)):
             with contextlib.suppress(FileNotFoundError):  # another process has fetched it meanwhile
                 return self._read(path, start, stop)
@@ -65,6 +66,21 @@ class BlockCache:
         digest = hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
         return self.folder / _BLOCKS / digest[:2] / digest
 
+    def require_usable(self, *, create: bool) -> None:
+        """Raise OSError if the cache cannot be used, as far as that is certain. ``create``: creates its folders."""
+        if create:
+            self.make_folders()
+            with locked(self.folder / _LOCKS / _TOTAL):
+                return
+        if os.path.lexists(self.folder):
+            make_private_folder(self.folder)
+            return
+        parent = next(path for path in self.folder.parents if os.path.lexists(path))
+        if not parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
+
     @staticmethod
     def _read(path: Path, start: int, stop: int) -> bytes:
         with open_to_read(path) as file:
@@ -73,7 +89,8 @@ class BlockCache:
                 os.utime(descriptor)
             return os.pread(descriptor, stop - start, start)
 
-    def _make_folders(self) -> None:
+    def make_folders(self) -> None:
+        """Create the folders of the cache unless they are there. Raises OSError."""
         if not (self.folder / _LOCKS).is_dir():
             make_folder(self.folder.parent)
             for folder in (self.folder, self.folder / _BLOCKS, self.folder / _LOCKS):

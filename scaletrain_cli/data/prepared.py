@@ -20,7 +20,7 @@ from scaletrain_cli.data.remote_datasets import attach_dataset, find_description
 from scaletrain_cli.data.sources.beginning import first_fault
 from scaletrain_cli.data.sources.listing import source_files
 from scaletrain_cli.data.sources.places import RemoteFile, is_remote
-from scaletrain_cli.data.sources.records import Columns, SourceFile
+from scaletrain_cli.data.sources.records import SourceFile, columns_of
 from scaletrain_cli.data.steps.score import score_problem
 from scaletrain_cli.data.tokenizers.given import tokenizer_content, tokenizer_identity
 from scaletrain_cli.errors import ScaletrainError, UsageError
@@ -36,7 +36,7 @@ from scaletrain_cli.rundir.shared_datasets import (
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED, FORMATS, kind_of
-from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec, PreparationStep, ScoreSpec
+from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec, PreparationStep
 from scaletrain_cli.spec.sources import SourceSpec
 
 _EARLIER_SCHEMA = "scaletrain.dataset/v3"
@@ -121,7 +121,7 @@ def _require_readable(data: DataSpec, folder: Path, known: Mapping[str, Path]) -
             continue
         fault = first_fault(
             source_files(section, folder, key),
-            _columns(section, data.prepare),
+            columns_of(section, data.prepare),
             skips_bad=skips_bad,
             problem_of=score_problem(section.name, data.prepare),
         )
@@ -228,7 +228,7 @@ def _preparation(
     sections = tuple(_with_paths(section, folder) for section in data.prepare)
     return Preparation(
         sources=tuple(
-            Source(each.section.name, each.files, each.content, _columns(each.section, sections))
+            Source(each.section.name, each.files, each.content, columns_of(each.section, sections))
             for each in sources
             if each.dataset is None
         ),
@@ -255,13 +255,6 @@ def _with_paths(section: PreparationStep, folder: Path) -> PreparationStep:
     if isinstance(section, C4Spec) and section.bad_words is not None:
         return section.model_copy(update={"bad_words": str(folder / expand_home(section.bad_words))})
     return section
-
-
-def _columns(section: SourceSpec, steps: Sequence[PreparationStep]) -> Columns:
-    """Return the columns that the steps of a source read."""
-    chosen = [step for step in steps if step.only is None or section.name in step.only]
-    others = {step.column for step in chosen if isinstance(step, ScoreSpec)} - {section.field}
-    return Columns(section.field, tuple(sorted(others)))
 
 
 def _memory_bytes(workers: int) -> int:

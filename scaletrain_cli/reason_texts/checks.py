@@ -85,6 +85,11 @@ TEXTS: dict[str, Text] = {
         _PREPARE,
     ),
     # ---- data.tokenizer.path ---------------------------------------------------------------------------------------
+    "cache-unusable": Text(
+        "the cache of remote data cannot be used: {path}: {error}",
+        ("Set it to a folder on the nodes that you may write to",),
+    ),
+    "tokenizer-size": Text("must not exceed model.vocab_size = {vocab_size}, since a tokenizer is trained"),
     "tokenizer-missing": Text("cannot be read: No such file or directory", _TOKENIZER),
     "tokenizer-unreadable": Text("cannot be read: {said}", _TOKENIZER),
     "tokenizer-invalid": Text("is not a tokenizer.json of Hugging Face tokenizers", _TOKENIZER),

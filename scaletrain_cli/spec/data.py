@@ -11,7 +11,13 @@ from pydantic import Field
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT, PYTHON_DOCSTRINGS, PYTHON_STDLIB
+from scaletrain_cli.spec.corpus_files import (
+    EMBEDDED,
+    ENDS_OF_TEXT,
+    PYTHON_DOCSTRINGS,
+    PYTHON_STDLIB,
+    format_by_name,
+)
 from scaletrain_cli.spec.hub_files import DataPath, ModelPath
 from scaletrain_cli.spec.preparation import AnyStep, preparation_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, Matching, Text, Whole
@@ -184,6 +190,16 @@ class DataSpec(Section):
         if self.source is None and len(self.sources) != 1:
             raise UsageError("data.sources names several sources, where one is needed. Use data.source.")
         return self.source if self.source is not None else self.sources[0].path
+
+    @property
+    def may_be_prepared(self) -> bool:
+        """Return True if each source may be a prepared dataset, by the form of its path."""
+        return all(
+            not (path in EMBEDDED or is_reference(path) or path.startswith(("http:", "https:")))
+            and not set("*?[") & set(path)
+            and not format_by_name(path)[0]
+            for _, path in self.paths()
+        )
 
     def paths(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, path) of each source."""

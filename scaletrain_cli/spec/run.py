@@ -354,8 +354,8 @@ class RunSpec(Section):
                     )
         if self.planner.autocast:
             yield "planner.autocast", "must be false for a language model, which is planned with 16-bit weights."
-        given = self.data.source != NO_DATA
-        if given and self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
+        trains_tokenizer = self.data.source != NO_DATA and not self.data.may_be_prepared  # else checked with the files
+        if trains_tokenizer and self.data.tokenizer.kind == "bpe" and self.data.tokenizer.vocab_size > model.vocab_size:
             yield "data.tokenizer.vocab_size", f"must not exceed model.vocab_size = {model.vocab_size}."
         for key in ("tensor_parallel", "sequence_parallel"):
             degree = getattr(layout, key)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.hub_files import DataPath
@@ -84,10 +84,18 @@ class LoaderSpec(Section):
     pin_memory: bool = Field(default=True, description="copy batches to GPUs from page-locked memory, asynchronously")
 
 
+def _cache_size(value: int) -> int:
+    if value < 1 << 20:
+        raise PydanticCustomError("cache_size", "must be at least 1 MiB, since remote data are read in such blocks")
+    return value
+
+
 class CacheSpec(Section):
     """Files of remote prepared data on each node, shared by its ranks; the least recently used ones are removed."""
 
-    size: Bytes = Field(default=100 * 10**9, description="most bytes on each node")
+    size: Annotated[Bytes, AfterValidator(_cache_size)] = Field(
+        default=100 * 10**9, description="most bytes on each node, at least 1 MiB"
+    )
     path: Text | None = Field(default=None, description="folder on the nodes; null: below TMPDIR")
 
 

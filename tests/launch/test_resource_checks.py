@@ -48,7 +48,6 @@ NAMES_NOTHING = {
             *(f"placeholders.{kind}" for kind in IDENTIFIERS),
         )
     },
-    "data.cache.path": "made on each node where it is used",
     "env.*": "values of variables",
     "checkpoint.keep_best": "a metric of an evaluation of this spec, which loading the spec checks",
     **{
@@ -66,6 +65,8 @@ HELD_BY = {
     "model.preset": "tests/cli/test_before_a_run.py::test_init_follows_its_options_or_rejects_them",
     "model.hf_config": "tests/spec/test_model_sources.py",
     "data.sources.*.path": "tests/launch/test_source_checks.py",
+    "data.cache.path": "tests/data/remote/test_remote_checks.py::"
+    "test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted",
     "data.prepare.*.files.*": "tests/launch/test_source_checks.py",
     "data.prepare.*.bad_words": "tests/launch/test_source_checks.py",
     "data.chat_template": "tests/launch/test_row_checks.py::test_a_chat_template_that_cannot_be_read_is_a_problem",
@@ -142,6 +143,12 @@ CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("data.source", ("data.source=cut.jsonl.gz",), "data.source", "is not a complete gzip file"),
     ("data.source", ("data.source=prepared",), "data.source", "train.bin holds 4 tokens, and dataset.json says 5"),
     ("data.source", ("data.source=nowhere", ON_SLURM), "data.source", "no such file or folder"),
+    (
+        "data.source",
+        ("data.source=tree", "data.tokenizer.vocab_size=5000"),
+        "data.tokenizer.vocab_size = 5000",
+        "must not exceed model.vocab_size = 4096, since a tokenizer is trained",
+    ),
     (
         "data.tokenizer.path",
         ("data.tokenizer={kind: file, path: nowhere.json}",),

@@ -53,6 +53,7 @@ def test_a_stage_begins_at_a_step_or_after_a_share_of_the_run() -> None:
             "Use weight",
         ),
         (("data.prepare=[{step: score, column: a}]",), "data.prepare.0.min", "is required unless max"),
+        (("data.cache.size=999KB",), "data.cache.size", "must be at least 1 MiB"),
         (("data.prepare=[{step: langauge}]",), "data.prepare.0", "must have `step`"),
         (("data.prepare=[{step: normalization, only: [web]}]",), "data.prepare.0.only", "web is no source"),
     ],

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.reasons import Reason
+
+if TYPE_CHECKING:
+    from scaletrain_cli.spec.preparation import PreparationStep
+    from scaletrain_cli.spec.sources import SourceSpec
 
 # No document may be longer: a reader holds one in memory, and so does each step after it.
 MAX_DOCUMENT_BYTES = 64 << 20
@@ -44,6 +48,15 @@ class Columns:
 
     text: str = "text"
     others: tuple[str, ...] = ()
+
+
+def columns_of(section: SourceSpec, steps: Sequence[PreparationStep]) -> Columns:
+    """Return the columns that are read from a source: that of the text, and those of its steps."""
+    from scaletrain_cli.spec.preparation import ScoreSpec  # a worker process needs no pydantic
+
+    chosen = [step for step in steps if step.only is None or section.name in step.only]
+    others = {step.column for step in chosen if isinstance(step, ScoreSpec)} - {section.field}
+    return Columns(section.field, tuple(sorted(others)))
 
 
 @dataclass(frozen=True)

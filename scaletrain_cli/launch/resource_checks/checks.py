@@ -35,7 +35,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     weights_problems,
 )
 from scaletrain_cli.launch.resource_checks.hub import hub_notes, hub_problems
-from scaletrain_cli.launch.resource_checks.sources import check_text, reads_text, text_problems
+from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_text, reads_text, text_problems
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
@@ -189,9 +189,13 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     if code_folder is None and spec.code.engine is not None:
         problems += _installed_problems(view)
     problems += command_problems(view, code_folder)
+    cache = list(cache_problems(view))
+    problems += cache
     if not problems:
         return
     why = Reason("checks.node-lacks")
+    if cache and spec.data.cache.path is not None and not begun:  # the same folder on every node
+        raise UsageError(why, tuple(problems))
     if begun or backend_for(spec.cluster.scheduler).replaces_nodes:
         raise WrongNodesError(why, tuple(problems))
     raise UsageError(why, tuple(problems))
@@ -370,6 +374,7 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     template_problems,
     weights_problems,
     hub_problems,
+    cache_problems,
     adapter_problems,
     engine_problems,
     command_problems,

@@ -154,12 +154,29 @@ def _is_empty(files: tuple[Path, ...]) -> bool:
 
 
 def tokenizer_problems(view: View) -> Iterator[Problem]:
-    """Yield the problems of ``data.tokenizer.path``."""
-    path = view.spec.data.tokenizer.path
+    """Yield the problems of ``data.tokenizer``: its file, or the size of one that is trained."""
+    path, size = view.spec.data.tokenizer.path, view.spec.data.tokenizer.vocab_size
+    most = view.spec.transformer.vocab_size if view.spec.unit == "tokens" else size
+    if path is None and size > most and not view.spec.code.own_program and _has_unprepared_source(view):
+        why = Reason("checks.tokenizer-size", {"vocab_size": most})
+        yield view.problem("data.tokenizer.vocab_size", why, size)
     if view.spec.code.own_program or path is None or is_reference(path) or view.unseen(path):
         return
     if reason := tokenizer_problem(view.folder / expand_home(path), view.spec):
         yield view.problem("data.tokenizer.path", reason, path)
+
+
+def _has_unprepared_source(view: View) -> bool:
+    """Return True if a source that is visible here is no prepared dataset."""
+    from scaletrain_cli.data.prepared import is_dataset
+
+    for key, path in view.spec.data.paths():
+        if view.unseen(parent_of_glob(path)):
+            continue
+        with contextlib.suppress(ScaletrainError):  # the checks of the sources report it
+            if path in EMBEDDED or is_reference(path) or not is_dataset(path, key, view.folder):
+                return True
+    return False
 
 
 def template_problems(view: View) -> Iterator[Problem]:

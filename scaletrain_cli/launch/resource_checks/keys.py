@@ -120,6 +120,14 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         _UNSEEN,
     ),
     _row(
+        "data.cache.path",
+        "a folder for blocks of prepared data in an object store; null: TMPDIR",
+        "with such data: can be created, is private to the user, and can be written",
+        _SUBMIT,
+        f"{_SOURCES}cache_problems",
+        f"other machines than this one: {_NODE} of each",
+    ),
+    _row(
         "data.chat_template",
         "a Jinja file, local or on the hub",
         "exists, is readable",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED, NoCorpusError, find_text, unreadable_among
-from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec, PreparationStep, ScoreSpec
+from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec, ScoreSpec
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 from scaletrain_cli.spec.sources import SourceSpec
 
@@ -80,6 +80,32 @@ def text_problems(view: View) -> Iterator[Problem]:
     yield from check_text(view).problems
 
 
+def cache_problems(view: View) -> Iterator[Problem]:
+    """Yield the problem of the cache of remote prepared data, which is created on a node of the job."""
+    from scaletrain_cli.data.block_cache import block_cache
+
+    if not reads_text(view.spec) or not (view.on_node or view.spec.cluster.traits.runs_here):
+        return
+    path = view.spec.data.cache.path
+    cache = block_cache(view.spec.data.cache)
+    try:
+        replace(cache, folder=view.folder / cache.folder).require_usable(create=view.on_node)
+    except OSError as error:
+        if any(_is_in_a_store(source.path) for source in view.spec.data.all_sources):
+            params = {"path": str(error.filename or cache.folder), "error": error.strerror or str(error)}
+            yield view.problem("data.cache.path", Reason("checks.cache-unusable", params), path)
+
+
+def _is_in_a_store(path: str) -> bool:
+    """Return True if a path has prepared data in a store that answers."""
+    from scaletrain_cli.data.remote_datasets import find_description
+
+    try:
+        return find_description(path, _LOOK_SECONDS) is not None
+    except ScaletrainError:
+        return False
+
+
 def reads_text(spec: RunSpec) -> bool:
     """Return True if the built-in engine trains on text that it prepares."""
     return not spec.code.own_program and spec.unit == "tokens" and spec.training.objective == "causal_lm"
@@ -120,6 +146,8 @@ def _check_source(view: View, key: str, section: SourceSpec, results: TextResult
             reason = reason.params["cause"]
         elif reason.code == "engine.data-source-unreadable":
             reason = Reason("checks.source-file", {"why": reason.params["problem"]})
+        if reason.code == "remote.unavailable" and view.on_node:
+            return  # the ranks ask again, for longer; an outage is no fault of the spec
         if reason.code in _UNSEEN_REMOTE and not (view.spec.cluster.traits.runs_here or view.on_node):
             unseen.append(f"{key} = {section.path}: {reason}")
             return
@@ -149,13 +177,13 @@ def _problems(
     ``key``: of the path of the source. Raises UsageError and OSError.
     """
     from scaletrain_cli.data.sources.beginning import FILES_READ, first_fault
-    from scaletrain_cli.data.sources.records import Columns
+    from scaletrain_cli.data.sources.records import columns_of
     from scaletrain_cli.data.steps.score import score_problem
 
     if not sum(file.size for file in files):
         yield view.problem(key, Reason("checks.no-text"), section.path)
         return
-    columns = Columns(section.field, columns_of_steps(view.spec, section.name))
+    columns = columns_of(section, view.spec.data.prepare)
     skips_bad, most = view.spec.data.on_bad == "skip", _REMOTE_FILES_READ if remote else FILES_READ
     problem_of = score_problem(section.name, view.spec.data.prepare)
     fault = first_fault(files, columns, skips_bad=skips_bad, most_files=most, problem_of=problem_of)
@@ -207,16 +235,6 @@ def _too_short(files: Sequence[SourceFile], spec: RunSpec) -> Reason | None:
     if not plain or len(spec.data.all_sources) > 1 or spec.data.tokenizer.kind != "bpe" or size + len(files) > length:
         return None
     return Reason("checks.too-little-text", {"bytes": size, "seq_len": length})
-
-
-def columns_of_steps(spec: RunSpec, source: str) -> tuple[str, ...]:
-    """Return the columns of a source that its steps read, besides that of the text."""
-    steps = (step for step in spec.data.prepare if isinstance(step, ScoreSpec) and _applies(step, source))
-    return tuple(dict.fromkeys(step.column for step in steps))
-
-
-def _applies(step: PreparationStep, source: str) -> bool:
-    return step.only is None or source in step.only
 
 
 def _notes(view: View, key: str, section: SourceSpec, remote: bool) -> Iterator[Reason]:

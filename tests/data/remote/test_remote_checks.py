@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.data.block_cache import BlockCache, block_cache
 from scaletrain_cli.data.estimate import preparation_seconds
 from scaletrain_cli.data.prepared import prepare_data
 from scaletrain_cli.data.sources import places
 from scaletrain_cli.engine.data import upload
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.preparation import prepare_data as prepare_before_a_run
+from scaletrain_cli.launch.resource_checks.files import View
+from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_text
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import load_spec
+from scaletrain_cli.spec.sources import CacheSpec
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.data.remote.conftest import BUCKET
 from tests.data.remote.faults import FaultyProxy
@@ -76,6 +81,8 @@ def test_a_store_that_only_the_nodes_may_reach_is_a_note_unless_the_run_is_on_th
     assert refused.code == ExitCode.USAGE, refused
     assert f" data.source = {source}: " in " ".join(refused.err.split())
     assert said in " ".join(refused.err.split())
+    on_node = View(load_spec("run.yaml"), tmp_path, os.environ, on_node=True)
+    assert bool(check_text(on_node).problems) is (missing == "credentials"), "an outage may pass"
     noted = submit(source, "--set", "cluster.scheduler=slurm")
     assert noted.code == 0, noted.err
     shown = " ".join(noted.err.split())
@@ -97,7 +104,10 @@ def test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted(
     assert head == "data:"
     key, path = line.split(": ", 1)
     assert key == "  source"
-    accepted = submit(path)
+    tokenizer = "  tokenizer: {kind: bpe, vocab_size: 4096}\n"
+    assert tokenizer in SMALL.read_text()
+    Path("run.yaml").write_text(SMALL.read_text().replace("  source: python-stdlib", line).replace(tokenizer, ""))
+    accepted = scaletrain("submit", "run.yaml", "--dry-run")
     assert accepted.code == 0, accepted.err
     written = _spec(path)
     planned = scaletrain("plan", written, "--json")
@@ -106,12 +116,31 @@ def test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted(
     assert (source["exact"], source["files"]) == (True, 0)
     assert source["tokens"] > 20_000
     assert preparation_seconds(load_spec(written), runs_root()) == 0
+    _requires_a_cache_that_can_be_used(path, tmp_path)
     own = tmp_path / "other-machine"
     assert prepare_before_a_run(load_spec(written), root=own) == 0
     assert (next((own / "datasets").glob("remote-*")) / "tokenizer.json").is_file()
     small = submit(path, "--set", "model.vocab_size=256", "--set", "data.tokenizer.vocab_size=256")
     assert small.code == ExitCode.USAGE
     assert "data.source" in small.err
+
+
+def _requires_a_cache_that_can_be_used(path: str, folder: Path) -> None:
+    (folder / "file").touch()
+    for place, error in ((folder / "file" / "cache", "Not a directory"), (folder / "shared", "not private")):
+        if place.name == "shared":
+            BlockCache(place / "x", 1).make_folders()
+            block_cache(CacheSpec(path=str(place))).folder.mkdir(mode=0o777)
+            block_cache(CacheSpec(path=str(place))).folder.chmod(0o777)
+        refused = submit(path, "--set", f"data.cache.path={place}")
+        assert refused.code == ExitCode.USAGE
+        assert f"data.cache.path = {place}" in refused.err
+        assert error in " ".join(refused.err.split())
+        spec = load_spec("run.yaml", overrides=[f"data.cache.path={place}"])
+        (problem,) = cache_problems(View(spec, folder, os.environ, on_node=True))
+        assert problem.key == "data.cache.path"
+    assert submit(path, "--set", f"data.cache.path={folder / 'new'}").code == 0
+    assert not (folder / "new").exists()
 
 
 def _spec(source: str) -> Path:
