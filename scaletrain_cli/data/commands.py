@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.pipeline.prepare import SCHEMA
+from scaletrain_cli.data.pipeline.report import NAME as REPORT
 from scaletrain_cli.data.prepared import prepare_data
 from scaletrain_cli.data.token_files import open_source
 from scaletrain_cli.errors import ScaletrainError, UsageError
@@ -17,8 +19,11 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET, owner_of_dataset
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.text import counted, whole_text
 
 _SECONDS_BETWEEN_LINES = 2.0
+_LEFT_OUT = ("documents_read", "documents_removed", "documents_unusable")
+_SPLITS = {"train": "training", "validation": "validation"}
 
 
 def prepare_text(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str, Any]:
@@ -34,6 +39,16 @@ def prepare_text(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str, 
         sources = [_described(name, dataset, spec.transformer.seq_len) for name, dataset in datasets.items()]
     except CorruptDataError as error:  # the exit code 93 is for runs
         raise ScaletrainError(error.reason or str(error)) from error
+    for source in sources:
+        print(f"{_line(source)} ({source['path']})", file=sys.stderr)
+        if spec.data.validation_split and spec.evaluation.every and not source["validation_sequences"]:
+            print(
+                f"{source['name']}: the validation split is shorter than one sequence of {spec.transformer.seq_len} "
+                "tokens, so runs keep training sequences of this source for validation; raise data.validation_split",
+                file=sys.stderr,
+            )
+    if any(source["documents_removed"] or source["documents_unusable"] for source in sources):
+        print("why documents were left out: scaletrain data stats", file=sys.stderr)
     for dataset in datasets.values():
         if (owner := owner_of_dataset(dataset)) is not None:
             print(f"{dataset} was prepared by {owner}; using it as it is", file=sys.stderr)
@@ -42,10 +57,39 @@ def prepare_text(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str, 
     return {
         "path": sources[0]["path"] if len(sources) == 1 else None,
         **{name: sum(source[name] for source in sources) for name in counts},
+        **{name: _sum([source[name] for source in sources]) for name in _LEFT_OUT},
         "vocab_size": max(source["vocab_size"] for source in sources),
         "dtype": sources[0]["dtype"],
         "sources": sources,
     }
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    """Return the sum of counts; None if one is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _line(source: Mapping[str, Any]) -> str:
+    """Return the documents and tokens of a source in one line."""
+    left = counted(source["documents"], "document")
+    if source["documents_read"] is not None:
+        removed, unusable = whole_text(source["documents_removed"]), whole_text(source["documents_unusable"])
+        left = (
+            f"{counted(source['documents_read'], 'document')} read, {removed} removed by data.prepare, {unusable} that "
+            f"cannot be used, {whole_text(source['documents'])} left"
+        )
+    tokens = (f"{whole_text(source[f'{split}_tokens'])} {name} tokens" for split, name in _SPLITS.items())
+    return f"{source['name']}: {left}; {', '.join(tokens)}"
+
+
+def _left_out(dataset: Path) -> dict[str, int | None]:
+    """Return the documents that were read, removed by steps and left out as bad; None in data without a report."""
+    steps = (read_document(dataset / REPORT) or {}).get("steps")
+    if not steps:
+        return dict.fromkeys(_LEFT_OUT)
+    removed, bad = (sum(each["documents"] for step in steps for each in step[kind]) for kind in ("removed", "bad"))
+    return dict(zip(_LEFT_OUT, (steps[0]["documents"], removed, bad), strict=True))
 
 
 def _described(name: str, dataset: Path, seq_len: int) -> dict[str, Any]:
@@ -64,6 +108,7 @@ def _described(name: str, dataset: Path, seq_len: int) -> dict[str, Any]:
         "name": name,
         "path": str(dataset),
         "documents": sum(int(document[f"{split}_documents"]) for split in tokens),
+        **_left_out(dataset),
         **{f"{split}_tokens": count for split, count in tokens.items()},
         **{f"{split}_sequences": count for split, count in sequences.items()},
         "vocab_size": int(tokenizer["vocab_size"]),

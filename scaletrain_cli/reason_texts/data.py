@@ -21,6 +21,17 @@ TEXTS: dict[str, Text] = {
         "no document at the beginning of the files of source {source} can be used; the first one: {where}: {problem}",
         ("Correct the source or its settings",),
     ),
+    "no-documents": Text("the files of source {source} have no document", ("Correct the path of the source",)),
+    "nothing-usable": Text(
+        "no document of source {source} is left: {removed:whole} of {documents:whole} cannot be used, the first one: "
+        "{place}: {problem}",
+        ("Correct the source or its settings",),
+    ),
+    "nothing-left": Text(
+        "no document of source {source} is left: the rule {rule} of the step {step} removed {removed:whole} of "
+        "{documents:whole}",
+        ("Change the step in data.prepare, or list the other sources in its key only",),
+    ),
     "bad-documents": Text(
         "{place}: {problem}. {documents:whole} documents were left out of the prepared data",
         ("Correct the files, or set data.on_bad: skip",),

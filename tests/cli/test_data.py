@@ -31,14 +31,27 @@ def prepare(source: str, *more: str) -> Ended:
 
 def test_text_is_tokenized_once() -> None:
     text = Path("a b $(x).jsonl")
-    text.write_text("".join(f'{{"text": "It was the best of times, it was the worst of {n}."}}\n' for n in range(400)))
-    first = prepare(text.name, "--json")
+    rows = "".join(f'{{"text": "It was the best of times, it was the worst of {n}."}}\n' for n in range(400))
+    text.write_text(f'{rows}{{"text": "short"}}\n{{}}\n{{"text": ""}}\n')
+    step = "{step: quality, rules: gopher_quality, min_words: 5, min_stop_words: 0}"
+    steps = ("--set", f"data.prepare=[{step}]", "--set", "data.on_bad=skip", "--set", "data.validation_split=0.0001")
+    first = prepare(text.name, "--json", *steps)
     assert first.code == 0, first.err
     assert first.data["train_tokens"] > 1000
     assert Path(first.data["path"]).is_dir()
-    again = prepare(text.name)
+    read = {"documents_read": 403, "documents_removed": 1, "documents_unusable": 2, "documents": 400}
+    assert {name: first.data[name] for name in read} == read
+    assert {name: first.data["sources"][0][name] for name in read} == read
+    again = prepare(text.name, *steps)
     assert (again.code, again.out) == (0, f"{first.data['path']}\n")
-    assert "training tokens" in again.err
+    said = "source: 403 documents read, 1 removed by data.prepare, 2 that cannot be used, 400 left; "
+    for shown in (
+        said,
+        "source: the validation split is shorter than one sequence of 8 tokens",
+        "scaletrain data stats",
+    ):
+        assert shown in first.err
+        assert shown in again.err
 
 
 def test_a_missing_source_ends_with_2_and_the_reason() -> None:

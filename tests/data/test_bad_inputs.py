@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str, str, int | None]] = 
 # Faults of a whole source, whatever data.on_bad is: what makes them, and the message.
 SOURCE_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda folder: (folder / "good.jsonl").unlink(), r"data\.source = .*/texts: the folder has no .*jsonl"),
-    "no text": (lambda folder: (folder / "good.jsonl").write_bytes(b"\n"), "fewer than one sequence"),
+    "no text": (lambda folder: (folder / "good.jsonl").write_bytes(b"\n"), "of source source have no document"),
     "a dangling link": (lambda folder: (folder / "a.jsonl").symlink_to("gone"), r"a\.jsonl: is a link to a file that"),
     "a FIFO": (lambda folder: os.mkfifo(folder / "a.jsonl"), r"a\.jsonl: is not a regular file"),
     "a .bin without its index": (

@@ -147,6 +147,34 @@ def test_a_changed_mixture_keeps_the_tokenizer_and_the_datasets(
     assert [find_prepared(spec, tmp_path / "runs") for spec in changed] == [done] * len(changed)
 
 
+@pytest.mark.parametrize("kind", ["bpe", "file"])
+@pytest.mark.parametrize("column", ["score", "mark"])
+def test_a_source_of_which_nothing_is_left_is_named_with_what_removed_most(
+    kind: str, column: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    rows = [{"text": text(number), "score": "high" if number else 0, "mark": number} for number in range(40)]
+    (tmp_path / "web.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "books.jsonl").write_bytes(texts(40))
+    names = ("books", "web")
+    given = {"kind": "bpe", "vocab_size": 400} if kind == "bpe" else {"kind": "file", "path": str(tokenizer)}
+    spec = DataSpec.model_validate(
+        {
+            "sources": [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in names],
+            "prepare": [{"step": "score", "column": column, "min": 40, "only": ["web"]}],
+            "on_bad": "skip",
+            "tokenizer": given,
+        }
+    )
+    said = {
+        "mark": r"source web is left: the rule score\.min of the step score removed 40 of 40",
+        "score": r"source web is left: 39 of 40 cannot be used, the first one: .*web\.jsonl:2: the column score",
+    }
+    with pytest.raises(UsageError, match=said[column]):
+        prepare_data(spec, tmp_path / "runs", 2, ignore)
+    assert not [*tmp_path.glob("runs/datasets/.steps/*/tokenizer.json")]
+    assert find_prepared(spec, tmp_path / "runs") is None
+
+
 def test_relative_paths_are_below_the_given_folder(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "web.jsonl").write_bytes(texts(40))
     (tmp_path / "questions.txt").write_text(text(3, 20))

@@ -20,7 +20,7 @@ from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
 from scaletrain_cli.data.pipeline.chain import Chain, ChainStep, applies, chain_of, extended
 from scaletrain_cli.data.pipeline.claims import Claims, Timing
 from scaletrain_cli.data.pipeline.decisions import chained
-from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, write_reports
+from scaletrain_cli.data.pipeline.report import PreparedSource, duplicates_shown, nothing_left, write_reports
 from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
 from scaletrain_cli.data.pipeline.shards import encoded, read_shard_info, remove_damaged_shard, seal_of, write_shard
 from scaletrain_cli.data.pipeline.tasks import TASK_BYTES, Source, Task, tasks_of
@@ -228,7 +228,7 @@ def _first_step(preparation: Preparation, steps: Path, source: Source) -> Chain:
 
 
 def _write_shards(source: PreparedSource, tokenizer: str, validation_share: float, work: _Work, crew: _Crew) -> None:
-    """Write the shards of a source that are missing."""
+    """Write the shards of a source that are missing. Raises UsageError if no document of it is left."""
     dataset = source.dataset
     if read_document(dataset / "dataset.json") is None:
         require_own_place(dataset)
@@ -239,6 +239,9 @@ def _write_shards(source: PreparedSource, tokenizer: str, validation_share: floa
         # A worker process gets one task at a time, not all.
         one = [replace(work, tasks=(task,)) for task in work.tasks].__getitem__
         crew.run(Stage(f"tokenize {source.name}", f"{dataset.name}-shards", dataset, shards, write, one))
+        written = (read_shard_info(dataset / shard) for shard in shards)
+        if not any(each is None or each.train_documents + each.validation_documents for each in written):
+            raise UsageError(nothing_left(source.name, work.chain, work.tasks))
 
 
 def _finish(

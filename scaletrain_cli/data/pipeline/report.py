@@ -19,6 +19,7 @@ from scaletrain_cli.data.pipeline.shards import read_shard_info, read_statistics
 from scaletrain_cli.data.pipeline.statistics import length_range_end
 from scaletrain_cli.data.pipeline.tasks import Task
 from scaletrain_cli.data.sources.formats import reader_of
+from scaletrain_cli.reasons import Reason
 
 SCHEMA = "scaletrain.dataset-report/v1"
 NAME = "report.json"
@@ -43,6 +44,27 @@ def write_reports(sources: Sequence[PreparedSource], prepared: Sequence[Prepared
     for source in sources:
         report = json.dumps(_report(source, prepared), indent=1, ensure_ascii=False)
         write_whole(source.dataset / NAME, f"{report}\n")
+
+
+def nothing_left(name: str, chain: Chain, tasks: Sequence[Task]) -> Reason:
+    """Return why no document of a source is left: what removed most of them. All of its tasks have been read."""
+    first = [read_decisions(chain.decisions(0, task)) or Decisions() for task in tasks]
+    documents = sum(found.documents for found in first)
+    removed: Counter[tuple[int, str]] = Counter()
+    bad: dict[tuple[int, str], dict[str, str]] = {}
+    for number in range(len(chain.steps)):
+        for task in tasks:
+            found = read_decisions(chain.decisions(number, task)) or Decisions()
+            removed.update({(number, rule): len(numbers) for rule, numbers in found.removed.items()})
+            for each in found.bad:
+                bad.setdefault((number, each["rule"]), {"place": place_of(task, each), "problem": each["problem"]})
+    if not removed:
+        return Reason("data.no-documents", {"source": name})
+    (number, rule), most = max(removed.items(), key=lambda item: item[1])
+    params = {"source": name, "documents": documents, "removed": most}
+    if (number, rule) in bad:
+        return Reason("data.nothing-usable", {**params, **bad[number, rule]})
+    return Reason("data.nothing-left", {**params, "rule": rule, "step": chain.steps[number].name})
 
 
 def duplicates_shown(report: Mapping[str, Any]) -> list[dict[str, int]]:

@@ -10,9 +10,11 @@ from typing import NamedTuple
 from scaletrain_cli.data.drafts import write_whole
 from scaletrain_cli.data.pipeline.chain import Chain
 from scaletrain_cli.data.pipeline.decisions import chained
+from scaletrain_cli.data.pipeline.report import nothing_left
 from scaletrain_cli.data.pipeline.tasks import Task
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.data.tokenizers.settings import loaded_tokenizer
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT
 
 _TRAINING = "bpe/v1"  # raised with every change of the tokenizer of equal documents
@@ -73,20 +75,24 @@ def train_into(path: Path, training: BpeTraining, sources: Sequence[Sampled], _u
 def sample(training: BpeTraining, sources: Sequence[Sampled]) -> Iterator[str]:
     """Yield the documents to train on; one source without steps gives its beginning.
 
-    Otherwise each source gives documents from tasks that lie evenly in it, until it has given its share.
+    Otherwise each source gives documents from tasks that lie evenly in it, until it has given its share. Raises
+    UsageError for a source of which no document is left.
     """
     characters = training.characters([each.name for each in sources])
     from_beginning = len(sources) == 1 and len(sources[0].chain.steps) == 1
-    for (_, chain, tasks), most in zip(sources, characters, strict=True):
-        taken = 0
+    for (name, chain, tasks), most in zip(sources, characters, strict=True):
+        taken, is_empty = 0, True
         for task in tasks if from_beginning else spread(tasks):
             for _, text in chain.documents(task):
                 yield text
+                is_empty = False
                 taken += len(text)
                 if taken > most:
                     break
             if taken > most:
                 break
+        if is_empty:
+            raise UsageError(nothing_left(name, chain, tasks))
 
 
 def spread(tasks: Sequence[Task]) -> list[Task]:
