@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.errors import UsageError
+from scaletrain_cli.api import prepare_submission
+from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch import preparation
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.launch.preparation import Choice, plan_preparation, queue_preparation
-from tests.launch.conftest import make_spec
+from scaletrain_cli.rundir.datasets import datasets_file, read_entries
+from tests.launch.conftest import ENGINE, make_spec
 
 SLURM = ("cluster.scheduler=slurm",)
 PODS = ("cluster.scheduler=kubernetes",)
@@ -76,3 +80,29 @@ def test_what_this_machine_cannot_see_is_prepared_by_a_job(monkeypatch: pytest.M
         plan_preparation(make_spec(), Path("/runs"), "job")
     with pytest.raises(UsageError, match=r"cannot run a preparation job\. Run the command without --submit"):
         queue_preparation(make_spec(), None)
+
+
+def test_a_submission_prepares_its_data_first_and_one_that_cannot_leaves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalBackend.__init__, "__defaults__", (ENGINE,))
+    monkeypatch.setenv("SCALETRAIN_RUNS", str(tmp_path / "runs"))
+    corpus = tmp_path / "web.jsonl"
+    rows = [json.dumps({"text": f"alpha beta gamma {number} " * 20}) for number in range(60)]
+    corpus.write_text("\n".join([*rows * 30, "not JSON", ""]), encoding="utf-8")  # beyond what is looked at before
+    settings = ("data.tokenizer.vocab_size=300", "model.vocab_size=300", "cluster.gpus_per_node=1")
+    spec = make_spec(*settings, f"data.source={corpus}")
+    prepared = prepare_submission(spec, run_id="r1")
+    said: list[str] = []
+    with pytest.raises(ScaletrainError, match=r"web\.jsonl:1801"):
+        prepared.submit(on_preparation=said.append)
+    assert said[0] == "the data are not prepared: this is done first, on this machine"
+    assert not (tmp_path / "runs" / "r1").exists()
+    corpus.write_text("\n".join(rows), encoding="utf-8")
+    done = prepare_submission(spec, run_id="r1").submit(on_preparation=said.append)
+    assert done.created
+    (dataset,) = (tmp_path / "runs" / "datasets").glob("*/dataset.json")
+    (recorded,) = read_entries(datasets_file(done.run.directory))
+    assert (recorded["source"], recorded["folder"]) == ("source", dataset.parent.name)
+    assert plan_preparation(spec, tmp_path / "runs").why.code == "preparation.is-prepared"
+    assert done.run.wait(60).state == "finished"
