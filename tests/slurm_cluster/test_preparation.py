@@ -50,11 +50,12 @@ def datasets(runs: Path) -> dict[str, str]:
     return {str(path.relative_to(runs)): hashlib.sha256(path.read_bytes()).hexdigest() for path in visible}
 
 
-def test_the_gang_starts_after_the_preparation_job_whose_preempted_task_changes_no_byte(
+def test_the_gang_starts_after_the_preparation_job_whose_preempted_tasks_change_no_byte(
     site: Site, tmp_path: Path
 ) -> None:
     path = corpus(tmp_path, 60_000)
-    spec = settings(path, "cluster.slurm.preparation.tasks=2", 'data.prepare=[{"step": "duplicates", "near": true}]')
+    spot = "cluster.slurm.preparation={tasks: 2, cpus_per_task: 1, partition: spot0}"
+    spec = settings(path, spot, 'data.prepare=[{"step": "duplicates", "near": true}]')
     run_id = site.submit(DONE, *spec, options=("--prepare", "job"))
     folder = site.runs / run_id / "preparation"
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
@@ -63,13 +64,19 @@ def test_the_gang_starts_after_the_preparation_job_whose_preempted_task_changes_
     assert waiting["state"] == "queued"
     said = site.scaletrain("explain", run_id, "--json")["findings"][0]
     assert job["job_id"] in said["headline"]
-    site.cluster.run("scontrol", "requeue", f"{job['others']}_0")
+    urgent = site.cluster.submit("sleep 3", "-phigh", "-N2", "--exclusive", "-o/dev/null")
+    site.cluster.wait_for(urgent, lambda job: job["JobState"] == "COMPLETED", 60)
+    tasks = [site.cluster.job(f"{job['others']}_{task}") for task in range(2)]
+    assert [task["Restarts"] for task in tasks] == ["1", "1"]
     done = site.wait(run_id, lambda now: now["state"] in ("finished", "failed"), "it trains")
     assert (done["state"], site.ends(run_id)) == ("finished", [(0, "done")])
     ended = max(log.stat().st_mtime for log in folder.glob("slurm-*.log"))
     assert site.attempts(run_id)[0]["started"] >= ended - 1
     found = datasets(site.runs)
     assert found
+    (read,) = json.loads((folder / "datasets.json").read_text(encoding="utf-8"))["datasets"]
+    assert f"datasets/{read['folder']}/dataset.json" in found
+    assert (folder / "done.json").is_file()
     site.cluster.environment["SCALETRAIN_RUNS"] = str(tmp_path / "alone")
     again = site.try_to_submit(DONE, *spec, run_id="again", options=("--prepare", "now"))
     site.cluster.environment["SCALETRAIN_RUNS"] = str(site.runs)
@@ -87,7 +94,7 @@ def test_cancel_deletes_the_preparation_job_with_the_gang(site: Site, tmp_path: 
     assert not datasets(site.runs)
 
 
-def test_data_are_prepared_by_a_job_for_later_runs(site: Site, tmp_path: Path) -> None:
+def test_rows_are_prepared_by_a_job_and_data_by_one_for_later_runs(site: Site, tmp_path: Path) -> None:
     sets = [
         word for pair in (*settings(corpus(tmp_path, 3_000)), "cluster.scheduler=slurm") for word in ("--set", pair)
     ]
@@ -98,3 +105,13 @@ def test_data_are_prepared_by_a_job_for_later_runs(site: Site, tmp_path: Path) -
     assert ended["ExitCode"] == "0:0"
     assert datasets(site.runs)
     assert site.scaletrain("data", "prepare", spec, "--submit", "--json", *sets)["prepared"]
+    rows = tmp_path / "rows.jsonl"
+    pairs = [("user", "Which number follows {}?"), ("assistant", "The number {}, as always.")]
+    messages = [[{"role": role, "content": text.format(row)} for role, text in pairs] for row in range(200)]
+    rows.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages), encoding="utf-8")
+    before = datasets(site.runs)
+    run_id = site.submit(DONE, *settings(rows, "training.objective=sft"), options=("--prepare", "job"))
+    done = site.wait(run_id, lambda now: now["state"] in ("finished", "failed"), "it trains")
+    assert (done["state"], site.ends(run_id)) == ("finished", [(0, "done")])
+    (read,) = json.loads((site.runs / run_id / "preparation" / "datasets.json").read_text(encoding="utf-8"))["datasets"]
+    assert f"datasets/{read['folder']}/dataset.json" in datasets(site.runs).keys() - before.keys()
