@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scaletrain_cli.available_memory import available_bytes
@@ -174,7 +174,7 @@ def _sources(
         if hashes is None:
             return None
         found.append(_Found(section, None, files, hashes))
-    return found
+    return _with_earlier_datasets(data, found, runs_root, folder)
 
 
 def is_dataset(path: str, key: str, folder: Path = Path()) -> bool:
@@ -193,9 +193,6 @@ def _description(path: str, key: str) -> RemoteFile | None:
 
 def _datasets(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path) -> dict[str, Path] | None:
     """Return the datasets of all sources; None if one is missing. Raises UsageError."""
-    earlier = _earlier_dataset(data, sources, runs_root, folder)
-    if earlier is not None:
-        return {sources[0].section.name: earlier}
     made: dict[str, Path] | None = {}
     if any(each.dataset is None for each in sources):
         made = prepared(_preparation(data, sources, runs_root, folder), runs_root / "datasets")
@@ -263,16 +260,26 @@ def _memory_bytes(workers: int) -> int:
     return max(_LEAST_MEMORY_BYTES, min(DEFAULT_MEMORY_BYTES, free // 2 // max(1, workers)))
 
 
-def _earlier_dataset(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path) -> Path | None:
-    """Return the dataset that an earlier version has prepared from the single source, if there is one.
+def _with_earlier_datasets(
+    data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path
+) -> list[_Found]:
+    """Return the sources with the datasets that an earlier version has prepared from them, where there are some.
 
-    Runs that began with it continue with the same batches.
+    Runs that began with one continue with the same batches, also after other sources were added. A tokenizer that is
+    trained is that of such a dataset only if all other sources are datasets.
     """
-    if len(sources) != 1 or data.prepare:
-        return None
-    (source,) = sources
-    plain = source.section.format == "auto" and source.section.field == "text"
-    if source.dataset is not None or not plain or data.tokenizer.kind not in ("bpe", "file"):
+    texts = [each for each in sources if each.dataset is None]
+    if data.prepare or data.tokenizer.kind not in ("bpe", "file") or (data.tokenizer.path is None and len(texts) > 1):
+        return list(sources)
+    return [
+        each if each.dataset is not None else replace(each, dataset=_earlier_dataset(data, each, runs_root, folder))
+        for each in sources
+    ]
+
+
+def _earlier_dataset(data: DataSpec, source: _Found, runs_root: Path, folder: Path) -> Path | None:
+    """Return the dataset that an earlier version has prepared from a source, if there is one."""
+    if source.section.format != "auto" or source.section.field != "text":
         return None
     content = source.content
     if source.section.path not in EMBEDDED:

@@ -499,8 +499,14 @@ def test_a_dataset_of_an_earlier_version_is_used_where_it_is(file: str, name: st
     earlier = tmp_path / "runs" / "datasets" / name  # which version 3 gave it
     earlier.mkdir(parents=True)
     (earlier / "dataset.json").write_text('{"schema": "scaletrain.dataset/v3"}')
+    dataset = tmp_path / "added"
+    shutil.copytree(earlier, dataset)
     assert prepare_data(spec, tmp_path / "runs", 1, ignore) == {"source": earlier}
     assert find_prepared(spec, tmp_path / "runs") == {"source": earlier}
+    added = {"name": "added", "path": str(dataset), "weight": 1}
+    mixed = {"source": None, "sources": [{"name": "source", "path": spec.source, "weight": 3}, added]}
+    several = DataSpec.model_validate(spec.model_dump(exclude={"source", "sources"}) | mixed)
+    assert prepare_data(several, tmp_path / "runs", 1, ignore) == {"source": earlier, "added": dataset}
     with_steps = spec.model_copy(update={"prepare": data(tmp_path, source="x", prepare=NORMALIZED).prepare})
     assert prepare_data(with_steps, tmp_path / "runs", 1, ignore)["source"] != earlier
     shutil.rmtree(earlier)
