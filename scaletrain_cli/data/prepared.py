@@ -260,9 +260,7 @@ def _memory_bytes(workers: int) -> int:
     return max(_LEAST_MEMORY_BYTES, min(DEFAULT_MEMORY_BYTES, free // 2 // max(1, workers)))
 
 
-def _with_earlier_datasets(
-    data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path
-) -> list[_Found]:
+def _with_earlier_datasets(data: DataSpec, sources: Sequence[_Found], runs_root: Path, folder: Path) -> list[_Found]:
     """Return the sources with the datasets that an earlier version has prepared from them, where there are some.
 
     Runs that began with one continue with the same batches, also after other sources were added. A tokenizer that is

@@ -69,15 +69,29 @@ def changed_from(before: Sequence[MixtureStage], planned: Sequence[MixtureStage]
 
 
 def recorded_changes(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[MixtureStage]]]:
-    """Return (first sample, planned stages) of each mixture that the events of a run record, in their order."""
-    return [
-        (
-            int(event["first_sample"]),
-            [MixtureStage(int(stage["first_sample"]), dict(stage["shares"])) for stage in event["stages"]],
-        )
-        for event in events
-        if event.get("event") == MIXTURE_EVENT
-    ]
+    """Return (first sample, planned stages) of each mixture that the events of a run record, in their order.
+
+    A run that began again from scratch has those that were recorded since: it trains no sample of the time before.
+    """
+    found: list[tuple[int, list[MixtureStage]]] = []
+    for event in events:
+        if event.get("event") == "from-scratch":
+            found = []
+        elif event.get("event") == MIXTURE_EVENT:
+            stages = [MixtureStage(int(stage["first_sample"]), dict(stage["shares"])) for stage in event["stages"]]
+            found.append((int(event["first_sample"]), stages))
+    return found
+
+
+def sources_before(events: Iterable[Mapping[str, Any]], sample: int, first_source: str) -> set[str]:
+    """Return the names of the sources that had a share before a sample of the run.
+
+    ``first_source``: the one that the run had before the first event of a mixture.
+    """
+    changes = recorded_changes(events)
+    if not changes or changes[0][0] > 0:
+        changes.insert(0, (0, [MixtureStage(0, {first_source: 1.0})]))
+    return {name for stage in recorded_stages(changes) if stage.first < sample for name in stage.shares}
 
 
 def recorded_stages(changes: Iterable[tuple[int, list[MixtureStage]]]) -> list[MixtureStage]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from scaletrain_cli.data.stages import sources_before
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identify_base
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
@@ -48,8 +49,9 @@ from scaletrain_cli.errors import ExitCode, InfeasibleError, PreemptedError, Usa
 from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.checkpoints import Checkpoint, read_client_state
 from scaletrain_cli.rundir.evaluations import MOST_WAITING
-from scaletrain_cli.rundir.journal import Rollback, read_rollbacks
+from scaletrain_cli.rundir.journal import read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.spec import RunSpec
@@ -87,7 +89,11 @@ def assemble(
     resume_point = find_resume_point(run, checkpoints, attempt, ranks, long_consensus)
     _check_disk_space(record, checkpoints, ranks, long_consensus)
     rollbacks = long_consensus.follow_rank_zero(read_rollbacks(run) if ranks.rank == 0 else [])
-    mixture = _mixture(run, record, data, resume_point.step, rollbacks, ranks, long_consensus)
+    skipped = merged_skip_ranges([*spec.data.skip, *(rollback.skip for rollback in rollbacks)])
+    first_batch = batch_number(resume_point.step + 1, skipped)
+    if resume_point.checkpoint is not None:  # before an event records what other data would change
+        _require_same_data(run, record, data, resume_point.checkpoint, first_batch, ranks, long_consensus)
+    mixture = _mixture(run, record, data, first_batch, ranks, long_consensus)
     heartbeat.beat(resume_point.step, "set-up")
     _stop_if_preempted(flag, long_consensus)
 
@@ -241,22 +247,45 @@ def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Text
         raise InfeasibleError(Reason("engine.liger-without-weights"))
 
 
+def _require_same_data(
+    run: RunDir,
+    record: RunRecord,
+    data: RunData,
+    checkpoint: Checkpoint,
+    first_batch: int,
+    ranks: Ranks,
+    consensus: RankConsensus,
+) -> None:
+    """Raise UsageError on every rank if the checkpoint was trained on other data. Collective."""
+    problem: Reason | None = None
+    if ranks.rank == 0:
+        sample = (first_batch - 1) * record.spec.training.global_batch_size
+        trained = sources_before(read_events(run), sample, next(iter(data.infos)))
+        saved = read_client_state(checkpoint.path)
+        try:
+            if saved is None:
+                raise UsageError(Reason("engine.checkpoint-without-data", {"checkpoint": checkpoint.path.name}))
+            data.require_same(checkpoint.path.name, saved, trained)
+        except UsageError as error:
+            problem = error.reason
+    if problem := consensus.follow_rank_zero(problem):
+        raise UsageError(problem)
+
+
 def _mixture(
     run: RunDir,
     record: RunRecord,
     data: RunData,
-    step: int,
-    rollbacks: list[Rollback],
+    first_batch: int,
     ranks: Ranks,
     consensus: RankConsensus,
 ) -> RunMixture:
-    """Return the mixture of sources after ``step`` steps, which rank 0 records if it is a new one. Collective."""
-    skipped = merged_skip_ranges([*record.spec.data.skip, *(rollback.skip for rollback in rollbacks)])
+    """Return the mixture of sources from a batch on, which rank 0 records if it is a new one. Collective."""
     found: RunMixture | None = None
     problem: Reason | None = None
     if ranks.rank == 0:
         try:
-            found = mixture_of_run(run, record, data.sizes, batch_number(step + 1, skipped))
+            found = mixture_of_run(run, record, data.sizes, first_batch)
         except InfeasibleError as error:
             problem = error.reason
     found, problem = consensus.follow_rank_zero((found, problem))

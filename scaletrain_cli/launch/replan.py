@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaletrain_cli.data.stages import sources_before
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.launch.attempts import newest_checkpoint_step
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.submit import plan_for_engine, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.journal import has_committed, last_logged_step
+from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec, RunSpec, changed_keys, override_spec
 from scaletrain_cli.spec.preparation import DuplicatesSpec
+from scaletrain_cli.spec.sources import SourceSpec
 
 # Keys or sections that may change between attempts. A change of any other key (data, model, steps) would make it
 # another run. Of the sources of a mixture, the shares may change, and sources may be added. While a run has trained
@@ -90,7 +92,9 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
     judged = {key: values for key, values in changes.items() if trained or not _is_of_data(key)}
     problems = [problem for key, values in judged.items() if (problem := _objection(key, *values)) is not None]
     if any(_is_of_sources(key) for key in judged):
-        problems += _source_objections(before.spec.data, spec.data, before.working_folder)
+        problems += _source_objections(
+            before.spec.data, spec.data, before.working_folder, _trained_sources(run, before)
+        )
     if problems:
         raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
     snapshot = None
@@ -140,14 +144,28 @@ def _fixed(key: str, was: str, given: str) -> Problem:
     return Problem.because("--set", key, Reason("launch.resume-fixed-key", params), given)
 
 
-def _source_objections(before: DataSpec, after: DataSpec, working_folder: str) -> Iterator[Problem]:
+def _trained_sources(run: RunDir, record: RunRecord) -> set[str]:
+    """Return the names of the sources that have given samples before the latest checkpoint, or may have."""
+    sources = record.spec.data.all_sources
+    if not record.spec.cluster.traits.shared_run_directory:  # checkpoints are on a volume that is not visible here
+        return {source.name for source in sources}
+    steps = newest_checkpoint_step(run, record.spec) or 0
+    return sources_before(read_events(run), steps * record.spec.training.global_batch_size, sources[0].name)
+
+
+def _source_objections(
+    before: DataSpec, after: DataSpec, working_folder: str, trained: Collection[str]
+) -> Iterator[Problem]:
     """Yield what a changed list of sources changes of the samples that the run was trained on.
 
-    Sources keep their places, because the order of samples counts them.
+    Sources keep their places, because the order of samples counts them. ``trained``: names of those that have given
+    samples; the others may be removed.
     """
     keys = [key.removesuffix(".path") for key, _ in after.paths()]
     for number, was in enumerate(before.all_sources):
         if number >= len(after.all_sources):
+            if was.name not in trained and _is_independent(was, before, working_folder):
+                continue
             yield Problem.because("--set", "data.sources", Reason("launch.resume-source-removed", {"source": was.name}))
             continue
         given = after.all_sources[number]
@@ -167,6 +185,13 @@ def _source_objections(before: DataSpec, after: DataSpec, working_folder: str) -
             if isinstance(step, DuplicatesSpec) and applies and step.across_sources:
                 reason = Reason("launch.resume-source-and-duplicates", {"source": added.name, "step": place})
                 yield Problem.because("--set", keys[number], reason)
+
+
+def _is_independent(source: SourceSpec, data: DataSpec, working_folder: str) -> bool:
+    """Return True if the data of the other sources are the same without this one."""
+    across = (step for step in data.prepare if isinstance(step, DuplicatesSpec) and step.across_sources)
+    compared = any(step.only is None or source.name in step.only for step in across)
+    return _is_dataset(source.path, working_folder) or (data.tokenizer.path is not None and not compared)
 
 
 def _is_dataset(path: str, working_folder: str) -> bool:

@@ -92,6 +92,10 @@ TEXTS: dict[str, Text] = {
         "{checkpoint} was trained on dataset {saved} and this one is {found}: resuming would train on other data",
         ("Restore the data, or start a new run.",),
     ),
+    "checkpoint-without-data": Text(
+        "{checkpoint} does not state the data that it was trained on: its state.json cannot be read",
+        ("Move its folder aside, so that an earlier checkpoint is used.",),
+    ),
     "data-was-edited": Text(
         "{checkpoint} was trained on data with other hashes than those of this dataset, which has the same "
         "fingerprint: one of them was edited",

@@ -318,7 +318,7 @@ TEXTS: dict[str, Text] = {
         ),
     ),
     "resume-source-removed": Text(
-        "{source} is missing, and the samples of the run so far come from it", ("Keep it with weight: 0",)
+        "{source} is missing, and samples or the tokenizer of the run so far come from it", ("Keep it with weight: 0",)
     ),
     "resume-source-and-tokenizer": Text(
         "{source} is new, and the tokenizer of the run was trained on the other sources",

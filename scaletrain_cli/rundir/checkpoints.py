@@ -14,11 +14,12 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from scaletrain_cli.safe_files import open_to_read
 
 MANIFEST = "manifest.json"
+STATE_FILE = "state.json"  # state that is the same on every rank: the step, the loss scale, the state of the guard
 _STEP = re.compile(r"step-(\d{8,})")
 _HASH_BLOCK_BYTES = 1 << 20
 _VERIFYING_THREADS = 4
@@ -152,6 +153,16 @@ def read_checkpoint(path: Path) -> Checkpoint | Defect:
             f"{MANIFEST}: is the manifest of step {checkpoint.step}. Rename the folder to {own_name} or delete it",
         )
     return checkpoint
+
+
+def read_client_state(path: Path) -> dict[str, Any] | None:
+    """Return what the training loop has stated of a checkpoint, such as its data; None if it cannot be read."""
+    try:
+        with open_to_read(path / STATE_FILE) as file:
+            client = json.loads(file.read().decode("utf-8"))["client"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return client if isinstance(client, dict) else None
 
 
 def manifest_hash(manifest: Mapping[str, object]) -> str:

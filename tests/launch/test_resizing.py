@@ -17,6 +17,7 @@ from scaletrain_cli.launch.replan import replan
 from scaletrain_cli.launch.resume import resume
 from scaletrain_cli.launch.submit import create_run, read_submission, submit_run
 from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revisions
 from scaletrain_cli.spec import changed_keys
@@ -318,6 +319,21 @@ def test_all_keys_of_data_may_change_until_the_first_step() -> None:
     with pytest.raises(UsageError) as refused:
         replan(made.run, ["data.on_bad=stop"])
     assert "submit a new run for anything else" in str(refused.value)
+
+
+def test_a_source_may_be_removed_that_has_given_no_sample() -> None:
+    given = ("data.tokenizer.kind=file", "data.tokenizer.path=/d/tokenizer.json")
+    made = ended_run(*MIXED, *given)
+    stages = [{"first_sample": 0, "shares": {"web": 1.0}}]
+    record_event(made.run, "mixture", batch=1, first_sample=0, revision=0, stages=stages)
+    step = made.record.spec.training.global_batch_size
+    stages = [{"first_sample": 0, "shares": {"web": 0.5, "code": 0.5}}]
+    record_event(made.run, "mixture", batch=11, first_sample=10 * step, revision=1, stages=stages)
+    assert replan(made.run, [f"data.sources=[{WEB}]"]).after.revision == 1
+    commit(made.run, 11)
+    with pytest.raises(UsageError) as refused:
+        replan(made.run, [f"data.sources=[{WEB}]"])
+    assert "code is missing" in refused.value.problems[0].message
 
 
 def test_a_source_may_be_added_where_the_data_of_the_others_stay_the_same(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.rundir import checkpoints
 from scaletrain_cli.rundir.base_weights import Digests, check_same_base, digests_of, to_document, weight_files
-from scaletrain_cli.rundir.checkpoints import Checkpoint, FileDigest, checkpoints_to_prune
+from scaletrain_cli.rundir.checkpoints import STATE_FILE, Checkpoint, FileDigest, checkpoints_to_prune
 from scaletrain_cli.rundir.evaluations import steps_to_keep
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import checkpoint_folder
@@ -43,8 +43,6 @@ from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker import checkpoint_commit
 from scaletrain_cli.worker.checkpoint_commit import HashingWriter
-
-_STATE = "state.json"  # state that is the same on every rank: the step, the loss scale, the state of the guard
 
 
 class Stateful(Protocol):
@@ -270,9 +268,9 @@ class Checkpointer:
         digests = {name: write_shard(staging / name, header, entries, self._faults.before_write)}
         if self._ranks.rank == 0:
             self._faults.before_write()
-            file = HashingWriter(staging / _STATE)
+            file = HashingWriter(staging / STATE_FILE)
             file.write(state.encode())
-            digests[_STATE] = file.close()
+            digests[STATE_FILE] = file.close()
         return _Written(digests, time.monotonic() - began)
 
     def _begin_commit(self, save: _Save) -> None:
@@ -352,7 +350,7 @@ class Checkpointer:
         self.finish()
         owned = list(self._states.owned.values())
         reader = StateReader(checkpoint.path, self._ranks.rank, owned, checkpoint.files)
-        state = json.loads((checkpoint.path / _STATE).read_text(encoding="utf-8"))
+        state = json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8"))
         if self._base is not None:
             check_same_base(checkpoint.path.name, state.get("base"), self._base.folder, self._base.digests)
         if self._average is not None:

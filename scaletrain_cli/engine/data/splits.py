@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,16 @@ class RunData:
             found["sources"] = {name: info.fingerprint for name, info in self.infos.items()}
         return found
 
-    def require_same(self, checkpoint: str, saved: Mapping[str, Any]) -> None:
-        """Raise UsageError if a source of the checkpoint is not here, or is another dataset. Others may be new."""
+    def require_same(self, checkpoint: str, saved: Mapping[str, Any], trained: Collection[str]) -> None:
+        """Raise UsageError if a source of the checkpoint is not here, or is another dataset. Others may be new.
+
+        ``trained``: names of the sources that gave samples before the checkpoint; others may be gone.
+        """
         sources = saved.get("sources") or {next(iter(self.infos)): saved["dataset"]}
         for name, fingerprint in sources.items():
             if name not in self.infos:
+                if name not in trained:
+                    continue
                 raise UsageError(Reason("data.source-gone", {"source": name}))
             if fingerprint != self.infos[name].fingerprint:
                 params = {"checkpoint": checkpoint, "saved": fingerprint[:12]}
@@ -251,7 +256,7 @@ def held_back_of(
         int(event["sequences"])
         for event in events
         if event["event"] == _HELD_BACK
-        and (source is None or event.get("source", first) == source)
+        and event.get("source", first) == (source or first)
         # A resume that failed may have recorded it of another source with this name.
         and (source is None or event.get("of", train) == train)
     ]

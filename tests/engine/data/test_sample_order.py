@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.stages import MixtureStage, planned_stages, shares_of, stages_of_run
+from scaletrain_cli.data.stages import MixtureStage, planned_stages, shares_of, sources_before, stages_of_run
 from scaletrain_cli.engine.data.batches import sample_at
 from scaletrain_cli.engine.data.sample_order import mixture_of_run, sample_order
 from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.launch.submit import create_run
-from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.journal import read_events, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import DataSpec
@@ -171,6 +171,22 @@ def test_a_run_with_one_source_records_no_mixture_until_a_second_one_is_added(ru
     assert not [event for event in read_events(run[0]) if event["event"] == "mixture"]
     assert stages_of(run, 51, web=1, code=1) == [(0, {"web": 1.0}), (800, HALF)]
     assert stages_of(run, 11, web=1, code=1) == [(0, {"web": 1.0}), (800, HALF)]
+
+
+def test_a_run_that_begins_again_from_scratch_begins_with_its_present_mixture(run: tuple[RunDir, RunRecord]) -> None:
+    assert stages_of(run, 1, web=1, code=1) == [(0, HALF)]
+    assert stages_of(run, 101, web=3, code=1) == [(0, HALF), (1600, MOST)]
+    record_event(run[0], "from-scratch")
+    assert stages_of(run, 1, web=3, code=1) == [(0, MOST)]
+    assert stages_of(run, 51, web=3, code=1) == [(0, MOST)]
+
+
+def test_a_source_that_was_added_and_gave_no_sample_may_go_again(run: tuple[RunDir, RunRecord]) -> None:
+    assert stages_of(run, 1, web=1, code=1) == [(0, HALF)]
+    stages_of(run, 101, web=1, code=1, books=2)
+    assert sources_before(read_events(run[0]), 1600, "web") == {"web", "code"}
+    assert sources_before(read_events(run[0]), 1601, "web") == {"web", "code", "books"}
+    assert stages_of(run, 101, web=1, code=1) == [(0, HALF)]
 
 
 def test_the_validation_loss_keeps_the_shares_that_the_run_was_first_planned_with(
