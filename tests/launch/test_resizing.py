@@ -330,7 +330,7 @@ def test_a_source_may_be_removed_that_has_given_no_sample() -> None:
     stages = [{"first_sample": 0, "shares": {"web": 0.5, "code": 0.5}}]
     record_event(made.run, "mixture", batch=11, first_sample=10 * step, revision=1, stages=stages)
     assert replan(made.run, [f"data.sources=[{WEB}]"]).after.revision == 1
-    commit(made.run, 11)
+    commit(made, 11)
     with pytest.raises(UsageError) as refused:
         replan(made.run, [f"data.sources=[{WEB}]"])
     assert "code is missing" in refused.value.problems[0].message
