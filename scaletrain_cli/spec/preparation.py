@@ -68,7 +68,9 @@ class LanguageSpec(PreparationStep):
     """Keep documents in some languages, by the most likely language of their beginning."""
 
     step: Literal["language"]
-    keep: Annotated[tuple[Language, ...], Field(min_length=1, max_length=200)]
+    keep: Annotated[tuple[Language, ...], Field(min_length=1, max_length=200)] = Field(
+        description="codes of ISO 639; documents in other languages are removed"
+    )
     min_probability: Share = Field(default=0.65, description="least probability of the most likely language")
     model: Literal["py3langid"] = Field(default="py3langid", description="142 languages, installed with the extra data")
     characters: Whole = Field(
@@ -92,17 +94,21 @@ class GopherQualitySpec(_QualitySpec):
 
     rules: Literal["gopher_quality"]
     min_words: WholeOrZero | None = Field(default=50, description="words with a letter or a digit")
-    max_words: Whole | None = 100_000
+    max_words: Whole | None = Field(default=100_000, description="words, as for min_words")
     min_mean_word_length: Number | None = Field(default=3.0, description="characters, with adjacent punctuation")
-    max_mean_word_length: Number | None = 10.0
-    max_hashes_per_word: Number | None = 0.1
-    max_ellipses_per_word: Number | None = 0.1
+    max_mean_word_length: Number | None = Field(default=10.0, description="characters, as for min_mean_word_length")
+    max_hashes_per_word: Number | None = Field(default=0.1, description="hash signs per word")
+    max_ellipses_per_word: Number | None = Field(default=0.1, description="ellipses per word")
     max_bullet_lines: Share | None = Field(default=0.9, description="share of the lines that begin with a bullet")
     max_ellipsis_lines: Share | None = Field(default=0.3, description="share of the lines that end with an ellipsis")
     min_alphabetic_words: Share | None = Field(default=0.8, description="share of the words with a letter")
     min_stop_words: WholeOrZero | None = Field(default=2, description="number of different stop words")
-    stop_words: _Texts = ("the", "be", "to", "of", "and", "that", "have", "with")
-    bullets: _Texts = ("•", "‣", "▪", "◦", "●", "-", "*")
+    stop_words: _Texts = Field(
+        default=("the", "be", "to", "of", "and", "that", "have", "with"), description="words that min_stop_words counts"
+    )
+    bullets: _Texts = Field(
+        default=("•", "‣", "▪", "◦", "●", "-", "*"), description="what a bullet is, at the beginning of a line"
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
@@ -119,22 +125,28 @@ class GopherRepetitionSpec(_QualitySpec):
 
     rules: Literal["gopher_repetition"]
     max_duplicate_lines: Share | None = Field(default=0.30, description="share of the lines that occurred before")
-    max_duplicate_paragraphs: Share | None = 0.30
-    max_duplicate_line_characters: Share | None = 0.20
-    max_duplicate_paragraph_characters: Share | None = 0.20
+    max_duplicate_paragraphs: Share | None = Field(
+        default=0.30, description="share of the paragraphs that occurred before"
+    )
+    max_duplicate_line_characters: Share | None = Field(
+        default=0.20, description="share of the characters in such lines"
+    )
+    max_duplicate_paragraph_characters: Share | None = Field(
+        default=0.20, description="share of the characters in such paragraphs"
+    )
     max_top_2gram: Share | None = Field(
         default=0.20, description="share of the characters in the pair of words that occurs most often"
     )
-    max_top_3gram: Share | None = 0.18
-    max_top_4gram: Share | None = 0.16
+    max_top_3gram: Share | None = Field(default=0.18, description="the same for 3 words in a row")
+    max_top_4gram: Share | None = Field(default=0.16, description="the same for 4 words in a row")
     max_duplicate_5grams: Share | None = Field(
         default=0.15, description="share of the characters in sequences of 5 words that occurred before"
     )
-    max_duplicate_6grams: Share | None = 0.14
-    max_duplicate_7grams: Share | None = 0.13
-    max_duplicate_8grams: Share | None = 0.12
-    max_duplicate_9grams: Share | None = 0.11
-    max_duplicate_10grams: Share | None = 0.10
+    max_duplicate_6grams: Share | None = Field(default=0.14, description="the same for 6 words")
+    max_duplicate_7grams: Share | None = Field(default=0.13, description="the same for 7 words")
+    max_duplicate_8grams: Share | None = Field(default=0.12, description="the same for 8 words")
+    max_duplicate_9grams: Share | None = Field(default=0.11, description="the same for 9 words")
+    max_duplicate_10grams: Share | None = Field(default=0.10, description="the same for 10 words")
 
 
 class C4Spec(_QualitySpec):
@@ -145,7 +157,7 @@ class C4Spec(_QualitySpec):
         default=(".", "!", "?", '"', "'", "”", "’"),
         description="a line must end with one of these, and not with an ellipsis; null: with anything",
     )
-    min_words_per_line: WholeOrZero | None = 3
+    min_words_per_line: WholeOrZero | None = Field(default=3, description="a line of fewer words is dropped")
     max_word_length: Whole | None = Field(default=1000, description="characters; a line with a longer word is dropped")
     line_phrases: tuple[Text, ...] = Field(
         default=(
@@ -203,9 +215,9 @@ class ScoreSpec(PreparationStep):
     """Keep documents by a number in a column of their rows, such as the score of a classifier."""
 
     step: Literal["score"]
-    column: Text
-    min: Number | None = None
-    max: Number | None = None
+    column: Text = Field(description="column with the number")
+    min: Number | None = Field(default=None, description="documents with a smaller number are removed")
+    max: Number | None = Field(default=None, description="documents with a larger number are removed")
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
@@ -286,10 +298,10 @@ Identifier = Literal["email", "ip", "phone", "key"]
 class PlaceholdersSpec(Section):
     """The texts that replace identifiers."""
 
-    email: Text = "<EMAIL>"
-    ip: Text = "<IP_ADDRESS>"
-    phone: Text = "<PHONE_NUMBER>"
-    key: Text = "<KEY>"
+    email: Text = Field(default="<EMAIL>", description="of a mail address")
+    ip: Text = Field(default="<IP_ADDRESS>", description="of a public IP address")
+    phone: Text = Field(default="<PHONE_NUMBER>", description="of a phone number")
+    key: Text = Field(default="<KEY>", description="of a secret key or token")
 
 
 class IdentifiersSpec(PreparationStep):
@@ -297,7 +309,7 @@ class IdentifiersSpec(PreparationStep):
 
     step: Literal["identifiers"]
     replace: Annotated[tuple[Identifier, ...], Field(min_length=1, max_length=4)] = Field(
-        default=("email", "ip", "key"), description="phone numbers are found least reliably"
+        default=("email", "ip", "key"), description="what is replaced; phone numbers are found least reliably"
     )
     placeholders: PlaceholdersSpec = LEFT_OUT
 

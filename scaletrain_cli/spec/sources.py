@@ -37,7 +37,7 @@ def _start(value: Any) -> Any:
 class SourceSpec(Section):
     """One source of text. Its share of the training samples comes from ``weight`` or from ``epochs``."""
 
-    name: SourceName
+    name: SourceName = Field(description="name in weights, steps, metrics and reports")
     path: DataPath = Field(
         description="file, folder or glob, python-stdlib, hf://datasets/org/name@revision, s3://bucket/path, gs://, "
         "az://, https://, or a prepared dataset"

@@ -9,12 +9,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.preparation import QUALITY_RULES, STEPS, DuplicatesSpec
 from scaletrain_cli.spec.section import OpenSection
 from scaletrain_cli.spec.source import Source, parse_yaml
 from tests.spec.samples import PROJECT, SPEC, load
 
 PAGE = (PROJECT / "docs" / "spec-reference.md").read_text(encoding="utf-8")
-EVERY_KEY, ACCELERATOR = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+EVERY_KEY, ACCELERATOR, ITEMS = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 NEEDED = {"model", "data.source", "training.global_batch_size", "training.steps", "name", "schema"}
 
 
@@ -41,6 +42,25 @@ def test_the_page_shows_the_defaults() -> None:
     different = {key for key in shown if shown[key] != usual[key]}
     assert {key for key in different if not key.startswith("model.")} - NEEDED == {"data.tokenizer.vocab_size"}
     assert {key: usual[key] for key in different if key in ("model.rope_theta", "model.norm_eps")} == {}
+
+
+def test_the_page_shows_every_key_of_sources_stages_and_steps_with_its_default() -> None:
+    data = load(SPEC.replace("  source: python-stdlib\n", ITEMS.removeprefix("data:\n"))).data
+    written = parse_yaml(ITEMS, Source("items"))["data"]
+    given = {"name", "path", "weight", "start", "weights", "step", "rules", "keep", "column", "min", "files"}
+    shown = set()
+    items = (data.sources[0], data.stages[0], *data.prepare)
+    for item, text in zip(items, (written["sources"][0], written["stages"][0], *written["prepare"]), strict=True):
+        shown.add(type(item))
+        for name, field in type(item).model_fields.items():
+            assert name in text or (name == "only" and item is not data.prepare[0]), f"{type(item).__name__}.{name}"
+            assert name in ("step", "rules", "placeholders") or field.description, f"{name} has no description"
+            if name not in given and name != "placeholders":
+                assert getattr(item, name) == field.get_default(call_default_factory=True), name
+            if isinstance(value := getattr(item, name), BaseModel):
+                assert value == type(value)()
+                assert text[name].keys() == type(value).model_fields.keys()
+    assert {*STEPS.values(), *QUALITY_RULES.values(), DuplicatesSpec} <= shown
 
 
 def test_the_example_in_spec_md_loads() -> None:
