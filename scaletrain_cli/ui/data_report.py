@@ -237,7 +237,7 @@ def _show_duplicates(console: Console, duplicates: Mapping[str, Any]) -> None:
         line(console, f"  {plain(each)}")
     if "expected_recall" in duplicates:
         recall = [f"{percent_text(share)} at {at}" for at, share in duplicates["expected_recall"].items() if at in _AT]
-        line(console, f"  pairs found, by similarity: {', '.join(recall)}")
+        line(console, f"  expected recall, by similarity: {', '.join(recall)}")
     console.print()
 
 

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.preparation import PreparationStep
 from scaletrain_cli.spec.run import NO_DATA
 from scaletrain_cli.spec.vision_model import ClipSpec
 from scaletrain_cli.text import bytes_text, count_text, seconds_text, whole_text
@@ -30,6 +31,7 @@ def _rows(spec: RunSpec) -> list[tuple[str, str]]:
         ("name", spec.name),
         ("model", model_text(spec)),
         ("data", data_text(spec)),
+        *_mixture_rows(spec),
         ("training", training_text(spec)),
         ("layout", layout_text(spec)),
         ("cluster", cluster_text(spec)),
@@ -65,6 +67,27 @@ def data_text(spec: RunSpec) -> str:
     tokenizer = spec.data.tokenizer
     how = f"bpe, {whole_text(tokenizer.vocab_size)}" if tokenizer.kind == "bpe" else str(tokenizer.path)
     return f"{source}, tokenizer {how}"
+
+
+def _mixture_rows(spec: RunSpec) -> list[tuple[str, str]]:
+    """Return the later weights of the sources, and the steps of the preparation, each in a line."""
+    rows = []
+    if stages := spec.data.stages:
+        shown = []
+        for stage in stages:
+            weights = ", ".join(f"{name} {weight:g}" for name, weight in stage.weights.items())
+            shown.append(f"from step {whole_text(stage.first_step(spec.total_steps))} on: {weights}")
+        rows.append(("stages", "; ".join(shown)))
+    if steps := spec.data.prepare:
+        rows.append(("prepare", ", ".join(map(_step_text, steps))))
+    return rows
+
+
+def _step_text(step: PreparationStep) -> str:
+    """Return a step of data.prepare as a few words: its name, its rules, and the sources that it is limited to."""
+    settings = step.model_dump(mode="json")
+    name = settings.get("rules", settings["step"])
+    return name if step.only is None else f"{name} ({', '.join(step.only)})"
 
 
 def training_text(spec: RunSpec) -> str:

@@ -208,6 +208,15 @@ def test_sources_that_can_be_read_are_accepted_in_every_format(folder: Path) -> 
     assert accepted.code == 0, accepted.err
 
 
+def test_the_summary_has_the_stages_and_the_steps(folder: Path) -> None:
+    (folder / "a.jsonl").write_text(DOCUMENTS)
+    prepare = [{"step": "normalization"}, {"step": "quality", "rules": "c4", "only": ["web"]}, {"step": "duplicates"}]
+    data = {"stages": [{"start": 0.5, "weights": {"web": 0.25, "good": 1}}], "prepare": prepare}
+    shown = scaletrain("validate", spec({"path": "a.jsonl"}, data), "--set", "training.steps=4000").out
+    assert "  stages    from step 2,001 on: web 0.25, good 1\n" in shown
+    assert "  prepare   normalization, c4 (web), duplicates\n" in shown
+
+
 def test_sources_of_tokens_need_their_tokenizer_and_no_step_on_text(folder: Path) -> None:
     megatron("f", 4)(folder)
     words = {"</s>": 0, "<unk>": 1}
