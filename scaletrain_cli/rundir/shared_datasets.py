@@ -45,8 +45,17 @@ def place_of(datasets: Path, key: str) -> Path:
 
 def steps_folder(datasets: Path) -> Path:
     """Return the folder of the results of this user's preparations that come before tokens."""
-    folder = datasets / ".steps"
-    return folder if _is_free(folder) else folder.with_name(f".steps-{os.geteuid()}")
+    return _own_folder(datasets, ".steps")
+
+
+def tokenizers_folder(datasets: Path) -> Path:
+    """Return the folder of the tokenizers that this user's preparations have trained: datasets are named after them."""
+    return _own_folder(datasets, ".tokenizers")
+
+
+def _own_folder(datasets: Path, name: str) -> Path:
+    folder = datasets / name
+    return folder if _is_free(folder) else folder.with_name(f"{name}-{os.geteuid()}")
 
 
 def _is_free(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """Prepare sources: decide which documents stay, find duplicates, and write the tokens of each source as a dataset.
 
-Everything is below one folder, by keys: ``.steps/<key>`` has decisions, ``<key>`` the tokens of a source. A preparation
+Everything is below one folder, by keys: ``.steps/<key>`` has decisions, ``.tokenizers/<key>`` a trained tokenizer, and
+``<key>`` the tokens of a source. Datasets are found without the decisions. A preparation
 that is stopped at any moment is continued by the next one. The bytes do not depend on the number of workers.
 """
 
@@ -38,6 +39,7 @@ from scaletrain_cli.rundir.shared_datasets import (
     place_of,
     require_own_place,
     steps_folder,
+    tokenizers_folder,
 )
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec.preparation import DuplicatesSpec, PreparationStep
@@ -91,17 +93,20 @@ def prepare(
     be used, ScaletrainError and OSError.
     """
     steps = steps_folder(folder)
-    require_own_place(steps)
-    make_folder(steps, parents=True)
+    tokenizers = tokenizers_folder(folder)
+    for own in (steps, tokenizers):
+        require_own_place(own)
+        make_folder(own, parents=True)
     with Claims(work_folder(folder), failure, timing) as claims:
-        written = [steps]
+        written = [steps, tokenizers]
         try:
             with Workers[int](workers, claims.owner) as pool:
                 crew = _Crew(claims, pool, progress)
                 claims.remove_drafts(steps)
+                claims.remove_drafts(tokenizers)
                 claims.raise_failure()
                 found = _with_all_steps(preparation, steps, crew)
-                tokenizer = preparation.tokenizer or _trained(preparation, found, crew)
+                tokenizer = preparation.tokenizer or _trained(preparation, found, tokenizers, crew)
                 done = []
                 for work in found:
                     dataset = place_of(folder, _dataset_key(preparation, tokenizer, work.chain))
@@ -152,7 +157,7 @@ def prepared(preparation: Preparation, folder: Path) -> dict[str, Path] | None:
     chains = [_first_step(preparation, steps_folder(folder), source) for source in preparation.sources]
     for section in preparation.sections:
         chains = _planned(chains, preparation.sources, section)
-    tokenizer = preparation.tokenizer or _trained_by_anyone(_tokenizer_path(preparation, chains), folder)
+    tokenizer = preparation.tokenizer or _trained_by_anyone(preparation, chains, folder)
     if not tokenizer:
         return None
     keys = [_dataset_key(preparation, tokenizer, chain) for chain in chains]
@@ -188,9 +193,9 @@ def _dataset_key(preparation: Preparation, tokenizer: str, chain: Chain) -> str:
     return chained(_TOKENS, chain.steps[-1].key, settings, preparation.validation_share)
 
 
-def _trained(preparation: Preparation, found: Sequence[_Work], crew: _Crew) -> str:
-    """Return the tokenizer.json that is trained on the documents that are left, once."""
-    path = _tokenizer_path(preparation, [each.chain for each in found])
+def _trained(preparation: Preparation, found: Sequence[_Work], folder: Path, crew: _Crew) -> str:
+    """Return the tokenizer.json that is trained on the documents that are left, once, and kept in ``folder``."""
+    path = _tokenizer_path(preparation, folder, [each.chain for each in found])
     sampled = tuple(Sampled(work.source.name, work.chain, work.tasks) for work in found)
     train = partial(train_into, path, _training(preparation), sampled)
     if not trained_before(path):
@@ -201,15 +206,15 @@ def _trained(preparation: Preparation, found: Sequence[_Work], crew: _Crew) -> s
     return trained_before(path)
 
 
-def _trained_by_anyone(path: Path, folder: Path) -> str:
+def _trained_by_anyone(preparation: Preparation, chains: Sequence[Chain], folder: Path) -> str:
     """Return a tokenizer that this user or another one has trained; empty if there is none that can be read."""
-    relative = path.relative_to(steps_folder(folder))
-    places = [path, *(steps / relative for steps in sorted(folder.glob(".steps*")))]
+    others = sorted(folder.glob(".tokenizers*"))
+    places = (_tokenizer_path(preparation, each, chains) for each in [tokenizers_folder(folder), *others])
     return next(filter(None, map(trained_before, places)), "")
 
 
-def _tokenizer_path(preparation: Preparation, chains: Sequence[Chain]) -> Path:
-    return tokenizer_path(_training(preparation), [source.name for source in preparation.sources], chains)
+def _tokenizer_path(preparation: Preparation, folder: Path, chains: Sequence[Chain]) -> Path:
+    return tokenizer_path(folder, _training(preparation), [source.name for source in preparation.sources], chains)
 
 
 def _training(preparation: Preparation) -> BpeTraining:

@@ -49,11 +49,14 @@ class BpeTraining:
         return [round(MOST_CHARACTERS * size / sum(given)) for size in given]
 
 
-def tokenizer_path(training: BpeTraining, names: Sequence[str], chains: Sequence[Chain]) -> Path:
-    """Return the file of the tokenizer that is trained on these sources; it is there if it has been trained."""
+def tokenizer_path(folder: Path, training: BpeTraining, names: Sequence[str], chains: Sequence[Chain]) -> Path:
+    """Return the file of the tokenizer that is trained on these sources; it is there if it has been trained.
+
+    ``folder``: of all trained tokenizers.
+    """
     keys = [chain.steps[-1].key for chain in chains]
     key = chained(_TRAINING, training.vocab_size, list(zip(keys, training.characters(names), strict=True)))
-    return chains[0].folder / key / "tokenizer.json"
+    return folder / key / "tokenizer.json"
 
 
 def trained_before(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scaletrain_cli.data.pipeline import trained
 from scaletrain_cli.data.pipeline.chain import chain_of
-from scaletrain_cli.data.pipeline.prepare import Preparation, prepare
+from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared
 from scaletrain_cli.data.pipeline.tasks import Source, tasks_of
 from scaletrain_cli.data.pipeline.trained import BpeTraining, Sampled, sample, spread
 from scaletrain_cli.data.sources.records import SourceFile
@@ -77,7 +78,9 @@ def test_any_number_of_workers_trains_the_same_tokenizer_once(tmp_path: Path) ->
         found.append((done["web"] / "tokenizer.json").read_bytes())
         assert (done["books"] / "tokenizer.json").read_bytes() == found[-1]
     assert found[0] == found[1]
-    (kept,) = (tmp_path / "1" / ".steps").rglob("tokenizer.json")
+    (kept,) = (tmp_path / "1" / ".tokenizers").rglob("tokenizer.json")
+    shutil.rmtree(tmp_path / "1" / ".steps")
+    assert prepared(given, tmp_path / "1") is not None, "datasets are found without the decisions"
     before = kept.stat().st_mtime_ns
     prepare(Preparation(sources, (SHORT,), "", 0.2, vocab_size=320), tmp_path / "1", 1, lambda *_: None)
     assert kept.stat().st_mtime_ns == before
