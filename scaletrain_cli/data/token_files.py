@@ -228,6 +228,20 @@ class Split:
             shard += 1
         return np.concatenate(found)
 
+    def ends_before(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return how many documents end before each of these places among all tokens.
+
+        Raises CorruptDataError if a chunk that holds them has changed since it was written.
+        """
+        counts = np.zeros(len(places), np.int64)
+        shards = np.searchsorted(self.tokens.starts, places, side="right") - 1
+        shards = np.minimum(shards, len(self.ends.starts) - 2)
+        for shard in np.unique(shards):
+            chosen = shards == shard
+            within = places[chosen] - self.tokens.starts[shard]
+            counts[chosen] = self.ends.starts[shard] + np.searchsorted(_ends_of_shard(self.ends, int(shard)), within)
+        return counts
+
 
 @lru_cache(maxsize=_MOST_ENDS_KEPT)
 def _ends_of_shard(ends: NumberFiles, shard: int) -> npt.NDArray[np.int64]:

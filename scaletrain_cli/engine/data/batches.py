@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,12 +65,60 @@ def permute(index: int, *, size: int, key: int) -> int:
             return index
 
 
+def samples_at(first: int, count: int, *, seed: int, samples: int) -> npt.NDArray[np.int64]:
+    """Return the samples at ``count`` positions from ``first`` on; see sample_at()."""
+    found, position = [np.empty(0, np.int64)], first
+    while position < first + count:
+        epoch, index = divmod(position, samples)
+        stop = min(index + first + count - position, samples)
+        key = _mix_bits(_mix_bits(seed) ^ epoch)
+        found.append(_permuted(np.arange(index, stop, dtype=np.uint64), size=samples, key=key))
+        position += stop - index
+    return np.concatenate(found)
+
+
+def _permuted(indices: npt.NDArray[np.uint64], *, size: int, key: int) -> npt.NDArray[np.int64]:
+    """Return the images of indices; see permute()."""
+    half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    keys = [np.uint64(_mix_bits(key + turn)) for turn in range(_ROUNDS)]
+    found: npt.NDArray[np.uint64] = indices.copy()
+    waiting = np.arange(len(found))
+    while len(waiting):
+        left, right = found[waiting] >> half, found[waiting] & mask
+        for turn_key in keys:
+            left, right = right, left ^ (_mixed_bits(right ^ turn_key) & mask)
+        found[waiting] = (left << half) | right
+        waiting = waiting[found[waiting] >= size]
+    images: npt.NDArray[np.int64] = found.astype(np.int64)
+    return images
+
+
+def _mixed_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the finalizer of each value; see _mix_bits(). Products of arrays are modulo 2^64."""
+    mixed: npt.NDArray[np.uint64] = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
 def _mix_bits(value: int) -> int:
     """Return SplitMix64's finalizer (Steele, Lea, Flood, OOPSLA 2014) of a 64-bit integer."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
+
+
+class Order(Protocol):
+    """Returns the sequence that is a sample of a run, both counted from 0."""
+
+    def __call__(self, sample: int) -> int: ...
+
+    def sequences_of(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the sequences that are ``count`` samples from ``first`` on, in any order."""
+        ...
 
 
 SkipRange = tuple[int, int]
@@ -239,7 +287,7 @@ class BatchReader:
     padded_to: PaddedTo = "seq_len"
     padding_multiple: int = PADDING_MULTIPLE
     within_documents: bool = False
-    order: Callable[[int], int] | None = None
+    order: Order | None = None
 
     def batch(self, number: int) -> StepBatch:
         """Return this rank's part of the global batch with this number (1-based)."""
@@ -318,10 +366,12 @@ class BatchReader:
         """
         if not self._is_divided:
             return None
-        layout = self.layout
-        ranks = (self._indices(number, rank) for rank in range(layout.data_parallel))
-        counted = self._counted([index for batches in ranks for batch in batches for index in batch])
-        return counted / layout.gradient_accumulation_steps
+        layout, first = self.layout, (number - 1) * self.layout.global_batch_size
+        if self.order is None:
+            whole = samples_at(first, layout.global_batch_size, seed=self.seed, samples=len(self.sequences))
+        else:
+            whole = self.order.sequences_of(first, layout.global_batch_size)
+        return self._counted(whole.tolist()) / layout.gradient_accumulation_steps
 
     def _counted(self, indices: Sequence[int]) -> float:
         """Return the sum of the weights of the labels in these sequences."""
@@ -329,7 +379,7 @@ class BatchReader:
             return self.sequences.total_weight(indices)
         masked = 0
         if self._masks_labels:
-            masked = sum(len(self.sequences.document_ends_within(index, index + 1)) for index in indices)
+            masked = self.sequences.document_ends_in(np.asarray(indices, np.int64))
         return len(indices) * self.sequences.seq_len - masked
 
     def _batch(

@@ -8,6 +8,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from scaletrain_cli.data.mixture import Mixture, Stage
 from scaletrain_cli.data.stages import (
     MIXTURE_EVENT,
@@ -17,7 +20,7 @@ from scaletrain_cli.data.stages import (
     recorded_changes,
     recorded_stages,
 )
-from scaletrain_cli.engine.data.batches import sample_at
+from scaletrain_cli.engine.data.batches import sample_at, samples_at
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
@@ -43,6 +46,15 @@ class SampleOrder:
         source, position = self.mixture.place(sample)
         start = self._starts[source]
         return start + sample_at(position, seed=source_seed(self.seed, source), samples=self.sizes[source])
+
+    def sequences_of(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the sequences that are ``count`` samples from ``first`` on: those of the first source, and so on."""
+        before, after = self.mixture.counts(first).tolist(), self.mixture.counts(first + count).tolist()
+        parts = []
+        for source, (start, stop) in enumerate(zip(before, after, strict=True)):
+            seed, size = source_seed(self.seed, source), self.sizes[source]
+            parts.append(self._starts[source] + samples_at(start, stop - start, seed=seed, samples=size))
+        return np.concatenate(parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleOrder, (self.seed, self.sizes, self.stages)  # without tables of several MB

@@ -41,6 +41,10 @@ class TextSequences(ABC):
         The label of such a token is the first token of another document.
         """
 
+    def document_ends_in(self, indices: npt.NDArray[np.int64]) -> int:
+        """Return the number of document ends among the inputs of these sequences. Raises CorruptDataError."""
+        return sum(len(self.document_ends_within(index, index + 1)) for index in indices.tolist())
+
 
 @dataclass(frozen=True)
 class SourceSequences(TextSequences):
@@ -72,6 +76,10 @@ class SourceSequences(TextSequences):
     def document_ends_within(self, first: int, last: int) -> npt.NDArray[np.int64]:
         start, stop = ((self.first + index) * self.seq_len for index in (first, last))
         return self.split.ends_between(start, stop) - start
+
+    def document_ends_in(self, indices: npt.NDArray[np.int64]) -> int:
+        starts = (self.first + indices) * self.seq_len
+        return int((self.split.ends_before(starts + self.seq_len) - self.split.ends_before(starts)).sum())
 
 
 @dataclass(frozen=True)
@@ -118,3 +126,10 @@ class JoinedSequences(TextSequences):
         start = self.starts[number]
         assert last <= self.starts[number + 1], "sequences of one source"
         return self.sources[number].document_ends_within(first - start, last - start)
+
+    def document_ends_in(self, indices: npt.NDArray[np.int64]) -> int:
+        of = np.searchsorted(self.starts, indices, side="right") - 1
+        return sum(
+            self.sources[number].document_ends_in(indices[of == number] - self.starts[number])
+            for number in np.unique(of)
+        )

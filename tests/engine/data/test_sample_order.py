@@ -91,6 +91,13 @@ def test_samples_are_those_of_websters_method_and_no_sequence_comes_twice_in_an_
         assert shares == pytest.approx([stage.shares[name] for name in SIZES], abs=0.001)
 
 
+def test_the_samples_of_a_range_are_those_of_each_of_them() -> None:
+    order = sample_order(7, SIZES, STAGES)
+    for first, count in ((0, 300), (3_990, 25), (4_000, 700), (9_999, 1), (123_456, 64)):
+        each = [order(sample) for sample in range(first, first + count)]
+        assert sorted(order.sequences_of(first, count).tolist()) == sorted(each)
+
+
 def test_the_first_source_has_the_order_of_a_run_without_others() -> None:
     order = sample_order(7, SIZES, [MixtureStage(0, {"web": 1.0}), MixtureStage(900, {"web": 0.5, "code": 0.5})])
     assert [order(sample) for sample in range(900)] == [sample_at(n, seed=7, samples=700) for n in range(900)]

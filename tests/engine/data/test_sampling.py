@@ -1,9 +1,10 @@
 """The content of a batch is a pure function of seed and number, in every layout."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.engine.data.batches import batch_indices, permute, sample_at
+from scaletrain_cli.engine.data.batches import batch_indices, permute, sample_at, samples_at
 
 
 @given(size=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))
@@ -47,3 +48,10 @@ def test_the_global_batch_does_not_depend_on_the_layout() -> None:
     for number in (0, 1, 40, 41, 42, 10_000):
         batches = [global_batch(number, d, m) for d, m in ((1, 24), (1, 1), (2, 4), (4, 6), (8, 3), (24, 1))]
         assert all(batch == batches[0] for batch in batches)
+
+
+@pytest.mark.parametrize(("samples", "seed"), [(1, 0), (2, 3), (7, 1), (1000, 2**63), (70_001, 5)])
+def test_many_samples_are_those_of_each_position(samples: int, seed: int) -> None:
+    for first, count in ((0, 50), (samples - 1, 3 * min(samples, 40)), (10**12, 33)):
+        expected = [sample_at(first + place, seed=seed, samples=samples) for place in range(count)]
+        assert samples_at(first, count, seed=seed, samples=samples).tolist() == expected

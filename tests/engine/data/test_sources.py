@@ -73,6 +73,9 @@ def test_several_sources_are_one_behind_the_other(tmp_path: Path) -> None:
         assert row.tolist() == parts[source][1][place * LENGTH : (place + 1) * LENGTH + 1].tolist()
         ends = sources[source].document_ends_within(place, place + 1)
         assert joined.document_ends_within(index, index + 1).tolist() == ends.tolist()
+        assert joined.document_ends_in(np.array([index])) == len(ends)
+    all_ends = sum(len(joined.document_ends_within(index, index + 1)) for index in order)
+    assert joined.document_ends_in(np.array(order)) == all_ends > 0
 
 
 def test_threads_read_at_the_same_time_through_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
