@@ -36,6 +36,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.cancel import Cancellation
 from scaletrain_cli.launch.cancel import cancel as cancel_run
 from scaletrain_cli.launch.code import Snapshot, take_snapshot
+from scaletrain_cli.launch.dataset_checks import require_same_data
 from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.hub_fetch import FetchProgress
@@ -328,6 +329,8 @@ class PreparedResume:
         """Submit the job, and prepare the data before if they are not, as PreparedSubmission.submit() does."""
         record, run = self.record, self.run.directory
         data = prepare_data(record.spec, prepare, on_preparation, record.working_folder, run.path.parent, run)
+        if self.report.checkpoint is not None:
+            require_same_data(record.spec, self.report.checkpoint, data.datasets)
         data.record(run)
         done = resume_run(
             run,

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.engine_process import run_engine_command
 from scaletrain_cli.launch.hub_files import MEASURES_ONLY, fetched_spec
 from scaletrain_cli.launch.resource_checks.files import View
@@ -143,16 +144,16 @@ def prepare_data(
 
     ``say`` gets a sentence on how and why they are prepared, then lines of progress. ``folder``: the base of relative
     paths, ``root``: the runs root; ``run``: a run to resume, which keeps its datasets. Raises as plan_preparation(),
-    and the error of the preparation.
+    the error of the preparation, and UsageError or InfeasibleError for data that the run cannot use.
     """
     base = Path(folder) if folder and Path(folder).is_dir() else None
     root = root or runs_root()
     plan = plan_preparation(spec, root, choice, base, run)
     if plan.where != "nothing":
         say(str(plan.why))
-    if plan.where == "here":
-        return PreparedData(0, prepare_here(spec, root, base, say=say, run=run))
-    return PreparedData(plan.tasks, plan.datasets)
+    datasets = prepare_here(spec, root, base, say=say, run=run) if plan.where == "here" else plan.datasets
+    require_usable(spec, root, datasets)
+    return PreparedData(plan.tasks, datasets)
 
 
 def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJob, Path] | None:

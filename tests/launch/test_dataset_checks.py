@@ -1,0 +1,55 @@
+"""Prepared data that a run cannot use are refused before it is queued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.errors import InfeasibleError, UsageError
+from scaletrain_cli.launch.dataset_checks import require_same_data, require_usable
+from scaletrain_cli.rundir.checkpoints import Checkpoint
+from tests.launch.conftest import make_spec
+
+SOURCES = "data.sources=[{name: web, path: /d/web, weight: 1}, {name: code, path: /d/code, epochs: 2}]"
+
+
+def dataset(root: Path, source: str, tokens: int) -> dict[str, Any]:
+    folder = root / "datasets" / source
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dataset.json").write_text(json.dumps({"train_tokens": tokens, "fingerprint": source * 20}))
+    return {"source": source, "folder": source, "fingerprint": source * 20}
+
+
+def test_a_source_without_a_sequence_and_epochs_that_take_the_whole_run_are_refused(tmp_path: Path) -> None:
+    spec = make_spec("data.source=null", SOURCES)
+    length, samples = spec.transformer.seq_len, spec.total_steps * spec.training.global_batch_size
+    web = dataset(tmp_path, "web", 10 * length)
+    with pytest.raises(UsageError) as refused:
+        require_usable(spec, tmp_path, [web, dataset(tmp_path, "code", length)])
+    (problem,) = refused.value.problems
+    assert (problem.key, problem.given) == ("data.sources.1.path", "/d/code")
+    assert f"fewer than one sequence of {length}" in problem.message
+    require_usable(spec, tmp_path, [web, dataset(tmp_path, "code", length + 1)])
+    with pytest.raises(InfeasibleError, match="the epochs of code take"):
+        require_usable(spec, tmp_path, [web, dataset(tmp_path, "code", samples * length // 2 + 1)])
+    require_usable(spec, tmp_path, [dataset(tmp_path, "code", samples * length)])  # that of web is not known
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_checkpoint_of_other_data_is_refused_before_the_queue(several: bool, tmp_path: Path) -> None:
+    spec = make_spec("data.source=null", SOURCES)
+    found = [dataset(tmp_path, "web", 1), dataset(tmp_path, "code", 1)]
+    for saved, is_refused in (("web" * 20, False), ("other", True)):
+        client = {"dataset": saved, **({"sources": {"web": saved}} if several else {})}
+        (tmp_path / "state.json").write_text(json.dumps({"client": client}))
+        checkpoint = Checkpoint(tmp_path, 1, 1, True, 1, {})
+        if is_refused:
+            with pytest.raises(UsageError, match="was trained on dataset other and this one is webwebwebweb"):
+                require_same_data(spec, checkpoint, found)
+        else:
+            require_same_data(spec, checkpoint, found)
+    (tmp_path / "state.json").unlink()
+    require_same_data(spec, checkpoint, found)  # one of another engine
