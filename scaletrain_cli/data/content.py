@@ -8,9 +8,10 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from scaletrain_cli.data.sources.local_files import paths_of, require_unchanged
 from scaletrain_cli.data.sources.records import SourceFile
@@ -18,7 +19,14 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import replace_file
 
+# Returns a hash of what each of some local files contains, by its path.
+ReadHashes = Callable[[Sequence[SourceFile]], Mapping[str, str]]
+
 _BLOCK_BYTES = 1 << 20
+# The hash of a larger file is that of the hashes of its ranges, so that many processes share the reading. Up to this
+# size it is the hash of its bytes, as in the names of datasets before v4.
+_WHOLE_BYTES = 4 << 30
+_RANGE_BYTES = 1 << 30
 # The name of a format in the identity of a corpus for datasets before v4, where it was called otherwise.
 _EARLIER_NAMES = {"code": "py"}
 
@@ -30,16 +38,17 @@ def embedded_content(source: str) -> str:
 
 def known_content(source: str, files: Sequence[SourceFile], runs_root: Path) -> str:
     """Return the hash of rows for fine-tuning, whose datasets are named as before v4; see known_hashes()."""
-    return earlier_content(files, known_hashes(source, files, runs_root) or {})
+    return earlier_content(files, known_hashes(source, files, runs_root, read_hashes) or {})
 
 
 def known_hashes(
-    source: str, files: Sequence[SourceFile], runs_root: Path, workers: int = 1, *, may_read: bool = True
+    source: str, files: Sequence[SourceFile], runs_root: Path, read: ReadHashes | None
 ) -> dict[str, str] | None:
     """Return a hash of what each local file contains, by its path; remember them below ``runs_root``.
 
-    ``source``: the path in the spec, which names the note. ``may_read``: read files whose content is not remembered;
-    otherwise None is returned for them. Raises UsageError for a file that cannot be read, or changes meanwhile.
+    ``source``: the path in the spec, which names the note. ``read``: returns the hashes of files whose content is not
+    remembered; if it is None, None is returned for them. Raises UsageError for a file that cannot be read, or changes
+    meanwhile.
     """
     folder, name = runs_root / "datasets", _combined([os.path.abspath(source)])[:32]
     note = folder / f".content-{os.geteuid()}-{name}.json"
@@ -50,12 +59,11 @@ def known_hashes(
     local = [file for file in files if not file.etag]
     missing = [file for file in local if known.get(file.path, ("", ""))[0] != file.state]
     if missing:
-        if not may_read:
+        if read is None:
             return None
-        with ThreadPoolExecutor(max(1, workers)) as pool:  # hashing and reading release the interpreter's lock
-            hashes = list(pool.map(_hash_of, missing))
+        hashes = read(missing)
         known = {file.path: known[file.path] for file in local if file.path in known}
-        known |= {file.path: (file.state, digest) for file, digest in zip(missing, hashes, strict=True)}
+        known |= {file.path: (file.state, hashes[file.path]) for file in missing}
         with contextlib.suppress(OSError):  # this user may not write to the runs root: computed again next time
             if note.parent.is_dir():
                 replace_file(note, json.dumps(known))
@@ -90,22 +98,63 @@ def _read_note(path: Path) -> dict[str, tuple[str, str]]:
     return {}
 
 
-def _hash_of(file: SourceFile) -> str:
-    """Return the hash of a local file. Raises UsageError."""
+class FileRange(NamedTuple):
+    """Bytes of one file of those that ``file`` consists of."""
+
+    file: SourceFile
+    path: Path
+    start: int
+    stop: int
+
+
+def ranges_of(file: SourceFile) -> list[FileRange]:
+    """Return the ranges of a local file that are hashed apart; they depend on its size alone. Raises OSError."""
     found = []
-    for path in paths_of(file):
-        digest = hashlib.blake2b(digest_size=32)
-        try:
-            with path.open("rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                while block := opened.read(_BLOCK_BYTES):
-                    digest.update(block)
-        except OSError as error:
-            params = {"path": str(path), "error": error.strerror or str(error)}
-            raise UsageError(Reason("engine.file-unreadable", params), file=str(path)) from error
-        found.append(digest.hexdigest())
-    require_unchanged(file)
-    return " ".join(found)
+    paths = paths_of(file)
+    for path in paths:
+        size = file.size if len(paths) == 1 else path.stat().st_size
+        step = size if size <= _WHOLE_BYTES else _RANGE_BYTES
+        starts = range(0, size, step) if size else (0,)
+        found += [FileRange(file, path, start, min(size, start + step)) for start in starts]
+    return found
+
+
+def hash_range(given: FileRange) -> str:
+    """Return the hash of the bytes of a range. Raises UsageError if they cannot be read, or the file changes."""
+    digest = hashlib.blake2b(digest_size=32)
+    left = given.stop - given.start
+    try:
+        with given.path.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), given.start, left, os.POSIX_FADV_SEQUENTIAL)
+            opened.seek(given.start)
+            while left and (block := opened.read(min(left, _BLOCK_BYTES))):
+                digest.update(block)
+                left -= len(block)
+    except OSError as error:
+        params = {"path": str(given.path), "error": error.strerror or str(error)}
+        raise UsageError(Reason("engine.file-unreadable", params), file=str(given.path)) from error
+    require_unchanged(given.file)
+    return digest.hexdigest()
+
+
+def hashes_from_ranges(
+    files: Sequence[SourceFile], ranges: Sequence[FileRange], digests: Sequence[str]
+) -> dict[str, str]:
+    """Return the hash of each file by its path, from those of its ranges: of a single range it is the hash itself."""
+    parts: dict[str, dict[Path, list[str]]] = {file.path: {} for file in files}
+    for each, digest in zip(ranges, digests, strict=True):
+        parts[each.file.path].setdefault(each.path, []).append(digest)
+    return {
+        name: " ".join(each[0] if len(each) == 1 else f"ranges-{_combined(each)}" for each in paths.values())
+        for name, paths in parts.items()
+    }
+
+
+def read_hashes(files: Sequence[SourceFile], workers: int = 1) -> dict[str, str]:
+    """Return the hash of each local file by its path, which threads read. Raises UsageError and OSError."""
+    ranges = [each for file in files for each in ranges_of(file)]
+    with ThreadPoolExecutor(max(1, workers)) as pool:  # hashing and reading release the interpreter's lock
+        return hashes_from_ranges(files, ranges, list(pool.map(hash_range, ranges)))
 
 
 def _combined(parts: Sequence[str]) -> str:

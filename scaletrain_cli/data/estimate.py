@@ -43,6 +43,8 @@ _STEP_PER_SECOND = {
     "contamination": 12e6,
     "identifiers": 20e6,
 }
+# Bytes of files per second that one process hashes: measured on one core with files in memory.
+_HASHED_PER_SECOND = 1.0e9
 # A tokenizer is trained in one process on this many characters at most.
 _TRAINED_PER_SECOND, _MOST_TRAINED_ON = 3.5e6, 500e6
 
@@ -121,10 +123,12 @@ def preparation_seconds(spec: RunSpec, runs_root: Path, folder: Path = Path(), w
 def seconds_to_prepare(data: DataSpec, sizes: Mapping[str, SourceSize], workers: int) -> float:
     """Return about how long ``workers`` processes take to prepare sources of these sizes."""
     total = 0.0
+    not_hashed = {section.name for section in data.all_sources if is_remote(section.path)}
     for name, size in sizes.items():
         steps = (step.step for step in data.prepare if step.only is None or name in step.only)
         per_byte = 1 / _TOKENIZED_PER_SECOND + sum(1 / _STEP_PER_SECOND[step] for step in steps)
-        total += size.text_bytes * per_byte
+        hashed = 0 if name in not_hashed else size.stored_bytes
+        total += size.text_bytes * per_byte + hashed / _HASHED_PER_SECOND
     text = sum(size.text_bytes for size in sizes.values())
     trains = data.tokenizer.path is None and text > 0
     return total / workers + (min(text, _MOST_TRAINED_ON) / _TRAINED_PER_SECOND if trains else 0.0)

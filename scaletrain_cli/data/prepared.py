@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from scaletrain_cli.available_memory import available_bytes
-from scaletrain_cli.data.content import combined_content, earlier_content, embedded_content, known_hashes
+from scaletrain_cli.data.content import (
+    ReadHashes,
+    combined_content,
+    earlier_content,
+    embedded_content,
+    known_hashes,
+    read_hashes,
+)
 from scaletrain_cli.data.duplicates.corpus import DEFAULT_MEMORY_BYTES
 from scaletrain_cli.data.pipeline.chain import forget_steps
+from scaletrain_cli.data.pipeline.contents import shared_reading
 from scaletrain_cli.data.pipeline.prepare import Preparation, prepare, prepared
 from scaletrain_cli.data.pipeline.report import NAME as REPORT
 from scaletrain_cli.data.pipeline.schedule import Progress
@@ -69,7 +78,7 @@ def find_prepared(
     relative paths. ``known``: datasets of sources by name, which are used without a look at the source. Raises
     UsageError.
     """
-    sources = _sources(data, runs_root, folder, may_read=False, known=known)
+    sources = _sources(data, runs_root, folder, None, known)
     return None if sources is None else _datasets(data, sources, runs_root, folder)
 
 
@@ -92,12 +101,9 @@ def prepare_data(
     if (found := find_prepared(data, runs_root, folder, known)) is not None:
         return found
     _require_readable(data, folder, known or {})
-    with contextlib.suppress(ScaletrainError, OSError):  # reported where it matters, when something must be written
-        make_datasets_folder(runs_root)
-    progress("read the sources", 0, 1)
-    sources = _sources(data, runs_root, folder, workers, known=known)
+    with _reading(runs_root, workers, progress, failure) as read:
+        sources = _sources(data, runs_root, folder, read, known)
     assert sources is not None
-    progress("read the sources", 1, 1)
     if (found := _datasets(data, sources, runs_root, folder)) is not None:
         return found
     datasets = make_datasets_folder(runs_root)
@@ -108,6 +114,18 @@ def prepare_data(
         params = {"folder": str(datasets), "path": str(error.filename), "error": error.strerror or str(error)}
         raise UsageError(Reason("engine.dataset-unwritable", params)) from error
     return _in_order(data, sources, made)
+
+
+@contextlib.contextmanager
+def _reading(runs_root: Path, workers: int, progress: Progress, failure: Path | None) -> Iterator[ReadHashes]:
+    """Yield what hashes files: with other processes, or alone where this user cannot write to the runs root."""
+    try:
+        datasets = make_datasets_folder(runs_root)
+    except (ScaletrainError, OSError):  # reported where it matters, when something must be written
+        yield partial(read_hashes, workers=workers)
+        return
+    with shared_reading(datasets, workers, progress, failure) as read:
+        yield read
 
 
 def _require_readable(data: DataSpec, folder: Path, known: Mapping[str, Path]) -> None:
@@ -137,7 +155,7 @@ def preparation_of(data: DataSpec, runs_root: Path, workers: int, folder: Path =
 
     Reads files whose content is not remembered. Raises UsageError and OSError.
     """
-    sources = _sources(data, runs_root, folder, workers)
+    sources = _sources(data, runs_root, folder, partial(read_hashes, workers=workers))
     assert sources is not None
     return _preparation(data, sources, runs_root, folder, workers)
 
@@ -146,12 +164,10 @@ def _sources(
     data: DataSpec,
     runs_root: Path,
     folder: Path,
-    workers: int = 1,
-    *,
-    may_read: bool = True,
+    read: ReadHashes | None,
     known: Mapping[str, Path] | None = None,
 ) -> list[_Found] | None:
-    """Return the sources of a spec; None if the content of one is not known, and may not be read."""
+    """Return the sources of a spec; None if the content of one is not known, and ``read`` is None."""
     found = []
     for section, (key, _) in zip(data.all_sources, data.paths(), strict=True):
         if known and section.name in known:
@@ -163,14 +179,14 @@ def _sources(
             continue
         if (description := _description(section.path, key)) is not None:
             datasets = runs_root / "datasets"
-            if not may_read and not is_attached(description, datasets):
+            if read is None and not is_attached(description, datasets):
                 return None
             found.append(_Found(section, attach_dataset(description, datasets)))
             continue
         files = source_files(section, folder, key)
         hashes: dict[str, str] | None = {}
         if section.path not in EMBEDDED:
-            hashes = known_hashes(str(folder / section.path), files, runs_root, workers, may_read=may_read)
+            hashes = known_hashes(str(folder / section.path), files, runs_root, read)
         if hashes is None:
             return None
         found.append(_Found(section, None, files, hashes))

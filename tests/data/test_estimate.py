@@ -68,7 +68,7 @@ def test_an_estimate_is_near_the_exact_count_which_replaces_it(folder: Path) -> 
     assert [size.exact for size in estimated.values()] == [False] * 4
     assert all(size.files == 2 for size in estimated.values())
     assert preparation_seconds(run, root, folder, workers=2) == pytest.approx(
-        sum(size.text_bytes for size in estimated.values()) / 1.6e6 / 2
+        sum(size.text_bytes / 1.6e6 + size.stored_bytes / 1e9 for size in estimated.values()) / 2
     )
     prepare_data(run.data, root, 1, lambda *_: None, folder)
     exact = source_sizes(run.data, root, folder)
