@@ -16,6 +16,7 @@ from scaletrain_cli.data.prepared import prepare_data
 from scaletrain_cli.engine.data import stats, step_view
 from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
 from scaletrain_cli.engine.data.loader import Loader
+from scaletrain_cli.engine.data.prepared import prepare_rows
 from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
@@ -138,6 +139,29 @@ def test_a_spec_shows_what_its_run_has_read(run: RunDir) -> None:
     words = (str(run.path / "spec.json"), str(run.path.parent), "", "3", "", "2", "4")
     of_run = [sample for sample in shown(run, 3, None)["samples"] if sample["micro_batch"] == 2]
     assert step_view.run_command(words)["samples"] == of_run
+
+
+def test_rows_for_sft_show_the_completion_alone_in_the_loss(tmp_path: Path) -> None:
+    rows = [{"prompt": f"How many are {n}?", "completion": f"There are {n}."} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = _SPEC.format(folder=tmp_path).partition("data:")
+    after = "training: " + text[2].partition("training: ")[2]
+    data = f"data:\n  source: {tmp_path}/rows.jsonl\n  tokenizer: {{vocab_size: 300}}\n"
+    after = after.replace("training: {", "training: {objective: sft, ", 1)
+    spec = parse_spec(text[0] + data + after, file="rows.yaml", base_dir=tmp_path)
+    (tmp_path / "spec.json").write_text(spec.model_dump_json(by_alias=True))
+    prepare_rows(spec, tmp_path / "runs")
+    answer = step_view.run_command((str(tmp_path / "spec.json"), str(tmp_path / "runs"), "", "2", "", "", "100"))
+    assert [sample["sample"] for sample in answer["samples"]] == list(range(8, 16))
+    for sample in answer["samples"]:
+        (shown_text,) = sample["texts"]
+        (document,) = shown_text["documents"]
+        in_loss = "".join(part["text"] for part in document["parts"] if part["weight"])
+        whole = "".join(part["text"] for part in document["parts"])
+        (row,) = [row for row in rows if row["prompt"] in whole]
+        assert row["completion"].strip() in in_loss
+        assert row["prompt"] not in in_loss
+        assert len(shown_text["tokens"]) == document["tokens"] + shown_text["padding"]
 
 
 def test_the_report_of_a_run_counts_the_samples_that_its_stages_give(run: RunDir) -> None:
