@@ -23,7 +23,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
 from scaletrain_cli.data.pipeline import contents, trained
-from scaletrain_cli.data.pipeline.shards import SPLITS
 from scaletrain_cli.data.pipeline.tasks import Task, documents
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.sources.listing import source_files
@@ -86,7 +85,7 @@ def test_prepared_sources_are_found_by_their_content_and_without_reading_it(
     for name in ("web", "books"):
         (tmp_path / f"{name}.jsonl").write_bytes(texts(40, len(name) * 100))
     sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("web", "books")]
-    spec = data(tokenizer, sources=sources, prepare=[{"step": "duplicates"}])
+    spec = data(tokenizer, sources=sources, prepare=[{"step": "duplicates", "near": False}])
     assert find_prepared(spec, tmp_path / "runs") is None
     done = prepare_data(spec, tmp_path / "runs", 1, ignore)
     assert list(done) == ["web", "books"]
@@ -312,18 +311,11 @@ def test_of_two_equal_sources_the_first_keeps_all_documents_and_the_second_none(
         (tmp_path / f"{name}.jsonl").write_bytes(texts(40))
     sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in ("web", "copy")]
     spec = data(tokenizer, sources=sources, prepare=[{"step": "duplicates", "near": False}, {"step": "identifiers"}])
-    done = prepare_data(spec, tmp_path, 1, ignore)
-    assert find_prepared(spec, tmp_path) == done
-    for name, left in (("web", 40), ("copy", 0)):
-        assert sum(json.loads((done[name] / "dataset.json").read_text())[f"{s}_documents"] for s in SPLITS) == left
-        report = json.loads((done[name] / "report.json").read_text())
-        assert report["source"] == name
-        assert [step["documents_left"] for step in report["steps"]] == [40, left, left]
-        kept = [each["kept"] for each in report["duplicates"][0]["largest_clusters"]]
-        assert {each["source"] for each in kept} == {"web"}
-        assert f"{tmp_path}/web.jsonl:1" in {each["place"] for each in kept}
-    removed = report["steps"][1]["removed"][0]
-    assert (removed["documents"], removed["examples"][0]["place"]) == (40, f"{tmp_path}/copy.jsonl:1")
+    with pytest.raises(UsageError, match=r"source copy .*duplicates\.exact of the step duplicates removed 40 of 40"):
+        prepare_data(spec, tmp_path, 1, ignore)
+    decisions = [json.loads(path.read_text()) for path in tmp_path.glob("datasets/.steps/*/000000.json")]
+    counts = sorted((each["documents"], each["documents_left"]) for each in decisions)
+    assert counts == [(0, 0), (40, 0), (40, 40), (40, 40), (40, 40)], "both read once; deduplication; identifiers"
 
 
 @pytest.mark.parametrize("moment", ["between", "in the middle"])
@@ -414,7 +406,7 @@ def test_damaged_files_of_an_unfinished_dataset_are_written_again(tmp_path: Path
     spec = DataSpec.model_validate(given)
     done = prepare_data(spec, tmp_path / "runs", 1, ignore)["source"]
     before = {name: found[1] for name, found in files_below(tmp_path / "runs").items()}
-    (trained_tokenizer,) = (tmp_path / "runs").rglob(".steps/*/tokenizer.json")
+    (trained_tokenizer,) = (tmp_path / "runs").rglob(".tokenizers/*/tokenizer.json")
     for damaged in (trained_tokenizer, done / "000000" / "shard.json"):
         damaged.write_text(damaged.read_text()[:30])
     (done / "dataset.json").unlink()
