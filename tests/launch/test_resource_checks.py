@@ -454,6 +454,24 @@ def test_a_resource_that_other_nodes_may_have_rejects_only_this_node(
         assert "data.source" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("named", "begun", "error"),
+    [(True, False, UsageError), (True, True, WrongNodesError), (False, False, WrongNodesError)],
+)
+def test_a_cache_that_the_spec_names_is_the_same_on_every_node(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool, begun: bool, error: type[Exception]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    monkeypatch.setattr("scaletrain_cli.launch.resource_checks.sources._is_in_a_store", lambda path: True)
+    made = make_run(*([f"data.cache.path={tmp_path}/file"] if named else []))
+    if begun:
+        made.run.events.write_text('{"time": 1.0, "event": "checkpoint", "step": 5}\n')
+    cluster = made.record.spec.cluster.model_copy(update={"scheduler": "slurm"})
+    with pytest.raises(error, match=r"data\.cache\.path.*Not a directory"):
+        check_on_node(made.run, record_with(made.record, cluster=cluster), 1, None)
+
+
 def record_with(record: RunRecord, **changes: Any) -> RunRecord:
     import dataclasses
 
