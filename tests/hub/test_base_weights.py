@@ -39,7 +39,7 @@ def test_frozen_weights_of_the_hub_are_compared_where_this_machine_has_them_with
     sets = ("model.adapter={name: lora, rank: 2}",)
     spec = parse_spec(tiny.spec_text(), file="run.yaml", base_dir=Path(), overrides=sets)
     run = create_run(spec, make_plan(spec), "tuned").run
-    local = Path(fetched_spec(spec, ("model.weights",)).transformer.weights or "")
+    local = Path(fetched_spec(spec, "model.weights").transformer.weights or "")
     save(run, 1, local)
     other = tmp_path / "other"
     shutil.copytree(local, other)  # of the files behind the links

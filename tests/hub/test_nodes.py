@@ -22,7 +22,6 @@ from scaletrain_cli.launch.node.options import AgentOptions
 from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.spec import parse_spec
-from scaletrain_cli.spec.hub_files import hub_uses
 from scaletrain_cli.worker.failures import read_failures
 from tests.hub import tiny
 from tests.hub.server import Hub
@@ -139,7 +138,8 @@ def test_no_rank_starts_on_a_node_that_does_not_see_that_another_one_has_stopped
     hub: Hub, make: MakeHubRun, start: StartAgent
 ) -> None:
     made = make(nodes=2)
-    fetched_spec(made.record.spec, tuple(use.key for use in hub_uses(made.record.spec)))
+    for section in ("model", "data"):
+        fetched_spec(made.record.spec, section)
     hub.pause.clear()
     stopped = start(made, "node-0", 0)
     wait_until(lambda: made.events("hub-fetching"), "a fetch has begun")

@@ -78,11 +78,11 @@ def run_job(slurm: Path, script: str, monkeypatch: pytest.MonkeyPatch, fails: bo
     monkeypatch.delenv("STORE_KEY")
     seen: list[str] = []
 
-    def prepared(*_: object) -> list[Path]:
+    def prepared(*_: object) -> dict[str, Path]:
         seen.append(os.environ.get("STORE_KEY", ""))
         if fails:
             raise UsageError(Reason("engine.file-unreadable", {"path": "web.jsonl", "error": "gone"}))
-        return [Path("/data")]
+        return {"source": Path("/data")}
 
     monkeypatch.setattr(preparation_process, "_prepared", prepared)
     arguments = words[words.index("prepare-job") + 1 :]
