@@ -16,6 +16,10 @@ from scaletrain_cli.safe_files import make_folder
 
 Progress = Callable[[str, int, int], None]
 
+# A look at the results of many units, as on a slow file system, is not repeated at once: so many times its duration
+# pass before the next one, but no more seconds than these.
+_TIMES_A_LOOK, _LONGEST_WAIT = 20, 30.0
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -46,10 +50,11 @@ def run_stage(stage: Stage, claims: Claims, workers: Workers[int], progress: Pro
     make_folder(stage.folder, parents=True)
     losses: dict[int, int] = {}
     while True:
+        claims.raise_failure()
         if left.is_due(claims.timing.poll_seconds):
-            claims.raise_failure()
             left.look()
             claims.refresh(stage.key)
+            left.looked()
             progress(stage.name, len(stage.results) - len(left.units), len(stage.results))
         running = workers.running
         if (not left.units and not running) or stage.is_over():
@@ -66,7 +71,6 @@ def run_stage(stage: Stage, claims: Claims, workers: Workers[int], progress: Pro
                 break
         if not workers.running:  # the rest is done by others
             time.sleep(claims.timing.poll_seconds)
-            left.is_stale = True
         for unit, error in workers.finished(claims.timing.poll_seconds):
             _settle(stage, unit, error, claims, losses, left)
             progress(stage.name, len(stage.results) - len(left.units), len(stage.results))
@@ -79,14 +83,20 @@ class _Left:
         self._stage = stage
         self.units = dict.fromkeys(range(len(stage.results)))
         self.is_stale = True
-        self._looked = 0.0
+        self._began = self._looked = 0.0
 
     def is_due(self, seconds: float) -> bool:
-        """Return whether it is time to look again."""
-        return self.is_stale or time.monotonic() - self._looked >= seconds
+        """Return whether it is time to look again: after at least ``seconds``, later if the last look took long."""
+        wait = max(seconds, min(_LONGEST_WAIT, _TIMES_A_LOOK * (self._looked - self._began)))
+        return self.is_stale or time.monotonic() - self._looked >= wait
+
+    def looked(self) -> None:
+        """Note that a look has ended."""
+        self._looked = time.monotonic()
 
     def look(self) -> None:
         """Read which results are there."""
+        self._began = time.monotonic()
         there: set[str] = set()
         with suppress(FileNotFoundError, NotADirectoryError):
             there = set(os.listdir(self._stage.folder))

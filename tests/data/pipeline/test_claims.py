@@ -19,6 +19,7 @@ import pytest
 
 from scaletrain_cli.data.drafts import draft_of, new_owner, own_drafts_as
 from scaletrain_cli.data.pipeline import claims as claims_module
+from scaletrain_cli.data.pipeline import schedule
 from scaletrain_cli.data.pipeline.claims import Claims, Timing, read_failure
 from scaletrain_cli.data.pipeline.prepare import prepare
 from scaletrain_cli.data.pipeline.schedule import Stage, run_stage
@@ -129,6 +130,30 @@ def test_a_failing_unit_ends_all_processes_of_the_job_with_its_reason(tmp_path: 
     recorded = json.loads((tmp_path / "failure.json").read_text(encoding="utf-8"))
     assert (recorded["unit"], recorded["exit_code"]) == ("tokenize 3", 2)
     assert isinstance(read_failure(tmp_path / "failure.json"), UsageError)
+
+
+def test_looks_at_a_slow_file_system_are_rare_and_the_waiting_process_sees_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "_LONGEST_WAIT", 0.5)
+    looks: list[float] = []
+    look = schedule._Left.look
+
+    def slow(left: schedule._Left) -> None:
+        look(left)
+        looks.append(time.monotonic())
+        time.sleep(0.1)
+
+    monkeypatch.setattr(schedule._Left, "look", slow)
+    stage = Stage("tokenize", "tokens", tmp_path / "out", ("0",), partial(fail, tmp_path / "out"))
+    with Claims(tmp_path / "work", timing=QUICK) as other, Claims(tmp_path / "work", timing=QUICK) as own:
+        assert other.claim("tokens", "0")
+        done = threading.Timer(1.2, lambda: fail(tmp_path / "out", 0))
+        done.start()
+        with Workers[int](1) as workers:
+            run_stage(stage, own, workers, ignore)
+        done.join()
+    assert 3 <= len(looks) <= 7
 
 
 def main(folder: str, workers: str, tokenizer: str, machine: str, count: str) -> None:
