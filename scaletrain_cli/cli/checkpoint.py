@@ -192,7 +192,7 @@ def _export(
         places = [resolved, output.absolute(), run.path.parent, *(checkpoint.path for checkpoint in chosen)]
         # Relative paths in the spec refer to the folder that the run was submitted from.
         start = record.working_folder if Path(record.working_folder).is_dir() else None
-        more = ["--dtype", dtype, *options, *_base_on_hub(record)]
+        more = ["--run", str(run.path), "--dtype", dtype, *options, *_base_on_hub(record)]
         return run_engine_command("export", *map(str, places), *more, needs=_NEEDS, cwd=start)
 
 

@@ -183,7 +183,8 @@ def _sources(
                 return None
             found.append(_Found(section, attach_dataset(description, datasets)))
             continue
-        files = source_files(section, folder, key)
+        # What is remembered was readable, and has not changed its mode since.
+        files = source_files(section, folder, key, checked=read is not None)
         hashes: dict[str, str] | None = {}
         if section.path not in EMBEDDED:
             hashes = known_hashes(str(folder / section.path), files, runs_root, read)

@@ -9,6 +9,7 @@ import glob
 import gzip
 import json
 import os
+import stat
 import sysconfig
 import zlib
 from collections import Counter
@@ -336,11 +337,15 @@ def _parquet_problem(path: Path, *, text: bool = True) -> str:
 
 
 def _unreadable(path: Path) -> str:
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        is_file = False
+    if is_file:
+        return "" if os.access(path, os.R_OK) else "is not readable by this user"
     if path.is_symlink() and not path.exists():
         return "is a link to a file that does not exist"
-    if not path.is_file():
-        return "is not a regular file" if path.exists() else "does not exist"
-    return "" if os.access(path, os.R_OK) else "is not readable by this user"
+    return "is not a regular file" if path.exists() else "does not exist"
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

@@ -12,6 +12,7 @@ import pytest
 from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
 from scaletrain_cli.engine.data import splits
 from scaletrain_cli.engine.data.preparation import run_command
+from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.resource_checks.checks import check_on_node, require_external_to_resume
@@ -64,6 +65,7 @@ def test_attempts_resumes_and_reports_use_the_recorded_data_and_never_the_source
     shutil.rmtree(run.path.parent / "datasets" / ".steps")
     assert splits._folders(spec, run) == found
     assert datasets_of(spec, run.path.parent, run) == found
+    assert tokenizer_path(spec, run.path.parent, run) == found["web"] / "tokenizer.json"
     changed = spec_of(
         files["web"],
         files["code"],

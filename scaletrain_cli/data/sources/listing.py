@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from scaletrain_cli.data.sources.local_files import local_file, parts_of
@@ -22,10 +23,16 @@ from scaletrain_cli.spec.sources import SourceSpec
 
 
 def source_files(
-    section: SourceSpec, folder: Path = Path(), key: str = "data.source", seconds: float | None = None
+    section: SourceSpec,
+    folder: Path = Path(),
+    key: str = "data.source",
+    seconds: float | None = None,
+    *,
+    checked: bool = True,
 ) -> tuple[SourceFile, ...]:
     """Return the files of a source; relative paths are below ``folder``. ``key``: of its path in the spec.
 
+    ``checked``: that this user can read each file; otherwise only that it is there, with one call for each.
     ``seconds``: after which a request to a remote store is not repeated; None for the deadline of the environment.
 
     Raises UsageError if there are none, or if one cannot be read; for a remote source also UnavailableError.
@@ -36,6 +43,9 @@ def source_files(
     if section.path == PYTHON_STDLIB:
         return tuple(local_file(path, "code") for path in found)
     files = [(path, *format_by_name(path.name, section.format)) for path in found]
+    if not checked:
+        with contextlib.suppress(OSError):
+            return tuple(local_file(path, kind, compression) for path, kind, compression in files)
     read = tuple(each for path, kind, _ in files for each in parts_of(path, kind))
     if problem := unreadable_among(read, folder / expand_home(section.path)):
         raise _unreadable(key, section.path, problem)

@@ -13,9 +13,9 @@ from scaletrain_cli.reasons import Reason
 
 def local_file(path: Path, kind: str, compression: str = "") -> SourceFile:
     """Return a file of this machine with its size and its state. Raises OSError."""
-    paths = parts_of(path, kind)
-    size = sum(each.stat().st_size for each in paths)
-    return SourceFile(os.path.abspath(path), size, kind, compression, state=_state(paths))
+    found = [each.stat() for each in parts_of(path, kind)]
+    size = sum(each.st_size for each in found)
+    return SourceFile(os.path.abspath(path), size, kind, compression, state=_state(found))
 
 
 def parts_of(path: Path, kind: str) -> tuple[Path, ...]:
@@ -28,13 +28,12 @@ def paths_of(file: SourceFile) -> tuple[Path, ...]:
     return parts_of(Path(file.path), file.kind)
 
 
-def _state(paths: Iterable[Path]) -> str:
+def _state(found: Iterable[os.stat_result]) -> str:
     """Return what changes with every write to the files.
 
     It includes the inode change time, which programs cannot set, unlike the modification time; not the device, which
     differs between machines that mount the same file system.
     """
-    found = [path.stat() for path in paths]
     return " ".join(f"{each.st_ino}-{each.st_size}-{each.st_mtime_ns}-{each.st_ctime_ns}" for each in found)
 
 
@@ -43,7 +42,7 @@ def require_unchanged(file: SourceFile) -> None:
     if not file.state:
         return
     try:
-        same = _state(paths_of(file)) == file.state
+        same = _state(path.stat() for path in paths_of(file)) == file.state
     except OSError as error:
         params = {"path": file.path, "error": error.strerror or str(error)}
         raise UsageError(Reason("data.file-gone", params), file=file.path) from error

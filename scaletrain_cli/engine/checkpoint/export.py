@@ -42,6 +42,7 @@ from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.base_weights import check_base_of, read_base
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
 from scaletrain_cli.spec import ModelSpec, RunSpec, to_hugging_face
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
@@ -70,14 +71,14 @@ class TextFiles:
         return "tokenizer.json" in self.files
 
 
-def text_files(spec: RunSpec, runs_root: Path) -> TextFiles:
+def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> TextFiles:
     """Return the tokenizer files of an export of this run.
 
     They come from the folder of the weights or of the tokenizer if that has the tokenizer of the dataset; otherwise
     they are derived from the tokenizer. Without a tokenizer only the ids of the loaded weights are kept. The chat
     template is that of ``data.chat_template``, if the spec has one.
     """
-    found = _text_files(spec, runs_root)
+    found = _text_files(spec, runs_root, run)
     given = spec.data.chat_template
     template = None if given is None else _read_json(expand_home(given))
     if template is None or not found.has_tokenizer:
@@ -85,8 +86,8 @@ def text_files(spec: RunSpec, runs_root: Path) -> TextFiles:
     return TextFiles(found.files | {"chat_template.jinja": template}, found.ids)
 
 
-def _text_files(spec: RunSpec, runs_root: Path) -> TextFiles:
-    folders, path = _origins(spec), _dataset_tokenizer(spec, runs_root)
+def _text_files(spec: RunSpec, runs_root: Path, run: RunDir | None) -> TextFiles:
+    folders, path = _origins(spec), _dataset_tokenizer(spec, runs_root, run)
     if path is not None and spec.training.objective != "causal_lm":  # a trained tokenizer has a chat template
         folders.append(path.parent)
     tokenizer = _read_json(path) if path is not None else _converted_tokenizer(spec)
@@ -140,9 +141,9 @@ def _origins(spec: RunSpec) -> list[Path]:
     return found if path is None else [*found, expand_home(path).parent]
 
 
-def _dataset_tokenizer(spec: RunSpec, runs_root: Path) -> Path | None:
+def _dataset_tokenizer(spec: RunSpec, runs_root: Path, run: RunDir | None) -> Path | None:
     with contextlib.suppress(ScaletrainError, OSError):  # the data are not on this machine
-        if (found := tokenizer_path(spec, runs_root)) is not None:
+        if (found := tokenizer_path(spec, runs_root, run)) is not None:
             return found
     path = spec.data.tokenizer.path
     return None if path is None or spec.data.tokenizer.kind != "file" else expand_home(path)
@@ -210,9 +211,11 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument(
         "--base", nargs=2, metavar=("NAME", "REVISION"), help="the base model of an adapter, on the hub"
     )
+    parser.add_argument("--run", type=Path, help="the folder of the run, which has recorded its datasets")
     options = parser.parse_args(arguments)
+    run = None if options.run is None else RunDir(options.run)
     spec = RunSpec.model_validate_json(options.spec.read_text(encoding="utf-8"))
-    text, dtype = text_files(spec, options.runs_root), _DTYPES[options.dtype]
+    text, dtype = text_files(spec, options.runs_root, run), _DTYPES[options.dtype]
     if options.format == "peft":
         base = Base(*options.base) if options.base else None
         written = export_adapter(options.checkpoints[0], spec, options.output, text, base, averaged=options.averaged)

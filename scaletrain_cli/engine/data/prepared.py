@@ -24,13 +24,21 @@ from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sources import TextSequences
 from scaletrain_cli.errors import ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders
+from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import built, owner_of_dataset
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
 
-def tokenizer_path(spec: RunSpec, runs_root: Path) -> Path | None:
-    """Return the tokenizer.json of a spec's prepared data; None if they are not prepared. Raises UsageError."""
+def tokenizer_path(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Path | None:
+    """Return the tokenizer.json of a spec's prepared data; None if they are not prepared. Raises UsageError.
+
+    ``run``: which has recorded its datasets.
+    """
+    known = {} if run is None else recorded_folders(spec, runs_root, read_entries(datasets_file(run)))[0]
+    if known:
+        return next(iter(known.values())) / "tokenizer.json"
     if spec.training.objective != "causal_lm":
         return rows_folder(spec, runs_root) / "tokenizer.json"
     found = find_prepared(spec.data, runs_root)

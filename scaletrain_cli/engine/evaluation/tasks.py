@@ -112,7 +112,7 @@ def copy_weights(run: RunDir, record: RunRecord, step: int, output: Path) -> Non
     if problems:
         raise UsageError(Reason("engine.not-a-checkpoint", {"path": str(path), "problem": "; ".join(problems)}))
     dtype = forward_dtype(record.spec.training.precision)
-    export([path], record.spec, output, dtype, text_files(record.spec, run.path.parent))
+    export([path], record.spec, output, dtype, text_files(record.spec, run.path.parent, run))
 
 
 class _ModelOnDemand:
