@@ -168,6 +168,8 @@ def command(
         raise InfeasibleError(found.infeasible.message, problems)
     if data is not None and data.wrong:
         raise UsageError(Reason("checks.spec-unusable", {"problems": len(data.wrong)}), data.wrong)
+    if data is not None and data.infeasible is not None:
+        raise InfeasibleError(data.infeasible)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ class DataSummary:
     absent: tuple[Problem, ...]
     wrong: tuple[Problem, ...]
     notes: tuple[Reason, ...]
+    infeasible: Reason | None = None  # why the run cannot have the epochs of its sources, if their sizes are exact
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as the key ``data`` of a plan."""
@@ -112,6 +113,7 @@ def summarize_data(spec: RunSpec) -> DataSummary | None:
     """Return the summary; None if the run reads no files. Sends no request to the hub, and never raises."""
     if not names_files(spec):
         return None
+    from scaletrain_cli.launch.dataset_checks import size_problems
     from scaletrain_cli.launch.resource_checks.checks import check_files
 
     found = check_files(spec)
@@ -119,14 +121,31 @@ def summarize_data(spec: RunSpec) -> DataSummary | None:
     wrong = tuple(problem for problem in found.problems if not _is_absent(problem))
     sources: tuple[PlannedSource, ...] = ()
     seconds: float | None = None
+    infeasible: Reason | None = None
     if found.reads_text:
         from scaletrain_cli.data.estimate import seconds_to_prepare, source_sizes
 
         sizes = source_sizes(spec.data, runs_root(), Path.cwd(), found.files)
         sources = planned_sources(spec, sizes)
+        exact = {name: size.sequences(spec.transformer.seq_len) for name, size in sizes.items() if size.exact}
+        wrong = (*wrong, *(each for each in size_problems(spec, exact) if each not in wrong))
+        if not wrong:
+            infeasible = _infeasible(spec, exact)
         if len(sizes) == len(spec.data.all_sources):
             seconds = seconds_to_prepare(spec.data, sizes, len(os.sched_getaffinity(0)))
-    return DataSummary(sources, seconds, absent, wrong, found.warnings)
+    return DataSummary(sources, seconds, absent, wrong, found.warnings, infeasible)
+
+
+def _infeasible(spec: RunSpec, sequences: Mapping[str, int]) -> Reason | None:
+    """Return why the mixture cannot be had. ``sequences``: of the prepared sources."""
+    from scaletrain_cli.data.stages import planned_stages
+
+    if all(source.name in sequences for source in spec.data.all_sources if source.epochs is not None):
+        try:
+            planned_stages(spec.data, sequences, spec.total_steps, spec.training.global_batch_size)
+        except InfeasibleError as error:
+            return error.reason
+    return None
 
 
 def _is_absent(problem: Problem) -> bool:

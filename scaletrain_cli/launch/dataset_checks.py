@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from scaletrain_cli.data.stages import planned_stages
 from scaletrain_cli.errors import Problem, UsageError
+from scaletrain_cli.launch.resource_checks.files import View
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_client_state
 from scaletrain_cli.rundir.datasets import Entry
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
 
 
@@ -23,16 +27,10 @@ def require_usable(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) ->
     """
     if spec.training.objective != "causal_lm":
         return
-    length = spec.transformer.seq_len
-    tokens = dict(_train_tokens(runs_root, datasets))
-    sequences = {name: max(0, count - 1) // length for name, count in tokens.items()}
-    problems = [
-        Problem.because(spec.where(key), key, Reason("checks.dataset-too-small", _size(tokens[name], length)), path)
-        for name, (key, path) in zip((source.name for source in spec.data.all_sources), spec.data.paths(), strict=True)
-        if sequences.get(name) == 0
-    ]
+    sequences = _train_sequences(spec, runs_root, datasets)
+    problems = tuple(size_problems(spec, sequences))
     if problems:
-        raise UsageError(Reason("checks.spec-unusable", {"problems": len(problems)}), tuple(problems))
+        raise UsageError(Reason("checks.spec-unusable", {"problems": len(problems)}), problems)
     if all(source.name in sequences for source in spec.data.all_sources):
         planned_stages(spec.data, sequences, spec.total_steps, spec.training.global_batch_size)
 
@@ -49,14 +47,31 @@ def require_same_data(spec: RunSpec, checkpoint: Checkpoint, datasets: Iterable[
             raise UsageError(Reason("engine.data-of-checkpoint-differs", params))
 
 
-def _train_tokens(runs_root: Path, datasets: Iterable[Entry]) -> Iterator[tuple[str, int]]:
-    """Yield the name of each source whose dataset can be read here, and its training tokens."""
+def size_problems(spec: RunSpec, sequences: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield a problem for each source whose prepared data hold no sequence. ``sequences``: by the source's name."""
+    for source, (key, path) in zip(spec.data.all_sources, spec.data.paths(), strict=True):
+        if sequences.get(source.name) == 0:
+            length = {"length": spec.transformer.seq_len}
+            yield Problem.because(spec.where(key), key, Reason("checks.dataset-too-small", length), path)
+
+
+def dataset_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of sources of text that are datasets already."""
+    spec = view.spec
+    if spec.code.own_program or spec.unit != "tokens" or spec.training.objective != "causal_lm":
+        return
+    folders = {source.name: (view.folder / expand_home(source.path)).absolute() for source in spec.data.all_sources}
+    named = [{"source": name, "folder": str(each)} for name, each in folders.items() if os.path.isfile(each / DATASET)]
+    yield from size_problems(spec, _train_sequences(spec, Path(), named))
+
+
+def _train_sequences(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) -> dict[str, int]:
+    """Return the training sequences of each source whose dataset can be read here, by its name."""
+    found = {}
     for entry in datasets:
-        document = read_document(runs_root / "datasets" / str(entry["folder"]) / DATASET)
-        count = None if document is None else document.get("train_tokens")
-        if isinstance(count, int):
-            yield str(entry["source"]), count
-
-
-def _size(tokens: int, length: int) -> dict[str, int]:
-    return {"tokens": tokens, "length": length}
+        with contextlib.suppress(OSError):
+            document = read_document(runs_root / "datasets" / str(entry["folder"]) / DATASET)
+            tokens = None if document is None else document.get("train_tokens")
+            if isinstance(tokens, int):
+                found[str(entry["source"])] = max(0, tokens - 1) // spec.transformer.seq_len
+    return found

@@ -36,7 +36,7 @@ TEXTS: dict[str, Text] = {
     "source-part-used": Text("is not read to its end: the run uses a part of it"),
     "source-unused": Text("is never read: its weight is 0 in all stages", ("Remove it, or give it a weight",)),
     "dataset-too-small": Text(
-        "has {tokens:whole} training tokens after its preparation, fewer than one sequence of {length}",
+        "has too little text to train on: its prepared data hold fewer tokens than one sequence of {length}",
         ("Add text, use a shorter model.seq_len, or remove the source",),
     ),
     "source-too-small": Text("has too little text for one sequence", ("Add text, or use a shorter model.seq_len",)),

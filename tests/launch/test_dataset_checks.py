@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import InfeasibleError, UsageError
-from scaletrain_cli.launch.dataset_checks import require_same_data, require_usable
+from scaletrain_cli.launch.data_summary import _infeasible
+from scaletrain_cli.launch.dataset_checks import dataset_problems, require_same_data, require_usable
+from scaletrain_cli.launch.resource_checks.checks import check_external
+from scaletrain_cli.launch.resource_checks.files import View
 from scaletrain_cli.rundir.checkpoints import Checkpoint
 from tests.launch.conftest import make_spec
 
@@ -31,7 +34,7 @@ def test_a_source_without_a_sequence_and_epochs_that_take_the_whole_run_are_refu
         require_usable(spec, tmp_path, [web, dataset(tmp_path, "code", length)])
     (problem,) = refused.value.problems
     assert (problem.key, problem.given) == ("data.sources.1.path", "/d/code")
-    assert f"fewer than one sequence of {length}" in problem.message
+    assert f"fewer tokens than one sequence of {length}" in problem.message
     require_usable(spec, tmp_path, [web, dataset(tmp_path, "code", length + 1)])
     with pytest.raises(InfeasibleError, match="the epochs of code take"):
         require_usable(spec, tmp_path, [web, dataset(tmp_path, "code", samples * length // 2 + 1)])
@@ -53,3 +56,19 @@ def test_a_checkpoint_of_other_data_is_refused_before_the_queue(several: bool, t
             require_same_data(spec, checkpoint, found)
     (tmp_path / "state.json").unlink()
     require_same_data(spec, checkpoint, found)  # one of another engine
+
+
+def test_a_dataset_without_a_sequence_is_a_problem_of_the_spec_and_epochs_of_the_plan(tmp_path: Path) -> None:
+    code = "{name: code, path: python-stdlib, weight: 1}"
+    sources = f"data.sources=[{{name: web, path: {tmp_path}/datasets/web, epochs: 2}}, {code}]"
+    spec = make_spec("data.source=null", sources)
+    dataset(tmp_path, "web", 1)
+    found = [problem for problem in check_external(spec).problems if problem.key == "data.sources.0.path"]
+    assert any("too little text to train on" in problem.message for problem in found)
+    dataset(tmp_path, "web", spec.total_steps * spec.training.global_batch_size * spec.transformer.seq_len)
+    assert not list(dataset_problems(View(spec, tmp_path, {})))
+    reason = _infeasible(spec, {"web": spec.total_steps * spec.training.global_batch_size})
+    assert reason is not None
+    assert reason.code == "data.epochs-exceed-run"
+    assert _infeasible(spec, {"web": 1}) is None
+    assert _infeasible(spec, {}) is None

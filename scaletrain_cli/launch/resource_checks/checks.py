@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from scaletrain_cli.errors import Problem, UsageError, WrongNodesError
 from scaletrain_cli.extras import EXTRAS, install_command
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.dataset_checks import dataset_problems
 from scaletrain_cli.launch.resource_checks.files import (
     CheckResults,
     View,
@@ -361,6 +362,7 @@ def section_problems(view: View) -> Iterator[Problem]:
 
 
 _FILE_CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
+    dataset_problems,
     row_problems,
     tokenizer_problems,
     template_problems,
@@ -369,6 +371,7 @@ _FILE_CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     evaluation_problems,
 )
 _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
+    dataset_problems,
     row_problems,
     tokenizer_problems,
     template_problems,
