@@ -8,7 +8,7 @@ _FIELD = ("Set the field of the source to the column with the text",)
 
 TEXTS: dict[str, Text] = {
     # ---- a document ------------------------------------------------------------------------------------------------
-    "utf-16": Text("is UTF-16 text, and must be UTF-8", ("Convert it, as with iconv -f UTF-16 -t UTF-8",)),
+    "utf-16": Text("is UTF-16 text, and must be UTF-8, as iconv -f UTF-16 -t UTF-8 writes it"),
     "not-utf-8": Text("is not UTF-8 text: {replaced:whole} of {characters:whole} characters cannot be decoded"),
     "binary": Text("contains NUL bytes, so it is not text"),
     "too-long": Text("is longer than {bytes:gib}, the most that a document may have"),

@@ -280,6 +280,19 @@ def test_a_changed_step_redoes_itself_and_the_later_ones_only(tokenizer: Path, t
     assert done(steps=3) == {"tokens"}
 
 
+def test_the_progress_names_the_steps_that_a_stage_applies(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "web.jsonl").write_bytes(texts(60))
+    (tmp_path / "code.jsonl").write_bytes(texts(60, start=60))
+    last = {"step": "identifiers", "only": ["web"]}
+    steps = [{"step": "normalization"}, {"step": "duplicates", "near": False}, last]
+    both = [{"name": name, "path": f"{name}.jsonl", "weight": 1} for name in ("web", "code")]
+    spec = data(tokenizer, sources=both, prepare=steps)
+    stages: dict[str, None] = {}
+    prepare_data(spec, tmp_path / "runs", 1, lambda stage, *_: stages.setdefault(stage), tmp_path)
+    assert "duplicates: signatures (after normalization)" in stages
+    assert {"tokenize web (after identifiers)", "tokenize code"} <= stages.keys()
+
+
 def test_a_corpus_that_was_renamed_is_prepared_with_other_settings_and_reported_at_its_new_place(
     tokenizer: Path, tmp_path: Path
 ) -> None:

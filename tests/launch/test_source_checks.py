@@ -120,7 +120,12 @@ BAD: tuple[tuple[str, Make, dict[str, Any], str], ...] = (
     ("a.npy", write("a.npy", bytes(64)), {}, "has no NumPy header"),
     ("a.npy", write("a.npy", bytes(65)), {"format": "raw_uint16"}, "has 65 bytes instead of 64"),
     ("corpus", lone_bin, {}, "a.bin has no a.idx beside it, the index of a Megatron-LM set. Set it to"),
-    ("a.jsonl", write("a.jsonl", DOCUMENTS.encode("utf-16")), {}, "a.jsonl:1: is UTF-16 text, and must be UTF-8. Re"),
+    (
+        "a.jsonl",
+        write("a.jsonl", DOCUMENTS.encode("utf-16")),
+        {},
+        "a.jsonl:1: is UTF-16 text, and must be UTF-8, as iconv",
+    ),
 )
 # The key that is wrong, beside the path: its line and what is advised.
 OTHER_KEYS: tuple[tuple[str, Make, dict[str, Any], str], ...] = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -232,6 +232,15 @@ def _first_step(preparation: Preparation, steps: Path, source: Source) -> Chain:
     return chain_of(steps, source, (), skips_bad=preparation.skips_bad, tokenizer=settings)
 
 
+def _after(chains: Iterable[Chain]) -> str:
+    """Return the names of the steps that are done together with what follows them, for people; empty if none is."""
+    names: dict[str, None] = {}
+    for chain in chains:
+        done = max((number for number, step in enumerate(chain.steps) if step.looks_at_all is not None), default=0)
+        names |= dict.fromkeys(step.name for step in chain.steps[done + 1 :])
+    return f" (after {', '.join(names)})" if names else ""
+
+
 def _write_shards(source: PreparedSource, tokenizer: str, validation_share: float, work: _Work, crew: _Crew) -> None:
     """Write the shards of a source that are missing. Raises UsageError if no document of it is left."""
     dataset = source.dataset
@@ -243,7 +252,8 @@ def _write_shards(source: PreparedSource, tokenizer: str, validation_share: floa
         shards = tuple(shard_folder(dataset, task.number).name for task in work.tasks)
         # A worker process gets one task at a time, not all.
         one = [replace(work, tasks=(task,)) for task in work.tasks].__getitem__
-        crew.run(Stage(f"tokenize {source.name}", f"{dataset.name}-shards", dataset, shards, write, one))
+        name = f"tokenize {source.name}{_after([work.chain])}"
+        crew.run(Stage(name, f"{dataset.name}-shards", dataset, shards, write, one))
         written = (read_shard_info(dataset / shard) for shard in shards)
         if not any(each is None or each.train_documents + each.validation_documents for each in written):
             raise UsageError(nothing_left(source.name, work.chain, work.tasks))
@@ -301,7 +311,8 @@ def _without_duplicates(
     make_folder(corpus.folder)
     texts = _Texts(dict(enumerate(tasks)))
     for number in range(len(PHASES)):
-        crew.run(_phase(corpus, number, texts))
+        stage = _phase(corpus, number, texts)
+        crew.run(stage if number else replace(stage, name=f"{stage.name}{_after(chain for chain, _ in tasks)}"))
     remove_phases(corpus)
     result, first = list(found), 0
     for place, number in enumerate(chosen):
