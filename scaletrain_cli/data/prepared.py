@@ -230,9 +230,11 @@ def _require_none_skipped(dataset: Path) -> None:
     report = read_document(dataset / REPORT) or {}
     bad = [reason for step in report.get("steps", ()) for reason in step.get("bad", ())]
     if bad:
-        place = bad[0]["places"][0]
+        places = [place for reason in bad for place in reason["places"]]
+        first = min(places, key=lambda place: place.get("order", []))  # in the order of the source
+        params = {"place": first["place"], "problem": first["problem"]}
         raise UsageError(
-            Reason("data.bad-documents", {**place, "documents": sum(reason["documents"] for reason in bad)})
+            Reason("data.bad-documents", params | {"documents": sum(reason["documents"] for reason in bad)})
         )
 
 

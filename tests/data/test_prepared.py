@@ -331,6 +331,13 @@ def test_of_two_equal_sources_the_first_keeps_all_documents_and_the_second_none(
     assert counts == [(0, 0), (40, 0), (40, 40), (40, 40), (40, 40)], "both read once; deduplication; identifiers"
 
 
+def test_the_first_bad_document_is_named_if_bad_ones_were_skipped_before(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "web.jsonl").write_bytes(texts(20) + b'{"body": 1}\n' + b"{\n" * 3)
+    prepare_data(data(tokenizer, source=str(tmp_path / "web.jsonl"), on_bad="skip"), tmp_path, 1, ignore)
+    with pytest.raises(UsageError, match=r"web\.jsonl:21"):
+        find_prepared(data(tokenizer, source=str(tmp_path / "web.jsonl")), tmp_path)
+
+
 @pytest.mark.parametrize("moment", ["between", "in the middle"])
 def test_a_file_that_is_replaced_while_it_is_prepared_is_an_error(
     moment: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -134,7 +134,9 @@ def _step(source: PreparedSource, number: int) -> dict[str, Any]:
                 "reason": rule,
                 "documents": removed[rule],
                 "places": [
-                    {"place": each["place"], "problem": each["problem"]} for each in total.bad if each["rule"] == rule
+                    {"place": each["place"], "problem": each["problem"], "order": each["order"]}
+                    for each in total.bad
+                    if each["rule"] == rule
                 ],
             }
             for rule in sorted(bad, key=lambda rule: (-removed[rule], rule))
@@ -158,7 +160,8 @@ def _keep_first(kept: list[dict[str, Any]], found: Sequence[Mapping[str, Any]], 
     for each in found:
         if counts[each["rule"]] < most:
             counts[each["rule"]] += 1
-            kept.append({**each, "place": place_of(task, each)})
+            order = [task.number, each["part"], each["at"]]
+            kept.append({**each, "place": place_of(task, each), "order": order})
 
 
 def place_of(task: Task, document: Mapping[str, Any]) -> str:
