@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, block_cache
 from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, compare_chunk, hashes_path, read_hashes
 from scaletrain_cli.data.pipeline.prepare import SCHEMA, shard_folder
-from scaletrain_cli.data.pipeline.shards import SPLITS
+from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
 from scaletrain_cli.data.sources.places import (
     PlaceError,
     RemoteFile,
@@ -189,6 +190,7 @@ def attach_dataset(description: RemoteFile, datasets: Path) -> Path:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for _ in pool.map(lambda name: create_file(draft / name, _content(files[name])), wanted):
                 pass
+        _compare_with(_parsed(content), draft, files)
         objects = {name: [file.size, file.etag] for name, file in files.items() if name.endswith(_DATA_SUFFIX)}
         create_file(draft / OBJECTS, json.dumps({"path": root, "objects": objects}))
         create_file(draft / DESCRIPTION, content)
@@ -202,6 +204,41 @@ def attach_dataset(description: RemoteFile, datasets: Path) -> Path:
     return folder
 
 
+def _compare_with(document: dict[str, Any], draft: Path, files: dict[str, RemoteFile]) -> None:
+    """Compare what was read with dataset.json, and read again what differs. Raises PlaceError.
+
+    The tokenizer and the hashes of the chunks are compared; the report is only for people.
+    """
+    groups: list[tuple[list[str], Callable[[], bool]]] = []
+    if "digest" in document["tokenizer"]:
+        groups.append((["tokenizer.json"], partial(_is_tokenizer, draft, document["tokenizer"]["digest"])))
+    for number, shard in enumerate(document["shards"]):
+        names = [hashes_path(Path(name)).as_posix() for name in data_names(number)]
+        groups.append((names, partial(_has_digest, draft, names, shard)))
+    for names, is_right in groups:
+        reads = 1
+        while not is_right():
+            if reads == _READS_OF_A_BLOCK:
+                raise _damaged(files[names[0]])
+            reads += 1
+            time.sleep(_PAUSE_SECONDS)
+            for name in names:
+                (draft / name).unlink()
+                create_file(draft / name, _content(files[name]))
+
+
+def _is_tokenizer(draft: Path, digest: str) -> bool:
+    return hashlib.sha256((draft / "tokenizer.json").read_bytes()).hexdigest() == digest
+
+
+def _has_digest(draft: Path, names: list[str], shard: dict[str, Any]) -> bool:
+    """Return whether the hashes of a shard are those that dataset.json states."""
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(hashlib.sha256((draft / name).read_bytes()).digest())
+    return digest.hexdigest() == str(shard["digest"])
+
+
 def inspect_dataset(description: RemoteFile, seconds: float | None = None) -> dict[str, Any]:
     """Return the content of dataset.json of a remote dataset whose files are all there.
 
@@ -213,10 +250,27 @@ def inspect_dataset(description: RemoteFile, seconds: float | None = None) -> di
 def _checked(description: RemoteFile, seconds: float | None) -> tuple[bytes, dict[str, RemoteFile]]:
     """Return dataset.json and all files by their names. Raises PlaceError for other versions and missing files."""
     root = _root(description)
-    content = read_range(description, 0, description.size, seconds)
+    content = _stated(description, seconds)
     files = {file.path.removeprefix(f"{root}/"): file for file in list_files(f"{root}/", seconds)}
     _require_complete(root, _parsed(content), files)
     return content, files
+
+
+def _stated(description: RemoteFile, seconds: float | None) -> bytes:
+    """Return dataset.json, read again if it does not match its seal. Raises PlaceError."""
+    for _ in range(_READS_OF_A_BLOCK):
+        content = read_range(description, 0, description.size, seconds)
+        document = _parsed(content)
+        if document.get("schema") == SCHEMA and document.get("seal", "") in ("", seal_of(document)):
+            return content
+        time.sleep(_PAUSE_SECONDS)
+    if document.get("schema") == SCHEMA:
+        raise _damaged(description)
+    return content  # of something else, which the caller refuses
+
+
+def _damaged(file: RemoteFile) -> PlaceError:
+    return PlaceError(Reason("remote.damaged", {"path": file.path, "reads": _READS_OF_A_BLOCK}), file=file.path)
 
 
 def _root(description: RemoteFile) -> str:

@@ -59,6 +59,9 @@ TEXTS: dict[str, Text] = {
         "{path} has no prepared data of this version (dataset.json with the schema {expected})",
         ("Prepare the data again and upload them with scaletrain data upload",),
     ),
+    "damaged": Text(
+        "{path} is not what was uploaded, in each of {reads} reads", ("Upload the data again to another path",)
+    ),
     "incomplete": Text("{path} lacks {missing:of file}, such as {first}", ("Upload the data again",)),
     "other-data-there": Text(
         "{path} already has other prepared data", ("Upload to another path, or remove what is there",)

@@ -118,7 +118,7 @@ def test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted(
     assert preparation_seconds(load_spec(written), runs_root()) == 0
     _requires_a_cache_that_can_be_used(path, tmp_path)
     own = tmp_path / "other-machine"
-    assert prepare_before_a_run(load_spec(written), root=own) == 0
+    assert prepare_before_a_run(load_spec(written), root=own).tasks == 0
     assert (next((own / "datasets").glob("remote-*")) / "tokenizer.json").is_file()
     small = submit(path, "--set", "model.vocab_size=256", "--set", "data.tokenizer.vocab_size=256")
     assert small.code == ExitCode.USAGE

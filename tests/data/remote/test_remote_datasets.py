@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -18,9 +20,9 @@ import pytest
 
 from scaletrain_cli.data import remote_datasets
 from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache
-from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError
+from scaletrain_cli.data.chunk_hashes import CHUNK_BYTES, CorruptDataError, hashes_path
 from scaletrain_cli.data.pipeline.prepare import SCHEMA, shard_folder
-from scaletrain_cli.data.pipeline.shards import Encoded, read_shard_info, write_shard
+from scaletrain_cli.data.pipeline.shards import Encoded, read_shard_info, seal_of, write_shard
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.data.remote_datasets import attach_dataset, find_description, is_attached, upload_dataset
 from scaletrain_cli.data.sources import places
@@ -53,8 +55,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert info is not None
         shards.append(asdict(info))
     (folder / "tokenizer.json").write_text("{}")
-    document = {"schema": SCHEMA, "tokenizer": {"dtype": "uint16"}, "shards": shards}
-    (folder / "dataset.json").write_text(json.dumps(document))
+    tokenizer = {"dtype": "uint16", "digest": hashlib.sha256(b"{}").hexdigest()}
+    document: dict[str, object] = {"schema": SCHEMA, "tokenizer": tokenizer, "shards": shards}
+    (folder / "dataset.json").write_text(json.dumps(document | {"seal": seal_of(document)}))
     return folder
 
 
@@ -99,6 +102,27 @@ def test_remote_data_have_the_tokens_of_local_data_in_any_range(
         ends = here[split].ends_between(0, len(expected))
         assert (ends == there[split].ends_between(0, len(expected))).all()
     assert {"slow-down", "reset", "short", "changed"} <= set(s3.broken)
+
+
+def test_what_is_attached_is_what_was_uploaded(s3: FaultyProxy, prepared: Path, tmp_path: Path) -> None:
+    path = upload_dataset(prepared, ROOT)
+    seen = Counter[str]()
+
+    def change_first_reads(request: Request) -> str | None:
+        if not request.range:
+            return None
+        seen[request.path] += 1
+        return "changed" if seen[request.path] < 3 else None
+
+    s3.fault = change_first_reads
+    found = attach(path, tmp_path / "datasets")
+    names = ["tokenizer.json", "dataset.json", *(f"{n:06d}/{hashes_path(Path('train.bin'))}" for n in range(3))]
+    assert all((found / name).read_bytes() == (prepared / name).read_bytes() for name in names)
+    assert s3.broken
+    s3.fault = lambda request: "changed" if request.path.endswith("tokenizer.json") else None
+    with pytest.raises(PlaceError, match=r"tokenizer\.json is not what was uploaded, in each of 4 reads"):
+        attach(path, tmp_path / "others")
+    assert not list((tmp_path / "others").glob("*"))
 
 
 _READER = """
@@ -292,7 +316,8 @@ def _no_json(root: str) -> None:
 
 def _one_shard_more(root: str) -> None:
     found = json.loads(places.read_all(f"{root}/dataset.json"))
-    places.write_file(f"{root}/dataset.json", json.dumps(found | {"shards": found["shards"] * 2}).encode())
+    found = {name: value for name, value in found.items() if name != "seal"} | {"shards": found["shards"] * 2}
+    places.write_file(f"{root}/dataset.json", json.dumps(found | {"seal": seal_of(found)}).encode())
 
 
 @pytest.mark.parametrize(
