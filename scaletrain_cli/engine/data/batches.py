@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaletrain_cli.engine.data.loader import map_tensors
+from scaletrain_cli.engine.data.permutation import batch_indices, samples_at
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.model.attention import TokenContext
@@ -20,95 +21,6 @@ from scaletrain_cli.engine.model.document_attention import Segments, segments_of
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
-
-# The sequences of each batch: a pure function of (seed, batch number), the same in every layout.
-
-
-_MASK64 = (1 << 64) - 1
-_ROUNDS = 4
-
-
-def batch_indices(
-    *, seed: int, batch: int, global_batch_size: int, samples: int, rank: int, data_parallel: int, micro_batch_size: int
-) -> list[list[int]]:
-    """Return sample indices of one data-parallel rank in batch ``batch`` (0-based), one list per micro-batch.
-
-    The union over the ranks is the same for every (data_parallel, micro_batch_size) with this ``global_batch_size``.
-    """
-    micro_steps = global_batch_size // (micro_batch_size * data_parallel)
-    first = batch * global_batch_size
-    return [
-        [
-            sample_at(first + (micro * data_parallel + rank) * micro_batch_size + offset, seed=seed, samples=samples)
-            for offset in range(micro_batch_size)
-        ]
-        for micro in range(micro_steps)
-    ]
-
-
-def sample_at(position: int, *, seed: int, samples: int) -> int:
-    """Return the sample at a position of an endless stream of epochs, each a new permutation of range(samples)."""
-    epoch, index = divmod(position, samples)
-    return permute(index, size=samples, key=_mix_bits(_mix_bits(seed) ^ epoch))
-
-
-def permute(index: int, *, size: int, key: int) -> int:
-    """Return the image of ``index`` under a pseudo-random permutation of range(size), by cycle walking."""
-    half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    mask = (1 << half_bits) - 1
-    while True:  # the network permutes a power of four >= size; repeat until inside (< 4 rounds on average)
-        left, right = index >> half_bits, index & mask
-        for turn in range(_ROUNDS):
-            left, right = right, left ^ (_mix_bits(right ^ _mix_bits(key + turn)) & mask)
-        index = left << half_bits | right
-        if index < size:
-            return index
-
-
-def samples_at(first: int, count: int, *, seed: int, samples: int) -> npt.NDArray[np.int64]:
-    """Return the samples at ``count`` positions from ``first`` on; see sample_at()."""
-    found, position = [np.empty(0, np.int64)], first
-    while position < first + count:
-        epoch, index = divmod(position, samples)
-        stop = min(index + first + count - position, samples)
-        key = _mix_bits(_mix_bits(seed) ^ epoch)
-        found.append(_permuted(np.arange(index, stop, dtype=np.uint64), size=samples, key=key))
-        position += stop - index
-    return np.concatenate(found)
-
-
-def _permuted(indices: npt.NDArray[np.uint64], *, size: int, key: int) -> npt.NDArray[np.int64]:
-    """Return the images of indices; see permute()."""
-    half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    keys = [np.uint64(_mix_bits(key + turn)) for turn in range(_ROUNDS)]
-    found: npt.NDArray[np.uint64] = indices.copy()
-    waiting = np.arange(len(found))
-    while len(waiting):
-        left, right = found[waiting] >> half, found[waiting] & mask
-        for turn_key in keys:
-            left, right = right, left ^ (_mixed_bits(right ^ turn_key) & mask)
-        found[waiting] = (left << half) | right
-        waiting = waiting[found[waiting] >= size]
-    images: npt.NDArray[np.int64] = found.astype(np.int64)
-    return images
-
-
-def _mixed_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the finalizer of each value; see _mix_bits(). Products of arrays are modulo 2^64."""
-    mixed: npt.NDArray[np.uint64] = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
-
-
-def _mix_bits(value: int) -> int:
-    """Return SplitMix64's finalizer (Steele, Lea, Flood, OOPSLA 2014) of a 64-bit integer."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
 
 
 class Order(Protocol):

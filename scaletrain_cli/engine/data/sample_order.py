@@ -1,4 +1,4 @@
-"""Which sequence is which sample of a run that mixes several sources."""
+"""The order of samples in a run: the source and the sequence of each sample number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scaletrain_cli.data.stages import (
     recorded_changes,
     recorded_stages,
 )
-from scaletrain_cli.engine.data.batches import sample_at, samples_at
+from scaletrain_cli.engine.data.permutation import sample_at, samples_at
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir

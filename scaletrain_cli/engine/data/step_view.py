@@ -19,8 +19,8 @@ from scaletrain_cli.engine.data.batches import (
     batch_number,
     merged_skip_ranges,
     padded_to,
-    sample_at,
 )
+from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, RowSequences
 from scaletrain_cli.engine.data.sample_order import sample_order

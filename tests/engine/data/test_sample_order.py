@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.data.stages import MixtureStage, planned_stages, shares_of, sources_before, stages_of_run
-from scaletrain_cli.engine.data.batches import sample_at
+from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.data.sample_order import mixture_of_run, sample_order
 from scaletrain_cli.errors import InfeasibleError
 from scaletrain_cli.event_texts import event_sentence

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.engine.data.batches import batch_indices, permute, sample_at, samples_at
+from scaletrain_cli.engine.data.permutation import batch_indices, permute, sample_at, samples_at
 
 
 @given(size=st.integers(1, 2000), key=st.integers(0, 2**64 - 1))

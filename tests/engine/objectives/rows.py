@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaletrain_cli.engine.compose import compose
-from scaletrain_cli.engine.data.batches import BatchReader, padded_to, sample_at
+from scaletrain_cli.engine.data.batches import BatchReader, padded_to
+from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.schedules import learning_rate
