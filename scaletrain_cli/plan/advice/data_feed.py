@@ -1,4 +1,4 @@
-"""What a plan's speed asks of storage and of the processes that read batches."""
+"""Bandwidth of storage and number of reader processes that the planned step time requires."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _CHUNK_BYTES, _BLOCK_BYTES = 1 << 17, 1 << 20
 _SEQUENCE_SECONDS, _CHUNK_SECONDS = 15e-6, 150e-6
 _TOKEN_SECONDS = {"plain": 3e-9, "documents": 25e-9, "rows": 60e-9}
 # Where labels are masked or weighted, each rank looks up every sequence of the whole batch.
-_LOOKUP_SECONDS = 25e-6
+_LOOKUP_SECONDS = 1.2e-6
 _BUSY_SHARE = 0.5  # of a reader's time; the thread of a rank also shares Python's lock with the training loop
 
 
 @dataclass(frozen=True)
 class DataFeed:
-    """What the ranks read. ``rank_bytes``, ``node_bytes``: of tokens, a second; ``node_first_bytes``: a second at most,
-    while chunks are read for the first time; ``remote_first_bytes``: the same for remote blocks.
+    """The data that ranks and nodes read.
 
-    ``reader_seconds``: time that a rank's readers need for each step. ``workers``: processes for that, 0 for a thread.
+    ``rank_bytes``, ``node_bytes``: bytes of tokens per second. ``node_first_bytes``: largest number of bytes per second
+    while chunks are read for the first time; ``remote_first_bytes``: the same for blocks of remote data.
+    ``reader_seconds``: time that the readers of a rank need for each step. ``workers``: number of processes that
+    suffice; 0: a thread.
     """
 
     rank_bytes: float
