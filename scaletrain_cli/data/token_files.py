@@ -79,7 +79,7 @@ class PreparedFile(Protocol):
 
     @property
     def path(self) -> str:
-        """Where the file is, for people."""
+        """The path or URL of the file, for messages."""
         ...
 
     def read(self, start: int, stop: int) -> bytes:

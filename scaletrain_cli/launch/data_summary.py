@@ -1,4 +1,4 @@
-"""What `scaletrain plan` says about the data of a run: tokens and epochs of each source, and files it could not use."""
+"""Summarize the data of a run for `scaletrain plan`: tokens and epochs of each source, and files it could not use."""
 
 from __future__ import annotations
 

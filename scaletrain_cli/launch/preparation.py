@@ -45,7 +45,7 @@ _OTHER_ENGINE = "SCALETRAIN_ENGINE"
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """How the data of a run are prepared: ``nothing`` to do, ``here`` in the foreground, or as a ``job``.
+    """The place where the data of a run are prepared: ``here`` in the foreground, a ``job``, or ``nothing`` to do.
 
     ``datasets``: those that are there, as a run records them.
     """

@@ -77,7 +77,7 @@ class StageSpec(Section):
 
 
 class LoaderSpec(Section):
-    """How each rank reads its batches, which never changes what is in them."""
+    """Settings of the reading of batches. They never change the contents of a batch."""
 
     workers: WholeOrZero = Field(default=0, le=64, description="processes of each rank that read; 0: a thread")
     prefetch: Whole = Field(default=2, le=1024, description="number of batches that are read ahead")

@@ -1,4 +1,4 @@
-"""How the data of a run are prepared before its gang: nothing to do, here, or by a job."""
+"""The data of a run are prepared before its gang starts: in the foreground or by a job, unless they are there."""
 
 from __future__ import annotations
 

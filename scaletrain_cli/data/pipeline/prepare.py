@@ -136,7 +136,7 @@ def work_folder(datasets: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Crew:
-    """What runs the stages: this process with its worker processes, among others."""
+    """This process and its worker processes, which run the stages together with other preparations."""
 
     claims: Claims
     workers: Workers[int]

@@ -16,8 +16,8 @@ from scaletrain_cli.safe_files import make_folder
 
 Progress = Callable[[str, int, int], None]
 
-# A look at the results of many units, as on a slow file system, is not repeated at once: so many times its duration
-# pass before the next one, but no more seconds than these.
+# Listing the results of many units is slow on some file systems. The pause before the next listing is this multiple of
+# the duration of the last one, at most so many seconds.
 _TIMES_A_LOOK, _LONGEST_WAIT = 20, 30.0
 
 

@@ -85,7 +85,7 @@ def tasks_of(source: Source, task_bytes: int = TASK_BYTES) -> tuple[Task, ...]:
 
 
 class Place(NamedTuple):
-    """Where a document is: in which part of a task, and where there, in the unit of the file's format."""
+    """The place of a document: a part of a task, and the position ``at`` in it, in the unit of the file's format."""
 
     task: Task
     part: Part

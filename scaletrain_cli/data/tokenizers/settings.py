@@ -1,4 +1,4 @@
-"""What the tokens of a dataset depend on: the content of a tokenizer.json, and what it says about its ids."""
+"""Load a tokenizer.json, and derive the settings on which the tokens of a dataset depend."""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@ from scaletrain_cli.spec import TrainingSpec
 
 
 class RowLosses(NamedTuple):
-    """Of each sequence of a micro-batch, [rows]: the number of its source, its summed loss, and labels that count.
+    """Losses of the sequences of a micro-batch, each tensor [rows].
 
-    On a sequence-parallel rank the last two are of its part of the sequence.
+    ``sources``: number of the source of each sequence. ``losses``: summed over its labels. ``counted``: number of
+    labels in the loss. On a sequence-parallel rank the last two cover its part of the sequence.
     """
 
     sources: Tensor
