@@ -39,9 +39,11 @@ def status(run_id: str) -> dict[str, Any]:
     return dict(json.loads(scaletrain("status", run_id, "--json", show=False)))
 
 
-def unigram_entropy_nats(tokens_file: Path, dtype: str) -> float:
+def unigram_entropy_nats(dataset: dict[str, Any]) -> float:
     """Return the entropy of the token frequencies: the loss of the best model that ignores context."""
-    counts = np.bincount(np.memmap(tokens_file, dtype=dtype, mode="r"))
+    counts = np.zeros(dataset["vocab_size"], dtype=np.int64)
+    for shard in sorted(Path(dataset["path"]).glob("*/train.bin")):
+        counts += np.bincount(np.fromfile(shard, dtype=dataset["dtype"]), minlength=len(counts))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -80,7 +82,7 @@ def main() -> None:
 
     after = wait_until(run_id, lambda now: False)
     print(f"\n{scaletrain('status', run_id)}")
-    entropy = unigram_entropy_nats(Path(dataset["path"]) / "train.bin", dataset["dtype"])
+    entropy = unigram_entropy_nats(dataset)
     print(f"state                    {after['state']}")
     print(f"restarts                 {after['restarts']}")
     print(f"steps lost               {after['steps_lost_total']}")

@@ -31,6 +31,7 @@ from scaletrain_cli.errors import (
     SpecError,
     UsageError,
 )
+from scaletrain_cli.launch import preparation as data_preparation
 from scaletrain_cli.launch.backends.base import Backend, SubmissionSummary
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.cancel import Cancellation
@@ -41,7 +42,7 @@ from scaletrain_cli.launch.explain import explain as explain_run
 from scaletrain_cli.launch.finding import Explanation
 from scaletrain_cli.launch.hub_fetch import FetchProgress
 from scaletrain_cli.launch.logs import LogLine, fetched_logs, read_logs
-from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data, reads_prepared_data
+from scaletrain_cli.launch.preparation import Choice, PreparedData, prepare_data
 from scaletrain_cli.launch.rendered_job import changes_since_sent
 from scaletrain_cli.launch.replan import Resize, replan
 from scaletrain_cli.launch.resource_checks.checks import require_external, require_external_to_resume
@@ -194,7 +195,7 @@ class RenderedJob:
 
 
 def _rendered(backend: Backend, run: RunDir, record: RunRecord) -> RenderedJob:
-    before = backend.render_preparation(run, record) if reads_prepared_data(record.spec) else ""
+    before = backend.render_preparation(run, record) if data_preparation.reads_prepared_data(record.spec) else ""
     return RenderedJob(run.run_id, run.path, backend.render(run, record), before)
 
 

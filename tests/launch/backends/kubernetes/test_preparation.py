@@ -80,7 +80,6 @@ def controller(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Set up a cluster, and spend no time between two looks at the Job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("scaletrain_cli.launch.preparation.reads_prepared_data", lambda *_: True)
-    monkeypatch.setattr("scaletrain_cli.api.reads_prepared_data", lambda *_: True)
     monkeypatch.setattr(preparation, "_LOOK_EVERY_SECONDS", 0.0)
     api.put("namespaces", {"metadata": {"name": "ml"}}, namespace="")
     bound = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
