@@ -1,0 +1,138 @@
+"""Sections of ``data`` for images: where their labels and captions are, how they are decoded, and augmentations."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from scaletrain_cli.spec.quantities import NonNegative, Positive, Text, Whole, not_a_switch
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where_not
+
+Probability = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
+Color = Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=4)]
+
+
+def _ascending(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] > value[1]:
+        raise PydanticCustomError("range", "must be a range: the smaller number first")
+    return value
+
+
+Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
+
+
+def _share_of_area(value: tuple[float, float]) -> tuple[float, float]:
+    if value[1] > 1:
+        raise PydanticCustomError("share", "must not exceed 1, the whole area of the image")
+    return value
+
+
+AreaRange = Annotated[Range, AfterValidator(_share_of_area)]
+
+
+class ImageFieldsSpec(Section):
+    """Columns of parquet files, or suffixes of the members of a tar shard, with the parts of a sample."""
+
+    image: Text = Field(default="auto", description="auto: jpg, jpeg, png or webp in tar shards; image in parquet")
+    label: Text = Field(default="auto", description="auto: cls in tar shards, label in parquet, or the folder")
+    caption: Text = Field(
+        default="auto",
+        description="auto: txt in tar shards, caption or text in parquet; json:KEY: a key of a JSON member",
+    )
+
+
+class RandomResizedCropSpec(Section):
+    """A random part of the image, resized to the size of the model (arXiv:1409.4842, section 6)."""
+
+    scale: AreaRange = Field(default=(0.08, 1.0), description="share of the area of the image")
+    ratio: Range = Field(default=(0.75, 4 / 3), description="width over height, uniform in its logarithm")
+
+
+class ColorJitterSpec(Section):
+    """Brightness, contrast and saturation times 1 +- these, and a hue shifted by up to this share of the circle."""
+
+    brightness: NonNegative = 0.0
+    contrast: NonNegative = 0.0
+    saturation: NonNegative = 0.0
+    hue: Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=0.5)] = 0.0
+
+
+class RandAugmentSpec(Section):
+    """RandAugment (arXiv:1909.13719): operations drawn from 15, with a common magnitude from 0 to 10."""
+
+    num_ops: Whole = Field(default=2, le=16, description="operations per image")
+    magnitude: Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=10)] = 9.0
+    magnitude_std: NonNegative = Field(default=0.5, description="standard deviation of the magnitude of an operation")
+    probability: Probability = Field(default=0.5, description="of each operation")
+    increasing: bool = Field(default=True, description="a larger magnitude always changes the image more")
+
+
+class RandomErasingSpec(Section):
+    """A rectangle is replaced by the mean of the dataset (arXiv:1708.04896)."""
+
+    probability: Probability = 0.25
+    scale: AreaRange = Field(default=(0.02, 1 / 3), description="share of the area of the image")
+    ratio: Range = Field(default=(0.3, 1 / 0.3), description="height over width, uniform in its logarithm")
+
+
+_MIXES = used_when(where_not("data.images.augment.mixes", False, setting="data.images.augment.mixup"))
+
+
+class AugmentSpec(Section):
+    """Random changes of training images. Each is a function of seed, epoch and sample, whatever reads them."""
+
+    random_resized_crop: RandomResizedCropSpec | None = Field(
+        default=RandomResizedCropSpec(),
+        description="null: the image as in evaluation, resized and cropped at its center",
+    )
+    horizontal_flip: Probability = 0.5
+    color_jitter: ColorJitterSpec | None = None
+    rand_augment: RandAugmentSpec | None = None
+    random_erasing: RandomErasingSpec | None = None
+    mixup: NonNegative = Field(default=0.0, description="alpha of mixup (arXiv:1710.09412); 0: none")
+    cutmix: NonNegative = Field(default=0.0, description="alpha of CutMix (arXiv:1905.04899); 0: none")
+    mix_probability: Annotated[Probability, _MIXES] = Field(default=1.0, description="of mixing a pair of images")
+    switch_probability: Annotated[Probability, _MIXES] = Field(
+        default=0.5, description="of CutMix, where both alphas are above 0"
+    )
+
+    @property
+    def mixes(self) -> bool:
+        """Return True if images are mixed with each other."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+class ImagesSpec(Section):
+    """Images of training: their fields, normalization, size in evaluation, decoder and augmentation."""
+
+    fields: ImageFieldsSpec = LEFT_OUT
+    classes: Text | None = Field(
+        default=None, description="file with a class name per line, in the order of the labels; null: sorted folders"
+    )
+    mean: Color | None = Field(default=None, description="of each channel, from 0 to 1; null: that of the family")
+    std: Color | None = Field(default=None, description="of each channel; null: that of the family")
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    crop_ratio: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)] = Field(
+        default=0.875, description="evaluation: share of the resized image that is cropped at its center"
+    )
+    decoder: Literal["auto", "pillow", "torchvision", "dali"] = Field(
+        default="auto", description="auto: pillow, whose pixels do not depend on the installation"
+    )
+    augment: AugmentSpec = LEFT_OUT
+
+    def inconsistencies(self, channels: int) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each setting that contradicts another one. ``channels``: of the model's images."""
+        for key in ("mean", "std"):
+            given: Any = getattr(self, key)
+            if given is not None and len(given) != channels:
+                yield key, f"must have {channels} numbers, one for each channel."
+        if self.std is not None and not all(self.std):
+            yield "std", "must be above 0."
+
+
+# Mean and standard deviation of each channel that the weights of a family on the Hub were trained with.
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+NORMALIZATION = {"resnet": IMAGENET, "convnext": IMAGENET, "vit": HALF, "clip": CLIP, "llava": CLIP}
