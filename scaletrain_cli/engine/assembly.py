@@ -307,7 +307,7 @@ def _checkpoint_schedule(record: RunRecord) -> CheckpointSchedule:
 
 def _guard(spec: RunSpec) -> Guard:
     pairs = spec.training.objective == "dpo"
-    fresh = spec.transformer.weights is None and not pairs
+    fresh = spec.weights is None and not pairs
     return Guard(
         factor=spec.guard.spike.factor,
         patience=spec.guard.spike.patience,

@@ -27,12 +27,12 @@ from scaletrain_cli.engine.deepspeed_engine import (
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
+from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
 from scaletrain_cli.engine.model.materialization import (
     BaseWeights,
-    ScaledInitialization,
     WeightSource,
     materialize,
     zero3_partition,
@@ -65,14 +65,14 @@ from scaletrain_cli.plan.adapters import quantized_weights, trains_in_fp32
 from scaletrain_cli.plan.parameters import Stage, base_names, modules_with_adapter
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
 
 Forward = Callable[..., Any]
 
 
 def wrap_blocks(
-    model: CausalLM, layout: LayoutSpec, mode: str, *, compiled: bool = False, pin_memory: bool = False
+    model: TrainedModel, layout: LayoutSpec, mode: str, *, compiled: bool = False, pin_memory: bool = False
 ) -> None:
     """Replace the forward passes of the blocks of this rank, or of their attention.
 
@@ -137,7 +137,7 @@ class Composed:
     All are replaced where other parameters begin to train (``stages.StageSwitch``), so that nothing keeps them.
     """
 
-    model: CausalLM
+    model: TrainedModel
     objective: Objective
     engine: Any
     optimizer: torch.optim.Optimizer
@@ -173,11 +173,11 @@ def compose(
     model = _sharded_model(spec, layout, mesh, device)
     unit = ModelParallelUnit.of(mesh)
     dtype, partition = forward_dtype(spec.training.precision), None
-    if spec.transformer.quantization != "none":
-        partition = quantize_when_loaded(
-            model, quantized_weights(spec.transformer).keys(), spec.transformer.quantization
-        )
-    _attach_adapters(model, spec, mesh)
+    if isinstance(model, CausalLM):
+        if spec.transformer.quantization != "none":
+            weights = quantized_weights(spec.transformer).keys()
+            partition = quantize_when_loaded(model, weights, spec.transformer.quantization)
+        _attach_adapters(model, spec, mesh)
     if trained is not None:
         freeze(model, trained)
     config = deepspeed_config(spec, layout, model, swap_folder)
@@ -197,6 +197,7 @@ def compose(
     groups = with_expert_groups(parameter_groups(model, spec.training.optimizer, trained))
     stage = None
     if layout.pipeline_parallel > 1:
+        assert isinstance(model, CausalLM)
         needed, anchors = True, 0
         if trained is not None:
             needed = trains_before(spec.transformer, mesh.pipeline, trained.since)
@@ -212,8 +213,16 @@ def compose(
     return Composed(model, objective, engine, optimizer, stage)
 
 
-def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> CausalLM:
+def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> TrainedModel:
     """Return this rank's part of the model on the meta device."""
+    if isinstance(spec.model, ModelSpec):
+        return _sharded_transformer(spec, layout, mesh, device)
+    model = outline(spec.model)
+    assign_dropout_keys(model, spec.training.seed)
+    return model
+
+
+def _sharded_transformer(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> CausalLM:
     model = outline(spec.transformer)
     keep_stage(model, mesh.pipeline)
     assign_dropout_keys(model, spec.training.seed)
@@ -236,30 +245,23 @@ def _attach_adapters(model: CausalLM, spec: RunSpec, mesh: Mesh) -> None:
         attach_adapters(model, own.adapter, modules_with_adapter(own), mesh, spec.training.seed, dtype)
 
 
-def _weights(spec: RunSpec, model: CausalLM, device: torch.device, resuming: bool) -> WeightSource:
-    own = spec.transformer
-    drawn = ScaledInitialization(
-        spec.training.seed,
-        own.initializer_range,
-        own.num_hidden_layers,
-        model.residual_projections,
-        device,
-        norm_weight=0.0 if own.zero_centered_norm else 1.0,
-    )
-    weights: WeightSource = drawn
-    if own.weights is not None and not resuming:
-        weights = HuggingFaceFolder(expand_home(own.weights), outline(own))
-    elif own.weights is not None and (base := base_names(spec)):
-        weights = BaseWeights(base, HuggingFaceFolder(expand_home(own.weights), outline(own)), drawn)
-    if own.adapter is None:
+def _weights(spec: RunSpec, model: TrainedModel, device: torch.device, resuming: bool) -> WeightSource:
+    weights = drawn = model.first_weights(spec.training.seed, device)
+    folder = None if spec.weights is None else expand_home(spec.weights)
+    if folder is not None and not resuming:
+        weights = HuggingFaceFolder(folder, outline(spec.model))
+    elif folder is not None and (base := base_names(spec)):
+        weights = BaseWeights(base, HuggingFaceFolder(folder, outline(spec.model)), drawn)
+    adapter = spec.model.adapter if isinstance(spec.model, ModelSpec) else None
+    if adapter is None:
         return weights
-    modules = modules_with_adapter(own)
-    before = None if resuming or own.adapter.weights is None else expand_home(own.adapter.weights)
+    modules = modules_with_adapter(spec.transformer)
+    before = None if resuming or adapter.weights is None else expand_home(adapter.weights)
     return AdapterInitialization(
         weights,
         spec.training.seed,
         device,
         {module.name: module for module in modules},
         forward_dtype(spec.training.precision),
-        None if before is None else PeftFolder(before, own.adapter, modules),
+        None if before is None else PeftFolder(before, adapter, modules),
     )

@@ -62,13 +62,15 @@ class Stepper(ABC):
 
         Fault injection: ``nan_gradient`` makes this rank's gradient NaN, ``factor`` multiplies the loss on all ranks.
         """
-        if self._composed.model.spec.num_experts:
-            scale_router_losses(self._composed.model, self.loss_scale / len(batches))
+        model = self._composed.model
+        experts = isinstance(model, CausalLM) and model.spec.num_experts > 0
+        if experts:
+            scale_router_losses(model, self.loss_scale / len(batches))
         loss, norm = self._train(batches, self._largest_norm(), nan_gradient, factor)
         skipped = self._fp16 and step_was_skipped(self._engine)
-        if self._composed.model.spec.bias_update_speed:
+        if experts and model.spec.bias_update_speed:
             finite = torch.isfinite(torch.as_tensor(norm))
-            update_correction_biases(self._composed.model, 0.0 if skipped else finite.to(loss.device))
+            update_correction_biases(model, 0.0 if skipped else finite.to(loss.device))
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
         return StepResult(loss, norm, skipped, self.take_measures() | self._source_losses)

@@ -247,7 +247,8 @@ class Trainer:
         measured |= result.measures
         if batches[0].step_tokens is not None:
             measured["tokens"] = float(batches[0].step_tokens)
-        routing = routing_measures(self.composed.model) if self.composed.model.spec.num_experts else None
+        model = self.composed.model
+        routing = routing_measures(model) if getattr(model.spec, "num_experts", 0) else None
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
         self.deferred_metrics.end(step, measured)

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.parameters import base_shapes, modules_with_adapter, trains_only_adapters
+from scaletrain_cli.plan.parameters import base_shapes, has_adapter, modules_with_adapter, trains_only_adapters
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
@@ -53,8 +53,7 @@ def trains_in_fp32(spec: RunSpec) -> bool:
 
     Where base parameters train, too, and with fp16, factors have 16 bits and fp32 master weights as all others.
     """
-    model = spec.transformer
-    if model.adapter is None or model.family not in BUILT_IN_FAMILIES or spec.training.precision == "fp16":
+    if not has_adapter(spec.model) or spec.training.precision == "fp16":
         return False
     return trains_only_adapters(spec)
 

@@ -360,7 +360,7 @@ def _trains_only_adapters(recipe: _Recipe) -> bool:
 
 def base_names(spec: RunSpec) -> frozenset[str]:
     """Return the parameters that keep the values of ``model.weights`` in the whole run; no checkpoint stores them."""
-    if spec.transformer.weights is None or trains_everything(spec):
+    if spec.weights is None or trains_everything(spec):
         return frozenset()
     return frozenset(parameter.name for parameter in model_parameters(spec.transformer)) - trained_ever(spec)
 

@@ -266,6 +266,11 @@ class RunSpec(Section):
         raise UsageError(f"{self.model.family} can be planned, but not used here", (problem,))
 
     @property
+    def weights(self) -> str | None:
+        """Return the path of the initial weights; None if they are random."""
+        return getattr(self.model, "weights", None)
+
+    @property
     def unit(self) -> str:
         """Return the unit of training data and throughput: ``tokens``, ``images``, or ``pairs`` of image and text."""
         return {"transformer": "tokens", "clip": "pairs"}.get(model_kind(self.model), "images")

@@ -75,9 +75,9 @@ def identify_base(spec: RunSpec, ranks: Ranks, consensus: RankConsensus) -> Base
 
     Each rank reads a share of the files. Raises UsageError if a file cannot be read.
     """
-    if spec.transformer.weights is None or not base_names(spec):
+    if spec.weights is None or not base_names(spec):
         return None
-    folder = expand_home(spec.transformer.weights)
+    folder = expand_home(spec.weights)
     names = consensus.follow_rank_zero(weight_files(folder) if ranks.rank == 0 else [])
     parts = consensus.gather(digests_of(folder, names[ranks.rank :: ranks.world_size]))
     merged = None if parts is None else {name: digest for part in parts for name, digest in part.items()}

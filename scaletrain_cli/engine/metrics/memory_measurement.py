@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import TrainedModel
 
 
 class SavedActivations:
-    """Bytes that one forward pass through the blocks saves; None before the first pass.
+    """Bytes that one forward pass saves, of a transformer that through the blocks; None before the first pass.
 
     Each storage counts once, without weights. A recomputed block passes its inputs to autograd before it hides the rest
     from these hooks (torch.utils.checkpoint, ``_NoopSaveInputs``), so only its inputs count. Offloaded tensors do not
     count on a GPU; on a CPU they are seen by the offloading hooks only.
     """
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: TrainedModel) -> None:
         self.bytes: int | None = None
         self._parameters = list(model.parameters())
         self._storages: dict[int, int] = {}
@@ -49,20 +49,20 @@ class SavedActivations:
 
 
 @contextmanager
-def watching_activations(model: CausalLM) -> Iterator[SavedActivations]:
-    """A context in which the first forward pass through the model's blocks is counted."""
-    saved, transform = SavedActivations(model), model.transform
+def watching_activations(model: TrainedModel) -> Iterator[SavedActivations]:
+    """A context in which the first call of the method ``model.measured`` is counted."""
+    saved, method = SavedActivations(model), getattr(model, model.measured)
 
-    def watched(*arguments: Any) -> Tensor:
-        del model.transform  # restores the method of the class
+    def watched(*arguments: Any, **named: Any) -> Any:
+        delattr(model, model.measured)  # restores the method of the class
         with saved.counting():
-            return transform(*arguments)
+            return method(*arguments, **named)
 
-    model.transform = watched  # type: ignore[method-assign,assignment]
+    setattr(model, model.measured, watched)
     try:
         yield saved
     finally:
-        model.__dict__.pop("transform", None)
+        model.__dict__.pop(model.measured, None)
 
 
 # Lists or dictionaries of tensors on DeepSpeed's optimizers.

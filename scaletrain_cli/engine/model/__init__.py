@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, overload
 
 import torch
 
+from scaletrain_cli.engine.model.base import TrainedModel, VisionModel
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.gpt import GPT2LMHeadModel
 from scaletrain_cli.engine.model.llama import LlamaForCausalLM
 from scaletrain_cli.plugins import load_reference
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.extensions import model_family_extension
+from scaletrain_cli.spec.run import AnyModel
+from scaletrain_cli.spec.vision_model import VisionSpec
 
 FAMILIES: dict[str, Callable[[ModelSpec], CausalLM]] = {"llama": LlamaForCausalLM, "gpt": GPT2LMHeadModel}
+# Below this package; a run imports only the one that it trains.
+VISION_FAMILIES: dict[str, str] = {
+    "resnet": "vision.resnet:ResNetForImageClassification",
+    "convnext": "vision.convnext:ConvNextForImageClassification",
+    "vit": "vision.vit:ViTForImageClassification",
+    "clip": "vision.clip:Clip",
+}
 
 
-def outline(spec: ModelSpec) -> CausalLM:
+@overload
+def outline(spec: ModelSpec) -> CausalLM: ...
+
+
+@overload
+def outline(spec: VisionSpec) -> VisionModel: ...
+
+
+@overload
+def outline(spec: AnyModel) -> TrainedModel: ...
+
+
+def outline(spec: Any) -> TrainedModel:
     """Return the model on the meta device: modules with names and shapes, without values.
 
-    ``FAMILIES`` has the built-in families; others come from the entry points ``scaletrain.model_families``.
+    ``FAMILIES`` and ``VISION_FAMILIES`` have the built-in families; others come from the entry points
+    ``scaletrain.model_families``.
     """
-    family = FAMILIES.get(spec.family) or _from_extension(spec.family)
+    family: Callable[[Any], TrainedModel]
+    if spec.family in VISION_FAMILIES:
+        family = load_reference(f"{__name__}.{VISION_FAMILIES[spec.family]}")
+    else:
+        family = FAMILIES.get(spec.family) or _from_extension(spec.family)
     with torch.device("meta"):
         return family(spec)
 

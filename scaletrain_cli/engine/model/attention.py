@@ -340,6 +340,21 @@ class KeyedDropout(_Keyed):
         return torch.arange(length, device=positions.device) + self.sequence_rank * length
 
 
+class KeyedDropPath(_Keyed):
+    """Stochastic depth (arXiv:1603.09382): drops the residual branch of a sample, and rescales those that are kept."""
+
+    def forward(self, branch: Tensor, samples: Tensor | None) -> Tensor:
+        """Return the branch [batch, ...], zero for dropped samples. ``samples`` [batch]: numbers in the run, or None.
+
+        None drops nothing, as in evaluation.
+        """
+        if not self.training or self.p == 0 or samples is None:
+            return branch
+        ones = torch.ones(len(samples), 1, dtype=branch.dtype, device=branch.device)
+        kept = _drop(ones, _split(self.key, samples), self.p)
+        return branch * kept.view(-1, *[1] * (branch.dim() - 1))
+
+
 class AttentionWithDropout(_Keyed):
     """Causal attention, [batch, heads, length, head_dim], with dropout of the weights; no fused kernel has these masks.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.attention import TokenContext, needs_mask
+from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.loss import LanguageModelHead
+from scaletrain_cli.engine.model.materialization import ScaledInitialization, WeightSource
 from scaletrain_cli.spec import ModelSpec
 
 
@@ -18,7 +21,7 @@ def longest(positions: Tensor) -> Tensor:
     return positions.amax(-1) + 1
 
 
-class CausalLM(nn.Module, ABC):
+class CausalLM(TrainedModel):
     """A decoder-only transformer with Hugging Face parameter names.
 
     tokens, labels: [batch, length] int64; label -100 is ignored. context: the places of these tokens.
@@ -26,6 +29,8 @@ class CausalLM(nn.Module, ABC):
     of each row in all its parts, given the positions of a rank.
     """
 
+    spec: ModelSpec
+    measured: ClassVar[str] = "transform"
     residual_projections: tuple[str, ...]  # suffixes of the names of matrices that write into the residual stream
     opening: tuple[str, ...]  # modules before the blocks, the token embedding first
     closing: tuple[str, ...]  # modules after the blocks
@@ -41,6 +46,14 @@ class CausalLM(nn.Module, ABC):
         self.lm_head = LanguageModelHead(self.spec.hidden_size, self.spec.vocab_size, self.spec.final_logit_softcapping)
         if self.spec.tie_word_embeddings:
             self.tie()
+
+    def first_weights(self, seed: int, device: torch.device) -> WeightSource:
+        """Return the random weights that training begins with; ``device`` draws them."""
+        spec = self.spec
+        norm_weight = 0.0 if spec.zero_centered_norm else 1.0
+        return ScaledInitialization(
+            seed, spec.initializer_range, spec.num_hidden_layers, self.residual_projections, device, norm_weight
+        )
 
     @property
     @abstractmethod

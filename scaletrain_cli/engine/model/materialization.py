@@ -41,7 +41,7 @@ class ScaledInitialization:
         """Return this rank's shard of the parameter, fp32."""
         if name.endswith("bias") or len(whole_shape) == 1:
             value = 0.0 if name.endswith(("bias", "sinks")) else self.norm_weight
-            return torch.full(_local(whole_shape, spec), value, device=self.device)
+            return constant(value, whole_shape, spec, self.device)
         std = self.initializer_range
         if name.endswith(self.residual_projections):
             std /= (2 * self.layers) ** 0.5
@@ -51,7 +51,7 @@ class ScaledInitialization:
 def normal(
     seed: int, name: str, whole_shape: tuple[int, ...], std: float, spec: ShardSpec | None, device: torch.device
 ) -> Tensor:
-    """Return a shard of a Normal(0, std) tensor of at least two dimensions, fp32."""
+    """Return a shard of a Normal(0, std) tensor of at least one dimension, fp32."""
 
     def draw(chunk: Tensor, generator: torch.Generator) -> Tensor:
         return chunk.normal_(0.0, std, generator=generator)
@@ -62,12 +62,17 @@ def normal(
 def uniform(
     seed: int, name: str, whole_shape: tuple[int, ...], bound: float, spec: ShardSpec | None, device: torch.device
 ) -> Tensor:
-    """Return a shard of a tensor of at least two dimensions that is uniform between -bound and bound, fp32."""
+    """Return a shard of a tensor of at least one dimension that is uniform between -bound and bound, fp32."""
 
     def draw(chunk: Tensor, generator: torch.Generator) -> Tensor:
         return chunk.uniform_(-bound, bound, generator=generator)
 
     return _drawn(draw, seed, name, whole_shape, spec, device)
+
+
+def constant(value: float, whole_shape: tuple[int, ...], spec: ShardSpec | None, device: torch.device) -> Tensor:
+    """Return a shard of a tensor of one value, fp32."""
+    return torch.full(_local(whole_shape, spec), value, device=device)
 
 
 def _drawn(

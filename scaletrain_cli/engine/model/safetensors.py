@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.fp8_files import ScaledMatrix
 from scaletrain_cli.engine.model.gpt_oss_files import read_expert
 from scaletrain_cli.engine.model.materialization import named_weights
@@ -49,8 +49,8 @@ class HuggingFaceFolder:
     ``model``: the whole model on the meta device. Raises UsageError that lists the differences from it.
     """
 
-    def __init__(self, folder: Path, model: CausalLM) -> None:
-        self._folder, self._experts = folder, model.spec.num_experts
+    def __init__(self, folder: Path, model: TrainedModel) -> None:
+        self._folder, self._experts = folder, getattr(model.spec, "num_experts", 0)
         self._files: dict[Path, Any] = {}
         self._file_of = _index(folder)
         config = _config(folder)
@@ -108,7 +108,7 @@ class HuggingFaceFolder:
         except (OSError, SafetensorError) as error:
             raise UsageError(Reason("engine.weights-unreadable", {"path": str(path), "error": str(error)})) from error
 
-    def _mismatches(self, model: CausalLM, config: dict[str, Any]) -> Iterator[Problem]:
+    def _mismatches(self, model: TrainedModel, config: dict[str, Any]) -> Iterator[Problem]:
         expected = named_weights(model)
         headers = {name: self._header(name) for name in self._file_of}
         found = WeightDifferences(expected, headers, experts=self._experts, config=config, folder=str(self._folder))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaletrain_cli.engine.model.base import VisionModel
 from scaletrain_cli.engine.model.materialization import names_of_parameters
 from scaletrain_cli.engine.parallel.tensor import VocabularyParallelEmbedding
 from scaletrain_cli.errors import UsageError
@@ -35,15 +36,17 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
 
     Without a ``stage`` all train, in two groups: those with ``settings.weight_decay``, and those with none. Matrices
     decay, norms and biases do not (GPT-3, arXiv:2005.14165, appendix B). ``settings.decay_embeddings`` decides on token
-    and position embeddings; a tied head is the token embedding. The parameters of a stage are grouped by learning rate,
+    and position embeddings; a tied head is the token embedding. Of networks for images ``VisionModel.never_decays``
+    names further parameters, such as positions. The parameters of a stage are grouped by learning rate,
     weight decay and the steps that they have trained, because ZeRO has one step counter per group.
     """
     if stage is None:
         kept = set() if settings.decay_embeddings else _embeddings(model)
+        never = model.never_decays if isinstance(model, VisionModel) else (lambda _: False)
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
-            decays = _is_matrix(parameter) and id(parameter) not in kept and not name.endswith("bias")
+            decays = _is_matrix(parameter) and id(parameter) not in kept and not (name.endswith("bias") or never(name))
             (decayed if decays else others).append(parameter)  # biases of experts are stacked
         return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     members: dict[tuple[int, tuple[Settings, ...]], list[nn.Parameter]] = {}

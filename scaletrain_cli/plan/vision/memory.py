@@ -53,6 +53,12 @@ def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Me
     return against_device(rank, (rank,), framework_of(spec), device)
 
 
+def saved_vision_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
+    """Return the bytes that autograd saves for one micro-batch of a rank, without the loss."""
+    whole, element = planned_network(spec, device), weight_bytes(spec.training.precision)
+    return activation_bytes(whole, layout.micro_batch_size, element, layout.activation_checkpointing).kept
+
+
 def _rank_memory(
     spec: RunSpec, layout: Layout, device: Accelerator, whole: VisionNetwork, held: Activations, logits: int
 ) -> StageMemory:

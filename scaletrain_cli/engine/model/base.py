@@ -1,0 +1,82 @@
+"""The interfaces of models that the engine trains: of any model, and of networks for images."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.model.materialization import WeightSource, constant, normal, uniform
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
+
+
+class TrainedModel(nn.Module, ABC):
+    """A model with Hugging Face parameter names and without parallel code; ``spec`` has its dimensions.
+
+    ``forward`` takes what ``MicroBatch.inputs`` has, and an ``output``: a callable that gets the model and the result
+    of the forward pass, and returns what to return instead, such as a loss.
+    """
+
+    spec: Any
+    measured: ClassVar[str] = "forward"  # the method whose saved activations are compared with the plan
+
+    @property
+    @abstractmethod
+    def blocks(self) -> nn.ModuleDict:
+        """The units of activation checkpointing and compilation, by a name of their own."""
+
+    @abstractmethod
+    def first_weights(self, seed: int, device: torch.device) -> WeightSource:
+        """Return the random weights that training begins with; ``device`` draws them."""
+
+
+class Initial(NamedTuple):
+    """The first values of a tensor: ``constant``, or drawn from Normal(0, ``std``) or Uniform(-``bound``, ``bound``).
+
+    At most one of ``std`` and ``bound`` is above 0; the constant then has no effect.
+    """
+
+    constant: float = 0.0
+    std: float = 0.0
+    bound: float = 0.0
+
+
+class DrawnWeights:
+    """A weight source: each tensor is a function of seed, name and shape; ``initial`` has its distribution."""
+
+    def __init__(self, seed: int, device: torch.device, initial: Callable[[str, tuple[int, ...]], Initial]) -> None:
+        self._seed, self._device, self._initial = seed, device, initial
+
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        """Return this rank's shard of a parameter or a stored buffer, fp32."""
+        begins = self._initial(name, whole_shape)
+        if begins.std:
+            return normal(self._seed, name, whole_shape, begins.std, spec, self._device)
+        if begins.bound:
+            return uniform(self._seed, name, whole_shape, begins.bound, spec, self._device)
+        return constant(begins.constant, whole_shape, spec, self._device)
+
+
+class VisionModel(TrainedModel):
+    """A network for images, or for pairs of image and text.
+
+    pixels: [images, channels, height, width], normalized, in the dtype of the weights. A network for images is called
+    with ``forward(pixels, samples=None, *, output=None)`` and returns logits [images, num_labels], or with num_labels
+    = 0 the pooled features. ``samples``: [images] int64, unique numbers of the images in the run, which key stochastic
+    depth; None in evaluation. One for pairs is called with ``forward(pixels, tokens, *, output=None)``.
+    """
+
+    @abstractmethod
+    def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
+        """Return the distribution of the first values of a parameter or stored buffer, by its Hugging Face name."""
+
+    def first_weights(self, seed: int, device: torch.device) -> WeightSource:
+        """Return the random weights that training begins with; ``device`` draws them."""
+        return DrawnWeights(seed, device, self.initial)
+
+    def never_decays(self, name: str) -> bool:
+        """Return True for a parameter without weight decay although it has several dimensions, such as positions."""
+        return False
