@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.launch.preparation import prepare_data
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, strays
 from tests.drills.training_runs import drill_spec
 
@@ -46,6 +47,7 @@ def kill(dataset: Path, kills: int, chance: random.Random, kinds: Mapping[str, d
     for name, overrides in kinds.items():
         wanted = found.kills + -(-kills // len(kinds))
         spec = drill_spec(dataset, checkpoint__every=5, **overrides)
+        prepare_data(spec)
         undisturbed = ForkedRun.create(spec)
         undisturbed.attempts_to_end(_SLOW_SAVE)
         took = undisturbed.seconds_of_first_attempt()
