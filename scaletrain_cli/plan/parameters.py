@@ -1,4 +1,4 @@
-"""The parameters of a transformer under their Hugging Face names, and which of them train at each step.
+"""The parameters of a model under their Hugging Face names, and which of them train at each step.
 
 Names and shapes are those of the engine's modules and of Hugging Face's files, in the order of the modules.
 """
@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
+from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_buffers, vision_parameters
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, factor_shapes, is_adapter_parameter
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
-from scaletrain_cli.spec.run import AnyModel
+from scaletrain_cli.spec.run import FAMILIES, AnyModel
 from scaletrain_cli.spec.training import OptimizerSpec, TrainableGroup
 
 _MOST_NEAR = 3  # names that an error suggests
@@ -28,10 +29,11 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 class Parameter(NamedTuple):
     """One tensor of a Hugging Face file.
 
-    ``place``: ``embedding``, ``block`` (with its number from 0 in ``block``) or ``closing`` (final norm and head).
-    ``tensor_dim``: the dimension that tensor ranks shard, None if each has the whole. ``tensor``: the name of the
-    engine's tensor that holds it: the same name, except that the experts of a layer are stacked. ``adapter``: a factor
-    of a low-rank adapter.
+    ``place``: ``embedding``, ``opening`` (patches or stem of a vision network), ``block`` (with its number from 0 in
+    ``block``) or ``closing`` (final norm and head). ``tensor_dim``: the dimension that tensor ranks shard, None if each
+    has the whole. ``tensor``: the name of the engine's tensor that holds it: the same name, except that the experts of
+    a layer are stacked. ``adapter``: a factor of a low-rank adapter. ``below``: layers between it and the head, None if
+    its place decides. ``decays``: False for matrices without weight decay, such as positions of vision networks.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Parameter(NamedTuple):
     tensor_dim: int | None
     tensor: str
     adapter: bool = False
+    below: int | None = None
+    decays: bool = True
 
     @property
     def numel(self) -> int:
@@ -99,19 +103,34 @@ class _Linear(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def model_parameters(model: ModelSpec) -> tuple[Parameter, ...]:
+def model_parameters(model: AnyModel) -> tuple[Parameter, ...]:
     """Return all parameters of a model, once each: a tied head is the token embedding. Factors of adapters included."""
+    if not isinstance(model, ModelSpec):
+        return tuple(_of_vision(each) for each in vision_parameters(model))
     found = tuple(_parameters(model))
     return found if model.adapter is None else tuple(_with_factors(model, found))
 
 
-def base_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _of_vision(found: VisionParameter) -> Parameter:
+    """Return the same parameter of a vision network, whole on every rank."""
+    return Parameter(
+        *(found.name, found.shape, found.place, found.block, None, found.name),
+        below=found.below,
+        decays=found.decays,
+    )
+
+
+def base_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters of a model without its adapters, by name."""
-    return {parameter.name: parameter.shape for parameter in model_parameters(model.model_copy(update=_NO_ADAPTER))}
+    if isinstance(model, ModelSpec):
+        model = model.model_copy(update=_NO_ADAPTER)
+    return {parameter.name: parameter.shape for parameter in model_parameters(model)}
 
 
-def stored_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+def stored_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all that a file of weights has, by name: parameters, then buffers. Without adapters."""
+    if not isinstance(model, ModelSpec):
+        return base_shapes(model) | {buffer.name: buffer.shape for buffer in vision_buffers(model)}
     biased = model.topk_method == "noaux_tc" and not model.has_fused_qkv
     blocks = [block for block in range(model.num_hidden_layers) if biased and model.has_experts(block)]
     buffers = {f"model.layers.{block}.mlp.gate.e_score_correction_bias": (model.num_experts,) for block in blocks}
@@ -316,7 +335,7 @@ def _vector(name: str, size: int, block: int, dim: int | None) -> Parameter:
 class _Recipe(NamedTuple):
     """The settings that decide what trains; hashable, as a cache key."""
 
-    model: ModelSpec
+    model: AnyModel
     trainable: tuple[TrainableGroup, ...]
     optimizer: OptimizerSpec
     steps: int
@@ -362,7 +381,7 @@ def base_names(spec: RunSpec) -> frozenset[str]:
     """Return the parameters that keep the values of ``model.weights`` in the whole run; no checkpoint stores them."""
     if spec.weights is None or trains_everything(spec):
         return frozenset()
-    return frozenset(parameter.name for parameter in model_parameters(spec.transformer)) - trained_ever(spec)
+    return frozenset(parameter.name for parameter in model_parameters(spec.model)) - trained_ever(spec)
 
 
 def trains_everything(spec: RunSpec) -> bool:
@@ -377,7 +396,7 @@ def has_adapter(model: AnyModel) -> bool:
 
 
 def _recipe(spec: RunSpec) -> _Recipe:
-    return _Recipe(spec.transformer, spec.training.trainable, spec.training.optimizer, spec.total_steps)
+    return _Recipe(spec.model, spec.training.trainable, spec.training.optimizer, spec.total_steps)
 
 
 @lru_cache(maxsize=16)
@@ -436,7 +455,7 @@ def _patterns(recipe: _Recipe, step: int) -> Iterator[tuple[int, tuple[str, ...]
 
 
 @lru_cache(maxsize=64)
-def _deciding(model: ModelSpec, groups: tuple[tuple[int, tuple[str, ...]], ...]) -> dict[str, int]:
+def _deciding(model: AnyModel, groups: tuple[tuple[int, tuple[str, ...]], ...]) -> dict[str, int]:
     """Return the number of the first group that matches each parameter; parameters without one are left out."""
     found: dict[str, int] = {}
     for parameter in model_parameters(model):
@@ -453,15 +472,24 @@ def _settings_of(recipe: _Recipe, group: TrainableGroup | None, parameter: Param
     ``layer_decay`` multiplies the learning rate once per layer below the head: the last block is one layer below it,
     and the embeddings are below the first block (BEiT, arXiv:2106.08254).
     """
-    optimizer, layers = recipe.optimizer, recipe.model.num_hidden_layers
-    below = {"embedding": layers + 1, "block": layers - (parameter.block or 0), "closing": 0}[parameter.place]
+    optimizer, below = recipe.optimizer, parameter.below
+    if below is None:
+        assert isinstance(recipe.model, ModelSpec)
+        layers = recipe.model.num_hidden_layers
+        below = {"embedding": layers + 1, "block": layers - (parameter.block or 0), "closing": 0}[parameter.place]
     lr, decay = optimizer.lr, optimizer.weight_decay
     if group is not None:
         lr = optimizer.lr if group.lr is None else group.lr
         decay = decay if group.weight_decay is None else group.weight_decay
-    if not parameter.is_matrix or (parameter.place == "embedding" and not optimizer.decay_embeddings):
+    if not decays(parameter, optimizer):
         decay = 0.0
     return Settings(lr / optimizer.lr * optimizer.layer_decay**below, decay)
+
+
+def decays(parameter: Parameter, optimizer: OptimizerSpec) -> bool:
+    """Return True if weight decay applies to a parameter: a matrix, without those that are left out."""
+    tables = parameter.place == "embedding" and not optimizer.decay_embeddings
+    return parameter.is_matrix and parameter.decays and not tables
 
 
 # Problems that only the names show.
@@ -469,11 +497,11 @@ def _settings_of(recipe: _Recipe, group: TrainableGroup | None, parameter: Param
 
 def check_what_trains(spec: RunSpec) -> None:
     """Raise UsageError with all problems if ``training.trainable`` or ``layer_decay`` does not fit the model."""
-    if not isinstance(spec.model, ModelSpec) or trains_everything(spec):
+    if trains_everything(spec):
         return
-    if spec.transformer.family not in BUILT_IN_FAMILIES:
+    if spec.model.family not in FAMILIES:
         key = "training.trainable" if spec.training.trainable else "training.optimizer.layer_decay"
-        rules: tuple[Rule, ...] = (Rule(key, None, "trainable-built-in-families", {"family": spec.transformer.family}),)
+        rules: tuple[Rule, ...] = (Rule(key, None, "trainable-built-in-families", {"family": spec.model.family}),)
     else:
         rules = _problems(_recipe(spec))
     if rules:
@@ -523,7 +551,7 @@ def _about_stages(recipe: _Recipe) -> Iterator[Rule]:
         yield Rule(f"{key}.{number}.match", ", ".join(recipe.trainable[number].match), "trainable-never-first")
 
 
-def near_patterns(pattern: str, model: ModelSpec) -> list[str]:
+def near_patterns(pattern: str, model: AnyModel) -> list[str]:
     """Return patterns near ``pattern`` that match parameters of the model; empty if none is near."""
     names = dict.fromkeys(_NUMBERS.sub("*", parameter.name) for parameter in model_parameters(model))
     for wider in (f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*"):

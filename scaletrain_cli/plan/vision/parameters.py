@@ -1,0 +1,234 @@
+"""The parameters and buffers of vision networks under the names of Hugging Face's files, in order of the modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
+from scaletrain_cli.spec.vision_model import ClipTextSpec, ClipVisionSpec, VisionSpec
+
+# A ResNet bottleneck has a quarter of the channels (arXiv:1512.03385, section 4.1), a ConvNeXt MLP four times as many.
+_BOTTLENECK = 4
+_EXPANSION = 4
+_FP32_BYTES, _COUNTER_BYTES = 4, 8
+
+
+class VisionParameter(NamedTuple):
+    """One tensor that trains.
+
+    ``place``: ``block`` (with its number from 0 in ``block``, counted by tower), ``embedding`` of tokens, ``opening``
+    for all else before the blocks, or ``closing``. ``below``: number of layers between it and the head, as layer-wise
+    learning rates count them. ``decays``: False for class tokens, positions, layer scale and logit scale, and for all
+    vectors; these have no weight decay.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: str
+    block: int | None
+    below: int
+    decays: bool
+
+
+class Buffer(NamedTuple):
+    """One tensor that is saved and does not train."""
+
+    name: str
+    shape: tuple[int, ...]
+    element_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes, which no precision and no ZeRO stage changes."""
+        return math.prod(self.shape) * self.element_bytes
+
+
+class _Place(NamedTuple):
+    place: str
+    block: int | None
+    below: int
+
+
+_HEAD = _Place("closing", None, 0)
+
+
+@lru_cache(maxsize=64)
+def vision_parameters(model: VisionSpec) -> tuple[VisionParameter, ...]:
+    """Return all parameters of a network, in the order of the modules."""
+    match model:
+        case ResNetSpec():
+            return tuple(_resnet(model))
+        case ConvNextSpec():
+            return tuple(_convnext(model))
+        case VitSpec():
+            return tuple(_vit(model))
+        case ClipSpec():
+            return tuple(_clip(model))
+
+
+@lru_cache(maxsize=64)
+def vision_buffers(model: VisionSpec) -> tuple[Buffer, ...]:
+    """Return the running statistics of all BatchNorms: mean and variance in fp32, and a counter of batches as int64."""
+    if not isinstance(model, ResNetSpec):
+        return ()
+    return tuple(
+        buffer
+        for parameter in _resnet(model)
+        if parameter.name.endswith(".normalization.weight")
+        for buffer in _statistics(parameter.name.removesuffix(".weight"), parameter.shape)
+    )
+
+
+def _statistics(norm: str, shape: tuple[int, ...]) -> Iterator[Buffer]:
+    for name in ("running_mean", "running_var"):
+        yield Buffer(f"{norm}.{name}", shape, _FP32_BYTES)
+    yield Buffer(f"{norm}.num_batches_tracked", (), _COUNTER_BYTES)
+
+
+def _resnet(model: ResNetSpec) -> Iterator[VisionParameter]:
+    total = sum(model.depths)
+    opening = _Place("opening", None, total + 1)
+    stem = "resnet.embedder.embedder"
+    yield from _conv_norm(stem, model.num_channels, model.embedding_size, 7, opening)
+    channels, number = model.embedding_size, 0
+    for stage, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
+        for layer in range(depth):
+            at = _Place("block", number, total - number)
+            path = f"resnet.encoder.stages.{stage}.layers.{layer}"
+            if channels != features or (stage and not layer):
+                yield from _conv_norm(f"{path}.shortcut", channels, features, 1, at)
+            narrow = features // _BOTTLENECK
+            shapes = [(channels, narrow, 1), (narrow, narrow, 3), (narrow, features, 1)]
+            if model.layer_type == "basic":
+                shapes = [(channels, features, 3), (features, features, 3)]
+            for index, (inputs, outputs, kernel) in enumerate(shapes):
+                yield from _conv_norm(f"{path}.layer.{index}", inputs, outputs, kernel, at)
+            channels, number = features, number + 1
+    yield from _linear("classifier.1", channels, model.num_labels, _HEAD)
+
+
+def _convnext(model: ConvNextSpec) -> Iterator[VisionParameter]:
+    total, channels = sum(model.depths), model.hidden_sizes[0]
+    opening = _Place("opening", None, total + 1)
+    path = "convnext.embeddings"
+    yield from _convolution(f"{path}.patch_embeddings", model.num_channels, channels, model.patch_size, opening)
+    yield from _norm(f"{path}.layernorm", channels, opening)
+    number = 0
+    for stage, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
+        path = f"convnext.encoder.stages.{stage}"
+        if stage:
+            first = _Place("block", number, total - number)
+            yield from _norm(f"{path}.downsampling_layer.0", channels, first)
+            yield from _convolution(f"{path}.downsampling_layer.1", channels, features, 2, first)
+        for layer in range(depth):
+            at = _Place("block", number, total - number)
+            block = f"{path}.layers.{layer}"
+            if model.layer_scale_init_value > 0:
+                yield _parameter(f"{block}.layer_scale_parameter", (features,), at)
+            yield from _convolution(f"{block}.dwconv", 1, features, 7, at)
+            yield from _norm(f"{block}.layernorm", features, at)
+            yield from _linear(f"{block}.pwconv1", features, _EXPANSION * features, at)
+            yield from _linear(f"{block}.pwconv2", _EXPANSION * features, features, at)
+            number += 1
+        channels = features
+    yield from _norm("convnext.layernorm", channels, _HEAD)
+    yield from _linear("classifier", channels, model.num_labels, _HEAD)
+
+
+def _vit(model: VitSpec) -> Iterator[VisionParameter]:
+    hidden, total = model.hidden_size, model.num_hidden_layers
+    opening, path = _Place("opening", None, total + 1), "vit.embeddings"
+    tokens = (model.image_size // model.patch_size) ** 2 + 1
+    yield _parameter(f"{path}.cls_token", (1, 1, hidden), opening, decays=False)
+    yield _parameter(f"{path}.position_embeddings", (1, tokens, hidden), opening, decays=False)
+    patches = f"{path}.patch_embeddings.projection"
+    yield from _convolution(patches, model.num_channels, hidden, model.patch_size, opening)
+    for layer in range(total):
+        at, block = _Place("block", layer, total - layer), f"vit.encoder.layer.{layer}"
+        for name in ("query", "key", "value"):
+            yield from _linear(f"{block}.attention.attention.{name}", hidden, hidden, at, bias=model.qkv_bias)
+        yield from _linear(f"{block}.attention.output.dense", hidden, hidden, at)
+        yield from _linear(f"{block}.intermediate.dense", hidden, model.intermediate_size, at)
+        yield from _linear(f"{block}.output.dense", model.intermediate_size, hidden, at)
+        yield from _norm(f"{block}.layernorm_before", hidden, at)
+        yield from _norm(f"{block}.layernorm_after", hidden, at)
+    yield from _norm("vit.layernorm", hidden, _HEAD)
+    yield from _linear("classifier", hidden, model.num_labels, _HEAD)
+
+
+def _clip(model: ClipSpec) -> Iterator[VisionParameter]:
+    image, text = model.vision_config, model.text_config
+    yield _parameter("logit_scale", (), _HEAD)
+    yield from _text_tower(text, "text_model")
+    yield from vision_tower(image, "vision_model", 0)
+    yield from _linear("visual_projection", image.hidden_size, model.projection_dim, _HEAD, bias=False)
+    yield from _linear("text_projection", text.hidden_size, model.projection_dim, _HEAD, bias=False)
+
+
+def _text_tower(tower: ClipTextSpec, path: str) -> Iterator[VisionParameter]:
+    hidden, total = tower.hidden_size, tower.num_hidden_layers
+    table = _Place("embedding", None, total + 1)
+    yield _parameter(f"{path}.embeddings.token_embedding.weight", (tower.vocab_size, hidden), table)
+    positions = (tower.max_position_embeddings, hidden)
+    opening = table._replace(place="opening")
+    yield _parameter(f"{path}.embeddings.position_embedding.weight", positions, opening, decays=False)
+    yield from _clip_layers(tower, path, 0)
+    yield from _norm(f"{path}.final_layer_norm", hidden, _HEAD)
+
+
+def vision_tower(tower: ClipVisionSpec, path: str, below: int) -> Iterator[VisionParameter]:
+    """Yield the parameters of CLIP's image tower under the name ``path``; ``below``: layers after its last block."""
+    hidden = tower.hidden_size
+    opening = _Place("opening", None, below + tower.num_hidden_layers + 1)
+    embeddings = f"{path}.embeddings"
+    yield _parameter(f"{embeddings}.class_embedding", (hidden,), opening, decays=False)
+    patches = f"{embeddings}.patch_embedding"
+    yield from _convolution(patches, tower.num_channels, hidden, tower.patch_size, opening, bias=False)
+    positions = ((tower.image_size // tower.patch_size) ** 2 + 1, hidden)
+    yield _parameter(f"{embeddings}.position_embedding.weight", positions, opening, decays=False)
+    yield from _norm(f"{path}.pre_layrnorm", hidden, opening)
+    yield from _clip_layers(tower, path, below)
+    yield from _norm(f"{path}.post_layernorm", hidden, _HEAD._replace(below=below))
+
+
+def _clip_layers(tower: ClipVisionSpec | ClipTextSpec, path: str, below: int) -> Iterator[VisionParameter]:
+    hidden, total = tower.hidden_size, tower.num_hidden_layers
+    for layer in range(total):
+        at, block = _Place("block", layer, below + total - layer), f"{path}.encoder.layers.{layer}"
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            yield from _linear(f"{block}.self_attn.{name}", hidden, hidden, at)
+        yield from _norm(f"{block}.layer_norm1", hidden, at)
+        yield from _linear(f"{block}.mlp.fc1", hidden, tower.intermediate_size, at)
+        yield from _linear(f"{block}.mlp.fc2", tower.intermediate_size, hidden, at)
+        yield from _norm(f"{block}.layer_norm2", hidden, at)
+
+
+def _parameter(name: str, shape: tuple[int, ...], at: _Place, *, decays: bool = True) -> VisionParameter:
+    return VisionParameter(name, shape, *at, decays=decays and len(shape) > 1)
+
+
+def _conv_norm(path: str, channels: int, features: int, kernel: int, at: _Place) -> Iterator[VisionParameter]:
+    yield from _convolution(f"{path}.convolution", channels, features, kernel, at, bias=False)
+    yield from _norm(f"{path}.normalization", features, at)
+
+
+def _convolution(
+    path: str, channels: int, features: int, kernel: int, at: _Place, *, bias: bool = True
+) -> Iterator[VisionParameter]:
+    yield _parameter(f"{path}.weight", (features, channels, kernel, kernel), at)
+    if bias:
+        yield _parameter(f"{path}.bias", (features,), at)
+
+
+def _linear(path: str, inputs: int, outputs: int, at: _Place, *, bias: bool = True) -> Iterator[VisionParameter]:
+    yield _parameter(f"{path}.weight", (outputs, inputs), at)
+    if bias:
+        yield _parameter(f"{path}.bias", (outputs,), at)
+
+
+def _norm(path: str, size: int, at: _Place) -> Iterator[VisionParameter]:
+    for name in ("weight", "bias"):
+        yield _parameter(f"{path}.{name}", (size,), at)

@@ -1,0 +1,90 @@
+"""Names, shapes and buffers of vision networks are those of transformers' models and files; decay groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan.parameters import decays, model_parameters, stored_shapes
+from scaletrain_cli.plan.vision.networks import network
+from scaletrain_cli.plan.vision.parameters import vision_buffers
+from scaletrain_cli.spec import vision_presets
+from scaletrain_cli.spec.training import OptimizerSpec
+from scaletrain_cli.spec.vision_model import VISION
+from tests.plan.vision.test_vision_modules import MODELS
+from tests.plan.vision.test_vision_size import model_of
+
+
+def built(spec: Any) -> Any:
+    """The model of transformers with these dimensions, on the meta device."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    given = spec.model_dump(exclude={"family", "preset", "memory_format"})
+    classes = {
+        "resnet": (transformers.ResNetConfig, transformers.ResNetForImageClassification),
+        "convnext": (transformers.ConvNextConfig, transformers.ConvNextForImageClassification),
+        "vit": (transformers.ViTConfig, transformers.ViTForImageClassification),
+        "clip": (transformers.CLIPConfig, transformers.CLIPModel),
+    }
+    config, module = classes[spec.family]
+    if spec.family == "convnext":
+        given["num_stages"] = len(spec.depths)
+    if spec.family == "clip":
+        for tower in ("vision_config", "text_config"):
+            given[tower] = {**given[tower], "projection_dim": spec.projection_dim}
+    with torch.device("meta"):
+        return module(config(**given))
+
+
+# Names of ViT's modules in transformers 5, of which its files keep the older ones.
+_VIT = {
+    "vit.layers.": "vit.encoder.layer.",
+    ".attention.q_proj.": ".attention.attention.query.",
+    ".attention.k_proj.": ".attention.attention.key.",
+    ".attention.v_proj.": ".attention.attention.value.",
+    ".attention.o_proj.": ".attention.output.dense.",
+    ".mlp.fc1.": ".intermediate.dense.",
+    ".mlp.fc2.": ".output.dense.",
+}
+
+
+def in_files(name: str, family: str) -> str:
+    for module, file in _VIT.items() if family == "vit" else ():
+        name = name.replace(module, file)
+    return name
+
+
+@pytest.mark.parametrize("preset", vision_presets())
+def test_every_parameter_has_the_name_and_shape_of_transformers(preset: str) -> None:
+    spec = model_of(preset)
+    module = built(spec)
+    theirs = {in_files(name, spec.family): tuple(p.shape) for name, p in module.named_parameters()}
+    assert {parameter.name: parameter.shape for parameter in model_parameters(spec)} == theirs
+    assert sum(parameter.numel for parameter in model_parameters(spec)) == network(spec).parameters
+    buffers = {name: buffer for name, buffer in module.named_buffers() if "position_ids" not in name}
+    assert {buffer.name: buffer.shape for buffer in vision_buffers(spec)} == {
+        name: tuple(buffer.shape) for name, buffer in buffers.items()
+    }
+    assert sum(each.size_bytes for each in vision_buffers(spec)) == sum(b.nbytes for b in buffers.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_of_transformers_has_these_names(name: str, tmp_path: Path) -> None:
+    spec = VISION[MODELS[name]["family"]].model_validate(MODELS[name])
+    built(spec).to_empty(device="cpu").save_pretrained(tmp_path)
+    safetensors = pytest.importorskip("safetensors")
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    assert stored_shapes(spec) == shapes
+
+
+@pytest.mark.parametrize("name", ["bottleneck", "convnext", "vit", "clip"])
+def test_vectors_positions_and_class_tokens_have_no_weight_decay(name: str) -> None:
+    model = VISION[MODELS[name]["family"]].model_validate(MODELS[name])
+    decayed = {each.name for each in model_parameters(model) if decays(each, OptimizerSpec())}
+    left_out = ("norm", "bias", "position", "class_embedding", "cls_token", "logit_scale", "layer_scale", "layrnorm")
+    expected = {each.name for each in model_parameters(model) if not any(part in each.name for part in left_out)}
+    norms_by_number = {each for each in expected if "downsampling_layer.0" in each}
+    assert decayed == expected - norms_by_number
+    assert decayed
