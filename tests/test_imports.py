@@ -76,7 +76,7 @@ MAY_IMPORT = {
 }
 # What a package may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
-    "data": {"numpy", "py3langid", "rensa", "tokenizers"},
+    "data": {"PIL", "numpy", "py3langid", "rensa", "tokenizers"},
     "hub": {"huggingface_hub"},
     "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},
@@ -89,6 +89,7 @@ LIBRARIES_ALLOWED = {
         "urllib3",
     },  # the errors of the Kubernetes client are urllib3's
     "engine": {
+        "PIL",
         "bitsandbytes",
         "deepspeed",
         "jinja2",  # chat templates
@@ -99,6 +100,7 @@ LIBRARIES_ALLOWED = {
         "tokenizers",
         "torch",
         "torchao",
+        "torchvision",  # optional: a decoder of images
     },
     "rundir": {"pydantic"},
     "spec": {"pydantic", "pydantic_core", "ruamel"},

@@ -22,6 +22,17 @@ TEXTS: dict[str, Text] = {
         ("Correct the source or its settings",),
     ),
     "no-documents": Text("the files of source {source} have no document", ("Correct the path of the source",)),
+    "image-unreadable": Text(
+        "{place}: the image cannot be decoded: {problem}",
+        (
+            "Restore the file from a copy, or set data.on_bad: skip and prepare the data again with "
+            "`scaletrain data prepare`, which leaves such images out",
+        ),
+    ),
+    "torchvision-absent": Text(
+        "data.images.decoder = torchvision: torchvision cannot be imported: {error}",
+        ("Install the torchvision that belongs to this torch, or set data.images.decoder: pillow",),
+    ),
     "nothing-usable": Text(
         "no document of source {source} is left: {removed:whole} of {documents:whole} cannot be used, the first one: "
         "{place}: {problem}",

@@ -116,7 +116,7 @@ class ImagesSpec(Section):
     crop_ratio: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)] = Field(
         default=0.875, description="evaluation: share of the resized image that is cropped at its center"
     )
-    decoder: Literal["auto", "pillow", "torchvision", "dali"] = Field(
+    decoder: Literal["auto", "pillow", "torchvision"] = Field(
         default="auto", description="auto: pillow, whose pixels do not depend on the installation"
     )
     augment: AugmentSpec = LEFT_OUT

@@ -1,0 +1,1 @@
+"""Images of a source, with their labels and captions, and decoding."""

@@ -1,0 +1,80 @@
+"""Decode the bytes of an image file with Pillow."""
+
+from __future__ import annotations
+
+from functools import cache
+from io import BytesIO
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.errors import DoNotRequeueError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.text import listed
+
+MODES = {1: "L", 3: "RGB"}  # Pillow's mode of the images of a model, by its channels
+# Without formats that start a program (EPS) or hold no pixels (PDF).
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
+
+
+class BadImageError(CorruptDataError):
+    """An image of a source cannot be decoded (exit 93). ``evidence`` is for an event."""
+
+    def __init__(self, place: str, problem: str) -> None:
+        """``place``: the file with its member or row."""
+        DoNotRequeueError.__init__(self, Reason("data.image-unreadable", {"place": place, "problem": problem}))
+        self.evidence = {"file": place, "problem": problem}
+
+
+def decode(content: bytes, place: str, channels: int) -> Image.Image:
+    """Return the image with its orientation applied: mode L for 1 channel, RGB for 3, 8 bits each.
+
+    The first image of an animation counts. Transparency is dropped without a background: the colors stay. Images of
+    16 bits keep their upper 8. JPEG files are decoded at their whole size, because the smaller sizes of libjpeg
+    (``Image.draft``) give other pixels after the resize. Raises BadImageError, which names ``place``.
+    """
+    try:
+        return _decoded(content, MODES[channels])
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as error:
+        formats = listed(_formats(), len(_FORMATS))
+        raise BadImageError(place, f"not an image in one of the formats {formats}") from error
+    except Exception as error:  # decoders of damaged files raise whatever they meet
+        raise BadImageError(place, str(error) or type(error).__name__) from error
+
+
+def _decoded(content: bytes, mode: str) -> Image.Image:
+    if not content:
+        raise ValueError("the file is empty")
+    image: Image.Image = Image.open(BytesIO(content), formats=_formats())
+    image.load()
+    _apply_orientation(image)
+    if image.mode == mode:
+        return image
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError("its pixels have 32 bits; save it with 8 or 16 bits")
+    image.info.pop("transparency", None)
+    return image.convert(mode)
+
+
+def _apply_orientation(image: Image.Image) -> None:
+    """Turn or mirror the image as its EXIF orientation says, so that it is as upright as people see it.
+
+    transformers' ``load_image`` and the datasets library do so too; torchvision's ``ImageFolder`` does not.
+    """
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # damaged EXIF data say nothing about the pixels
+        return
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(each for each in _FORMATS if each in Image.OPEN)

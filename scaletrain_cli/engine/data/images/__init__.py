@@ -1,0 +1,1 @@
+"""Batches of images: decoding, random changes of each image, mixing, and captions."""
