@@ -31,6 +31,7 @@ from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.reasons import Reason, reason_from, recorded
 from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
 from scaletrain_cli.safe_files import create_file, make_folder, open_to_read
+from scaletrain_cli.secret_text import hide_values_in, secret_values
 from scaletrain_cli.unexpected import error_of_system
 
 _LONG_STALE = 30  # times stale_seconds: dead without watching, whatever the clocks of file servers
@@ -223,10 +224,11 @@ class Claims:
 
 
 def record_failure(path: Path, error: ScaletrainError, unit: str) -> None:
-    """Record why a job has failed, unless the file is there. ``unit``: what failed. Raises OSError."""
+    """Record why a job has failed, without secrets, unless the file is there. ``unit``: what failed. Raises OSError."""
     if read_failure(path) is None:
         reason = error.reason if error.reason is not None and not error.problems else recorded(str(error).rstrip("."))
-        about = {"reason": reason.to_document(), "exit_code": int(error.exit_code), "unit": unit}
+        hidden = hide_values_in(reason.to_document(), secret_values(os.environ))
+        about = {"reason": hidden, "exit_code": int(error.exit_code), "unit": unit}
         write_document(path, about | {"host": socket.gethostname(), "time": time.time()})
 
 

@@ -20,11 +20,12 @@ import pytest
 from scaletrain_cli.data.drafts import draft_of, new_owner, own_drafts_as
 from scaletrain_cli.data.pipeline import claims as claims_module
 from scaletrain_cli.data.pipeline import schedule
-from scaletrain_cli.data.pipeline.claims import Claims, Timing, read_failure
+from scaletrain_cli.data.pipeline.claims import Claims, Timing, read_failure, record_failure
 from scaletrain_cli.data.pipeline.prepare import prepare
 from scaletrain_cli.data.pipeline.schedule import Stage, run_stage
 from scaletrain_cli.data.pipeline.workers import Workers
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from tests.data.pipeline.test_prepare import files_below, ignore, preparation, tokenizer
 
 __all__ = ["tokenizer"]  # a fixture
@@ -215,3 +216,13 @@ def test_random_kills_of_processes_on_several_machines_change_no_byte(
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_a_recorded_failure_hides_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORE_TOKEN", "t0psecret-value")
+    error = UsageError(Reason("data.task-failed", {"task": "read web", "error": "refused t0psecret-value"}))
+    record_failure(tmp_path / "failure.json", error, "read web")
+    assert "t0psecret" not in (tmp_path / "failure.json").read_text()
+    found = read_failure(tmp_path / "failure.json")
+    assert found is not None
+    assert "refused" in str(found)
