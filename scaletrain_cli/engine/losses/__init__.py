@@ -1,0 +1,97 @@
+"""Losses of images and pairs by their name in ``training.loss``: classification, regression and contrastive.
+
+Every loss returns a scalar of this rank with one convention: the mean over ranks is the textbook loss of the global
+batch, and the mean over ranks of the gradients of the parameters, which DeepSpeed and DDP compute, is exactly its
+gradient. All ranks must have batches of the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from scaletrain_cli.engine.losses.classification import binary_cross_entropy, cross_entropy
+from scaletrain_cli.engine.losses.contrastive import info_nce, nt_xent
+from scaletrain_cli.engine.losses.regression import huber, mean_absolute_error, mean_squared_error
+from scaletrain_cli.engine.losses.sigmoid import sigmoid_loss
+from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.spec.losses import LossSpec
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What a loss reads of ``training``. Losses of other names ignore settings that are not theirs."""
+
+    spec: LossSpec = field(default_factory=LossSpec)
+    label_smoothing: float = 0.0
+
+
+# outputs of the model, targets (None for contrastive losses), settings, data-parallel ranks -> scalar, fp32
+Loss = Callable[[Any, Any, LossSettings, Axis], Tensor]
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
+    return cross_entropy(logits, targets, settings.label_smoothing)
+
+
+def _bce(logits: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
+    spec = settings.spec
+    return binary_cross_entropy(logits, targets, settings.label_smoothing, spec.pos_weight, spec.target_threshold)
+
+
+def _mse(predictions: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
+    return mean_squared_error(predictions, targets)
+
+
+def _mae(predictions: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
+    return mean_absolute_error(predictions, targets)
+
+
+def _huber(predictions: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
+    return huber(predictions, targets, settings.spec.delta)
+
+
+def _info_nce(pairs: Any, targets: None, settings: LossSettings, axis: Axis) -> Tensor:
+    return info_nce(pairs.image, pairs.text, pairs.logit_scale, axis, settings.spec.chunk_size)
+
+
+def _sigmoid(pairs: Any, targets: None, settings: LossSettings, axis: Axis) -> Tensor:
+    if pairs.logit_bias is None:
+        raise ValueError("sigmoid: the model has no logit_bias")
+    return sigmoid_loss(pairs.image, pairs.text, pairs.logit_scale, pairs.logit_bias, axis, settings.spec.chunk_size)
+
+
+def _nt_xent(features: Tensor, targets: None, settings: LossSettings, axis: Axis) -> Tensor:
+    return nt_xent(features, settings.spec.temperature, axis, settings.spec.chunk_size)
+
+
+# Outputs are scores or predictions [batch, classes or values]. Those of info_nce and sigmoid are an object with the
+# features image and text and the scalars logit_scale, a logarithm, and logit_bias. Those of nt_xent are the features of
+# two views, [2 * batch, size].
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": _cross_entropy,
+    "bce": _bce,
+    "mse": _mse,
+    "mae": _mae,
+    "huber": _huber,
+    "info_nce": _info_nce,
+    "sigmoid": _sigmoid,
+    "nt_xent": _nt_xent,
+}
+
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "LossSettings",
+    "binary_cross_entropy",
+    "cross_entropy",
+    "huber",
+    "info_nce",
+    "mean_absolute_error",
+    "mean_squared_error",
+    "nt_xent",
+    "sigmoid_loss",
+]

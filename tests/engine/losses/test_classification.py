@@ -1,0 +1,144 @@
+"""Losses of class scores against torch's own and against their definition as a loop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaletrain_cli.engine.losses import LOSSES, LossSettings, binary_cross_entropy, cross_entropy
+from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.spec.losses import LOSSES_OF, LossSpec
+
+ROWS, CLASSES = 6, 5
+PRECISIONS = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
+
+
+def logits(dtype: torch.dtype, size: float = 3.0, classes: int = CLASSES) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (size * torch.randn(ROWS, classes, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+
+
+def labels(classes: int = CLASSES) -> Tensor:
+    return torch.arange(ROWS) * 2 % classes
+
+
+def mixed(dtype: torch.dtype) -> Tensor:
+    """Return targets of images that are 0.7 themselves and 0.3 their partner."""
+    own = F.one_hot(labels(), CLASSES).to(dtype)
+    return 0.7 * own + 0.3 * own.flip(0)
+
+
+def same(loss: Tensor, expected: Tensor, of: Tensor, closeness: float) -> None:
+    """Compare values and gradients."""
+    (found,) = torch.autograd.grad(loss, of)
+    (wanted,) = torch.autograd.grad(expected, of)
+    assert abs(loss.item() - expected.item()) <= closeness * max(1.0, abs(expected.item()))
+    assert torch.allclose(found, wanted, rtol=closeness, atol=closeness)
+
+
+@pytest.mark.parametrize(("dtype", "closeness"), PRECISIONS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_of_classes_and_of_mixed_targets_is_that_of_torch(
+    dtype: torch.dtype, closeness: float, smoothing: float
+) -> None:
+    x = logits(dtype)
+    for targets in (labels(), mixed(dtype), torch.full((ROWS,), 3)):
+        expected = F.cross_entropy(x, targets, label_smoothing=smoothing)
+        same(cross_entropy(x, targets, smoothing), expected, x, closeness)
+
+
+def test_mixed_targets_are_smoothed_once() -> None:
+    x, smoothing, share = logits(torch.float64), 0.1, 0.7
+    on, off = 1 - smoothing + smoothing / CLASSES, smoothing / CLASSES
+    own, partner = labels(), labels().flip(0)
+    total = 0.0
+    for row in range(ROWS):
+        logarithms = [value - math.log(sum(math.exp(v) for v in x[row].tolist())) for value in x[row].tolist()]
+        for index, logarithm in enumerate(logarithms):
+            smoothed = [on if index == int(label[row]) else off for label in (own, partner)]
+            total -= (share * smoothed[0] + (1 - share) * smoothed[1]) * logarithm
+    assert cross_entropy(x, mixed(torch.float64), smoothing).item() == pytest.approx(total / ROWS, abs=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "closeness"), PRECISIONS)
+@pytest.mark.parametrize("weight", [None, 2.5, (0.5, 1.0, 2.0, 3.0, 0.1)])
+def test_binary_cross_entropy_of_labels_is_that_of_torch(
+    dtype: torch.dtype, closeness: float, weight: float | tuple[float, ...] | None
+) -> None:
+    x = logits(dtype)
+    several = (torch.rand(ROWS, CLASSES, generator=torch.Generator().manual_seed(2)) > 0.5).to(dtype)
+    one = F.one_hot(labels(), CLASSES).to(dtype)
+    factor = None if weight is None else torch.tensor(weight, dtype=dtype)
+    for targets, dense in ((several, several), (labels(), one), (torch.zeros_like(several),) * 2):
+        expected = F.binary_cross_entropy_with_logits(x, dense, pos_weight=factor)
+        same(binary_cross_entropy(x, targets, pos_weight=weight), expected, x, closeness)
+
+
+def test_binary_cross_entropy_is_the_mean_over_elements_of_its_definition() -> None:
+    x, targets, weights = logits(torch.float64), mixed(torch.float64), (0.5, 1.0, 2.0, 3.0, 0.1)
+    total = 0.0
+    for row in range(ROWS):
+        for index in range(CLASSES):
+            probability = 1 / (1 + math.exp(-x[row, index].item()))
+            target = 0.9 * targets[row, index].item() + 0.1 / CLASSES
+            total -= weights[index] * target * math.log(probability) + (1 - target) * math.log(1 - probability)
+    found = binary_cross_entropy(x, targets, 0.1, weights)
+    assert found.item() == pytest.approx(total / (ROWS * CLASSES), abs=1e-12)
+
+
+def test_targets_above_the_threshold_count_as_one_after_smoothing() -> None:
+    x, targets = logits(torch.float64), mixed(torch.float64)
+    for threshold, smoothing in ((0.2, 0.0), (0.5, 0.0), (0.31, 0.2)):
+        dense = (((1 - smoothing) * targets + smoothing / CLASSES) > threshold).double()
+        assert 0 < dense.sum() < dense.numel()
+        expected = F.binary_cross_entropy_with_logits(x, dense)
+        assert binary_cross_entropy(x, targets, smoothing, target_threshold=threshold).item() == expected.item()
+
+
+def test_large_logits_and_a_single_class_have_finite_losses() -> None:
+    large = logits(torch.float32, 1e4)
+    for loss in (cross_entropy, binary_cross_entropy):
+        found = loss(large, mixed(torch.float32), 0.1)
+        assert torch.isfinite(found)
+        assert torch.isfinite(torch.autograd.grad(found, large)[0]).all()
+    alone = logits(torch.float32, classes=1)
+    found = cross_entropy(alone, torch.zeros(ROWS, dtype=torch.int64), 0.1)
+    assert found.item() == 0.0
+    assert not torch.autograd.grad(found, alone)[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_logits_of_16_bits_are_computed_with_in_fp32(dtype: torch.dtype) -> None:
+    x = logits(dtype, 1e3)
+    for name in ("cross_entropy", "bce"):
+        loss = LOSSES[name](x, labels(), LossSettings(LossSpec(name=name), 0.1), Axis())  # type: ignore[arg-type]
+        wide = LOSSES[name](x.float(), labels(), LossSettings(LossSpec(name=name), 0.1), Axis())  # type: ignore[arg-type]
+        assert loss.dtype == torch.float32
+        assert loss.item() == wide.item()
+        assert torch.isfinite(torch.autograd.grad(loss, x)[0]).all()
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, binary_cross_entropy])
+@pytest.mark.parametrize("targets", [torch.zeros(ROWS), torch.zeros(ROWS, 1), torch.zeros(1, dtype=torch.int64)])
+def test_targets_of_another_shape_or_kind_are_errors(loss: object, targets: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"logits \[6, 5\] and targets"):
+        loss(logits(torch.float32), targets)  # type: ignore[operator]
+
+
+def test_weights_for_another_number_of_classes_are_an_error() -> None:
+    with pytest.raises(ValueError, match="2 numbers for 5 classes"):
+        binary_cross_entropy(logits(torch.float32), labels(), pos_weight=(1.0, 2.0))
+
+
+def test_a_class_that_does_not_exist_is_an_error() -> None:
+    for loss in (cross_entropy, binary_cross_entropy):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            loss(logits(torch.float32), labels() - 100)
+
+
+def test_every_name_in_the_spec_has_a_loss() -> None:
+    assert set(LOSSES) == {name for names in LOSSES_OF.values() for name in names}
