@@ -73,7 +73,7 @@ test: setup slurm-packages ## Run the tests, with a real Slurm where the machine
 	$(BIN)/python -m pytest -m 'not long' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: setup slurm-packages ## Run the tests that `make test` leaves out: drills that take their time
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Less of it: make drills ARGS='--kills 20 --requests 8'. The page in docs: ARGS='--write docs/survival.md'.
 drills: setup ## Hurt real runs by the hundred: kills, signals, damaged files, full disks, other sizes; print a table

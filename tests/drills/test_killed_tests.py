@@ -33,5 +33,7 @@ def test_killing_the_tests_leaves_no_process_no_shared_memory_and_no_lock(tmp_pa
     while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert abandoned_shared_memory() <= abandoned
+    while not abandoned_shared_memory() <= abandoned:  # that of tests beside this one does not stay
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert subprocess.run(command, cwd=_PROJECT, timeout=300).returncode == 0
