@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -16,13 +17,19 @@ _PROJECT = Path(__file__).parents[2]
 _ROW = ["tests/engine/parity/test_parity.py", "-k", "trains_the_model and zero0 and dp2"]
 
 
+def _measured(folder: Path) -> bool:
+    """Return True if a run below the folder has reported measured memory. Folders may be removed meanwhile."""
+    found = (Path(parent) / "events.jsonl" for parent, _, files in os.walk(folder) if "events.jsonl" in files)
+    return any("measured" in path.read_text() for path in found)
+
+
 @pytest.mark.long
 def test_killing_the_tests_leaves_no_process_no_shared_memory_and_no_lock(tmp_path: Path) -> None:
     folder, abandoned = tmp_path / "killed", abandoned_shared_memory()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}", *_ROW]
     tests = subprocess.Popen(command, cwd=_PROJECT)
     deadline = time.monotonic() + 300
-    while not any("measured" in path.read_text() for path in folder.rglob("events.jsonl")):
+    while not _measured(folder):
         assert time.monotonic() < deadline
         assert tests.poll() is None
         time.sleep(0.01)
