@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def bytes_text(count: float) -> str:
@@ -75,6 +76,27 @@ def dollars_text(amount: float) -> str:
 def percent_text(share: float) -> str:
     """Return a share as a percentage, as in ``42 %`` or ``0.3 %``."""
     return f"{share:.0%}".replace("%", " %") if share >= 0.0995 or share == 0 else f"{share:.1%}".replace("%", " %")
+
+
+_MEASURES = {
+    "top1": "top-1",
+    "mean_average_precision": "mAP",
+    "mae": "MAE",
+    "zero_shot_top1": "zero-shot top-1",
+    "recall_at_1/image_to_text": "recall@1 image to text",
+    "recall_at_1/text_to_image": "text to image",
+}
+_NO_SHARE = ("mae",)
+
+
+def measures_text(measures: Mapping[str, float]) -> str:
+    """Return the main figures of a validation beside its loss, as in ``top-1 71.2 %``; empty if there are none."""
+    parts = []
+    for name, label in _MEASURES.items():
+        value = measures.get(name)
+        if isinstance(value, int | float) and math.isfinite(value):
+            parts.append(f"{label} {value:.4g}" if name in _NO_SHARE else f"{label} {100 * value:.1f} %")
+    return ", ".join(parts)
 
 
 def ratio_text(ratio: float) -> str:

@@ -85,20 +85,33 @@ def _asked_for_last(seconds: float) -> bool:
 
 @app.command("list", epilog=describe(READING))
 def list_them(run: RunName, as_json: AsJson = False) -> None:
-    """List the evaluations of a run with their metrics, by step."""
+    """List the evaluations of a run with their metrics, by step: those of jobs, and validations with figures by class.
+
+    The validation loss of each step is in metrics.jsonl.
+    """
     from scaletrain_cli.rundir.evaluations import read_evaluations
     from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.validations import read_validations
     from scaletrain_cli.ui.console import say
-    from scaletrain_cli.ui.evaluations import show_evaluations
+    from scaletrain_cli.ui.evaluations import show_evaluations, show_validations
     from scaletrain_cli.ui.json import print_json
 
     found = find_run(run)
-    evaluations = read_evaluations(found)
+    evaluations, validations = read_evaluations(found), read_validations(found)
     if as_json:
-        print_json({"run_id": found.run_id, "evaluations": [asdict(one) for one in evaluations]})
-    elif evaluations:
+        print_json(
+            {
+                "run_id": found.run_id,
+                "evaluations": [asdict(one) for one in evaluations],
+                "validations": [{"step": one.step, "time": one.time, "metrics": one.metrics} for one in validations],
+            }
+        )
+        return
+    if evaluations:
         show_evaluations(evaluations)
-    else:
+    if validations:
+        show_validations(validations)
+    if not evaluations and not validations:
         say(f"{found.run_id} has no evaluations")
 
 
@@ -106,25 +119,34 @@ def list_them(run: RunName, as_json: AsJson = False) -> None:
 def show(
     run: RunName,
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=1, help="Checkpoint (default: the latest evaluated one).")
+        int | None, typer.Option("--step", metavar="N", min=1, help="Step (default: the latest evaluated one).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the evaluation of one checkpoint: metrics, errors, versions, and generated texts."""
+    """Show the evaluations after one step: metrics, errors, versions, generated texts, and the worst classes."""
     from scaletrain_cli.rundir.evaluations import read_evaluations
     from scaletrain_cli.rundir.paths import find_run
-    from scaletrain_cli.ui.evaluations import show_evaluation
+    from scaletrain_cli.rundir.validations import read_validations
+    from scaletrain_cli.ui.evaluations import show_evaluation, show_validation
     from scaletrain_cli.ui.json import print_json
 
     found = find_run(run)
-    known = read_evaluations(found)
-    ended = [one for one in known if one.state in ("done", "failed")]
-    chosen = [one for one in known if one.step == step] if step is not None else ended[-1:] or known[-1:]
-    if not chosen:
-        steps = ", ".join(str(one.step) for one in known) or "none"
+    known, validated = read_evaluations(found), read_validations(found)
+    if step is None:
+        ended = [one.step for one in known if one.state in ("done", "failed")]
+        step = max([*ended, *(one.step for one in validated)], default=known[-1].step if known else None)
+    evaluation = next((one for one in known if one.step == step), None)
+    validation = next((one for one in validated if one.step == step), None)
+    if evaluation is None and validation is None:
+        steps = ", ".join(map(str, sorted({one.step for one in known} | {one.step for one in validated}))) or "none"
         which = "no evaluation" if step is None else f"no evaluation of step {step}"
         raise UsageError(f"{found.run_id} has {which}. Available steps: {steps}.")
     if as_json:
-        print_json({"run_id": found.run_id, **asdict(chosen[0]), "run": chosen[0].run_id} | {"run_id": found.run_id})
-    else:
-        show_evaluation(chosen[0])
+        of_job = {} if evaluation is None else {**asdict(evaluation), "run": evaluation.run_id}
+        of_training = None if validation is None else asdict(validation)
+        print_json({"step": step, **of_job, "validation": of_training, "run_id": found.run_id})
+        return
+    if evaluation is not None:
+        show_evaluation(evaluation)
+    if validation is not None:
+        show_validation(validation)

@@ -24,6 +24,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import why_not_prepared
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.rundir.sweeps import SweepPlace, read_sweep_place
+from scaletrain_cli.rundir.validations import measures_in
 from scaletrain_cli.spec.backend_traits import display_name
 
 
@@ -119,6 +120,9 @@ class RunStatus:
     sweep: SweepPlace | None = None  # the sweep that the run is a point of
     source_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of several sources, by name
     source_validation_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    unit: str = "tokens"  # of the training data: tokens, images or pairs
+    samples_per_second: float | None = None  # images or pairs; None for a language model
+    validation_measures: Mapping[str, float] = dataclasses.field(default_factory=dict)  # beside the loss, by name
 
     @property
     def why(self) -> str:
@@ -178,6 +182,9 @@ def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
         sweep=read_sweep_place(run),
         source_losses=_by_source(measured, "loss/"),
         source_validation_losses=_by_source(measured, "validation_loss/"),
+        unit=record.spec.unit,
+        samples_per_second=measured.get("samples_per_second"),
+        validation_measures=measures_in(measured),
     )
 
 
@@ -341,14 +348,14 @@ def _why(run: RunDir, record: RunRecord, job: Job, last: AttemptRecord | None) -
 
 
 def _newest_measures(run: RunDir, *, evaluates: bool) -> dict[str, Any]:
-    """Return the newest training line of metrics.jsonl, merged with the newest validation loss (on separate lines)."""
+    """Return the newest training line of metrics.jsonl, merged with the newest validation (on separate lines)."""
     newest: dict[str, Any] = {}
     validation: dict[str, Any] = {}
     for count, line in enumerate(read_lines_backwards(run.metrics)):
         if "loss" in line:
             newest = newest or line
         if "validation_loss" in line:
-            validation = {key: value for key, value in line.items() if key.startswith("validation_loss")}
+            validation = validation or {key: value for key, value in line.items() if key.startswith("validation_")}
         if (newest and (validation or not evaluates)) or count > _LINES_SEARCHED:
             break
     return {**newest, **validation}

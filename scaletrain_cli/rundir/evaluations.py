@@ -19,6 +19,7 @@ from scaletrain_cli.rundir.checkpoints import entries, list_checkpoints
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.rundir.journal import append_line, read_metrics
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.validations import ERRORS
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec.run import CheckpointSpec
 
@@ -115,7 +116,7 @@ def steps_to_keep(run: RunDir, retention: CheckpointSpec, folder: Path) -> set[i
 def best_step(run: RunDir, metric: str, steps: Collection[int]) -> int | None:
     """Return the step with the best value of a metric among ``steps``; the earlier one of equals, None without values.
 
-    The least value is the best of losses, perplexities, and metrics that an evaluation lists as such.
+    The least value is the best of losses, perplexities, errors, and metrics that an evaluation lists as such.
     """
     values: dict[int, float] = {
         line["step"]: line[metric] for line in read_metrics(run) if _has(line, metric) and line["step"] in steps
@@ -128,7 +129,7 @@ def best_step(run: RunDir, metric: str, steps: Collection[int]) -> int | None:
 
 def is_lower_better(run: RunDir, metric: str) -> bool:
     """Return True if the least value of the metric is the best."""
-    if metric.rpartition("/")[2].endswith(("loss", "perplexity")):
+    if metric.rpartition("/")[2].endswith(("loss", "perplexity", *ERRORS)):
         return True
     return any(metric in evaluation.lower_is_better for evaluation in read_evaluations(run))
 

@@ -1,16 +1,20 @@
-"""The screens of `evaluation`: a table of metrics by step, and one evaluation with its generated texts."""
+"""The screens of `evaluation`: a table of metrics by step, and one evaluation with its generated texts or classes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.rundir.evaluations import Evaluation
+from scaletrain_cli.rundir.validations import Validation
+from scaletrain_cli.text import whole_text
 from scaletrain_cli.ui.console import escaped_text, show, stdout_console
 
 _MOST_COLUMNS = 8
+_WORST_CLASSES = 10
 
 
 def show_evaluations(evaluations: Sequence[Evaluation]) -> None:
@@ -39,6 +43,54 @@ def show_evaluation(evaluation: Evaluation) -> None:
     for one in evaluation.generations:
         show(console, escaped_text(f"{one['task']}: {one['prompt']}", "bold"))
         show(console, escaped_text(one["text"]))
+
+
+def show_validations(validations: Sequence[Validation]) -> None:
+    """Print a table with a row per validation of the training job and a column per metric."""
+    names = list(dict.fromkeys(name for one in validations for name in one.metrics))[:_MOST_COLUMNS]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row(*(Text(title, "dim") for title in ("step", *names)))
+    for one in validations:
+        table.add_row(str(one.step), *(_value(one.metrics.get(name)) for name in names))
+    show(stdout_console(), table)
+
+
+def show_validation(validation: Validation) -> None:
+    """Print the metrics of one validation of the training job, its worst classes and its sample answers."""
+    console = stdout_console()
+    show(console, escaped_text(f"validation after step {validation.step}"))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in validation.metrics.items():
+        table.add_row(escaped_text(name), _value(value))
+    show(console, table)
+    for key, title in (("classes", "classes"), ("zero_shot_classes", "zero-shot classes")):
+        if classes := validation.details.get(key):
+            _show_classes(classes, title)
+    for answer in validation.details.get("answers", ()):
+        show(console, escaped_text(f"{answer['sample']}: {answer['prompt']}", "bold"))
+        show(console, escaped_text(answer["answer"]))
+        show(console, escaped_text(f"expected: {answer['expected']}", "dim"))
+
+
+def _show_classes(classes: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print the classes with the lowest accuracy or average precision; of equal ones those with more samples first."""
+    measures = [name for name in classes[0] if name not in ("class", "samples")]
+    seen = [one for one in classes if one[measures[0]] is not None]
+    worst = sorted(seen, key=lambda one: (one[measures[0]], -one["samples"]))[:_WORST_CLASSES]
+    others = len(classes) - len(seen)
+    without = f"; {whole_text(others)} without a sample" if others else ""
+    which = f"the {len(worst)} lowest of {whole_text(len(seen))} {title}" if len(worst) < len(seen) else title
+    show(stdout_console(), escaped_text(f"{which}{without}", "dim"))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row(*(Text(name, "dim") for name in ("class", "samples", *measures)))
+    for one in worst:
+        row = (str(one["class"]), whole_text(one["samples"]), *(_value(one[name]) for name in measures))
+        table.add_row(*map(escaped_text, row))
+    show(stdout_console(), table)
+
+
+def _value(value: Any) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def _state(evaluation: Evaluation) -> str:

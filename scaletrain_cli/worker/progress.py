@@ -14,12 +14,22 @@ from typing import Any
 _KIND = "progress"
 
 
-def progress_line(step: int, total_steps: int, loss: float, tokens_per_second: float | None = None) -> str:
-    """Return the line after ``step`` optimizer steps; ``loss`` in nats, null in the line where it is not finite."""
+def rate_name(unit: str) -> str:
+    """Return the name of the throughput in metrics and progress lines; ``unit``: tokens, images or pairs."""
+    return "tokens_per_second" if unit == "tokens" else "samples_per_second"
+
+
+def progress_line(
+    step: int, total_steps: int, loss: float, per_second: float | None = None, unit: str = "tokens"
+) -> str:
+    """Return the line after ``step`` optimizer steps; ``loss`` is null in the line where it is not finite.
+
+    ``per_second``: tokens, or images or pairs, by ``unit``.
+    """
     line: dict[str, Any] = {"scaletrain": _KIND, "step": step, "total_steps": total_steps}
     line["loss"] = loss if math.isfinite(loss) else None
-    if tokens_per_second is not None and math.isfinite(tokens_per_second):
-        line["tokens_per_second"] = tokens_per_second
+    if per_second is not None and math.isfinite(per_second):
+        line[rate_name(unit)] = per_second
     return json.dumps(line)
 
 

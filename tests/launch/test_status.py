@@ -19,7 +19,7 @@ from scaletrain_cli.rundir.journal import append_line, record_event
 from scaletrain_cli.rundir.measured import MODEL_STATES, Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.ui.status import sources_text
+from scaletrain_cli.ui.status import measures_text, sources_text
 from tests.launch.conftest import MadeRun, MakeRun
 from tests.launch.test_resume import Cluster, attempt, commit
 
@@ -198,6 +198,25 @@ def test_each_figure_is_taken_from_the_latest_line_that_has_it(made: MadeRun) ->
     assert (found.steps_lost_total, found.restarts, found.attempt) == (7, 1, 2)
     assert (found.name, found.scheduler, found.job_id, found.nodes) == ("fake", "local", "7", ("n",))
     assert json.loads(json.dumps(found.to_json()))["schema"] == "scaletrain.status/v1"
+
+
+VISION = "model={family: resnet, embedding_size: 8, hidden_sizes: [8], depths: [1], layer_type: basic}"
+
+
+def test_the_status_of_a_vision_run_has_images_and_accuracy_beside_the_loss(make_run: MakeRun) -> None:
+    made = make_run(VISION, "data={source: images}")
+    append_line(made.run.metrics, {"step": 5, "loss": 2.0, "samples_per_second": 1260.0})
+    evaluated = {"validation_loss": 2.5, "validation_top1": 0.7123, "validation_top5": 0.9, "validation_images": 64}
+    append_line(made.run.metrics, {"step": 5, **evaluated})
+    append_line(made.run.metrics, {"step": 6, "loss": 1.5, "samples_per_second": 1300.0})
+    begin(made)
+    found = status(made, "running")
+    assert (found.loss, found.validation_loss, found.unit, found.samples_per_second) == (1.5, 2.5, "images", 1300.0)
+    assert (found.tokens_per_second, found.validation_measures) == (None, {"top1": 0.7123, "top5": 0.9})
+    assert measures_text(found) == "loss 1.5000, validation 2.5000, top-1 71.2 %, 1.30 k images/s"
+    answer = found.to_json()
+    assert (answer["unit"], answer["samples_per_second"]) == ("images", 1300.0)
+    assert answer["validation_measures"] == {"top1": 0.7123, "top5": 0.9}
 
 
 def test_a_run_that_was_never_started_has_the_state_unknown(made: MadeRun) -> None:

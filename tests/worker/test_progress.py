@@ -15,6 +15,16 @@ def test_a_progress_line_is_read_back_with_its_numbers() -> None:
     assert read_progress(line) == {"step": 20, "total_steps": 100, "loss": 2.25, "tokens_per_second": 12345.6}
 
 
+@pytest.mark.parametrize(("unit", "name"), [("tokens", "tokens_per_second"), ("pairs", "samples_per_second")])
+def test_a_progress_line_names_the_throughput_by_its_unit(unit: str, name: str) -> None:
+    assert read_progress(progress_line(1, 2, 3.0, 640.0, unit)) == {
+        "step": 1,
+        "total_steps": 2,
+        "loss": 3.0,
+        name: 640.0,
+    }
+
+
 def test_a_loss_that_is_not_finite_is_left_out_and_the_line_stays_json() -> None:
     line = progress_line(1, 2, math.nan)
     assert json.loads(line, parse_constant=pytest.fail)["loss"] is None

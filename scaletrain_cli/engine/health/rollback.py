@@ -23,6 +23,7 @@ from scaletrain_cli.rundir.evaluations import forget_newer
 from scaletrain_cli.rundir.journal import Rollback, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.validations import forget_newer_validations
 from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
@@ -83,7 +84,7 @@ class GuardActions:
         """
         spec = self.record.spec
         for step, seconds, measured in measures:
-            tokens = int(measured.pop("tokens", spec.training.global_batch_size * spec.units_per_sample))
+            units = int(measured.pop("tokens", spec.training.global_batch_size * spec.units_per_sample))
             if measured.get("skipped"):
                 del measured["grad_norm"]  # infinite, because of the overflow
             loss, norm = measured["loss"], measured.get("grad_norm", 0.0)
@@ -101,7 +102,7 @@ class GuardActions:
             if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
                 # a source without a label in this batch has no loss
                 known = {key: value for key, value in measured.items() if math.isfinite(value) or "/" not in key}
-                metrics.log(step, tokens=tokens, step_seconds=seconds, **known)
+                metrics.log(step, units=units, step_seconds=seconds, **known)
             if status == "spike" and (back := self._after_spike(step, trained, metrics)) is not None:
                 return back
             if (clean := self.guard.clean_step(step)) is not None:
@@ -164,6 +165,7 @@ class GuardActions:
         if self.ranks.rank == 0:
             self.checkpointer.delete_newer(target.step)
             forget_newer(self.run, target.step)
+            forget_newer_validations(self.run, target.step)
             metrics.flush()  # the event records where these lines end in the file
             record_rollback(self.run, rollback, cause=cause, retry=retry, retries=allowed, **evidence)
             log_event("rolled-back", **vars(rollback), cause=cause, retry=retry, **evidence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +16,11 @@ from scaletrain_cli.rundir.evaluations import read_evaluations
 from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.rundir.validations import measures_in, write_validation
+from scaletrain_cli.text import measures_text
 from scaletrain_cli.tracking.guard import Trackers
 from scaletrain_cli.tracking.jsonl import JsonlWriter
-from scaletrain_cli.worker.progress import progress_line
+from scaletrain_cli.worker.progress import progress_line, rate_name
 from scaletrain_cli.worker.trackers import start_trackers
 
 _SECONDS_BETWEEN_EVALUATIONS = 30.0
@@ -49,7 +52,7 @@ class MetricsLog:
         # MFU is model FLOPs per second over peak FLOPs per second; the plan has it for its own speed.
         plan = record.plan.time
         known = record.spec.cluster.gpu != "cpu" and plan.tokens_per_second > 0
-        self._mfu_per_token_per_second = plan.mfu / plan.tokens_per_second if known else None
+        self._mfu_per_unit_per_second = plan.mfu / plan.tokens_per_second if known else None
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -66,19 +69,19 @@ class MetricsLog:
             self._pass_on_evaluations()
         self._trackers.finish("failed" if error is not None else "finished" if self.finished else "preempted")
 
-    def log(self, step: int, *, tokens: int, step_seconds: float, **measured: float) -> None:
-        """Record optimizer step ``step`` (1-based), which trained on ``tokens`` tokens over all ranks."""
+    def log(self, step: int, *, units: int, step_seconds: float, **measured: float) -> None:
+        """Record optimizer step ``step`` (1-based), which trained on ``units`` tokens, images or pairs on all ranks."""
         if not self._active:
             return
-        tokens_per_second = tokens / step_seconds
-        factor = self._mfu_per_token_per_second
+        per_second = units / step_seconds
+        factor, unit = self._mfu_per_unit_per_second, self._record.spec.unit
         line: dict[str, Any] = {
             "step": step,
             **measured,
-            "tokens_per_second": round(tokens_per_second, 1),
+            rate_name(unit): round(per_second, 1),
             "step_seconds": round(step_seconds, 5),
             "memory_bytes": peak_memory_bytes(self._device),
-            "mfu": None if factor is None else round(factor * tokens_per_second, 4),
+            "mfu": None if factor is None else round(factor * per_second, 4),
             "attempt": self._attempt,
             "time": round(time.time(), 3),
         }
@@ -86,23 +89,31 @@ class MetricsLog:
         if time.monotonic() - self._looked > _SECONDS_BETWEEN_EVALUATIONS:
             self._pass_on_evaluations()
         total = self._record.spec.total_steps
-        logger.info(_log_line(line, total))
-        print(progress_line(step, total, measured["loss"], line["tokens_per_second"]), flush=True)
+        logger.info(_log_line(line, total, unit))
+        print(progress_line(step, total, measured["loss"], line[rate_name(unit)], unit), flush=True)
 
     def flush(self) -> None:
         """Wait until every line is in the file. Raises OSError."""
         self._writer.flush()
 
-    def log_validation(self, step: int, sequences: int, **losses: float) -> None:
-        """Record losses and other measures after ``step`` steps, over ``sequences`` sequences, as a line of its own."""
+    def log_validation(
+        self, step: int, samples: int, details: Mapping[str, Any] | None = None, /, **measures: float
+    ) -> None:
+        """Record losses and other measures after ``step`` steps, over ``samples`` samples, as a line of its own.
+
+        ``details``: figures for the file of the validation, see ``rundir.validations``.
+        """
         if not self._active:
             return
-        measured = {**losses, "validation_sequences": sequences}
-        self._append({"step": step, **measured, "attempt": self._attempt, "time": round(time.time(), 3)})
-        shown = "  ".join(
-            f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in losses.items() if name.endswith("loss")
-        )
-        logger.info("step %d/%d  %s", step, self._record.spec.total_steps, shown)
+        unit = self._record.spec.unit
+        counted = {f"validation_{'sequences' if unit == 'tokens' else unit}": samples}
+        self._append({"step": step, **measures, **counted, "attempt": self._attempt, "time": round(time.time(), 3)})
+        others = measures_in(measures)
+        if details:
+            write_validation(self._run, step, others, details)
+        parts = [f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in measures.items() if name.endswith("loss")]
+        parts += [measures_text(others)] if measures_text(others) else []
+        logger.info("step %d/%d  %s", step, self._record.spec.total_steps, "  ".join(parts))
 
     def _evaluated_steps(self) -> set[int]:
         return {one.step for one in read_evaluations(self._run) if one.state in ("done", "failed")}
@@ -128,12 +139,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _log_line(line: dict[str, Any], total_steps: int) -> str:
+def _log_line(line: dict[str, Any], total_steps: int, unit: str) -> str:
     parts = [f"step {line['step']}/{total_steps}", f"loss {line['loss']:.4f}"]
     skipped = "skipped, the gradient overflowed"
     parts += [f"grad norm {line['grad_norm']:.3f}" if "grad_norm" in line else skipped]
     parts += [f"lr {line['learning_rate']:.2e}"]
-    parts += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{line['step_seconds']:.2f} s/step"]
+    parts += [f"{line[rate_name(unit)]:,.0f} {unit}/s", f"{line['step_seconds']:.2f} s/step"]
     parts.append(f"{line['memory_bytes'] / 1e9:.2f} GB")
     if line["mfu"] is not None:
         parts.append(f"MFU {100 * line['mfu']:.1f} %")

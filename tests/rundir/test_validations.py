@@ -1,0 +1,109 @@
+"""Figures of validations beside the loss: their names, their text, and the files of a step."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.rundir.evaluations import Evaluation, best_step, read_evaluations, write_evaluation
+from scaletrain_cli.rundir.journal import append_line
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.validations import (
+    forget_newer_validations,
+    measures_in,
+    read_validation,
+    read_validations,
+    validation_path,
+    write_validation,
+)
+from scaletrain_cli.text import measures_text
+from tests.cli.command_line import scaletrain
+
+CLASSES = [{"class": "cat", "samples": 4, "top1": 0.25}, {"class": "dog", "samples": 0, "top1": None}]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def test_figures_beside_the_loss_are_told_from_losses_and_counts() -> None:
+    line = {"step": 1, "loss": 2.0, "validation_loss": 2.1, "validation_loss/a": 2.0, "validation_images": 64}
+    assert measures_in(line | {"validation_top1": 0.5, "validation_recall_at_1/image_to_text": 0.25}) == {
+        "top1": 0.5,
+        "recall_at_1/image_to_text": 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("measures", "text"),
+    [
+        ({}, ""),
+        ({"rewards/chosen": 1.0, "top5": 0.9}, ""),
+        ({"top1": 0.71234, "top5": 0.9}, "top-1 71.2 %"),
+        ({"mean_average_precision": 0.5, "mae": 12.3456, "rmse": 2.0}, "mAP 50.0 %, MAE 12.35"),
+        (
+            {"recall_at_1/image_to_text": 0.301, "recall_at_1/text_to_image": 0.25, "zero_shot_top1": math.nan},
+            "recall@1 image to text 30.1 %, text to image 25.0 %",
+        ),
+    ],
+)
+def test_the_text_has_the_main_figures_by_their_labels(measures: dict[str, float], text: str) -> None:
+    assert measures_text(measures) == text
+
+
+def test_a_validation_is_read_back_with_null_for_figures_that_are_not_finite(run: RunDir) -> None:
+    write_validation(run, 20, {"mae": math.nan, "top1": 0.5}, {"outputs": [{"mae": math.inf}], "samples": 4})
+    found = read_validation(run, 20)
+    assert found is not None
+    assert (found.step, found.metrics) == (20, {"mae": None, "top1": 0.5})
+    assert found.details == {"outputs": [{"mae": None}], "samples": 4}
+    assert read_validation(run, 10) is None
+
+
+def test_files_of_validations_and_of_evaluations_are_told_apart(run: RunDir) -> None:
+    write_evaluation(run, Evaluation(10, "e", "done", 0.0))
+    write_validation(run, 20, {"top1": 0.5}, {})
+    assert [one.step for one in read_evaluations(run)] == [10]
+    assert [one.step for one in read_validations(run)] == [20]
+
+
+def test_damaged_files_are_passed_over_and_undone_steps_forgotten(run: RunDir) -> None:
+    for step in (10, 20, 30):
+        write_validation(run, step, {"top1": 0.5}, {})
+    validation_path(run, 10).write_text('{"schema": "scaletrain.validation/v1", "step": "ten"}', encoding="utf-8")
+    with pytest.raises(UsageError, match="is damaged"):
+        read_validation(run, 10)
+    assert [one.step for one in read_validations(run)] == [20, 30]
+    forget_newer_validations(run, 20)
+    assert [one.step for one in read_validations(run)] == [20]
+
+
+def test_the_greatest_accuracy_and_the_least_error_are_the_best(run: RunDir) -> None:
+    for step, top1, rmse in ((10, 0.1, 3.0), (20, 0.9, 5.0), (30, 0.9, 3.5)):
+        append_line(run.metrics, {"step": step, "validation_top1": top1, "validation_rmse": rmse})
+    assert best_step(run, "validation_top1", {10, 20, 30}) == 20
+    assert best_step(run, "validation_rmse", {20, 30}) == 30
+    assert best_step(run, "validation_rmse", {10, 20, 30}) == 10
+
+
+def test_evaluation_list_and_show_have_validations_with_their_worst_classes(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "r")
+    run.path.mkdir(parents=True)
+    run.record.write_text("{}", encoding="utf-8")
+    answers = [{"sample": "a.jpg", "prompt": "What is it?", "answer": "A cat.", "expected": "A dog."}]
+    write_validation(run, 20, {"top1": 0.25, "top5": None}, {"classes": CLASSES, "answers": answers})
+    listed = scaletrain("evaluation", "list", str(run.path))
+    assert listed.out.split() == ["step", "top1", "top5", "20", "0.2500"]
+    shown = scaletrain("evaluation", "show", str(run.path)).out
+    assert "classes; 1 without a sample" in shown
+    assert shown.split("without a sample")[1].split()[:6] == ["class", "samples", "top1", "cat", "4", "0.2500"]
+    assert "What is it?" in shown
+    answer = scaletrain("evaluation", "show", str(run.path), "--json").data
+    assert answer["validation"]["details"]["classes"] == CLASSES
+    assert (answer["step"], answer["run_id"]) == (20, "r")
+    missing = scaletrain("evaluation", "show", str(run.path), "--step", "30")
+    assert (missing.code, "Available steps: 20" in missing.err) == (2, True)
