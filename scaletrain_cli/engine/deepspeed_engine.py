@@ -148,6 +148,7 @@ def prepare_deepspeed(device: torch.device) -> None:
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     take_over_library_logger("DeepSpeed")
     _load_muon_uncompiled()
+    _broadcast_scalars()
     deepspeed.init_distributed(dist_init_required=False)
 
 
@@ -163,6 +164,35 @@ def _load_muon_uncompiled() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
     compiler.compile = compile_now
+
+
+def _broadcast_scalars() -> None:
+    """Let DeepSpeed broadcast parameters without dimensions at its start, as CLIP's logit scale.
+
+    It views each parameter as bytes, which torch refuses for a tensor without dimensions: its engine in every stage,
+    and ZeRO-3 after it has recorded the shape of the parameter.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import Init
+
+    broadcast, convert = DeepSpeedEngine._broadcast_model, Init._convert_to_deepspeed_param
+    if broadcast.__module__ == __name__:
+        return
+
+    def broadcast_model(engine: Any) -> None:
+        scalars = [parameter for parameter in engine.module.parameters() if parameter.dim() == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        broadcast(engine)
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
+    def convert_to_deepspeed_param(init: Any, parameter: nn.Parameter) -> None:
+        convert(init, parameter)
+        if parameter.dim() == 0:
+            parameter.data = parameter.data.view(1)  # until ZeRO-3 gathers it in its shape
+
+    DeepSpeedEngine._broadcast_model, Init._convert_to_deepspeed_param = broadcast_model, convert_to_deepspeed_param
 
 
 def deepspeed_config(spec: RunSpec, layout: Layout, module: nn.Module, swap_folder: Path) -> dict[str, Any]:
