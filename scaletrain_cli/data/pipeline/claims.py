@@ -21,6 +21,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +63,7 @@ class Claims:
         self._owners: dict[Path, str] = {}
         self._seen: dict[Path, tuple[int, float]] = {}
         self._judged: dict[str, tuple[float, bool]] = {}
+        self._remove: list[Callable[[], None]] = []
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="claims", daemon=True)
 
@@ -78,9 +80,16 @@ class Claims:
         self._ended.set()
         self._beating.join()
         with contextlib.suppress(OSError):
-            if self.is_alone():
-                shutil.rmtree(self._claims, ignore_errors=True)
+            self._remove_dead()
             self._own.unlink(missing_ok=True)
+            if not os.listdir(self._workers):  # so it is for the last of several that end at the same time
+                for remove in self._remove:
+                    remove()
+                shutil.rmtree(self._claims, ignore_errors=True)
+
+    def at_last_end(self, remove: Callable[[], None]) -> None:
+        """Call ``remove`` when this process ends its work, if no other one works then."""
+        self._remove.append(remove)
 
     @property
     def _own(self) -> Path:
@@ -112,9 +121,10 @@ class Claims:
 
     # ---- other processes ----------------------------------------------------------------------------------------
 
-    def is_alone(self) -> bool:
-        """Return whether no other process lives."""
-        return all(name == self.owner or self.is_dead(name) for name in os.listdir(self._workers))
+    def _remove_dead(self) -> None:
+        """Remove the files of dead processes. Raises OSError."""
+        for name in os.listdir(self._workers):
+            self.is_dead(name)
 
     def is_dead(self, owner: str) -> bool:
         """Return whether a process is dead; never true for this one."""

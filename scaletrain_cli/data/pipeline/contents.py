@@ -60,9 +60,12 @@ def shared_reading(
         except BaseException:
             claims.remove_own_drafts(folder)
             raise
-        if claims.is_alone():
+
+        def remove_hashes() -> None:
             for each in used:
                 shutil.rmtree(each, ignore_errors=True)
+
+        claims.at_last_end(remove_hashes)
 
 
 def _read(

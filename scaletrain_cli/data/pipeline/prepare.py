@@ -121,11 +121,14 @@ def prepare(
             for each_folder in written:
                 claims.remove_own_drafts(each_folder)
             raise
-        if claims.is_alone():
+
+        def remove_leftovers() -> None:
             for each_folder in written:
                 claims.remove_drafts(each_folder)
             for corpus in _corpora(found):
                 remove_phases(corpus)  # of which a slow process may have written some again
+
+        claims.at_last_end(remove_leftovers)
         return {each.name: each.dataset for each in done}
 
 

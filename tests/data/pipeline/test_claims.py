@@ -214,8 +214,24 @@ def test_random_kills_of_processes_on_several_machines_change_no_byte(
         prepared_by_many(tmp_path / str(seed), tokenizer, processes, kills=5, seed=seed, count=150)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def test_the_last_of_processes_that_end_together_removes_the_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, remove_dead = threading.Barrier(2, timeout=30), Claims._remove_dead
+
+    def look_together(claims: Claims) -> None:
+        remove_dead(claims)
+        looked.wait()
+
+    monkeypatch.setattr(Claims, "_remove_dead", look_together)
+    entered = [Claims(tmp_path).__enter__() for _ in range(2)]
+    assert all(claims.claim("read", str(number)) for number, claims in enumerate(entered))
+    ends = [threading.Thread(target=claims.__exit__, args=(None, None, None)) for claims in entered]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+    assert not list(tmp_path.glob("*/*"))
 
 
 def test_a_recorded_failure_hides_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +242,7 @@ def test_a_recorded_failure_hides_secrets(tmp_path: Path, monkeypatch: pytest.Mo
     found = read_failure(tmp_path / "failure.json")
     assert found is not None
     assert "refused" in str(found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
