@@ -33,6 +33,22 @@ TEXTS: dict[str, Text] = {
         "data.images.decoder = torchvision: torchvision cannot be imported: {error}",
         ("Install the torchvision that belongs to this torch, or set data.images.decoder: pillow",),
     ),
+    "mixing-odd-micro-batch": Text(
+        "training.micro_batch_size = {given}: it must be even, because mixup and CutMix mix pairs of images of a "
+        "micro-batch",
+        ("Set an even number, or mixup and cutmix in data.images.augment to 0",),
+    ),
+    "caption-tokenizer-unreadable": Text(
+        "{path} cannot be read as a tokenizer: {error}", ("Set data.tokenizer.path to a tokenizer.json",)
+    ),
+    "caption-token-absent": Text(
+        "{path} has no token {token}, which begins, ends or pads captions",
+        ("Put the tokenizer_config.json of the tokenizer beside it, which names its tokens, or use CLIP's tokenizer",),
+    ),
+    "caption-vocabulary-too-large": Text(
+        "{path} has {found:whole} tokens and model.text_config.vocab_size is {vocab_size:whole}",
+        ("Set the tokenizer of the model, or a larger vocab_size",),
+    ),
     "nothing-usable": Text(
         "no document of source {source} is left: {removed:whole} of {documents:whole} cannot be used, the first one: "
         "{place}: {problem}",

@@ -63,10 +63,17 @@ def template_files(data: DataSpec) -> TemplateFiles:
         tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         return TemplateFiles(tokens, given or {"default": CHATML})
     folder = expand_home(data.tokenizer.path).parent
+    return TemplateFiles(special_tokens(folder), given or _templates(folder, _object(folder / "tokenizer_config.json")))
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens by name, such as eos_token, that the files beside a tokenizer state.
+
+    Raises UsageError for a file that cannot be read.
+    """
     config = _object(folder / "tokenizer_config.json")
     named = _object(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
-    tokens = {name: text for name in _SPECIAL if (text := _token(named.get(name))) is not None}
-    return TemplateFiles(tokens, given or _templates(folder, config))
+    return {name: text for name in _SPECIAL if (text := _token(named.get(name))) is not None}
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

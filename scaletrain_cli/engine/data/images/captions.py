@@ -1,0 +1,80 @@
+"""Captions as the tokens of CLIP's text tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrain_cli.engine.data.chat_tokenizer import special_tokens
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+
+# Of CLIP's own tokenizer, where the files beside a tokenizer.json name no other tokens.
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class CaptionTokenizer:
+    """Encodes captions as the start token, the tokens of the text, the end token, and padding up to ``positions``.
+
+    A longer text is cut, so that the end token is the last one: the text tower takes its output as that of the caption.
+    ``start``, ``end``, ``padding``: ids. Pickled, it carries the path of tokenizer.json.
+    """
+
+    path: Path
+    positions: int
+    start: int
+    end: int
+    padding: int
+
+    def encode(self, captions: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Return the ids of captions, [captions, positions]."""
+        found = np.full((len(captions), self.positions), self.padding, np.int64)
+        # In Python's loop and not as a batch, which would start threads in every reader process.
+        for row, caption in zip(found, captions, strict=True):
+            ids = _opened(self.path).encode(caption, add_special_tokens=False).ids
+            ids = [self.start, *ids[: self.positions - 2], self.end]
+            row[: len(ids)] = ids
+        return found
+
+
+def caption_tokenizer(path: Path, positions: int, vocab_size: int) -> CaptionTokenizer:
+    """Return the tokenizer of captions in a tokenizer.json, with the special tokens that the files beside it name.
+
+    Padding is the tokenizer's own, else its end token as in CLIP. ``positions`` and ``vocab_size``: of the text tower.
+    Raises UsageError if the tokenizer cannot be read, lacks one of the tokens or has more tokens than the model.
+    """
+    try:
+        tokenizer = _opened(path)
+    except Exception as error:  # the package raises its base class alone
+        raise UsageError(
+            Reason("data.caption-tokenizer-unreadable", {"path": str(path), "error": str(error)})
+        ) from error
+    names = special_tokens(path.parent)
+    end = names.get("eos_token", _END)
+    ids = []
+    for name in (names.get("bos_token", _START), end, names.get("pad_token", end)):
+        number = tokenizer.token_to_id(name)
+        if number is None:
+            raise UsageError(Reason("data.caption-token-absent", {"path": str(path), "token": name}))
+        ids.append(number)
+    if (found := tokenizer.get_vocab_size()) > vocab_size:
+        params = {"path": str(path), "found": found, "vocab_size": vocab_size}
+        raise UsageError(Reason("data.caption-vocabulary-too-large", params))
+    return CaptionTokenizer(path, positions, *ids)
+
+
+@lru_cache(maxsize=4)
+def _opened(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,0 +1,217 @@
+"""Read the batches of images of a rank: any batch by its number alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, ImageStepBatch
+from scaletrain_cli.engine.data.images.captions import CaptionTokenizer
+from scaletrain_cli.engine.data.images.decoders import Decode, decoder_of
+from scaletrain_cli.engine.data.images.mixing import mix_of_pair
+from scaletrain_cli.engine.data.images.transforms import ImageTransform, SampleKey
+from scaletrain_cli.engine.data.permutation import sample_at
+from scaletrain_cli.engine.data.sample_order import SampleOrder, source_seed
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.reasons import Reason
+
+
+class Sample(Protocol):
+    """A stored sample: the bytes of its image, and its label and caption where it has them.
+
+    ``label``: a class, or a number for each class or target. ``place``: ``file:member`` or ``file, row n``.
+    """
+
+    @property
+    def image(self) -> bytes: ...
+    @property
+    def label(self) -> int | tuple[float, ...] | None: ...
+    @property
+    def caption(self) -> str | None: ...
+    @property
+    def place(self) -> str: ...
+
+
+class Samples(Protocol):
+    """The samples of one split of a source, which other processes get as a pickle."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Sample:
+        """Return a sample, counted from 0. Raises CorruptDataError if it is not what it was when it was prepared."""
+        ...
+
+
+class _Place(NamedTuple):
+    """A sample of a run: its source, the number of the pass over this source, and its number within it; from 0 on."""
+
+    source: int
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True)
+class ImageBatchReader:
+    """Reads the batches of images of one data-parallel rank.
+
+    The samples of a batch, their random changes and their mixes are functions of the seed and of numbers: that of the
+    batch, or those of the pass over a source and of the sample in it. So no layout, process or resume changes them.
+
+    ``sources``: the samples of each source. ``order``: the order of several sources; None: that of the first one.
+    ``channels``: 1 or 3. ``labeled``: batches have targets. ``captions``: None: batches have no captions.
+    ``views``: independent changes of each image in training.
+    """
+
+    sources: tuple[Samples, ...]
+    layout: Layout
+    mesh: Mesh
+    seed: int
+    transform: ImageTransform
+    channels: int = 3
+    labeled: bool = True
+    captions: CaptionTokenizer | None = None
+    views: int = 1
+    order: SampleOrder | None = None
+    decoder: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a decoder that cannot be imported, and for micro-batches without whole pairs."""
+        decoder_of(self.decoder)
+        size = self.layout.micro_batch_size
+        if self.transform.augment.mixes and size % 2:
+            raise UsageError(Reason("data.mixing-odd-micro-batch", {"given": size}))
+
+    def __len__(self) -> int:
+        """Return the number of samples of all sources."""
+        return self._starts[-1]
+
+    def batch(self, number: int) -> ImageStepBatch:
+        """Return this rank's part of the global batch with this number (1-based)."""
+        layout, size = self.layout, self.layout.micro_batch_size
+        first = (number - 1) * layout.global_batch_size
+        within = [
+            [(micro * layout.data_parallel + self.mesh.data.rank) * size + offset for offset in range(size)]
+            for micro in range(layout.gradient_accumulation_steps)
+        ]
+        numbers = [[first + place for place in micro] for micro in within]
+        places = [[self._place(number) for number in micro] for micro in numbers]
+        batch = self._read(places, numbers, training=True)
+        if not (self.transform.augment.mixes and self.labeled):
+            return batch
+        mixes = [self._mix(number - 1, place) for micro in within for place in micro]
+        return batch._replace(mix=torch.tensor(mixes, dtype=torch.float32).view(len(within), size, 5))
+
+    def without_groups(self) -> ImageBatchReader:
+        """Return a reader of the same batches without process groups, which another process can get as a pickle."""
+        axes = {each.name: getattr(self.mesh, each.name) for each in fields(Mesh)}
+        return replace(self, mesh=Mesh(**{name: Axis(axis.size, axis.rank) for name, axis in axes.items()}))
+
+    def rounds(self, count: int) -> int:
+        """Return the rounds in which ``count`` samples are evaluated, with one micro-batch for each rank in each."""
+        return -(-count // (self.layout.micro_batch_size * self.layout.data_parallel))
+
+    def round(self, number: int, count: int) -> ImageStepBatch:
+        """Return this rank's micro-batch of a round (1-based) of an evaluation of the first ``count`` samples.
+
+        They are in the order of the files and as in evaluation. In a last round that is not full, other samples stand
+        in for those that are missing: ``real`` is False for them.
+        """
+        size = self.layout.micro_batch_size
+        first = ((number - 1) * self.layout.data_parallel + self.mesh.data.rank) * size
+        numbers = list(range(first, first + size))
+        places = [self._stored(min(each, count - 1)) for each in numbers]
+        batch = self._read([places], [numbers], training=False)
+        if count % (size * self.layout.data_parallel):
+            batch = batch._replace(real=batch.samples < count)
+        return batch
+
+    def in_order(self, count: int) -> Iterator[ImageMicroBatch]:
+        """Yield this rank's micro-batches of an evaluation of the first ``count`` samples; see ``round``."""
+        for number in range(1, self.rounds(count) + 1):
+            yield from self.round(number, count).micro_batches()
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The number of the first sample of each source among those of all, and the number of all samples."""
+        return [0, *accumulate(map(len, self.sources))]
+
+    def _place(self, sample: int) -> _Place:
+        """Return the place of a sample of the run, counted from 0."""
+        source, position = (0, sample) if self.order is None else self.order.mixture.place(sample)
+        size = len(self.sources[source])
+        number = sample_at(position, seed=source_seed(self.seed, source), samples=size)
+        return _Place(source, position // size, number)
+
+    def _stored(self, number: int) -> _Place:
+        """Return the place of a sample by its number among those of all sources."""
+        source = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return _Place(source, 0, number - self._starts[source])
+
+    def _mix(self, batch: int, place: int) -> list[float]:
+        mix = mix_of_pair(self.seed, batch, place // 2, self.transform.size, self.transform.augment)
+        return [mix.weight, *mix.box]
+
+    def _read(self, places: list[list[_Place]], numbers: list[list[int]], *, training: bool) -> ImageStepBatch:
+        micros, size, side = len(places), self.layout.micro_batch_size, self.transform.size
+        views = self.views if training else 1
+        images = np.empty((micros, views, size, side, side, self.channels), np.uint8)
+        erases = training and self.transform.augment.random_erasing is not None
+        boxes = np.zeros((micros, views, size, 4), np.int64)
+        labels: list[int | tuple[float, ...]] = []
+        captions: list[str] = []
+        decode: Decode = decoder_of(self.decoder)
+        for micro, row in np.ndindex(micros, size):
+            source, epoch, number = places[micro][row]
+            sample = self.sources[source].read(number)
+            image = decode(sample.image, sample.place, self.channels)
+            for view in range(views):
+                if training:
+                    key = SampleKey(source_seed(self.seed, source), epoch, number, view)
+                    images[micro, view, row] = self.transform.training(image, key)
+                    boxes[micro, view, row] = self.transform.erased(key)
+                else:
+                    images[micro, view, row] = self.transform.evaluation(image)
+            if self.labeled:
+                labels.append(_present(sample.label, "label", sample.place))
+            if self.captions is not None:
+                captions.append(_present(sample.caption, "caption", sample.place))
+        shape = (micros, size)
+        sources = torch.tensor([[place.source for place in micro] for micro in places])
+        return ImageStepBatch(
+            images=torch.from_numpy(images).flatten(1, 2),
+            samples=torch.tensor(numbers),
+            targets=_targets(labels, shape) if self.labeled else None,
+            tokens=None if self.captions is None else self._tokens(captions).view(*shape, -1),
+            erased=torch.from_numpy(boxes).flatten(1, 2) if erases else None,
+            sources=sources if len(self.sources) > 1 else None,
+            numbers=torch.tensor([[self._starts[each.source] + each.number for each in micro] for micro in places]),
+        )
+
+    def _tokens(self, captions: Sequence[str]) -> Tensor:
+        assert self.captions is not None
+        encoded: npt.NDArray[np.int64] = self.captions.encode(captions)
+        return torch.from_numpy(encoded)
+
+
+def _present(value: Any, name: str, place: str) -> Any:
+    if value is None:
+        raise CorruptDataError(place, f"it has no {name}")
+    return value
+
+
+def _targets(labels: list[int | tuple[float, ...]], shape: tuple[int, int]) -> Tensor:
+    """Return classes as [micro-batches, samples] int64, and numbers as [micro-batches, samples, numbers] float32."""
+    if isinstance(labels[0], int):
+        return torch.tensor(labels, dtype=torch.int64).view(shape)
+    return torch.tensor(labels, dtype=torch.float32).view(*shape, -1)

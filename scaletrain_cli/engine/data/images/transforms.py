@@ -1,0 +1,310 @@
+"""Changes of one image: pure functions of the image and of a random generator that belongs to one operation on it.
+
+The generator of an operation is a counter generator (Philox) whose key is a hash of the seed, the epoch, the sample and
+the operation, so that no result depends on which process computes it, or on what it computed before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageEnhance, ImageOps
+
+from scaletrain_cli.spec.images import (
+    AugmentSpec,
+    ColorJitterSpec,
+    ImagesSpec,
+    RandAugmentSpec,
+    RandomErasingSpec,
+    RandomResizedCropSpec,
+)
+
+RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_TRIES = 10  # of a random rectangle that may not fit
+_MASK64 = (1 << 64) - 1
+
+
+class SampleKey(NamedTuple):
+    """A sample in one pass over its source. ``sample``: number within the source; ``view``: of several of one image."""
+
+    seed: int
+    epoch: int
+    sample: int
+    view: int = 0
+
+    def draws(self, operation: str) -> np.random.Generator:
+        """Return the random generator of an operation on this sample."""
+        numbers = struct.pack("<4Q", self.seed & _MASK64, self.epoch, self.sample, self.view)
+        key = hashlib.blake2b(numbers + operation.encode(), digest_size=16).digest()
+        return np.random.Generator(np.random.Philox(key=np.frombuffer(key, "<u8")))
+
+
+class Box(NamedTuple):
+    """A rectangle of pixels; ``height`` 0: none."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+NO_BOX = Box(0, 0, 0, 0)
+
+
+def crop_box(height: int, width: int, draw: np.random.Generator, spec: RandomResizedCropSpec) -> Box:
+    """Return a random part of an image: its share of the area is uniform, and so is the logarithm of width / height.
+
+    After 10 draws that do not fit: the largest rectangle at the center with a ratio in the range.
+    Source: arXiv:1409.4842, section 6.
+    """
+    lowest, highest = map(math.log, spec.ratio)
+    for _ in range(_TRIES):
+        area, ratio = height * width * draw.uniform(*spec.scale), math.exp(draw.uniform(lowest, highest))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return Box(int(draw.integers(height - h + 1)), int(draw.integers(width - w + 1)), h, w)
+    low, high = spec.ratio
+    w, h = min(width, max(1, round(height * high))), min(height, max(1, round(width / low)))
+    return Box((height - h) // 2, (width - w) // 2, h, w)
+
+
+def resized_crop(image: Image.Image, box: Box, size: int, resampling: Image.Resampling) -> Image.Image:
+    """Return a part of the image, resized to ``size`` x ``size`` without a look at pixels beside the part."""
+    part = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    return part.resize((size, size), resampling)
+
+
+def center_crop(image: Image.Image, size: int, crop_ratio: float, resampling: Image.Resampling) -> Image.Image:
+    """Return the center of the image, whose shorter side is first resized to ``size / crop_ratio`` pixels.
+
+    Both sides are rounded down, as in torchvision's Resize, and an odd margin is one pixel larger at one side.
+    """
+    shorter = math.floor(round(size / crop_ratio, 6))
+    scaled = [shorter * side // min(image.size) for side in image.size]
+    if tuple(scaled) != image.size:
+        image = image.resize((scaled[0], scaled[1]), resampling)
+    left, top = (round((side - size) / 2) for side in scaled)
+    return image.crop((left, top, left + size, top + size))
+
+
+def flip(image: Image.Image) -> Image.Image:
+    """Return the image with left and right exchanged."""
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+
+
+def color_jitter(image: Image.Image, draw: np.random.Generator, spec: ColorJitterSpec) -> Image.Image:
+    """Return the image with changed brightness, contrast, saturation and hue, in random order.
+
+    The factors of the first three are uniform in [max(0, 1 - x), 1 + x]. Gray images have no hue.
+    """
+    order = draw.permutation(4)
+    strengths = (spec.brightness, spec.contrast, spec.saturation)
+    factors = [draw.uniform(max(0.0, 1.0 - each), 1.0 + each) for each in strengths]
+    shift = draw.uniform(-spec.hue, spec.hue)
+    for number in order:
+        if number == 3:
+            image = shift_hue(image, shift) if spec.hue else image
+        elif strengths[number]:
+            image = _ENHANCE[number](image).enhance(factors[number])
+    return image
+
+
+_ENHANCE: tuple[Callable[[Image.Image], Any], ...] = (
+    ImageEnhance.Brightness,
+    ImageEnhance.Contrast,
+    ImageEnhance.Color,
+)
+
+
+def shift_hue(image: Image.Image, share: float) -> Image.Image:
+    """Return the image with its hue turned by a share of the circle, whose steps are 1 / 256."""
+    if image.mode == "L":
+        return image
+    steps = round(share * 256)
+    hue, saturation, value = image.convert("HSV").split()
+    turned = hue.point([(each + steps) % 256 for each in range(256)])
+    return Image.merge("HSV", (turned, saturation, value)).convert(image.mode)
+
+
+# RandAugment. Level: from 0 to 10.
+_LEVELS = 10.0
+_GREATEST_ANGLE, _GREATEST_SHEAR, _GREATEST_TRANSLATION = 30.0, 0.3, 0.45
+_GREATEST_ADDED, _BRIGHT = 110, 128
+_BITS = 4  # that posterize removes or keeps at level 10
+_GREATEST_ENHANCEMENT = 0.9
+
+
+class Geometry(NamedTuple):
+    """How an operation that moves pixels resamples them, and the color of pixels from beyond the image."""
+
+    resampling: Image.Resampling
+    fill: tuple[int, ...]
+
+    @property
+    def color(self) -> Any:
+        """``fill`` as Pillow takes it: a number for gray images."""
+        return self.fill if len(self.fill) > 1 else self.fill[0]
+
+
+_Operation = Callable[[Image.Image, float, Geometry], Image.Image]
+
+
+def _transformed(image: Image.Image, matrix: Sequence[float], geometry: Geometry) -> Image.Image:
+    return image.transform(
+        image.size, Image.Transform.AFFINE, tuple(matrix), resample=geometry.resampling, fillcolor=geometry.color
+    )
+
+
+def _rotated(image: Image.Image, degrees: float, geometry: Geometry) -> Image.Image:
+    resampling: Any = geometry.resampling
+    return image.rotate(degrees, resample=resampling, fillcolor=geometry.color)
+
+
+def _solarized_by_adding(image: Image.Image, added: float, _: Geometry) -> Image.Image:
+    table = [min(255, value + int(added)) if value < _BRIGHT else value for value in range(256)]
+    return image.point(table * len(image.getbands()))
+
+
+def _posterized(image: Image.Image, bits: float, _: Geometry) -> Image.Image:
+    return ImageOps.posterize(image, int(bits))
+
+
+OPERATIONS: dict[str, _Operation] = {
+    "auto_contrast": lambda image, _, __: ImageOps.autocontrast(image),
+    "equalize": lambda image, _, __: ImageOps.equalize(image),
+    "invert": lambda image, _, __: ImageOps.invert(image),
+    "rotate": _rotated,
+    "posterize": _posterized,
+    "solarize": lambda image, threshold, _: ImageOps.solarize(image, int(threshold)),
+    "solarize_add": _solarized_by_adding,
+    "color": lambda image, factor, _: ImageEnhance.Color(image).enhance(factor),
+    "contrast": lambda image, factor, _: ImageEnhance.Contrast(image).enhance(factor),
+    "brightness": lambda image, factor, _: ImageEnhance.Brightness(image).enhance(factor),
+    "sharpness": lambda image, factor, _: ImageEnhance.Sharpness(image).enhance(factor),
+    "shear_x": lambda image, share, geometry: _transformed(image, (1, share, 0, 0, 1, 0), geometry),
+    "shear_y": lambda image, share, geometry: _transformed(image, (1, 0, 0, share, 1, 0), geometry),
+    "translate_x": lambda image, share, geometry: _transformed(image, (1, 0, share * image.width, 0, 1, 0), geometry),
+    "translate_y": lambda image, share, geometry: _transformed(image, (1, 0, 0, 0, 1, share * image.height), geometry),
+}
+_NAMES = tuple(OPERATIONS)
+_ENHANCEMENTS = ("color", "contrast", "brightness", "sharpness")
+_SIGNED = {
+    "rotate": _GREATEST_ANGLE,
+    "shear_x": _GREATEST_SHEAR,
+    "shear_y": _GREATEST_SHEAR,
+    "translate_x": _GREATEST_TRANSLATION,
+    "translate_y": _GREATEST_TRANSLATION,
+}
+
+
+def operation_argument(name: str, level: float, *, increasing: bool, negative: bool) -> float:
+    """Return the argument of an operation of RandAugment at a level from 0 to 10; 0 if it takes none.
+
+    Angles are in degrees; shears and translations are shares of the other or the same side; posterize keeps bits, at
+    least one, as without any an image is black; solarize inverts values from its threshold on. ``increasing``: a higher
+    level always changes the image more; otherwise posterize, solarize and the enhancements change it least at level 10,
+    10 and 5, as in the first programs of AutoAugment. ``negative``: the sign, where the operation has one. Levels and
+    ranges as in timm (``inc1``).
+    """
+    share = level / _LEVELS
+    sign = -1.0 if negative else 1.0
+    if name in _SIGNED:
+        return sign * share * _SIGNED[name]
+    if name in _ENHANCEMENTS:
+        if increasing:
+            return max(1.0 - _GREATEST_ENHANCEMENT, 1.0 + sign * share * _GREATEST_ENHANCEMENT)
+        return share * 1.8 + 0.1
+    if name == "posterize":
+        return max(1, _BITS - int(share * _BITS) if increasing else int(share * _BITS))
+    if name == "solarize":
+        return 256 - int(share * 256) if increasing else int(share * 256)
+    return int(share * _GREATEST_ADDED) if name == "solarize_add" else 0.0
+
+
+def rand_augment(
+    image: Image.Image, draw: np.random.Generator, spec: RandAugmentSpec, geometry: Geometry
+) -> Image.Image:
+    """Return the image after ``spec.num_ops`` of the 15 operations, drawn with replacement, each with a probability.
+
+    The level of each is normal around the magnitude and cut to 0 to 10. Source: arXiv:1909.13719, section 3.1; the
+    15 operations, the probability and the deviation are those of timm, which published recipes were trained with.
+    """
+    for _ in range(spec.num_ops):
+        name = _NAMES[int(draw.integers(len(_NAMES)))]
+        applied, negative = draw.random() < spec.probability, draw.random() < 0.5
+        level = min(_LEVELS, max(0.0, draw.normal(spec.magnitude, spec.magnitude_std)))
+        if applied:
+            argument = operation_argument(name, level, increasing=spec.increasing, negative=negative)
+            image = OPERATIONS[name](image, argument, geometry)
+    return image
+
+
+def erased_box(height: int, width: int, draw: np.random.Generator, spec: RandomErasingSpec) -> Box:
+    """Return the rectangle of random erasing (arXiv:1708.04896, algorithm 1), or NO_BOX.
+
+    Its share of the area is uniform, and so is the logarithm of height / width. It is smaller than the image in both
+    directions; after 10 draws that do not fit there is none.
+    """
+    if draw.random() >= spec.probability:
+        return NO_BOX
+    lowest, highest = map(math.log, spec.ratio)
+    for _ in range(_TRIES):
+        area, ratio = height * width * draw.uniform(*spec.scale), math.exp(draw.uniform(lowest, highest))
+        h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < h < height and 0 < w < width:
+            return Box(int(draw.integers(height - h + 1)), int(draw.integers(width - w + 1)), h, w)
+    return NO_BOX
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """The pixels of an image in training and in evaluation. ``fill``: the mean color, from 0 to 255."""
+
+    size: int
+    augment: AugmentSpec
+    interpolation: Literal["bicubic", "bilinear"]
+    crop_ratio: float
+    fill: tuple[int, ...]
+
+    @classmethod
+    def of(cls, images: ImagesSpec, size: int, mean: Sequence[float]) -> ImageTransform:
+        """Return the transform of a spec. ``mean``: of each channel, from 0 to 1."""
+        fill = tuple(round(255 * each) for each in mean)
+        return cls(size, images.augment, images.interpolation, images.crop_ratio, fill)
+
+    def training(self, image: Image.Image, key: SampleKey) -> npt.NDArray[np.uint8]:
+        """Return one view of the image as [size, size, channels]."""
+        spec, resampling = self.augment, RESAMPLING[self.interpolation]
+        if spec.random_resized_crop is None:
+            image = center_crop(image, self.size, self.crop_ratio, resampling)
+        else:
+            box = crop_box(image.height, image.width, key.draws("crop"), spec.random_resized_crop)
+            image = resized_crop(image, box, self.size, resampling)
+        if spec.horizontal_flip and key.draws("flip").random() < spec.horizontal_flip:
+            image = flip(image)
+        if spec.color_jitter is not None:
+            image = color_jitter(image, key.draws("color"), spec.color_jitter)
+        if spec.rand_augment is not None:
+            image = rand_augment(image, key.draws("augment"), spec.rand_augment, Geometry(resampling, self.fill))
+        return _pixels(image)
+
+    def evaluation(self, image: Image.Image) -> npt.NDArray[np.uint8]:
+        """Return the center of the image as [size, size, channels]."""
+        return _pixels(center_crop(image, self.size, self.crop_ratio, RESAMPLING[self.interpolation]))
+
+    def erased(self, key: SampleKey) -> Box:
+        """Return the rectangle of one view that is erased in training, or NO_BOX."""
+        spec = self.augment.random_erasing
+        return NO_BOX if spec is None else erased_box(self.size, self.size, key.draws("erase"), spec)
+
+
+def _pixels(image: Image.Image) -> npt.NDArray[np.uint8]:
+    pixels = np.asarray(image)
+    return pixels[..., None] if pixels.ndim == 2 else pixels
