@@ -1,17 +1,22 @@
 """Dimensions of vision networks under their Hugging Face names; planned, not trained by this engine."""
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from scaletrain_cli.spec.quantities import NonNegative, Whole
+from scaletrain_cli.spec.hub_files import ModelPath
+from scaletrain_cli.spec.model import ModelSpec
+from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero, not_a_switch
 from scaletrain_cli.spec.section import Section
 
 # Bounded, so that a typing error does not create a network that takes minutes to size.
 Widths = Annotated[tuple[Whole, ...], Field(min_length=1, max_length=16)]
 Depths = Annotated[tuple[Annotated[int, Field(strict=True, ge=1, le=1000)], ...], Field(min_length=1, max_length=16)]
 ImageSize = Annotated[int, Field(strict=True, ge=1, le=8192)]
+Activation = Literal["gelu", "gelu_pytorch_tanh", "quick_gelu"]
+Number = Annotated[float, BeforeValidator(not_a_switch)]
 
 
 class ResNetSpec(Section):
@@ -74,6 +79,16 @@ class VitSpec(Section):
     num_channels: Whole = 3
     num_labels: Whole = 1000
     qkv_bias: bool = True
+    hidden_act: Activation = "gelu"
+    layer_norm_eps: Positive = 1.0e-12
+    initializer_range: Positive = Field(default=0.02, description="standard deviation of random first weights")
+    drop_path_rate: Fraction = Field(
+        default=0.0, description="share of images that skip the last block; the first has 0, the others in between"
+    )
+    weights: ModelPath | None = Field(
+        default=None,
+        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
@@ -91,6 +106,11 @@ class ClipVisionSpec(Section):
     image_size: ImageSize = 224
     patch_size: Whole = 32
     num_channels: Whole = 3
+    hidden_act: Activation = "quick_gelu"
+    layer_norm_eps: Positive = 1.0e-5
+    initializer_range: Positive = Field(
+        default=0.02, description="standard deviation of random first patches and positions"
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
@@ -107,10 +127,19 @@ class ClipTextSpec(Section):
     intermediate_size: Whole
     vocab_size: Whole = 49408
     max_position_embeddings: Whole = 77
+    hidden_act: Activation = "quick_gelu"
+    layer_norm_eps: Positive = 1.0e-5
+    eos_token_id: WholeOrZero = Field(
+        default=49407,
+        description="the token whose first place in a caption has its features; 2, of configs before transformers 4.31:"
+        " the place of the largest token",
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
         yield from _heads(self.hidden_size, self.num_attention_heads)
+        if self.eos_token_id >= self.vocab_size:
+            yield "eos_token_id", f"must be below vocab_size = {self.vocab_size}."
 
 
 class ClipSpec(Section):
@@ -121,21 +150,94 @@ class ClipSpec(Section):
     vision_config: ClipVisionSpec
     text_config: ClipTextSpec
     projection_dim: Whole = 512
+    logit_scale_init_value: Number = Field(
+        default=2.6592, description="first value of the logarithm of the factor of similarities; 2.6592: ln(1 / 0.07)"
+    )
+    max_logit_scale: Number | None = Field(
+        default=math.log(100), description="largest value of that logarithm, applied after each step; null: no limit"
+    )
+    logit_bias_init_value: Number | None = Field(
+        default=None, description="first value of a learned bias of similarities, for loss: sigmoid (-10); null: none"
+    )
+    weights: ModelPath | None = Field(
+        default=None,
+        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
-        for name in ("vision_config", "text_config"):
-            for key, message in getattr(self, name).inconsistencies():
-                yield f"{name}.{key}", message
+        yield from _inner(self)
+        if self.max_logit_scale is not None and self.logit_scale_init_value > self.max_logit_scale:
+            yield "logit_scale_init_value", f"must not exceed max_logit_scale = {self.max_logit_scale:.6g}."
 
 
+class LlavaSpec(Section):
+    """A vision-language model (arXiv:2310.03744): CLIP's image tower, a projector, and a language model."""
+
+    family: Literal["llava"]
+    preset: str | None = None
+    vision_config: ClipVisionSpec
+    text_config: ModelSpec
+    projector_hidden_act: Activation = "gelu"
+    vision_feature_layer: Annotated[int, Field(strict=True)] = Field(
+        default=-2, description="block of the tower whose output is projected, counted as hidden states: -1 is the last"
+    )
+    vision_feature_select_strategy: Literal["default", "full"] = Field(
+        default="default", description="default: patches only; full: the class token too"
+    )
+    image_token_index: WholeOrZero = Field(
+        default=32000, description="token that is replaced by the features of an image, one for each feature"
+    )
+    weights: ModelPath | None = Field(
+        default=None,
+        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
+    )
+
+    @property
+    def tower_depth(self) -> int:
+        """Return the number of blocks of the tower that are computed."""
+        layers, layer = self.vision_config.num_hidden_layers, self.vision_feature_layer
+        return layer if layer >= 0 else layers + 1 + layer
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Return the number of features of an image, each of which replaces a token."""
+        patches = (self.vision_config.image_size // self.vision_config.patch_size) ** 2
+        return patches if self.vision_feature_select_strategy == "default" else patches + 1
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each dimension that contradicts another one."""
+        yield from _inner(self)
+        layers = self.vision_config.num_hidden_layers
+        if not 0 <= self.tower_depth <= layers:
+            yield "vision_feature_layer", f"must be between {-layers - 1} and {layers}, with {layers} blocks."
+        if self.image_token_index >= self.text_config.vocab_size:
+            yield "image_token_index", f"must be below text_config.vocab_size = {self.text_config.vocab_size}."
+        if self.tokens_per_image > self.text_config.seq_len:
+            yield "text_config.seq_len", f"must be at least {self.tokens_per_image}, the tokens of one image."
+        if self.text_config.base_family != "llama":
+            yield "text_config.family", "must be llama: transformers has no LLaVA with another language model."
+        for key, usual in (("weights", None), ("adapter", None), ("quantization", "none")):
+            if getattr(self.text_config, key) != usual:
+                yield f"text_config.{key}", f"has no effect in family: llava. Remove it{_MOVED.get(key, '')}."
+
+
+_MOVED = {"weights": ", and set model.weights"}
 VisionSpec = ResNetSpec | ConvNextSpec | VitSpec | ClipSpec
+# Families of models of images, by name.
 VISION: dict[str, type[Section]] = {
     "resnet": ResNetSpec,
     "convnext": ConvNextSpec,
     "vit": VitSpec,
     "clip": ClipSpec,
+    "llava": LlavaSpec,
 }
+
+
+def _inner(model: ClipSpec | LlavaSpec) -> Iterator[tuple[str, str]]:
+    for name in ("vision_config", "text_config"):
+        for key, message in getattr(model, name).inconsistencies():
+            yield f"{name}.{key}", message
 
 
 def _stages(hidden_sizes: tuple[int, ...], depths: tuple[int, ...]) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,1 @@
+"""Networks for images, under Hugging Face parameter names."""

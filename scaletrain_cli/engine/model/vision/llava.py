@@ -1,0 +1,156 @@
+"""LLaVA-1.5 (arXiv:2310.03744): CLIP's image tower, a projector of two layers, and a language model.
+
+Modules have the names of Hugging Face's files of ``LlavaForConditionalGeneration``. The language model is one of the
+families that are trained alone too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.attention import TokenContext
+from scaletrain_cli.engine.model.base import DrawnWeights, Initial, TrainedModel
+from scaletrain_cli.engine.model.causal_lm import CausalLM
+from scaletrain_cli.engine.model.materialization import WeightSource
+from scaletrain_cli.engine.model.vision.clip import VisionTower, tower_initial
+from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS
+from scaletrain_cli.engine.parallel.mesh import ShardSpec
+from scaletrain_cli.spec import LlavaSpec
+
+_LANGUAGE_MODEL = "language_model."
+_PROJECTOR = "multi_modal_projector."
+
+
+class Tower(nn.Module):
+    """The image tower inside the module that the files name."""
+
+    def __init__(self, spec: LlavaSpec) -> None:
+        super().__init__()
+        self.vision_model = VisionTower(spec.vision_config)
+
+
+class Projector(nn.Module):
+    """Two linear layers from the channels of the tower to those of the language model."""
+
+    def __init__(self, spec: LlavaSpec) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(spec.vision_config.hidden_size, spec.text_config.hidden_size)
+        self.linear_2 = nn.Linear(spec.text_config.hidden_size, spec.text_config.hidden_size)
+        self.activation = ACTIVATIONS[spec.projector_hidden_act]
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.linear_2(self.activation(self.linear_1(features)))  # type: ignore[no-any-return]
+
+
+class Llava(TrainedModel):
+    """A language model that reads the projected patches of images in the places of ``image_token_index``.
+
+    The patches are the hidden states of the tower after ``vision_feature_layer``. What comes later in the tower is in
+    the files, is not computed, and does not train.
+    """
+
+    spec: LlavaSpec
+
+    def __init__(self, spec: LlavaSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.vision_tower = Tower(spec)
+        self.multi_modal_projector = Projector(spec)
+        self.language_model: CausalLM = outline(spec.text_config)
+        self.depth = spec.tower_depth
+        tower = self.vision_tower.vision_model
+        unused = [tower.post_layernorm, *list(tower.encoder.layers.values())[self.depth :]]
+        for module in unused:
+            module.requires_grad_(False)
+
+    @property
+    def blocks(self) -> nn.ModuleDict:
+        """The blocks of the tower that are computed, and of the language model: ``vision_NUMBER``, ``text_NUMBER``."""
+        tower = list(self.vision_tower.vision_model.encoder.layers.items())[: self.depth]
+        language = self.language_model.blocks.items()
+        return nn.ModuleDict({f"vision_{n}": each for n, each in tower} | {f"text_{n}": each for n, each in language})
+
+    def first_weights(self, seed: int, device: torch.device) -> WeightSource:
+        """Return the random weights that training begins with; ``device`` draws them."""
+        return _FirstWeights(
+            self.language_model.first_weights(seed, device), DrawnWeights(seed, device, self._initial)
+        )
+
+    def _initial(self, name: str, shape: tuple[int, ...]) -> Initial:
+        if not name.startswith(_PROJECTOR):
+            return tower_initial(self.spec.vision_config, name, shape)
+        return Initial() if name.endswith("bias") else Initial(std=self.spec.text_config.initializer_range)
+
+    def image_features(self, pixels: Tensor) -> Tensor:
+        """Return what replaces the image tokens, [images, tokens per image, hidden size of the language model].
+
+        ``pixels``: [images, channels, image_size, image_size], normalized.
+        """
+        hidden = self.vision_tower.vision_model.hidden_states(pixels, self.depth)
+        chosen = hidden[:, 1:] if self.spec.vision_feature_select_strategy == "default" else hidden
+        return self.multi_modal_projector(chosen)  # type: ignore[no-any-return]
+
+    def embed(self, tokens: Tensor, context: TokenContext, pixels: Tensor | None) -> Tensor:
+        """Return the hidden states that enter the language model; the images take the places of their tokens in order.
+
+        Raises ValueError if the number of image tokens is not that of the features; on a GPU this waits for the
+        device. In training a batch without images computes one black image without effect, so that every rank of ZeRO-3
+        visits the same modules.
+        """
+        hidden = self.language_model.embed(tokens, context)
+        images = 0 if pixels is None else len(pixels)
+        places = tokens == self.spec.image_token_index
+        found, expected = int(places.sum()), images * self.spec.tokens_per_image
+        if found != expected:
+            raise ValueError(
+                f"the batch has {found} tokens {self.spec.image_token_index} (model.image_token_index), and {images} "
+                f"images with {self.spec.tokens_per_image} features each, which need {expected}. Write "
+                f"{self.spec.tokens_per_image} image tokens for each image, and do not cut them off."
+            )
+        if pixels is not None and images:
+            features = self.image_features(pixels).to(hidden.dtype)
+            return hidden.masked_scatter(places.unsqueeze(-1), features)
+        if not self.training:
+            return hidden
+        vision = self.spec.vision_config
+        black = hidden.new_zeros(1, vision.num_channels, vision.image_size, vision.image_size)
+        return hidden + 0.0 * self.image_features(black).sum().to(hidden.dtype)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        pixels: Tensor | None = None,
+        context: TokenContext | None = None,
+        divisor: Tensor | None = None,
+        output: Callable[[CausalLM, Tensor], Any] | None = None,
+    ) -> Any:
+        """Return the loss of a batch, as ``CausalLM.forward`` does; ``output`` gets the language model.
+
+        tokens, labels: [batch, length] int64; ``pixels``: see ``image_features``, in the order of their tokens.
+        """
+        language = self.language_model
+        if context is None:
+            batch, length = tokens.shape
+            positions, samples = (torch.arange(size, device=tokens.device) for size in (length, batch))
+            context = TokenContext(positions, samples)
+        hidden = self.embed(tokens, context, pixels)
+        hidden = language.transform(hidden, language.with_masks(context, hidden))
+        return language.loss(hidden, labels, divisor) if output is None else output(language, hidden)
+
+
+class _FirstWeights:
+    """The first weights of the language model by its own rule, and of all others by theirs."""
+
+    def __init__(self, language: WeightSource, others: WeightSource) -> None:
+        self._language, self._others = language, others
+
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        """Return this rank's shard of a parameter, fp32."""
+        source = self._language if name.startswith(_LANGUAGE_MODEL) else self._others
+        return source.read(name, whole_shape, spec)

@@ -1,0 +1,174 @@
+"""The vision transformer (arXiv:2010.11929): patches, a class token, learned positions, norms before each part.
+
+Modules have the names of Hugging Face's files of ``ViTForImageClassification``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.model.attention import KeyedDropPath
+from scaletrain_cli.engine.model.base import Initial, VisionModel
+from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS, attention_of_heads
+from scaletrain_cli.spec import VitSpec
+
+_EMBEDDINGS = "vit.embeddings."
+POSITIONS = f"{_EMBEDDINGS}position_embeddings"
+
+
+class PatchEmbeddings(nn.Module):
+    """A convolution whose stride is its size."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(spec.num_channels, spec.hidden_size, spec.patch_size, spec.patch_size)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return [batch, patches, hidden], row by row of the image."""
+        return self.projection(pixels).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class Embeddings(nn.Module):
+    """The class token and the patches, plus their positions."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        patches = (spec.image_size // spec.patch_size) ** 2
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, spec.hidden_size))
+        self.position_embeddings = nn.Parameter(torch.zeros(1, 1 + patches, spec.hidden_size))
+        self.patch_embeddings = PatchEmbeddings(spec)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return the hidden states that enter the first block, [batch, 1 + patches, hidden]."""
+        patches = self.patch_embeddings(pixels)
+        first = self.cls_token.expand(len(patches), -1, -1)
+        return torch.cat((first, patches), 1) + self.position_embeddings
+
+
+class SelfAttention(nn.Module):
+    """Attention of all patches to all, before its output projection."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.heads = spec.num_attention_heads
+        self.query, self.key, self.value = (
+            nn.Linear(spec.hidden_size, spec.hidden_size, bias=spec.qkv_bias) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attention_of_heads(self.query(x), self.key(x), self.value(x), self.heads, causal=False)
+
+
+class Projection(nn.Module):
+    """A linear layer in a module of its own, as in the files."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(x)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Attention and its output projection, [batch, length, hidden] in and out."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.attention = SelfAttention(spec)
+        self.output = Projection(spec.hidden_size, spec.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.attention(x))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """Attention and MLP with residuals and norms before them. ``drop_path``: the probability of leaving one out."""
+
+    def __init__(self, spec: VitSpec, drop_path: float) -> None:
+        super().__init__()
+        self.attention = Attention(spec)
+        self.intermediate = Projection(spec.hidden_size, spec.intermediate_size)
+        self.output = Projection(spec.intermediate_size, spec.hidden_size)
+        self.layernorm_before = nn.LayerNorm(spec.hidden_size, eps=spec.layer_norm_eps)
+        self.layernorm_after = nn.LayerNorm(spec.hidden_size, eps=spec.layer_norm_eps)
+        self.activation = ACTIVATIONS[spec.hidden_act]
+        self.attention_drop_path, self.mlp_drop_path = KeyedDropPath(drop_path), KeyedDropPath(drop_path)
+
+    def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
+        """Return the hidden states after this block, [batch, length, hidden]; ``samples``: see the model."""
+        x = x + self.attention_drop_path(self.attention(self.layernorm_before(x)), samples)
+        wide = self.activation(self.intermediate(self.layernorm_after(x)))
+        return x + self.mlp_drop_path(self.output(wide), samples)  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """The blocks by number; of ``n`` blocks number ``i`` drops paths with probability ``rate * i / (n - 1)``."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        last = max(1, spec.num_hidden_layers - 1)
+        self.layer = nn.ModuleDict(
+            {str(index): Layer(spec, spec.drop_path_rate * index / last) for index in range(spec.num_hidden_layers)}
+        )
+
+
+class ViTModel(nn.Module):
+    """Modules with the names of Hugging Face's inner model."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(spec)
+        self.encoder = Encoder(spec)
+        self.layernorm = nn.LayerNorm(spec.hidden_size, eps=spec.layer_norm_eps)
+
+    def forward(self, pixels: Tensor, samples: Tensor | None) -> Tensor:
+        """Return the normalized class token, [batch, hidden]."""
+        hidden = self.embeddings(pixels)
+        for layer in self.encoder.layer.values():
+            hidden = layer(hidden, samples)
+        return self.layernorm(hidden[:, 0])  # type: ignore[no-any-return]
+
+
+class ViTForImageClassification(VisionModel):
+    """A ViT with a linear classifier of the class token; without classes its features are returned."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.vit = ViTModel(spec)
+        self.classifier = nn.Linear(spec.hidden_size, spec.num_labels) if spec.num_labels else nn.Identity()
+
+    @property
+    def blocks(self) -> nn.ModuleDict:
+        return self.vit.encoder.layer
+
+    def initial(self, name: str, shape: tuple[int, ...]) -> Initial:
+        """Return the distribution of the first values: Normal(0, initializer_range); norms 1, biases 0."""
+        if name.startswith(_EMBEDDINGS) and not name.endswith("bias"):
+            return Initial(std=self.spec.initializer_range)
+        if len(shape) == 1:
+            return Initial(0.0 if name.endswith("bias") else 1.0)
+        return Initial(std=self.spec.initializer_range)
+
+    def never_decays(self, name: str) -> bool:
+        """Return True for the class token and the positions."""
+        return name in (POSITIONS, f"{_EMBEDDINGS}cls_token")
+
+    def forward(
+        self,
+        pixels: Tensor,
+        samples: Tensor | None = None,
+        output: Callable[[ViTForImageClassification, Tensor], Any] | None = None,
+    ) -> Any:
+        """Return logits [batch, num_labels], or without classes features [batch, hidden].
+
+        ``pixels``: [batch, channels, image_size, image_size]. ``samples``: [batch], unique numbers of the images in
+        the run, which the dropped paths are a function of; needed in training with ``drop_path_rate`` above 0.
+        """
+        result = self.classifier(self.vit(pixels, samples))
+        return result if output is None else output(self, result)
