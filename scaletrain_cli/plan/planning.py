@@ -21,7 +21,7 @@ from scaletrain_cli.plan.search.search_space import RejectionCounts, axes_to_try
 from scaletrain_cli.plan.speed.reference_pass import with_reference_pass
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.problems import placed
 
 
@@ -48,6 +48,7 @@ def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
 
     ``compared=False`` leaves out the alternatives, which takes about half the time and chooses the same layout.
     """
+    _check_family(spec)
     check_adapter(spec)
     check_what_trains(spec)
     _check_framework(spec)
@@ -61,6 +62,13 @@ def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
         least = evaluate(spec, smallest(found).layout, device)
         raise does_not_fit(spec, device, _assemble(spec, device, least, found, compared))
     return _assemble(spec, device, found.chosen, found, compared)
+
+
+def _check_family(spec: RunSpec) -> None:
+    """Raise UsageError if there is no model of memory and time for the family."""
+    if isinstance(spec.model, LlavaSpec):
+        rule = Rule("model.family", spec.model.family, "family-not-planned")
+        raise UsageError(Reason("plan.family-unknown"), (rule.problem(spec.where(rule.key)),))
 
 
 def _check_framework(spec: RunSpec) -> None:

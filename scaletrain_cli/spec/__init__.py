@@ -10,7 +10,7 @@ from scaletrain_cli.spec.presets import presets, vision_presets
 from scaletrain_cli.spec.run import SCHEMA, RunSpec
 from scaletrain_cli.spec.starting_spec import starting_spec
 from scaletrain_cli.spec.training import TrainingSpec
-from scaletrain_cli.spec.vision_model import ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
+from scaletrain_cli.spec.vision_model import ClipSpec, ConvNextSpec, LlavaSpec, ResNetSpec, VitSpec
 
 __all__ = [
     "SCHEMA",
@@ -19,6 +19,7 @@ __all__ = [
     "ClusterSpec",
     "ConvNextSpec",
     "DataSpec",
+    "LlavaSpec",
     "ModelSpec",
     "ResNetSpec",
     "RunSpec",

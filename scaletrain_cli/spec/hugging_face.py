@@ -8,56 +8,20 @@ precedence.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.safe_files import open_to_read
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, Architecture
-from scaletrain_cli.spec.presets import TOWERS, SourceError, merged, vision_presets
+from scaletrain_cli.spec.hugging_face_keys import KnownKeys, require_known
+from scaletrain_cli.spec.hugging_face_vision import vision_from_config
+from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.vision_model import VISION
 from scaletrain_cli.text import either
 
-# Keys of every config: names, versions, token ids, outputs, and settings of generation and of other tasks.
-_ABOUT_THE_FILE = frozenset(
-    (
-        "architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id "
-        "chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
-        "encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task "
-        "forced_bos_token_id forced_eos_token_id "
-        "gradient_checkpointing id2label is_decoder label2id length_penalty max_length min_length "
-        "model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
-        "output_hidden_states output_router_logits output_scores pad_token_id prefix problem_type "
-        "remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens "
-        "task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript "
-        "transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache"
-    ).split()
-)
-# Same results in another order or precision; a context length that only custom code reads.
-_SAME_RESULT = frozenset({"pretraining_tp", "reorder_and_upcast_attn", "quantization_config", "n_ctx"})
-_NOT_BOTH_WAYS: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (),
-    "is_encoder_decoder": (False,),
-    "tie_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "partial_rotary_factor": (1, 1.0),
-}
 # Read where the architecture has sliding windows; see _windows for all others.
 _WINDOW = frozenset({"max_window_layers", "layer_types"})
 _ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
-
-
-@dataclass(frozen=True)
-class KnownKeys:
-    """Keys of a config: ``used`` become spec keys, ``irrelevant`` have no effect, ``only`` may have these values or be
-    null.
-    """
-
-    used: frozenset[str]
-    irrelevant: frozenset[str] = frozenset()
-    only: Mapping[str, tuple[Any, ...]] | None = None
 
 
 def known_keys(kind: str) -> KnownKeys:
@@ -68,57 +32,6 @@ def known_keys(kind: str) -> KnownKeys:
         return KnownKeys(used, known.irrelevant, known.only)
     only = {"use_mrope": (False,), **known.only}
     return KnownKeys(used | _ROPE | {"attention_dropout", "hidden_act"}, known.irrelevant | _WINDOW, only)
-
-
-# Vision networks are planned, not trained by this project's engine, so only keys that change a size matter.
-VISION_KEYS: dict[str, KnownKeys] = {
-    "resnet": KnownKeys(
-        frozenset(),
-        frozenset({"hidden_act", "stage_names", "out_features", "out_indices"}),
-        {"downsample_in_first_stage": (False,), "downsample_in_bottleneck": (False,)},
-    ),
-    "convnext": KnownKeys(
-        frozenset(),
-        frozenset(
-            "hidden_act initializer_range layer_norm_eps drop_path_rate num_stages stage_names out_features "
-            "out_indices".split()
-        ),
-    ),
-    "vit": KnownKeys(
-        frozenset(),
-        frozenset(
-            "hidden_act hidden_dropout_prob attention_probs_dropout_prob initializer_range layer_norm_eps "
-            "encoder_stride pooler_output_size pooler_act".split()
-        ),
-    ),
-    "clip": KnownKeys(
-        frozenset(), frozenset("initializer_factor logit_scale_init_value text_config_dict vision_config_dict".split())
-    ),
-}
-CLIP_TOWER = KnownKeys(
-    frozenset(),
-    frozenset("hidden_act layer_norm_eps attention_dropout dropout initializer_range initializer_factor".split())
-    | {"projection_dim"},  # the whole model's key counts
-)
-
-
-def rejections(config: Mapping[str, Any], known: KnownKeys) -> Iterator[str]:
-    """Yield the reasons why a config cannot be imported, one line for each key."""
-    for key, value in config.items():
-        if key.startswith("_") or key in known.used or key in known.irrelevant:
-            continue
-        if key in _ABOUT_THE_FILE or key in _SAME_RESULT:
-            continue
-        only = {**_NOT_BOTH_WAYS, **(known.only or {})}
-        if key not in only:
-            yield f"has the unsupported key {key[:80]}. Remove it if it does not change the model"
-        elif value is not None and value not in only[key]:
-            allowed = " or ".join(map(_shown, only[key])) or "null"
-            yield f"has {key} = {_shown(value)}, but only {allowed} is supported"
-
-
-def _shown(value: Any) -> str:
-    return (str(value).lower() if isinstance(value, bool) else str(value))[:80]
 
 
 _LARGEST_CONFIG_BYTES = 1_000_000
@@ -175,16 +88,11 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the model keys of a parsed config.json. Raises SourceError."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in VISION:
-        _require_known(config, _vision_keys(kind))
-        for tower in ("vision_config", "text_config"):
-            if isinstance(config.get(tower), dict):
-                sizes: Any = VISION[kind].model_fields[tower].annotation
-                _require_known(config[tower], KnownKeys(frozenset(sizes.model_fields), CLIP_TOWER.irrelevant), tower)
-        return vision_from_config(config)
+        return vision_from_config(config, from_config)
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         names = ", ".join(sorted([*ARCHITECTURES, *VISION]))
         raise SourceError("hf_config", f"has model_type {str(kind)[:80]!r}; known: {names}")
-    _require_known(config, known_keys(kind))
+    require_known(config, known_keys(kind))
     known = ARCHITECTURES[kind]
     keys = [key for key in (*_SAME_NAME, *known.used) if key not in _DERIVED and key not in known.irrelevant]
     found = {key: config[key] for key in keys if key in config}
@@ -208,16 +116,6 @@ def from_config(config: dict[str, Any]) -> dict[str, Any]:
     if "kv_lora_rank" in known.varies and (_is_dense(whole) or not _has_experts(config, known)):
         whole = {key: value for key, value in whole.items() if key not in OF_EXPERTS}
     return {key: value for key, value in whole.items() if value is not None}
-
-
-def _vision_keys(kind: str) -> KnownKeys:
-    known = VISION_KEYS[kind]
-    return KnownKeys(frozenset(VISION[kind].model_fields), known.irrelevant, known.only)
-
-
-def _require_known(config: dict[str, Any], known: KnownKeys, where: str = "") -> None:
-    if problems := list(rejections(config, known)):
-        raise SourceError("hf_config", "; ".join(f"{where} {problem}".strip() for problem in problems[:5]))
 
 
 def _rope(config: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -412,29 +310,3 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise SourceError("hf_config", "is not a Hugging Face config.json, which holds one JSON object")
     return config
-
-
-# A config.json omits values equal to the default of its class in transformers, which is one of these.
-_VISION_DEFAULTS = {
-    "resnet": "resnet-50",
-    "convnext": "convnext-tiny",
-    "vit": "vit-base-patch16",
-    "clip": "clip-vit-base-patch32",
-}
-
-
-def vision_from_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the model keys of a config.json whose ``model_type`` is one of VISION. Raises SourceError."""
-    family = config["model_type"]
-    fields = VISION[family].model_fields
-    found = {key: value for key, value in config.items() if key in fields and value is not None}
-    if isinstance(config.get("id2label"), dict) and "num_labels" in fields:
-        found["num_labels"] = len(config["id2label"])
-    for tower in TOWERS:
-        if tower in fields:
-            known: Any = fields[tower].annotation
-            given = config.get(tower) or {}
-            if not isinstance(given, dict):
-                raise SourceError("hf_config", f"has {tower} = {str(given)[:80]}, which is not a mapping")
-            found[tower] = {key: value for key, value in given.items() if key in known.model_fields}
-    return merged(vision_presets()[_VISION_DEFAULTS[family]], {**found, "family": family})

@@ -9,8 +9,10 @@ from typing import Any
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, TRAITS
+from scaletrain_cli.spec.hugging_face_vision import AnyVision, vision_differences, vision_to_config
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.presets import SourceError
+from scaletrain_cli.spec.vision_model import LlavaSpec
 
 # With another value the weights would load without an error and compute something else. A key that is missing in
 # config.json is compared only if its absence has a meaning.
@@ -44,7 +46,7 @@ _ABSENCE_IS_A_VALUE = (
 _MOST_LAYERS = 10_000  # compared for their windows and experts
 
 
-def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
+def config_mismatches(folder: Path, spec: ModelSpec | AnyVision) -> Iterator[Problem]:
     """Return the differences between the weights' config.json and the spec; empty without a config.json.
 
     Raises UsageError when it cannot be read, or is that of an architecture which the engine does not have.
@@ -57,34 +59,47 @@ def config_mismatches(folder: Path, spec: ModelSpec) -> Iterator[Problem]:
     except SourceError as error:
         raise UsageError(f"{path} {error}.") from error
 
-    def differs(key: str, ours: object, theirs: object) -> Problem:
+    for key, ours, theirs in _all_differences(spec, trained):
         hint = f"Set model.{key}: {_flow(theirs)}."
-        return Problem(str(path), key, f"the spec has {_flow(ours)}.", _flow(theirs), hint)
+        yield Problem(str(path), key, f"the spec has {_flow(ours)}.", _flow(theirs), hint)
 
+
+def _all_differences(spec: ModelSpec | AnyVision, trained: dict[str, Any]) -> Iterator[tuple[str, object, object]]:
+    """Yield (key, ours, theirs) for each setting that differs from that of the weights."""
+    if isinstance(spec, ModelSpec):
+        yield from _text_differences(spec, trained)
+        return
+    yield from vision_differences(spec, trained)
+    if isinstance(spec, LlavaSpec) and trained["family"] == spec.family:
+        for key, ours, theirs in _text_differences(spec.text_config, trained["text_config"]):
+            yield f"text_config.{key}", ours, theirs
+
+
+def _text_differences(spec: ModelSpec, trained: dict[str, Any]) -> Iterator[tuple[str, object, object]]:
     for key in _HIDDEN_FROM_SHAPES:
         ours = getattr(spec, key)
         if trained.get(key, ours) != ours:
-            yield differs(key, ours, trained[key])
+            yield key, ours, trained[key]
     for key in _ABSENCE_IS_A_VALUE:
         if key in OF_EXPERTS and not spec.moe_layers:
             continue
         ours, theirs = getattr(spec, key), trained.get(key, ModelSpec.model_fields[key].default)
         if ours != theirs:
-            yield differs(key, ours, theirs)
+            yield key, ours, theirs
     activation = trained.get("hidden_activation", "silu")
     if trained["family"] == "llama" and spec.activation != activation:
-        yield differs("hidden_activation", spec.activation, activation)
+        yield "hidden_activation", spec.activation, activation
     scalar = trained.get("query_pre_attn_scalar", spec.head_dim)
     if (spec.query_pre_attn_scalar or spec.head_dim) != scalar:
-        yield differs("query_pre_attn_scalar", spec.query_pre_attn_scalar, scalar)
+        yield "query_pre_attn_scalar", spec.query_pre_attn_scalar, scalar
     scaling, their_scaling = _scaling(spec), trained.get("rope_scaling")
     if scaling != their_scaling:
-        yield differs("rope_scaling", scaling, their_scaling)
+        yield "rope_scaling", scaling, their_scaling
     theirs = trained.get("max_position_embeddings", spec.max_position_embeddings)
     if theirs != spec.max_position_embeddings and _scales_by_longest(spec):
-        yield differs("max_position_embeddings", spec.max_position_embeddings, theirs)
-    yield from (differs(key, ours, theirs) for key, ours, theirs in _window_differences(spec, trained))
-    yield from (differs(key, ours, theirs) for key, ours, theirs in _dense_differences(spec, trained))
+        yield "max_position_embeddings", spec.max_position_embeddings, theirs
+    yield from _window_differences(spec, trained)
+    yield from _dense_differences(spec, trained)
 
 
 def _scales_by_longest(spec: ModelSpec) -> bool:
@@ -153,8 +168,10 @@ def _flow(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def to_hugging_face(model: ModelSpec) -> dict[str, Any]:
+def to_hugging_face(model: ModelSpec | AnyVision) -> dict[str, Any]:
     """Return the config.json of the architecture that matches ``model``. Raises UsageError if there is none."""
+    if not isinstance(model, ModelSpec):
+        return vision_to_config(model, to_hugging_face)
     model = _without_unused_experts(model)
     problems = _unknown_to_all(model)
     if problems:

@@ -23,6 +23,7 @@ _DIMENSIONS = {
     "convnext": ["family", "hidden_sizes", "depths"],
     "vit": ["family", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"],
     "clip": ["family", "vision_config", "text_config"],
+    "llava": ["family", "vision_config", "text_config"],
 }
 
 

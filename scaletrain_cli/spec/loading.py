@@ -205,18 +205,27 @@ def _complete_model(raw: dict[str, Any], base_dir: Path, source: Source) -> list
     problems: list[Problem] = []
     while isinstance(given, dict):
         try:
-            config = given.get("hf_config")
-            on_hub = isinstance(config, str) and is_reference(config)
-            raw["model"] = complete(given, base_dir, hub_environment_of(raw) if on_hub else os.environ)
+            raw["model"] = complete(given, base_dir, hub_environment_of(raw) if _reads_hub(given) else os.environ)
             return problems
         except SourceError as error:
-            value = shown(given.get(error.key))
-            known = [*presets(), *vision_presets()]
-            hint = f"{did_you_mean(value, known)}Known: {', '.join(known)}." if error.key == "preset" else error.hint
-            place = source.place(("model", error.key))
+            *outer, last = error.key.split(".")
+            section = given[outer[0]] if outer else given
+            value = shown(section.get(last))
+            known = [*presets()] if outer else [*presets(), *vision_presets()]
+            hint = f"{did_you_mean(value, known)}Known: {', '.join(known)}." if last == "preset" else error.hint
+            place = source.place(("model", *outer, last))
             problems.append(Problem(place, f"model.{error.key}", f"{error}.", value, hint or None))
-            given = {key: value for key, value in given.items() if key != error.key}
+            rest = {key: value for key, value in section.items() if key != last}
+            given = {**given, outer[0]: rest} if outer else rest
     return problems
+
+
+def _reads_hub(model: dict[str, Any]) -> bool:
+    """Return True if a config.json of the model section is on the hub."""
+    text = model.get("text_config")
+    sections = (model, text) if isinstance(text, dict) else (model,)
+    configs = [section.get("hf_config") for section in sections]
+    return any(isinstance(config, str) and is_reference(config) for config in configs)
 
 
 def _validate(raw: dict[str, Any], source: Source, *, model_is_known: bool) -> tuple[RunSpec | None, list[Problem]]:
@@ -252,7 +261,8 @@ def _follows(
         return detail["type"] in ("missing", "extra_forbidden")
     if detail["type"] != "missing" or section != "model" or not key:
         return False
-    return not model_is_known or any(("model", other) in reported for other in DERIVED_FROM.get(str(key[0]), ()))
+    above = (section, *key[:-1])
+    return not model_is_known or any((*above, other) in reported for other in DERIVED_FROM.get(str(key[-1]), ()))
 
 
 def _reason(error: Exception) -> str:
@@ -291,6 +301,11 @@ def complete(model: dict[str, Any], base_dir: Path, environment: Mapping[str, st
             raise SourceError("preset", "is not a known preset")
         given = merged(known[preset], given)
     family = given.get("family")
+    if family == "llava" and isinstance(text := given.get("text_config"), dict):
+        try:
+            given["text_config"] = complete(text, base_dir, environment)
+        except SourceError as error:
+            raise SourceError(f"text_config.{error.key}", str(error), error.hint) from error
     return given if isinstance(family, str) and family in VISION else derived_dimensions(given)
 
 

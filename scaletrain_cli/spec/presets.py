@@ -20,11 +20,15 @@ def vision_presets() -> dict[str, dict[str, Any]]:
 
 
 def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return the union of two model sections; keys of ``over`` take precedence, also inside the towers of CLIP."""
+    """Return the union of two model sections; keys of ``over`` take precedence, also inside the parts of CLIP and LLaVA.
+
+    A part with a preset or a config.json of its own replaces the one below.
+    """
     both = {**under, **over}
     for tower in TOWERS:
-        if isinstance(under.get(tower), dict) and isinstance(over.get(tower), dict):
-            both[tower] = {**under[tower], **over[tower]}
+        part = over.get(tower)
+        if isinstance(under.get(tower), dict) and isinstance(part, dict) and not {"preset", "hf_config"} & part.keys():
+            both[tower] = {**under[tower], **part}
     return both
 
 

@@ -36,7 +36,8 @@ def _unused(
         if alias not in given:
             continue
         inner, value = (*key, alias), getattr(section, name)
-        rule = next((one for one in field.metadata if isinstance(one, UsedWhen) and not _is_met(spec, one)), above)
+        rules = (_relative(one, key) for one in field.metadata if isinstance(one, UsedWhen))
+        rule = next((one for one in rules if not _is_met(spec, one)), above)
         if isinstance(value, BaseModel) and isinstance(given[alias], dict):
             yield from _unused(spec, value, given[alias], inner, rule, source)
         elif (
@@ -45,6 +46,21 @@ def _unused(
             and not _is_switched_off(rule, inner, source)
         ):
             yield _problem(spec, rule, inner, value, source)
+
+
+def _relative(rule: UsedWhen, key: Key) -> UsedWhen:
+    """Return a rule of the section at ``key``; that of a LLaVA's language model names its keys as those of the model."""
+    inner = "model.text_config."
+    if ".".join(map(str, key)) + "." != inner:
+        return rule
+
+    def moved(name: str) -> str:
+        return inner + name.removeprefix("model.") if name.startswith("model.") else name
+
+    conditions = (
+        replace(one, key=moved(one.key), setting=moved(one.setting) if one.setting else "") for one in rule.conditions
+    )
+    return UsedWhen(tuple(conditions))
 
 
 def _is_switched_off(rule: UsedWhen, key: Key, source: Source) -> bool:

@@ -31,7 +31,7 @@ from scaletrain_cli.spec.source import Source, key_of
 from scaletrain_cli.spec.sources import stage_order_problems
 from scaletrain_cli.spec.tracking import TrackingSpec
 from scaletrain_cli.spec.training import LayoutSpec, TrainingSpec
-from scaletrain_cli.spec.vision_model import VISION, ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
+from scaletrain_cli.spec.vision_model import VISION, ClipSpec, ConvNextSpec, LlavaSpec, ResNetSpec, VitSpec
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ModuleName = Annotated[
@@ -198,7 +198,8 @@ AnyModel = Annotated[
     | Annotated[ResNetSpec, Tag("resnet")]
     | Annotated[ConvNextSpec, Tag("convnext")]
     | Annotated[VitSpec, Tag("vit")]
-    | Annotated[ClipSpec, Tag("clip")],
+    | Annotated[ClipSpec, Tag("clip")]
+    | Annotated[LlavaSpec, Tag("llava")],
     Discriminator(model_kind),
 ]
 
@@ -273,7 +274,7 @@ class RunSpec(Section):
     @property
     def unit(self) -> str:
         """Return the unit of training data and throughput: ``tokens``, ``images``, or ``pairs`` of image and text."""
-        return {"transformer": "tokens", "clip": "pairs"}.get(model_kind(self.model), "images")
+        return {"transformer": "tokens", "clip": "pairs", "llava": "pairs"}.get(model_kind(self.model), "images")
 
     @property
     def samples(self) -> str:

@@ -8,7 +8,7 @@ from rich.text import Text
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.preparation import PreparationStep
 from scaletrain_cli.spec.run import NO_DATA
-from scaletrain_cli.spec.vision_model import ClipSpec
+from scaletrain_cli.spec.vision_model import ClipSpec, LlavaSpec
 from scaletrain_cli.text import bytes_text, count_text, seconds_text, whole_text
 from scaletrain_cli.ui.console import escaped_text, plain, show, stdout_console
 
@@ -44,8 +44,14 @@ def _rows(spec: RunSpec) -> list[tuple[str, str]]:
 def model_text(spec: RunSpec) -> str:
     model = spec.model
     source = f"{model.family} ({model.preset})" if model.preset else model.family
-    if isinstance(model, ClipSpec):
-        return f"{source}, images of {model.vision_config.image_size} x {model.vision_config.image_size}"
+    if isinstance(model, ClipSpec | LlavaSpec):
+        size = model.vision_config.image_size
+        images = f"{source}, images of {size} x {size}"
+        if isinstance(model, ClipSpec):
+            return images
+        text = model.text_config
+        layers = f"{text.num_hidden_layers} layers of {whole_text(text.hidden_size)}"
+        return f"{images} as {whole_text(model.tokens_per_image)} tokens, language model of {layers}"
     if not isinstance(model, ModelSpec):
         return f"{source}, images of {model.image_size} x {model.image_size}, {whole_text(model.num_labels)} classes"
     heads = f"{model.num_attention_heads} heads"

@@ -140,6 +140,10 @@ _ENGINE = {
     "engine-expert-columns": Text(
         "must be a multiple of {multiple} on each of {ranks} tensor ranks, in {precision}", ("Use {padded}.",)
     ),
+    "family-unknown": Text("this model cannot be planned"),
+    "family-not-planned": Text(
+        "its memory and time are not modeled yet, so that it cannot be submitted", ("Plan model.text_config alone.",)
+    ),
     "engine-text-only": Text("this engine trains only language models", ("Use llama or gpt.",)),
     "engine-family-no-experts": Text("this engine's {family} models have no experts", ("Use 0, or family: llama.",)),
     "engine-family-differs": Text("this engine's {family} models have {built}", ("Remove the key.",)),
