@@ -20,7 +20,7 @@ def vision_presets() -> dict[str, dict[str, Any]]:
 
 
 def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return the union of two model sections; keys of ``over`` take precedence, also inside the parts of CLIP and LLaVA.
+    """Return the union of two model sections; keys of ``over`` take precedence, also inside the parts of CLIP or LLaVA.
 
     A part with a preset or a config.json of its own replaces the one below.
     """

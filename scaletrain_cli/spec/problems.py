@@ -49,7 +49,7 @@ def _unused(
 
 
 def _relative(rule: UsedWhen, key: Key) -> UsedWhen:
-    """Return a rule of the section at ``key``; that of a LLaVA's language model names its keys as those of the model."""
+    """Return a rule of the section at ``key``; those of a LLaVA's language model name its keys as keys of ``model``."""
     inner = "model.text_config."
     if ".".join(map(str, key)) + "." != inner:
         return rule

@@ -186,7 +186,7 @@ class LlavaSpec(Section):
         default="default", description="default: patches only; full: the class token too"
     )
     image_token_index: WholeOrZero = Field(
-        default=32000, description="token that is replaced by the features of an image, one for each feature"
+        default=32000, description="token that is replaced by a feature of an image; it may lie above the vocabulary"
     )
     weights: ModelPath | None = Field(
         default=None,
@@ -200,6 +200,11 @@ class LlavaSpec(Section):
         return layer if layer >= 0 else layers + 1 + layer
 
     @property
+    def num_experts(self) -> int:
+        """Return the number of routed experts in a block of the language model."""
+        return self.text_config.num_experts
+
+    @property
     def tokens_per_image(self) -> int:
         """Return the number of features of an image, each of which replaces a token."""
         patches = (self.vision_config.image_size // self.vision_config.patch_size) ** 2
@@ -211,8 +216,6 @@ class LlavaSpec(Section):
         layers = self.vision_config.num_hidden_layers
         if not 0 <= self.tower_depth <= layers:
             yield "vision_feature_layer", f"must be between {-layers - 1} and {layers}, with {layers} blocks."
-        if self.image_token_index >= self.text_config.vocab_size:
-            yield "image_token_index", f"must be below text_config.vocab_size = {self.text_config.vocab_size}."
         if self.tokens_per_image > self.text_config.seq_len:
             yield "text_config.seq_len", f"must be at least {self.tokens_per_image}, the tokens of one image."
         if self.text_config.base_family != "llama":

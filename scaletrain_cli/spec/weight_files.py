@@ -25,11 +25,27 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 _HEAD = "lm_head.weight"
 _LARGEST_HEADER_BYTES = 100_000_000
 _MOST_FURTHER = 16  # layers that predict further tokens
-# Constants in older files: causal masks and rotary frequencies.
-_CONSTANTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+# Constants in older files: causal masks, rotary frequencies, numbers of positions. And the layer behind the class token
+# of a ViT, which a classifier does not have.
+_CONSTANTS = re.compile(
+    r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.embeddings\.position_ids$|^(vit\.)?pooler\.dense\.(weight|bias)$"
+)
+# Learned positions of the patches of an image, which are resized to another number of patches.
+_PATCH_POSITIONS = re.compile(
+    r"^(vit\.)?embeddings\.position_embeddings$"
+    r"|(^|\.)(vision_model|vision_tower)\.embeddings\.position_embedding\.weight$"
+)
 # Names in the files that differ from those of the model: base models lack the outermost name, and Mixtral has names of
 # its own (https://huggingface.co/mistralai/Mixtral-8x7B-v0.1, model.safetensors.index.json).
-_BASE = re.compile(r"^(model|transformer)\.")
+_BASE = re.compile(r"^(model|transformer|vit)\.")
+# LLaVA's, in the files of transformers from 4.52 on, and from 5 on.
+_LLAVA = (
+    (re.compile(r"^language_model\.(model|transformer)\."), "model.language_model."),
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"^(vision_tower|multi_modal_projector)\."), r"model.\1."),
+    (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),
+    (re.compile(r"^vision_tower\.vision_model\."), "model.vision_tower."),
+)
 _MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.(?P<kind>weight|bias)")
 _ROUTER = re.compile(r"(?<=\.mlp\.)gate(?=\.(weight|bias)$)")
@@ -109,7 +125,25 @@ def stored_name(name: str, files: Collection[str]) -> str | None:
     for candidate in (name, _BASE.sub("", name), mixtral_name(name), in_gpt_oss, _BASE.sub("", in_gpt_oss)):
         if candidate in files:
             return candidate
+    if name.startswith(_PARTS_OF_LLAVA):
+        spellings = (name, mixtral_name(name), in_gpt_oss)
+        moved = (pattern.sub(new, one) for one in spellings for pattern, new in _LLAVA)
+        return next((candidate for candidate in moved if candidate in files), None)
     return None
+
+
+_PARTS_OF_LLAVA = ("language_model.", "vision_tower.", "multi_modal_projector.")
+
+
+def is_another_grid(name: str, stored: Shape, shape: Shape) -> bool:
+    """Return True if a tensor in the files is resized to ``shape``: positions of another number of patches.
+
+    Both have a class token and a square of patches.
+    """
+    if _PATCH_POSITIONS.search(name) is None or stored == shape or len(stored) < 2 or len(stored) != len(shape):
+        return False
+    squares = all(size > 1 and round((size - 1) ** 0.5) ** 2 == size - 1 for size in (stored[-2], shape[-2]))
+    return squares and stored[-1] == shape[-1] and stored[:-2] == shape[:-2]
 
 
 class ExpertPlace(NamedTuple):
@@ -246,7 +280,7 @@ class WeightDifferences:
                 yield Problem(self._folder, name, "is in the model but in none of the files.", hint=hint)
                 continue
             header = self._files[stored]
-            if header.shape != shape:
+            if header.shape != shape and not is_another_grid(name, header.shape, shape):
                 yield Problem(header.file, stored, f"the model has {list(shape)}.", str(list(header.shape)))
             if header.dtype == FP8 and scales_of(stored) in self._files:
                 self._used.add(scales_of(stored))

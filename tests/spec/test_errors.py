@@ -50,7 +50,7 @@ def test_the_message_names_the_file_and_counts_the_problems() -> None:
         ("model.family=LLaMA", "Did you mean llama?"),
         ("model={preset: LLaMA-7B}", "Did you mean llama-7b?"),
         ("Training.steps=3", "Training: unknown key. Did you mean training?"),
-        ("model.family={a: 1}", "must be one of llama, gpt, resnet, convnext, vit, clip."),
+        ("model.family={a: 1}", "must be one of llama, gpt, resnet, convnext, vit, clip, llava."),
         ("trainin.steps=3", "trainin: unknown key. Did you mean training? Known keys: schema, name,"),
         ("model.hidden=3", "model.hidden: unknown key. Did you mean hidden_size? Known keys: family,"),
         ("training.steps=1e3", "training.steps = 1000.0: must be a whole number. Use 1000."),

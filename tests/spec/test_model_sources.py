@@ -117,7 +117,7 @@ def test_settings_of_each_architecture_are_read() -> None:
 
 FAMILIES = (
     "llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma2 gemma3_text phi3 olmo2 gpt_oss deepseek_v2 "
-    "deepseek_v3 gpt2 resnet convnext vit clip"
+    "deepseek_v3 gpt2 resnet convnext vit clip llava"
 ).split()
 # Settings of transformers' classes under which a model computes something else, each refused by name.
 OTHERWISE = {
@@ -140,7 +140,9 @@ OTHERWISE = {
         "resid_pdrop": 0.3,
     },
     "resnet": {"downsample_in_bottleneck": True},
-    "clip": {"something_new": 1},
+    "vit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "hidden_act": "relu"},
+    "clip": {"initializer_factor": 2.0},
+    "llava": {"multimodal_projector_bias": False, "vision_feature_layer": [-2, -5], "projector_hidden_act": "relu"},
 }
 
 

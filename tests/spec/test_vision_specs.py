@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import transformers  # noqa: TID253
 from ruamel.yaml import YAML
 
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.workloads.registry import workload_of
-from scaletrain_cli.spec import RunSpec, json_schema, vision_presets
+from scaletrain_cli.spec import LlavaSpec, RunSpec, json_schema, vision_presets
 from scaletrain_cli.spec.run import AnyModel
 from tests.spec.samples import load, problem, problems
 
@@ -70,7 +73,10 @@ def test_keys_of_the_section_override_the_towers_of_a_preset() -> None:
         ("{preset: resnet50}", "Did you mean resnet-50?"),
         ("{preset: resnet-50, hiden_sizes: [1]}", "model.hiden_sizes: unknown key. Did you mean hidden_sizes?"),
         ("{preset: resnet-50, seq_len: 3}", "Known keys: family, preset, embedding_size, hidden_sizes,"),
-        ("{preset: resnet-50, family: resnt}", "must be one of llama, gpt, resnet, convnext, vit, clip. Did you mean"),
+        (
+            "{preset: resnet-50, family: resnt}",
+            "must be one of llama, gpt, resnet, convnext, vit, clip, llava. Did you mean",
+        ),
         ("{preset: resnet-50, depths: 3}", "model.depths = 3: must be a list."),
         ("{preset: resnet-50, depths: [3, 4]}", "model.depths: must have 4 items, one per stage in hidden_sizes."),
         (
@@ -83,6 +89,22 @@ def test_keys_of_the_section_override_the_towers_of_a_preset() -> None:
         ("{preset: vit-base-patch16, image_size: 200}", "model.patch_size = 16: must divide image_size = 200."),
         ("{family: vit, hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}", "intermediate_size: is miss"),
         ("{preset: clip-vit-base-patch32, text_config: {width: 3}}", "model.text_config.width: unknown key."),
+        ("{preset: llava-tiny, vision_feature_layer: 3}", "vision_feature_layer = 3: must be between -3 and 2, with 2"),
+        ("{preset: llava-tiny, text_config: {seq_len: 15}}", "must be at least 16, the tokens of one image."),
+        ("{preset: llava-tiny, text_config: {preset: gpt2}}", "model.text_config.family = gpt: must be llama"),
+        ("{preset: llava-tiny, text_config: {preset: llama7b}}", "model.text_config.preset = llama7b: is not a known"),
+        ("{preset: llava-tiny, text_config: {preset: llama7b}}", "Did you mean llama-7b?"),
+        (
+            "{preset: llava-tiny, text_config: {weights: w}}",
+            "has no effect in family: llava. Remove it, and set model.w",
+        ),
+        ("{preset: llava-tiny, text_config: {qk_norm_scope: projection}}", "with model.text_config.qk_norm = false."),
+        ("{preset: llava-tiny, text_config: {hidden_size: x}}", "model.text_config.hidden_size = x: must be a whole"),
+        (
+            "{preset: clip-vit-base-patch32, text_config: {vocab_size: 9}}",
+            "eos_token_id = 49407: must be below vocab_s",
+        ),
+        ("{preset: clip-vit-base-patch32, logit_scale_init_value: 5}", "must not exceed max_logit_scale = 4.60517."),
         (
             "{preset: clip-vit-base-patch32, vision_config: {patch_size: 3}}",
             "model.vision_config.patch_size = 3: must divide image_size = 224.",
@@ -93,6 +115,65 @@ def test_a_problem_is_reported_at_its_line_with_a_hint(model: str, expected: str
     found = problem(with_model(model))
     assert expected in found
     assert found.startswith("run.yaml:3 ")
+
+
+def test_the_language_model_of_a_llava_is_any_of_its_own_family() -> None:
+    seven = load(with_model("{preset: llava-1.5-7b}")).model
+    assert isinstance(seven, LlavaSpec)
+    assert (seven.tokens_per_image, seven.tower_depth, seven.text_config.seq_len) == (576, 23, 4096)
+    own = load(with_model("{preset: llava-1.5-7b, text_config: {seq_len: 2048, rope_theta: 5}}")).model
+    assert isinstance(own, LlavaSpec)
+    assert (own.text_config.seq_len, own.text_config.rope_theta, own.text_config.vocab_size) == (2048, 5, 32064)
+    other = load(with_model("{preset: llava-1.5-7b, text_config: {preset: qwen2.5-0.5b}}")).model
+    assert isinstance(other, LlavaSpec)
+    assert (other.text_config.vocab_size, other.text_config.qkv_bias, other.text_config.norm_eps) == (
+        151936,
+        True,
+        1e-6,
+    )
+
+
+def test_a_llava_cannot_be_planned_yet() -> None:
+    with pytest.raises(UsageError, match="cannot be planned") as raised:
+        make_plan(load(with_model("{preset: llava-tiny}")))
+    (found,) = raised.value.problems
+    assert str(found).startswith("run.yaml:3 model.family = llava: its memory and time are not modeled yet")
+
+
+def test_partial_configs_of_llava_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    """The first files of LLaVA state only what differs from the classes of transformers."""
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    vision = {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model"}
+    vision |= {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768}
+    whole = {"model_type": "llava", "text_config": text, "vision_config": vision | {"vocab_size": 32000}}
+    whole |= {"ignore_index": -100, "image_token_index": 32000, "vocab_size": 32064, "torch_dtype": "float16"}
+    expected = load(with_model("{preset: llava-1.5-7b}")).model
+
+    def read(config: dict[str, Any]) -> AnyModel:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return load(with_model("{hf_config: .}"), base_dir=tmp_path).model
+
+    assert read(whole) == expected.model_copy(update={"preset": None})
+    assert read({**whole, "vision_config": None}) == read(whole)
+    assert read({**whole, "image_token_index": None, "image_token_id": 7}).image_token_index == 7  # type: ignore[union-attr]
+    for kind in ("llama", "mistral", "qwen2"):
+        theirs = transformers.LlavaConfig(text_config={"model_type": kind}).text_config
+        ours = read({"model_type": "llava", "text_config": {"model_type": kind}}).text_config  # type: ignore[union-attr]
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+            assert getattr(ours, key) == getattr(theirs, key)
+        assert ours.intermediate_size == theirs.intermediate_size
+        assert ours.max_position_embeddings == theirs.max_position_embeddings
+        assert ours.norm_eps == theirs.rms_norm_eps
+
+
+def test_the_older_sections_of_a_clip_config_take_precedence(tmp_path: Path) -> None:
+    tower = {"hidden_size": 64, "num_attention_heads": 2, "hidden_act": "gelu", "eos_token_id": 2}
+    config = {"model_type": "clip", "text_config": {"hidden_size": 32}, "text_config_dict": tower}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = load(with_model("{hf_config: .}"), base_dir=tmp_path).model.text_config  # type: ignore[union-attr]
+    theirs = transformers.CLIPConfig.from_pretrained(tmp_path).text_config
+    for key in (*tower, "num_hidden_layers"):
+        assert getattr(ours, key) == getattr(theirs, key)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ VISION_FAMILIES: dict[str, str] = {
     "convnext": "vision.convnext:ConvNextForImageClassification",
     "vit": "vision.vit:ViTForImageClassification",
     "clip": "vision.clip:Clip",
+    "llava": "vision.llava:Llava",
 }
 
 

@@ -20,6 +20,7 @@ from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.fp8_files import ScaledMatrix
 from scaletrain_cli.engine.model.gpt_oss_files import read_expert
 from scaletrain_cli.engine.model.materialization import named_weights
+from scaletrain_cli.engine.model.vision.transformer import resized_positions
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.reasons import Reason
@@ -31,6 +32,7 @@ from scaletrain_cli.spec.weight_files import (
     Header,
     WeightDifferences,
     block_of,
+    is_another_grid,
     scales_of,
     stacked_place,
     stored_name,
@@ -72,6 +74,10 @@ class HuggingFaceFolder:
         if stored is None:
             raise UsageError(Reason("engine.weights-missing", {"folder": str(self._folder), "name": name}))
         values = self._values(stored)
+        if not whole_shape:
+            return self._opened(stored).get_tensor(stored)  # type: ignore[no-any-return]  # a slice needs a dimension
+        if is_another_grid(name, tuple(self._slice(stored).get_shape()), whole_shape):
+            return resized_positions(values[:], whole_shape[-2])
         if spec is None:
             return values[:]  # type: ignore[no-any-return]
         before = (slice(None),) * spec.dim
@@ -100,13 +106,18 @@ class HuggingFaceFolder:
 
     def _slice(self, stored: str) -> Any:
         """Return the tensor in its file, not yet read; shape and dtype come from the header."""
-        path = self._file_of[stored]
         try:
-            if path not in self._files:
-                self._files[path] = safe_open(path, framework="pt")
-            return self._files[path].get_slice(stored)
+            return self._opened(stored).get_slice(stored)
         except (OSError, SafetensorError) as error:
-            raise UsageError(Reason("engine.weights-unreadable", {"path": str(path), "error": str(error)})) from error
+            params = {"path": str(self._file_of[stored]), "error": str(error)}
+            raise UsageError(Reason("engine.weights-unreadable", params)) from error
+
+    def _opened(self, stored: str) -> Any:
+        """Return the file of a tensor. Raises OSError and SafetensorError."""
+        path = self._file_of[stored]
+        if path not in self._files:
+            self._files[path] = safe_open(path, framework="pt")
+        return self._files[path]
 
     def _mismatches(self, model: TrainedModel, config: dict[str, Any]) -> Iterator[Problem]:
         expected = named_weights(model)

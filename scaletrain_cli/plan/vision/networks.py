@@ -22,7 +22,7 @@ from scaletrain_cli.plan.vision.operations import (
     linear,
     max_pool,
 )
-from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
+from scaletrain_cli.spec import ClipSpec, ConvNextSpec, LlavaSpec, ModelSpec, ResNetSpec, RunSpec, VitSpec
 from scaletrain_cli.spec.vision_model import VisionSpec
 
 # A ResNet bottleneck has a quarter of the channels (arXiv:1512.03385, section 4.1), a ConvNeXt MLP four times as many.
@@ -257,7 +257,7 @@ def network(model: VisionSpec, fused_attention: bool = True, autocast: bool = Fa
 
 def vision_model(spec: RunSpec) -> VisionSpec:
     """Return the model section of a spec with a vision network."""
-    assert not isinstance(spec.model, ModelSpec)
+    assert not isinstance(spec.model, ModelSpec | LlavaSpec)
     return spec.model
 
 
@@ -275,9 +275,9 @@ def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
     """Return whether attention has a fused kernel: as planner.attention says, or for auto by the device."""
     if spec.planner.attention != "auto":
         return spec.planner.attention == "flash"
-    model = spec.model
+    model = vision_model(spec)
     tower = model.vision_config if isinstance(model, ClipSpec) else model
-    if isinstance(tower, ResNetSpec | ConvNextSpec | ModelSpec):
+    if isinstance(tower, ResNetSpec | ConvNextSpec):
         return True
     width = tower.hidden_size // tower.num_attention_heads
     return device.fuses_attention(spec.training.precision, width, grouped=False)

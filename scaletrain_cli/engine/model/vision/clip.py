@@ -111,7 +111,7 @@ class VisionEmbeddings(nn.Module):
         patches = self.patch_embedding(pixels).flatten(2).transpose(1, 2)
         first = self.class_embedding.expand(len(patches), 1, -1)
         places = torch.arange(self.positions, device=pixels.device)
-        return torch.cat((first, patches), 1) + self.position_embedding(places)
+        return torch.cat((first, patches), 1) + self.position_embedding(places)  # type: ignore[no-any-return]
 
 
 class VisionTower(nn.Module):
@@ -251,7 +251,8 @@ class Clip(VisionModel):
 def normalized(features: Tensor) -> Tensor:
     """Return features of length 1, fp32."""
     wide = features.float()
-    return wide / wide.norm(dim=-1, keepdim=True)
+    length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return wide / length
 
 
 def tower_initial(spec: TowerSpec, name: str, shape: tuple[int, ...]) -> Initial:

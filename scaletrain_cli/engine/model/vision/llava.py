@@ -77,9 +77,7 @@ class Llava(TrainedModel):
 
     def first_weights(self, seed: int, device: torch.device) -> WeightSource:
         """Return the random weights that training begins with; ``device`` draws them."""
-        return _FirstWeights(
-            self.language_model.first_weights(seed, device), DrawnWeights(seed, device, self._initial)
-        )
+        return _FirstWeights(self.language_model.first_weights(seed, device), DrawnWeights(seed, device, self._initial))
 
     def _initial(self, name: str, shape: tuple[int, ...]) -> Initial:
         if not name.startswith(_PROJECTOR):
@@ -102,9 +100,8 @@ class Llava(TrainedModel):
         device. In training a batch without images computes one black image without effect, so that every rank of ZeRO-3
         visits the same modules.
         """
-        hidden = self.language_model.embed(tokens, context)
-        images = 0 if pixels is None else len(pixels)
-        places = tokens == self.spec.image_token_index
+        images, places = 0 if pixels is None else len(pixels), tokens == self.spec.image_token_index
+        hidden = self.language_model.embed(tokens.masked_fill(places, 0), context)
         found, expected = int(places.sum()), images * self.spec.tokens_per_image
         if found != expected:
             raise ValueError(

@@ -29,8 +29,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def attention_of_heads(query: Tensor, key: Tensor, value: Tensor, heads: int, *, causal: bool) -> Tensor:
     """Return scaled dot-product attention; all tensors are [batch, length, hidden], heads side by side."""
     batch, length, hidden = query.shape
-    parts = (x.view(batch, length, heads, hidden // heads).transpose(1, 2) for x in (query, key, value))
-    mixed = F.scaled_dot_product_attention(*parts, is_causal=causal)
+    query, key, value = (x.view(batch, length, heads, hidden // heads).transpose(1, 2) for x in (query, key, value))
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
     return mixed.transpose(1, 2).reshape(batch, length, hidden)
 
 
