@@ -17,6 +17,7 @@ from scaletrain_cli.ui.data_report import (
     measured_text,
     numbers_of,
     share_text,
+    tokens_text,
     value_text,
 )
 
@@ -177,12 +178,13 @@ def _steps(steps: Sequence[Mapping[str, Any]]) -> str:
                 whole_text(step["documents_left"]),
                 f"−{whole_text(gone)} ({_share(gone / step['documents'])})" if gone else "",
                 characters_text(step),
+                tokens_text(step),
                 _bar([(step["documents_left"] / most, "a"), (gone / most, "c")]),
                 _safe(changes_text(step["counts"])),
             ]
         )
-    titles = ["step", "documents", "removed", "characters", "share of the documents read", "changed"]
-    return _table(titles, rows, "lnnnbl")
+    titles = ["step", "documents", "removed", "characters", "tokens", "share of the documents read", "changed"]
+    return _table(titles, rows, "lnnnnbl")
 
 
 def _removed(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:

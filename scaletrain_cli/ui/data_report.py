@@ -121,7 +121,7 @@ def length_quantile(ranges: Sequence[Mapping[str, int]], share: float) -> Mappin
 
 
 def _steps_table(steps: Iterable[Mapping[str, Any]]) -> Table:
-    table = _table(("step", "documents", "removed", "share", "characters", "changed"), "lrrrrl")
+    table = _table(("step", "documents", "removed", "share", "characters", "tokens", "changed"), "lrrrrrl")
     for step in steps:
         gone = step["documents"] - step["documents_left"]
         table.add_row(
@@ -130,6 +130,7 @@ def _steps_table(steps: Iterable[Mapping[str, Any]]) -> Table:
             Text(f"-{whole_text(gone)}", "yellow") if gone else "",
             share_text(gone / step["documents"]) if gone else "",
             characters_text(step),
+            tokens_text(step),
             escaped_text(changes_text(step["counts"])),
         )
     return table
@@ -138,6 +139,12 @@ def _steps_table(steps: Iterable[Mapping[str, Any]]) -> Table:
 def characters_text(step: Mapping[str, Any]) -> str:
     """Return the characters that are left after a step; nothing for sources that are tokenized already."""
     return count_text(step["characters_left"]) if step["characters_left"] or not step["documents_left"] else ""
+
+
+def tokens_text(step: Mapping[str, Any]) -> str:
+    """Return about how many tokens are left after a step; nothing where reports of earlier versions lack the figure."""
+    tokens = step.get("estimated_tokens_left")
+    return "" if tokens is None else f"~{count_text(tokens)}"
 
 
 def changes_text(counts: Mapping[str, int]) -> str:

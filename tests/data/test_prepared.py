@@ -181,6 +181,8 @@ def test_relative_paths_are_below_the_given_folder(tokenizer: Path, tmp_path: Pa
     done = prepare_data(spec, tmp_path / "runs", 1, ignore, tmp_path)
     report = json.loads((done["source"] / "report.json").read_text())
     assert report["steps"][1]["documents_left"] < report["steps"][1]["documents"] == 40
+    before, after = (step["estimated_tokens_left"] for step in report["steps"][:2])
+    assert before > after == report["tokens"]["train"] + report["tokens"]["validation"]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,11 @@ def duplicates_shown(report: Mapping[str, Any]) -> list[dict[str, int]]:
 
 def _report(source: PreparedSource, sources: Sequence[PreparedSource]) -> dict[str, Any]:
     steps = [_step(source, number) for number in range(len(source.chain.steps))]
+    found = _tokens(source)
+    tokens, characters = sum(found["tokens"].values()), found["characters"].get("all", 0)
+    for step in steps:  # by the tokens per character of what is left in the end
+        left = step["characters_left"]
+        step["estimated_tokens_left"] = round(left * tokens / characters) if characters else None
     return {
         "schema": SCHEMA,
         "source": source.name,
@@ -83,7 +88,7 @@ def _report(source: PreparedSource, sources: Sequence[PreparedSource]) -> dict[s
         "steps": steps,
         "languages": _languages(steps),
         "duplicates": [_duplicates(step, sources) for step in source.chain.steps if step.looks_at_all is not None],
-        **_tokens(source),
+        **found,
     }
 
 
