@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/setup-done-$(TORCH)
 
 # What `make setup` installs and `make lock` pins.
-EXTRAS := train,optimizers,fp8,parquet,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,docs,reference,dev
+EXTRAS := train,optimizers,fp8,parquet,vision,data,remote,slurm,k8s,wandb,tensorboard,mlflow,hub,plot,docs,reference,dev
 
 .PHONY: help setup lock docs demo check unit test test-long test-oldest test-newest drills slurm-packages parity bench bench-planner bench-engine clean
 

@@ -9,6 +9,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "optimizers": ("bitsandbytes",),
     "fp8": ("torchao",),
     "parquet": ("pyarrow",),
+    "vision": ("PIL",),
     "data": ("google.protobuf", "py3langid", "rensa", "sentencepiece", "tiktoken", "zstandard"),
     "remote": ("obstore",),
     "slurm": ("submitit",),

@@ -76,7 +76,7 @@ MAY_IMPORT = {
 }
 # What a package may use beyond the standard library: each library has one home, and plan has none.
 LIBRARIES_ALLOWED = {
-    "data": {"PIL", "numpy", "py3langid", "rensa", "tokenizers"},
+    "data": {"PIL", "numpy", "py3langid", "rensa", "sklearn", "tokenizers"},
     "hub": {"huggingface_hub"},
     "cli": {"click", "gpuhunt", "typer"},
     "ui": {"matplotlib", "rich"},

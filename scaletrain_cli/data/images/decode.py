@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
 
@@ -34,8 +36,21 @@ def decode(content: bytes, place: str, channels: int) -> Image.Image:
     16 bits keep their upper 8. JPEG files are decoded at their whole size, because the smaller sizes of libjpeg
     (``Image.draft``) give other pixels after the resize. Raises BadImageError, which names ``place``.
     """
-    try:
+    with _reported(place):
         return _decoded(content, MODES[channels])
+
+
+def size_of(content: bytes, place: str) -> tuple[int, int]:
+    """Return width and height as stored. Reads the header only. Raises BadImageError, which names ``place``."""
+    with _reported(place), _opened(content) as image:
+        return int(image.width), int(image.height)
+
+
+@contextmanager
+def _reported(place: str) -> Iterator[None]:
+    """Raise BadImageError for whatever a decoder raises."""
+    try:
+        yield
     except MemoryError:
         raise
     except UnidentifiedImageError as error:
@@ -45,18 +60,24 @@ def decode(content: bytes, place: str, channels: int) -> Image.Image:
         raise BadImageError(place, str(error) or type(error).__name__) from error
 
 
-def _decoded(content: bytes, mode: str) -> Image.Image:
+def _opened(content: bytes) -> Image.Image:
+    """Return the image, whose pixels are not decoded. Raises ValueError for one that no mode of MODES can hold."""
     if not content:
         raise ValueError("the file is empty")
     image: Image.Image = Image.open(BytesIO(content), formats=_formats())
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels have 32 bits; save it with 8 or 16 bits")
+    return image
+
+
+def _decoded(content: bytes, mode: str) -> Image.Image:
+    image = _opened(content)
     image.load()
     _apply_orientation(image)
     if image.mode == mode:
         return image
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise ValueError("its pixels have 32 bits; save it with 8 or 16 bits")
     image.info.pop("transparency", None)
     return image.convert(mode)
 

@@ -1,0 +1,469 @@
+"""The index of a source of images: where each sample is, with its label and caption. The images stay where they are.
+
+An index is a folder of the runs root, named by what the source contains and how it is read. It is built by any number
+of processes, which share the work as those that prepare text do, and has the same bytes whatever their number. It
+appears whole. Of each split it has:
+
+- ``SPLIT.samples.bin``: a SAMPLE for each sample, in the order of the source
+- ``SPLIT.text.bin``: of each sample the path of its image within file or folder, and its caption, in UTF-8
+- ``SPLIT.targets.bin``: for targets of several numbers: the numbers of all samples (float32), or the numbers of all
+  classes of all samples (int32), and then ``SPLIT.ends.bin``: how many of them there are up to each sample (int64)
+
+each with the hashes of its chunks beside it; ``files.json`` has the files of the source, ``dataset.json`` the counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaletrain_cli.data.chunk_hashes import HashedFile
+from scaletrain_cli.data.drafts import draft_of, write_whole
+from scaletrain_cli.data.images.digits import DigitsUnit
+from scaletrain_cli.data.images.listing import Listing, list_source
+from scaletrain_cli.data.images.samples import Bad, Found, ImageSettings, Unit
+from scaletrain_cli.data.images.targets import TargetError, caption_of, target_of
+from scaletrain_cli.data.pipeline.claims import Claims, Timing
+from scaletrain_cli.data.pipeline.decisions import chained
+from scaletrain_cli.data.pipeline.schedule import Progress, Stage, run_stage
+from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of, split_of
+from scaletrain_cli.data.pipeline.workers import Workers
+from scaletrain_cli.data.sources.libraries import require
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason, reason_from
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import (
+    DATASET,
+    is_readable,
+    make_datasets_folder,
+    open_to_readers,
+    place_of,
+    require_own_place,
+    steps_folder,
+)
+from scaletrain_cli.safe_files import create_file, make_folder, open_new
+from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
+
+SCHEMA = "scaletrain.images/v1"
+# Raised with every change of the index of equal images.
+_VERSION = "images/v1"
+# ``file``: its number in files.json. ``offset``: of the first byte of the image; in a table the number of the group of
+# rows times 2^32, and the number of the row in it. ``digest``: of the bytes of the image. ``label``: a class number, or
+# -1. ``text``: where the text of the sample begins: the path, whose first ``key`` bytes are the key, then the caption.
+SAMPLE = np.dtype(
+    [
+        ("file", "<u4"),
+        ("length", "<u4"),
+        ("offset", "<u8"),
+        ("digest", "<u8"),
+        ("label", "<i4"),
+        ("text", "<u8"),
+        ("key", "<u2"),
+        ("suffix", "u1"),
+        ("caption", "<u4"),
+    ]
+)
+_PACKED = struct.Struct("<IIQQiQHBI")  # as SAMPLE
+FILES, EMBEDDED_IMAGES = "files.json", "images.bin"
+_NOTE, _UNIT_INFO, _INDEXED = "indexed.json", "unit.json", "index"
+_TARGETS = {"numbers": "<f4", "classes": "<i4"}
+_MOST_PLACES = 20  # of bad samples, in dataset.json
+_LONGEST_KEY, _LONGEST_SUFFIX = 2**16 - 1, 2**8 - 1
+
+
+def find_indexed(path: str, settings: ImageSettings, runs_root: Path, folder: Path = Path()) -> Path | None:
+    """Return the index of a source in its present state; None if there is none. Reads no image.
+
+    ``folder``: the base of a relative path. Raises UsageError if the source has no files, UnavailableError and OSError.
+    """
+    return _found(list_source(path, settings, folder), settings, runs_root / "datasets")
+
+
+def index_images(
+    path: str,
+    settings: ImageSettings,
+    runs_root: Path,
+    workers: int,
+    progress: Progress,
+    folder: Path = Path(),
+    *,
+    key: str = "data.source",
+    failure: Path | None = None,
+    timing: Timing | None = None,
+) -> Path:
+    """Return the index of a source, after building it if it is missing; all images are read once for it.
+
+    Any number of processes on machines that share the runs root may do this at the same time. ``key``: of the path in
+    the spec. ``failure``: a file that some of them have in common: they all end with the error of the first one that
+    fails. Raises UsageError for input that cannot be used, other ScaletrainErrors, and OSError.
+    """
+    require("PIL.Image", "vision")
+    listing = list_source(path, settings, folder, key)
+    if (found := _found(listing, settings, runs_root / "datasets")) is not None:
+        return found
+    datasets = make_datasets_folder(runs_root)
+    try:
+        return _build(_Job(listing, settings, datasets), workers, progress, failure, timing)
+    except PermissionError as error:
+        params = {"folder": str(datasets), "path": str(error.filename), "error": error.strerror or str(error)}
+        raise UsageError(Reason("engine.dataset-unwritable", params)) from error
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is built: ``work`` holds the parts of it meanwhile, and afterwards a note with the key of the index."""
+
+    listing: Listing
+    settings: ImageSettings
+    datasets: Path
+
+    @property
+    def key(self) -> str:
+        """A name of the source in this state with these settings."""
+        return _state_key(self.listing, self.settings)
+
+    @property
+    def work(self) -> Path:
+        return steps_folder(self.datasets) / f"images-{self.key}"
+
+
+def _state_key(listing: Listing, settings: ImageSettings) -> str:
+    return chained(_VERSION, listing.format, listing.location, listing.state, settings.key())
+
+
+def _found(listing: Listing, settings: ImageSettings, datasets: Path) -> Path | None:
+    """Return the index that this user, or another one, has built from a source in this state; None if there is none."""
+    key = _state_key(listing, settings)
+    for steps in (steps_folder(datasets), *sorted(datasets.glob(".steps*"))):
+        note = read_document(steps / f"images-{key}" / _NOTE)
+        if note is not None:
+            dataset = place_of(datasets, str(note.get("dataset")))
+            document = read_document(dataset / DATASET) or {}
+            if document.get("schema") == SCHEMA and document.get("key") == note.get("dataset") and is_readable(dataset):
+                return dataset
+    return None
+
+
+def _build(job: _Job, workers: int, progress: Progress, failure: Path | None, timing: Timing | None) -> Path:
+    steps = steps_folder(job.datasets)
+    require_own_place(steps)
+    make_folder(job.work, parents=True)
+    with Claims(steps / ".work", failure, timing) as claims:
+        try:
+            claims.remove_drafts(job.work)
+            claims.raise_failure()
+            if _found(job.listing, job.settings, job.datasets) is None:
+                (job.work / _NOTE).unlink(missing_ok=True)  # of an index that was removed since
+            units = job.listing.units()
+            names = job.listing.class_names(job.settings)
+            folder = job.work / "units"
+            results = tuple(f"{number:06d}" for number in range(len(units)))
+            built = partial(_index_unit, folder, job.settings, names)
+            over = (job.work / _NOTE).exists
+            with Workers[int](min(workers, len(units)), claims.owner) as pool:
+                jobs = list(enumerate(units)).__getitem__
+                key = f"{job.work.name}-units"
+                run_stage(Stage("index the images", key, folder, results, built, jobs, over), claims, pool, progress)
+            with Workers[int](1, claims.owner) as alone:
+                finish = partial(_finish, job, names, results)
+                stage = Stage("finish the index", job.work.name, job.work, (_NOTE,), finish)
+                run_stage(stage, claims, alone, progress)
+        except BaseException:
+            claims.remove_own_drafts(job.work)
+            raise
+        claims.at_last_end(partial(shutil.rmtree, job.work / "units", ignore_errors=True))
+    found = _found(job.listing, job.settings, job.datasets)
+    assert found is not None
+    return found
+
+
+# ---- a unit ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Written:
+    """The samples of a unit and a split, in memory."""
+
+    samples: bytearray = field(default_factory=bytearray)
+    text: bytearray = field(default_factory=bytearray)
+    targets: array[Any] = field(default_factory=lambda: array("d"))
+    ends: array[Any] = field(default_factory=lambda: array("q"))
+    image_bytes: int = 0
+    pixels: int = 0
+
+
+def _index_unit(folder: Path, settings: ImageSettings, names: Sequence[str], given: tuple[int, Unit]) -> None:
+    """Write the samples of a unit as a folder, whole or not at all. Raises UsageError for a bad one, and OSError."""
+    number, unit = given
+    place = folder / f"{number:06d}"
+    if place.is_dir():
+        return
+    written = {split: _Written() for split in SPLITS}
+    classes = {name: number for number, name in enumerate(names)}
+    bad: dict[str, list[dict[str, Any]]] = {}
+    counts: dict[str, int] = {}
+    sizes = set[int]()
+    images = bytearray()
+    for found in unit.samples(settings):
+        problem = found if isinstance(found, Bad) else _add(found, settings, classes, written, sizes)
+        if problem is None:
+            if isinstance(unit, DigitsUnit) and isinstance(found, Found):
+                images += found.image
+            continue
+        if not settings.skips_bad:
+            raise UsageError(Reason("images.bad-sample", {"where": problem.place, "problem": problem.reason}))
+        code = problem.reason.code
+        counts[code] = counts.get(code, 0) + 1
+        if len(bad.setdefault(code, [])) < _MOST_PLACES:
+            bad[code].append({"place": problem.place, "problem": problem.reason.to_document()})
+    info = {
+        "bad": [{"code": code, "samples": counts[code], "places": bad[code]} for code in sorted(bad)],
+        "target_size": sizes.pop() if len(sizes) == 1 else 0,
+        **{
+            f"{split}_{what}": value
+            for split, each in written.items()
+            for what, value in (("image_bytes", each.image_bytes), ("pixels", each.pixels))
+        },
+    }
+    make_folder(folder, parents=True)
+    draft = draft_of(place)
+    make_folder(draft, exist_ok=False)
+    try:
+        for split, each in written.items():
+            _write(draft / f"{split}.samples.bin", each.samples)
+            _write(draft / f"{split}.text.bin", each.text)
+            _write(draft / f"{split}.targets.bin", each.targets.tobytes())
+            _write(draft / f"{split}.ends.bin", each.ends.tobytes())
+        if images:
+            _write(draft / EMBEDDED_IMAGES, images)
+        create_file(draft / _UNIT_INFO, json.dumps(info))
+        with contextlib.suppress(OSError):  # another process was faster, with the same bytes
+            draft.rename(place)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes | bytearray) -> None:
+    with open_new(path) as file:
+        file.write(content)
+
+
+def _add(
+    found: Found,
+    settings: ImageSettings,
+    classes: Mapping[str, int],
+    written: Mapping[str, _Written],
+    sizes: set[int],
+) -> Bad | None:
+    """Add a sample to its split; return why it cannot be used, or None. ``sizes``: of targets of numbers."""
+    try:
+        target = target_of(found.label, settings, classes)
+        caption = caption_of(found.caption) if settings.captions else b""
+        pixels = _pixels(found, settings)
+    except TargetError as error:
+        return Bad(found.place, error.reason)
+    if isinstance(pixels, Reason):
+        return Bad(found.place, pixels)
+    if settings.targets == "numbers":
+        if sizes and len(target) not in sizes:
+            return Bad(found.place, Reason("images.other-size", {"given": len(target), "expected": min(sizes)}))
+        sizes.add(len(target))
+    key, suffix = found.key.encode(), found.suffix.encode()
+    if not 0 < len(key) <= _LONGEST_KEY or len(suffix) > _LONGEST_SUFFIX:
+        return Bad(found.place, Reason("images.name-too-long", {"bytes": len(key) + len(suffix)}))
+    into = written[found.split or split_of(key, settings.validation_share)]
+    into.samples += _PACKED.pack(
+        found.file,
+        len(found.image),
+        found.offset,
+        digest_of(found.image),
+        int(target[0]) if settings.targets == "class" else -1,
+        len(into.text),
+        len(key),
+        len(suffix),
+        len(caption),
+    )
+    into.text += key + suffix + caption
+    if settings.targets in _TARGETS:
+        into.targets.extend(target)
+        into.ends.append(len(into.targets))
+    into.image_bytes += len(found.image)
+    into.pixels += pixels
+    return None
+
+
+def _pixels(found: Found, settings: ImageSettings) -> int | Reason:
+    """Return width times height of an image, or why it cannot be decoded. It is decoded where bad ones are left out."""
+    from scaletrain_cli.data.images.decode import BadImageError, decode, size_of  # which needs Pillow
+
+    try:
+        if settings.skips_bad:
+            decode(found.image, found.place, 3)
+        width, height = size_of(found.image, found.place)
+    except BadImageError as error:
+        return Reason("images.not-decodable", {"error": str(error.evidence["problem"])})
+    return width * height
+
+
+def digest_of(image: bytes) -> int:
+    """Return the 64 bits by which a change of an image is found."""
+    return int.from_bytes(hashlib.blake2b(image, digest_size=8).digest(), "little")
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: int = 0) -> None:
+    """Write the index from its units, and the note that names it. Raises UsageError for one without a sample."""
+    units = [job.work / "units" / name for name in results]
+    infos = [json.loads((unit / _UNIT_INFO).read_text(encoding="utf-8")) for unit in units]
+    size = _target_size(infos, job)
+    draft = draft_of(job.work / _INDEXED)
+    make_folder(draft, exist_ok=False)
+    try:
+        digest = hashlib.sha256()
+        counts: dict[str, int] = {}
+        largest = -1
+        for split in SPLITS:
+            counts[split], found = _join(draft, split, units, job.settings, digest)
+            largest = max(largest, found)
+        bad = _bad(infos)
+        if not counts["train"]:
+            raise UsageError(_nothing_left(job, counts, bad))
+        embedded = b"".join(
+            (unit / EMBEDDED_IMAGES).read_bytes() for unit in units if (unit / EMBEDDED_IMAGES).exists()
+        )
+        if embedded:
+            create_file(draft / EMBEDDED_IMAGES, embedded)
+        create_file(draft / FILES, json.dumps(_files(job.listing)))
+        content = hashlib.sha256(json.dumps([digest.hexdigest(), names]).encode()).hexdigest()
+        key = chained(_VERSION, job.listing.location, job.settings.key(), content)
+        image_bytes, pixels = (
+            {split: sum(info[f"{split}_{what}"] for info in infos) for split in SPLITS}
+            for what in ("image_bytes", "pixels")
+        )
+        document = {
+            "schema": SCHEMA,
+            "key": key,
+            "source": job.listing.location,
+            "format": job.listing.format,
+            "settings": {name: value for name, value in asdict(job.settings).items() if name != "class_names"},
+            "content": content,
+            "files": len(job.listing.names) or len(job.listing.shards),
+            "left_out": dict(job.listing.left_out or {}),
+            **{f"{split}_samples": counts[split] for split in SPLITS},
+            **{f"{split}_image_bytes": image_bytes[split] for split in SPLITS},
+            **{f"{split}_pixels": pixels[split] for split in SPLITS},
+            "classes": list(names) or None,
+            "num_classes": _num_classes(job.settings, names, largest),
+            "target_size": size,
+            "bad_samples": sum(each["samples"] for each in bad),
+            "bad": bad,
+        }
+        create_file(draft / DATASET, json.dumps(document | {"seal": seal_of(document)}, indent=1) + "\n")
+        dataset = place_of(job.datasets, key)
+        open_to_readers(draft)
+        if not is_readable(dataset):
+            shutil.rmtree(dataset, ignore_errors=True)  # without its files, as a crash of a machine leaves
+            with contextlib.suppress(OSError):  # another process was faster, with the same bytes
+                draft.rename(dataset)
+        if not is_readable(dataset):
+            raise UsageError(Reason("images.index-not-stored", {"folder": str(dataset)}))
+        write_whole(job.work / _NOTE, json.dumps({"dataset": key}))
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _join(
+    draft: Path, split: str, units: Sequence[Path], settings: ImageSettings, digest: hashlib._Hash
+) -> tuple[int, int]:
+    """Write the files of a split; return the number of its samples, and the largest class number."""
+    samples = text = targets = 0
+    largest = -1
+    kind = _TARGETS.get(settings.targets)
+    with contextlib.ExitStack() as stack:
+        names = ("samples", "text", *(("targets", "ends") if kind else ()))
+        files = {name: stack.enter_context(HashedFile(draft / f"{split}.{name}.bin")) for name in names}
+        for unit in units:
+            found = np.fromfile(unit / f"{split}.samples.bin", SAMPLE)
+            found["text"] += np.uint64(text)
+            files["samples"].write(found.tobytes())
+            content = (unit / f"{split}.text.bin").read_bytes()
+            files["text"].write(content)
+            samples, text = samples + len(found), text + len(content)
+            if len(found):
+                largest = max(largest, int(found["label"].max()))
+            if kind:
+                values = np.fromfile(unit / f"{split}.targets.bin", "<f8")
+                files["targets"].write(values.astype(kind).tobytes())
+                ends = np.fromfile(unit / f"{split}.ends.bin", "<i8")
+                files["ends"].write((ends + targets).tobytes())
+                targets += len(values)
+                if settings.targets == "classes" and len(values):
+                    largest = max(largest, int(values.max()))
+        for file in files.values():
+            digest.update(hashlib.sha256(file.finish()).digest())
+    return samples, largest
+
+
+def _target_size(infos: Sequence[Mapping[str, Any]], job: _Job) -> int | None:
+    """Return how many numbers the target of each sample has; None for classes. Raises UsageError if they differ."""
+    if job.settings.targets != "numbers":
+        return None
+    sizes = sorted({int(info["target_size"]) for info in infos} - {0})
+    if len(sizes) > 1:
+        problem = Reason("images.sizes-differ", {"sizes": sizes})
+        raise UsageError(Reason("images.source-unusable", {"where": job.listing.location, "problem": problem}))
+    return sizes[0] if sizes else None
+
+
+def _num_classes(settings: ImageSettings, names: Sequence[str], largest: int) -> int | None:
+    """Return the number of classes: of their names, or one more than the largest number; None without classes."""
+    if settings.targets not in ("class", "classes"):
+        return None
+    return len(names) or largest + 1
+
+
+def _bad(infos: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples that were left out, by reason, with the first places in the order of the source."""
+    found: dict[str, dict[str, Any]] = {}
+    for info in infos:
+        for each in info["bad"]:
+            known = found.setdefault(each["code"], {"code": each["code"], "samples": 0, "places": []})
+            known["samples"] += each["samples"]
+            known["places"] = (known["places"] + each["places"])[:_MOST_PLACES]
+    return [found[code] for code in sorted(found)]
+
+
+def _nothing_left(job: _Job, counts: Mapping[str, int], bad: Sequence[Mapping[str, Any]]) -> Reason:
+    where = job.listing.location
+    if bad:
+        first = bad[0]["places"][0]
+        params = {
+            "bad": sum(each["samples"] for each in bad),
+            "place": first["place"],
+            "problem": reason_from(first["problem"]),
+        }
+        return Reason("images.source-unusable", {"where": where, "problem": Reason("images.none-usable", params)})
+    problem = Reason("images.no-training-sample", {"validation": counts["validation"]})
+    return Reason("images.source-unusable", {"where": where, "problem": problem})
+
+
+def _files(listing: Listing) -> dict[str, Any]:
+    """Return what files.json has: the folder of loose images, or [path, bytes, ETag] of each shard."""
+    if listing.format == SKLEARN_DIGITS:
+        return {"embedded": EMBEDDED_IMAGES}
+    if listing.root:
+        return {"root": listing.root}
+    return {"shards": [[file.path, file.size, file.etag] for file, _ in listing.shards]}

@@ -1,0 +1,284 @@
+"""The files of a source of images, in a fixed order, and the units of work that they are read in."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaletrain_cli.data.images.digits import CLASS_NAMES, DigitsUnit
+from scaletrain_cli.data.images.folders import FolderUnit, class_of_path, reads_beside
+from scaletrain_cli.data.images.samples import ImageSettings, Unit
+from scaletrain_cli.data.images.shards import ShardUnit
+from scaletrain_cli.data.images.tables import names_of_classes, table_units
+from scaletrain_cli.data.sources.local_files import local_file
+from scaletrain_cli.data.sources.places import RemoteFile, is_remote, list_files
+from scaletrain_cli.data.sources.records import SourceFile
+from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec.image_files import (
+    FOLDER,
+    IMAGE_FORMATS,
+    SHARDS,
+    SKLEARN_DIGITS,
+    TABLES,
+    TEST,
+    TRAIN,
+    VALIDATION,
+    expanded_braces,
+    format_of_file,
+    is_hidden,
+    split_of_file,
+    split_of_folder,
+    splits_by_folder,
+)
+
+# A process that is killed loses no more than a unit.
+_FILES_OF_A_UNIT = 2048
+_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A source as it is now. ``state``: a hash that changes with every change of a file.
+
+    ``location``: the source, with an absolute path. ``root``: the folder of loose images, else empty. ``shards``: the
+    tar or parquet files. ``names``: images by their paths below ``root``. ``left_out``: files that are not read, by
+    suffix; and those of a test split.
+    """
+
+    format: str
+    location: str
+    state: str
+    root: str = ""
+    names: tuple[str, ...] = ()
+    shards: tuple[tuple[SourceFile, str], ...] = ()
+    has_splits: bool = False
+    left_out: Mapping[str, int] | None = None
+
+    def units(self) -> tuple[Unit, ...]:
+        """Return the units of work. They depend on the files alone. Raises UsageError and OSError."""
+        if self.format == SKLEARN_DIGITS:
+            return (DigitsUnit(),)
+        if self.format == FOLDER:
+            starts = range(0, len(self.names), _FILES_OF_A_UNIT)
+            parts = (self.names[start : start + _FILES_OF_A_UNIT] for start in starts)
+            return tuple(FolderUnit(self.root, part, self.has_splits) for part in parts)
+        if self.format == SHARDS:
+            return tuple(ShardUnit(number, file, split) for number, (file, split) in enumerate(self.shards))
+        return tuple(
+            unit for number, (file, split) in enumerate(self.shards) for unit in table_units(number, file, split)
+        )
+
+    def class_names(self, settings: ImageSettings) -> tuple[str, ...]:
+        """Return the names of the classes in the order of their numbers; empty if the source has none.
+
+        Raises UsageError and OSError.
+        """
+        if settings.targets not in ("class", "classes"):
+            return ()
+        if settings.class_names:
+            return settings.class_names
+        if self.format == SKLEARN_DIGITS:
+            return CLASS_NAMES
+        if self.format == TABLES:
+            return names_of_classes(self.shards[0][0], settings)
+        if self.format == FOLDER and settings.targets == "class" and settings.label == "auto":
+            found = {class_of_path(name, self.has_splits) for name in self.names}
+            return tuple(sorted(name for name in found if name is not None))
+        return ()
+
+
+def list_source(
+    path: str, settings: ImageSettings, folder: Path = Path(), key: str = "data.source", seconds: float | None = None
+) -> Listing:
+    """Return the files of a source; relative paths are below ``folder``. ``key``: of its path in the spec.
+
+    ``seconds``: after which a request to a remote store is not repeated. Raises UsageError if there are none, and for a
+    remote source UnavailableError.
+    """
+    if path == SKLEARN_DIGITS:
+        return Listing(SKLEARN_DIGITS, path, "embedded")
+    if is_remote(path):
+        return _remote(path, settings, key, seconds)
+    try:
+        return _local(path, settings, folder, key)
+    except OSError as error:
+        raise _unusable(key, path, Reason("images.file-unreadable", {"error": str(error)})) from error
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listing:
+    place = os.path.abspath(folder / expand_home(path))
+    root, found = _entries(place, path, key)
+    by_format, others = _by_format(found)
+    chosen = _format(by_format, others, settings, key, path)
+    names = by_format[chosen]
+    left_out = Counter(Path(name).suffix or name for name in others)
+    if chosen != FOLDER:
+        kept, tests = _with_splits([(name, split_of_file(name)) for name in names])
+        files = tuple((local_file(Path(root, name), chosen), split) for name, split in kept)
+        state = _hashed(f"{os.path.relpath(file.path, root)} {file.state}" for file, _ in files)
+        return Listing(chosen, place, state, shards=files, left_out=_counts(left_out, tests))
+    beside = reads_beside(settings)
+    left_out -= Counter({f".{suffix}": left_out[f".{suffix}"] for suffix in beside})
+    described = [name for name in others if name.rpartition(".")[2] in beside]
+    total, has_splits = len(names), splits_by_folder({_first_folder(name) for name in names})
+    if has_splits:
+        names = [name for name in names if split_of_folder(name) != TEST]
+    state = _hashed(_state_of(root, name) for name in (*names, *described))
+    left = _counts(left_out, total - len(names))
+    folders = {_first_folder(name) for name in names}
+    if has_splits and len(folders) == 1:  # for training: the validation split is drawn from it
+        root, has_splits = os.path.join(root, *folders), False
+        names = [name.partition("/")[2] for name in names]
+    return Listing(FOLDER, place, state, root, tuple(names), has_splits=has_splits, left_out=left)
+
+
+def _first_folder(name: str) -> str:
+    return name.partition("/")[0] if "/" in name else ""
+
+
+def _entries(place: str, path: str, key: str) -> tuple[str, list[str]]:
+    """Return a folder, and the relative paths of the files that a path names, in a fixed order."""
+    if os.path.isdir(place):
+        return place, list(_walked(place, "", set()))
+    if os.path.lexists(place):  # a name may contain braces and wildcards
+        return os.path.dirname(place), [os.path.basename(place)]
+    found: list[str] = []
+    for pattern in expanded_braces(place):
+        files = [each for each in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(each)]
+        if not files:
+            raise _unusable(key, path, Reason("images.nothing-there", {"path": pattern}))
+        found += files
+    found = list(dict.fromkeys(found))
+    root = _fixed_folder(place) or "/"
+    return root, [os.path.relpath(each, root) for each in found]
+
+
+def _walked(root: str, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+    """Yield the relative paths of all files, in the order of their names; links are followed, hidden names are not."""
+    about = os.stat(os.path.join(root, below))
+    if (about.st_dev, about.st_ino) in seen:  # a link to a folder around it
+        return
+    around = {*seen, (about.st_dev, about.st_ino)}
+    with os.scandir(os.path.join(root, below)) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        if is_hidden(entry.name):
+            continue
+        name = f"{below}/{entry.name}" if below else entry.name
+        if entry.is_dir():
+            yield from _walked(root, name, around)
+        else:
+            yield name
+
+
+def _state_of(root: str, name: str) -> str:
+    """Return the name of a file with what changes when it is written. A link that leads nowhere has no state."""
+    try:
+        about = os.stat(os.path.join(root, name))
+    except FileNotFoundError:
+        return f"{name} missing"
+    return f"{name} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns} {about.st_ino}"
+
+
+# ---- remote ----------------------------------------------------------------------------------------------------------
+
+
+def _remote(path: str, settings: ImageSettings, key: str, seconds: float | None) -> Listing:
+    found: dict[str, tuple[int, str]] = {}
+    for name in expanded_braces(path):
+        try:
+            found |= {file.path: (file.size, file.etag) for file in list_files(name, seconds)}
+        except ScaletrainError as error:
+            error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
+            raise
+    base = path.rstrip("/") if path not in found and not set("*?[{") & set(path) else _fixed_folder(path)
+    below = {name.removeprefix(f"{base}/"): name for name in found}
+    by_format, others = _by_format([name for name in below if not is_hidden(name)])
+    chosen = _format(by_format, others, settings, key, path)
+    if chosen == FOLDER:
+        raise _unusable(key, path, Reason("images.remote-folder", {"count": len(by_format[FOLDER])}))
+    kept, tests = _with_splits([(name, split_of_file(name)) for name in by_format[chosen]])
+    remote = [(RemoteFile(below[name], *found[below[name]]), split) for name, split in kept]
+    files = tuple((SourceFile(file.path, file.size, chosen, etag=file.etag), split) for file, split in remote)
+    state = _hashed(f"{file.path} {file.size} {file.etag}" for file, _ in files)
+    left_out = Counter(Path(name).suffix or name for name in others)
+    return Listing(chosen, path, state, shards=files, left_out=_counts(left_out, tests))
+
+
+def _fixed_folder(path: str) -> str:
+    """Return the folders of a path before its first wildcard or brace."""
+    wild = min((at for sign in "*?[{" if (at := path.find(sign)) >= 0), default=len(path))
+    return path[:wild].rpartition("/")[0]
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def _by_format(names: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the names of each format, and the others."""
+    by_format: dict[str, list[str]] = {name: [] for name in IMAGE_FORMATS}
+    others: list[str] = []
+    for name in names:
+        kind = format_of_file(name)
+        (by_format[kind] if kind else others).append(name)
+    return by_format, others
+
+
+def _format(
+    by_format: Mapping[str, Sequence[str]], others: Sequence[str], settings: ImageSettings, key: str, path: str
+) -> str:
+    """Return the format of a source. Raises UsageError if it has no file of it, or of several without a choice."""
+    there = [name for name in IMAGE_FORMATS if by_format[name]]
+    if settings.format != "auto":
+        if settings.format not in there:
+            params = {"format": settings.format, "found": there}
+            raise _unusable(key, path, Reason("images.other-format" if there else "images.no-images", params))
+        return settings.format
+    if len(there) > 1:
+        counts = [f"{len(by_format[name])} of {name}" for name in there]
+        raise _unusable(key, path, Reason("images.mixed-formats", {"found": counts}))
+    if there:
+        return there[0]
+    packed = next((name for name in others if name.lower().endswith(_COMPRESSED_TARS)), None)
+    if packed is not None:
+        raise _unusable(key, path, Reason("images.compressed-tar", {"file": packed}))
+    raise _unusable(key, path, Reason("images.no-images", {"format": "auto", "found": []}))
+
+
+def _with_splits(shards: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], int]:
+    """Return the shards that are read, each with its split, and the number of those of a test split.
+
+    Without a validation split in the names of the shards, one is drawn from all samples, and no shard has a split.
+    """
+    splits = {split for _, split in shards}
+    if TRAIN not in splits or "" in splits:
+        return [(name, "") for name, _ in shards], 0
+    kept = [(name, split) for name, split in shards if split != TEST]
+    if VALIDATION not in splits:
+        kept = [(name, "") for name, _ in kept]
+    return kept, len(shards) - len(kept)
+
+
+def _counts(left_out: Mapping[str, int], tests: int) -> dict[str, int]:
+    return dict(sorted(left_out.items())) | ({"test split": tests} if tests else {})
+
+
+def _hashed(lines: Iterator[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.encode("utf-8", "surrogateescape") + b"\0")
+    return digest.hexdigest()
+
+
+def _unusable(key: str, path: str, problem: Reason) -> UsageError:
+    return UsageError(Reason("images.source-unusable", {"where": f"{key} = {path}", "problem": problem}))

@@ -1,0 +1,467 @@
+"""Samples of an index, read in any order: from files of this machine, or from a store through the cache of the node.
+
+A reader holds no list of samples: of a sample it reads 43 bytes of the index, its text, and its image. What was read is
+compared with the index, so that an image that has changed since is found when it is read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, block_cache
+from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.data.images.index import FILES, SAMPLE, SCHEMA, digest_of
+from scaletrain_cli.data.images.samples import ImageSample, ImageSettings
+from scaletrain_cli.data.images.tables import image_leaf
+from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
+from scaletrain_cli.data.sources.libraries import require
+from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, is_remote, read_range
+from scaletrain_cli.data.token_files import LocalFile
+from scaletrain_cli.errors import DoNotRequeueError, UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import DATASET
+from scaletrain_cli.spec.image_files import FOLDER, TABLES
+
+_MOST_OPEN = 64  # files of a process
+_MOST_TABLES = 8
+_MOST_ROWS_BYTES = 64 << 20  # of decoded groups of rows, beside the one that is read
+_READS = 4  # of remote bytes that are not those of the index
+_PAUSE_SECONDS = 0.2
+# Errors of a store that mean that the images are no longer those that were indexed.
+_OTHER_IMAGES = ("remote.changed", "remote.not-found", "remote.no-bucket")
+
+
+class ChangedImageError(CorruptDataError):
+    """An image is not the one that was indexed (exit 93). ``evidence`` is for an event."""
+
+    def __init__(self, place: str, problem: Reason) -> None:
+        """``place``: the file with its member or row."""
+        DoNotRequeueError.__init__(self, Reason("images.changed", {"where": place, "problem": problem}))
+        self.evidence = {"file": place, "problem": str(problem)}
+
+
+class _Record(NamedTuple):
+    """The fields of SAMPLE."""
+
+    file: int
+    length: int
+    offset: int
+    digest: int
+    label: int
+    text: int
+    key: int
+    suffix: int
+    caption: int
+
+
+class IndexedImages:
+    """The samples of one split of an index. It can be pickled, and read by several threads."""
+
+    def __init__(self, folder: Path, split: str, cache: BlockCache | None = None) -> None:
+        self.folder, self.split = folder, split
+        self._cache = cache
+        self._opened: _Opened | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._files.samples
+
+    def __getstate__(self) -> tuple[Path, str, BlockCache | None]:
+        return self.folder, self.split, self._cache
+
+    def __setstate__(self, state: tuple[Path, str, BlockCache | None]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        """The contents of dataset.json."""
+        return self._files.document
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes in the order of their numbers; None if the source has none."""
+        names = self._files.document["classes"]
+        return None if names is None else tuple(names)
+
+    @property
+    def num_classes(self) -> int | None:
+        """The number of classes; None for an index without classes."""
+        count = self._files.document["num_classes"]
+        return None if count is None else int(count)
+
+    def read(self, index: int) -> ImageSample:
+        """Return one sample.
+
+        Raises CorruptDataError if the index or the image is not what was written or indexed; for a remote source also
+        PlaceError and UnavailableError.
+        """
+        files = self._files
+        if not 0 <= index < files.samples:
+            raise IndexError(f"sample {index} of {files.samples}")
+        about = self._record(index)
+        size = about.key + about.suffix + about.caption
+        text = files.text.read(about.text, about.text + size)
+        name = text[: about.key + about.suffix].decode()
+        caption = text[about.key + about.suffix :].decode() if files.has_captions else None
+        place = files.images.place(about, name)
+        image = files.images.read(about, name, place)
+        return ImageSample(text[: about.key].decode(), image, self._label(index, about), caption, place)
+
+    def label(self, index: int) -> int | tuple[float, ...] | None:
+        """Return the label of a sample without its image. Raises CorruptDataError."""
+        return self._label(index, self._record(index))
+
+    @property
+    def _files(self) -> _Opened:
+        with self._lock:
+            if self._opened is None:
+                self._opened = _opened(self.folder, self.split, self._cache)
+            return self._opened
+
+    def _record(self, index: int) -> _Record:
+        width = SAMPLE.itemsize
+        content = self._files.index.read(index * width, (index + 1) * width)
+        return _Record(*np.frombuffer(content, SAMPLE)[0].item())
+
+    def _label(self, index: int, about: _Record) -> int | tuple[float, ...] | None:
+        files = self._files
+        if files.targets == "class":
+            return about.label
+        if files.targets == "none":
+            return None
+        assert files.numbers is not None
+        assert files.ends is not None
+        ends = files.ends.read(max(0, index - 1) * 8, (index + 1) * 8)
+        bounds = np.frombuffer(ends, "<i8").tolist()
+        start, stop = (0, bounds[0]) if index == 0 else bounds
+        content = files.numbers.read(start * 4, stop * 4)
+        if files.targets == "numbers":
+            return tuple(np.frombuffer(content, "<f4").tolist())
+        label = [0.0] * int(files.document["num_classes"])
+        for number in np.frombuffer(content, "<i4").tolist():
+            label[number] = 1.0
+        return tuple(label)
+
+
+@dataclass
+class _Opened:
+    document: Mapping[str, Any]
+    samples: int
+    targets: str
+    has_captions: bool
+    index: LocalFile
+    text: LocalFile
+    numbers: LocalFile | None
+    ends: LocalFile | None
+    images: _Images
+
+
+def open_images(folder: Path, cache: BlockCache | None = None) -> dict[str, IndexedImages]:
+    """Return the splits of an index by name: train and validation. Reads dataset.json and the sizes of the files.
+
+    ``cache``: through which remote images are read; None for one of the default size. Raises UsageError for a folder
+    without an index, and CorruptDataError for a damaged one.
+    """
+    found = {split: IndexedImages(folder, split, cache) for split in SPLITS}
+    for each in found.values():
+        len(each)
+    return found
+
+
+def describe_index(folder: Path) -> dict[str, Any]:
+    """Return dataset.json of an index. Raises UsageError if there is none, and CorruptDataError if it has changed."""
+    document = read_document(folder / DATASET)
+    if document is None or document.get("schema") != SCHEMA:
+        schema = None if document is None else document.get("schema")
+        params = {"folder": str(folder), "schema": str(schema), "expected": SCHEMA}
+        raise UsageError(Reason("engine.dataset-schema-unknown", params))
+    if document.get("seal") != seal_of(document):
+        raise CorruptDataError(folder / DATASET, "it has changed since it was written")
+    return document
+
+
+def _opened(folder: Path, split: str, cache: BlockCache | None) -> _Opened:
+    document = describe_index(folder)
+    samples, settings = int(document[f"{split}_samples"]), ImageSettings(**document["settings"])
+    index = LocalFile(folder / f"{split}.samples.bin")
+    if index.size != samples * SAMPLE.itemsize:
+        what = f"{index.size} bytes instead of the {samples * SAMPLE.itemsize} that dataset.json states"
+        raise CorruptDataError(index.path, what)
+    has_numbers = settings.targets in ("classes", "numbers")
+    return _Opened(
+        document,
+        samples,
+        settings.targets,
+        settings.captions,
+        index,
+        LocalFile(folder / f"{split}.text.bin"),
+        LocalFile(folder / f"{split}.targets.bin") if has_numbers else None,
+        LocalFile(folder / f"{split}.ends.bin") if has_numbers else None,
+        _images_of(folder, document, settings, cache),
+    )
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+class _Images:
+    """Reads the images of an index; subclasses know where they are."""
+
+    def place(self, about: _Record, name: str) -> str:
+        """Return ``file:member`` or ``file, row 3``."""
+        raise NotImplementedError
+
+    def read(self, about: _Record, name: str, place: str) -> bytes:
+        """Return an image that is the one that was indexed. Raises ChangedImageError."""
+        try:
+            content = self._read(about, name)
+        except OSError as error:
+            problem = Reason("images.file-unreadable", {"error": error.strerror or str(error)})
+            raise ChangedImageError(place, problem) from error
+        _require_same(content, about, place)
+        return content
+
+    def _read(self, about: _Record, name: str) -> bytes:
+        raise NotImplementedError
+
+
+def _require_same(content: bytes, about: _Record, place: str) -> None:
+    if len(content) != about.length or digest_of(content) != about.digest:
+        raise ChangedImageError(place, Reason("images.other-content"))
+
+
+class _LooseImages(_Images):
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def place(self, about: _Record, name: str) -> str:
+        return os.path.join(self._root, name)
+
+    def _read(self, about: _Record, name: str) -> bytes:
+        with open(os.path.join(self._root, name), "rb") as file:
+            return file.read(about.length + 1)
+
+
+class _Shards(_Images):
+    """Local files, each opened once and kept open while there are not too many."""
+
+    def __init__(self, paths: list[str], separator: str = ":") -> None:
+        self._paths, self._separator = paths, separator
+        self._open: OrderedDict[int, int] = OrderedDict()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def place(self, about: _Record, name: str) -> str:
+        return f"{self._paths[about.file]}{self._separator}{name}"
+
+    def _read(self, about: _Record, name: str) -> bytes:
+        with self._lock:
+            return os.pread(self._descriptor(about.file), about.length, about.offset)
+
+    def _descriptor(self, file: int) -> int:
+        if self._process != os.getpid():  # forked: the parent closes its own
+            self._open, self._process = OrderedDict(), os.getpid()
+        if file in self._open:
+            self._open.move_to_end(file)
+        else:
+            while len(self._open) >= _MOST_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[file]
+
+    def __del__(self) -> None:
+        if self._process == os.getpid():
+            for descriptor in self._open.values():
+                os.close(descriptor)
+
+
+class _Cached:
+    """A remote file in blocks of the cache of the node."""
+
+    def __init__(self, file: RemoteFile, cache: BlockCache) -> None:
+        self.file, self._cache = file, cache
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes ``start`` to ``stop - 1``, fewer at the end. Raises PlaceError, UnavailableError and OSError."""
+        parts = []
+        stop = min(stop, self.file.size)
+        while start < stop:
+            block = start // BLOCK_BYTES
+            base = block * BLOCK_BYTES
+            end = min(stop, base + BLOCK_BYTES)
+            fetch = partial(read_range, self.file, base, min(base + BLOCK_BYTES, self.file.size))
+            parts.append(self._cache.read(self._name(block), start - base, end - base, fetch))
+            start = end
+        return b"".join(parts)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Remove the blocks of some bytes from the cache."""
+        for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            self._cache.remove(self._name(block))
+
+    def _name(self, block: int) -> str:
+        return f"{self.file.path}\n{self.file.etag}\n{self.file.size}\n{block}"
+
+
+class _RemoteShards(_Images):
+    def __init__(self, files: list[RemoteFile], cache: BlockCache) -> None:
+        self._files = [_Cached(file, cache) for file in files]
+
+    def place(self, about: _Record, name: str) -> str:
+        return f"{self._files[about.file].file.path}:{name}"
+
+    def read(self, about: _Record, name: str, place: str) -> bytes:
+        file, stop = self._files[about.file], about.offset + about.length
+        return _read_remote(
+            lambda: file.read(about.offset, stop), lambda: file.forget(about.offset, stop), about, place
+        )
+
+
+def _read_remote(read: Callable[[], bytes], forget: Callable[[], None], about: _Record, place: str) -> bytes:
+    """Return an image of a store, read again if its bytes are not those of the index. Raises ChangedImageError."""
+    for number in range(_READS):
+        try:
+            content = read()
+        except PlaceError as error:
+            if error.reason is not None and error.reason.code in _OTHER_IMAGES:
+                raise ChangedImageError(place, error.reason) from None
+            raise
+        try:
+            _require_same(content, about, place)
+            return content
+        except ChangedImageError:  # a fault of the network or of the local disk
+            if number == _READS - 1:
+                raise
+        forget()
+        time.sleep(_PAUSE_SECONDS)
+    raise AssertionError
+
+
+class _RowsOfTables(_Images):
+    """Parquet files. A row is read with its group; the groups that were read last are kept, for reading in order."""
+
+    def __init__(self, files: list[RemoteFile], settings: ImageSettings, cache: BlockCache | None) -> None:
+        self._paths, self._settings, self._cache = files, settings, cache
+        self._tables: OrderedDict[int, Any] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def place(self, about: _Record, name: str) -> str:
+        row = int(name.rpartition(":")[2])
+        return f"{self._paths[about.file].path}, row {row + 1}"
+
+    def read(self, about: _Record, name: str, place: str) -> bytes:
+        if self._cache is None:
+            return super().read(about, name, place)
+        return _read_remote(lambda: self._read(about, name), lambda: self._forget(about.file), about, place)
+
+    def _read(self, about: _Record, name: str) -> bytes:
+        group, row = about.offset >> 32, about.offset & 0xFFFFFFFF
+        with self._lock:
+            if self._process != os.getpid():
+                self._tables, self._groups, self._process = OrderedDict(), OrderedDict(), os.getpid()
+            try:
+                rows = self._rows(about.file, group)
+                return bytes(rows[row].as_py() or b"") if row < len(rows) else b""
+            except require("pyarrow", "parquet").ArrowException as error:
+                raise OSError(" ".join(str(error).split())) from error
+
+    def _rows(self, file: int, group: int) -> Any:
+        if (file, group) in self._groups:
+            self._groups.move_to_end((file, group))
+            return self._groups[file, group]
+        table, leaf, in_struct = self._table(file)
+        if group >= table.metadata.num_row_groups:
+            return ()
+        column = table.read_row_group(group, columns=[leaf]).column(0)
+        column = column.combine_chunks()
+        if in_struct:
+            column = column.field("bytes") if hasattr(column, "field") else column.chunk(0).field("bytes")
+        kept = sum(each.nbytes for each in self._groups.values())
+        while self._groups and kept + column.nbytes > _MOST_ROWS_BYTES:
+            kept -= self._groups.popitem(last=False)[1].nbytes
+        self._groups[file, group] = column
+        return column
+
+    def _table(self, file: int) -> tuple[Any, str, bool]:
+        if file in self._tables:
+            self._tables.move_to_end(file)
+            return self._tables[file]  # type: ignore[no-any-return]
+        arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
+        about = self._paths[file]
+        if self._cache is None:
+            source: Any = arrow.OSFile(about.path)
+        else:
+            source = arrow.PythonFile(_CachedStream(_Cached(about, self._cache)), mode="r")
+        table = parquet.ParquetFile(source)
+        leaf, in_struct = image_leaf(table.schema_arrow, self._settings, about.path)
+        while len(self._tables) >= _MOST_TABLES:
+            self._tables.popitem(last=False)
+        self._tables[file] = table, leaf, in_struct
+        return self._tables[file]  # type: ignore[no-any-return]
+
+    def _forget(self, file: int) -> None:
+        assert self._cache is not None
+        about = self._paths[file]
+        _Cached(about, self._cache).forget(0, about.size)
+        self._tables.pop(file, None)
+        for key in [key for key in self._groups if key[0] == file]:
+            del self._groups[key]
+
+
+class _CachedStream(io.RawIOBase):
+    """A remote file as a seekable binary file that is read through the cache."""
+
+    def __init__(self, file: _Cached) -> None:
+        self._file, self._place = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._file.file.size}[whence]
+        self._place = max(0, base + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._file.read(self._place, self._place + len(buffer))
+        buffer[: len(content)] = content
+        self._place += len(content)
+        return len(content)
+
+
+def _images_of(folder: Path, document: Mapping[str, Any], settings: ImageSettings, cache: BlockCache | None) -> _Images:
+    """Return what reads the images of an index. Raises CorruptDataError if files.json is damaged."""
+    found = read_document(folder / FILES) or {}
+    try:
+        if "embedded" in found:
+            return _Shards([str(folder / found["embedded"])], ", ")
+        if document["format"] == FOLDER:
+            return _LooseImages(str(found["root"]))
+        files = [RemoteFile(str(path), int(size), str(etag)) for path, size, etag in found["shards"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptDataError(folder / FILES, f"it lacks a value: {error}") from error
+    is_far = any(is_remote(file.path) for file in files)
+    used = (cache or block_cache()) if is_far else None
+    if document["format"] == TABLES:
+        return _RowsOfTables(files, settings, used)
+    return _Shards([file.path for file in files]) if used is None else _RemoteShards(files, used)

@@ -1,0 +1,153 @@
+"""What is read of a source of images: samples, and the settings that decide which parts a sample has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec.images import ImagesSpec
+
+# class: one class number; classes: any number of them, as 0 and 1 for each class; numbers: real numbers.
+Targets = Literal["none", "class", "classes", "numbers"]
+# A longer file is no image that anybody trains on, and would fill the memory of a worker.
+MOST_IMAGE_BYTES = 256 << 20
+
+
+class ImageSample(NamedTuple):
+    """One image as it is stored. ``label``: a class number, or a number for each class or target.
+
+    ``place``: ``file:member`` or ``file, row 3`` for messages.
+    """
+
+    key: str
+    image: bytes
+    label: int | tuple[float, ...] | None
+    caption: str | None
+    place: str
+
+
+class ImageSource(Protocol):
+    """Samples of one split of a source, in a fixed order."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def read(self, index: int) -> ImageSample:
+        """Return one sample. Raises CorruptDataError if it is not what was indexed."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """How a source is read; all that its index depends on beside its files.
+
+    ``image``, ``label``, ``caption``: as ImageFieldsSpec. ``class_names``: of a file; empty: those of the source.
+    """
+
+    format: str = "auto"
+    image: str = "auto"
+    label: str = "auto"
+    caption: str = "auto"
+    targets: Targets = "class"
+    captions: bool = False
+    class_names: tuple[str, ...] = ()
+    validation_share: float = 0.05
+    skips_bad: bool = False
+
+    def key(self) -> str:
+        """Return the settings as text, for the key of an index."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def image_settings(
+    images: ImagesSpec,
+    targets: Targets,
+    *,
+    captions: bool,
+    validation_share: float,
+    skips_bad: bool,
+    format: str = "auto",
+    folder: Path = Path(),
+) -> ImageSettings:
+    """Return the settings of a source of the spec. ``folder``: the base of relative paths.
+
+    Raises UsageError if the file with the names of the classes cannot be read.
+    """
+    return ImageSettings(
+        format,
+        images.fields.image,
+        images.fields.label,
+        images.fields.caption,
+        targets,
+        captions,
+        () if images.classes is None or targets not in ("class", "classes") else class_names(images.classes, folder),
+        validation_share,
+        skips_bad,
+    )
+
+
+def class_names(path: str, folder: Path = Path()) -> tuple[str, ...]:
+    """Return the names of a file with one class per line. Raises UsageError for an unreadable one or double names."""
+    place = folder / expand_home(path)
+    try:
+        names = tuple(line.strip() for line in place.read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UsageError(Reason("images.classes-unreadable", {"path": str(place), "error": problem})) from error
+    while names and not names[-1]:
+        names = names[:-1]
+    if not names or "" in names:
+        line = names.index("") + 1 if names else 1
+        raise UsageError(Reason("images.class-without-name", {"path": str(place), "line": line}))
+    if len(set(names)) != len(names):
+        line, name = next(_repeated(names))
+        raise UsageError(Reason("images.class-named-twice", {"path": str(place), "name": name, "line": line}))
+    return names
+
+
+def _repeated(names: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    seen = set[str]()
+    for line, name in enumerate(names, start=1):
+        if name in seen:
+            yield line, name
+        seen.add(name)
+
+
+class Found(NamedTuple):
+    """A sample that a reader of a format has found; ``label`` and ``caption`` as they are stored, None: missing.
+
+    ``split``: that its file or folder names, else empty. ``file``, ``offset``: where the image is; for a table the
+    number of its group of rows, and of the row in it. ``suffix``: what follows ``key`` in the name of the image.
+    """
+
+    split: str
+    file: int
+    offset: int
+    key: str
+    suffix: str
+    image: bytes
+    label: Any
+    caption: Any
+    place: str
+
+
+class Bad(NamedTuple):
+    """A sample, or the rest of a file, that cannot be used."""
+
+    place: str
+    reason: Reason
+
+
+class Unit(Protocol):
+    """Some samples of a source that one process reads, in order."""
+
+    def samples(self, settings: ImageSettings) -> Iterator[Found | Bad]:
+        """Yield them. Raises UsageError for a file that cannot be used or changes meanwhile, and OSError."""
+        ...

@@ -1,0 +1,103 @@
+"""The texts of sources of images: samples and files that cannot be used."""
+
+from __future__ import annotations
+
+from scaletrain_cli.reasons import Text
+
+_FIELDS = ("Set data.images.fields to the names that the source has",)
+
+TEXTS: dict[str, Text] = {
+    # ---- a source --------------------------------------------------------------------------------------------------
+    "source-unusable": Text("{where}: {problem}"),
+    "nothing-there": Text("{path} names no file", ("Correct the path, or the range in its braces",)),
+    "no-images": Text(
+        "has no file of the format {format}: images in folders, tar shards (webdataset) or parquet files",
+        ("Correct the path of the source",),
+    ),
+    "other-format": Text(
+        "has no file of the format {format}, but of {found:list}",
+        ("Set the format of the source to that of its files",),
+    ),
+    "mixed-formats": Text(
+        "has files of several formats: {found:list}",
+        ("Set the format of the source to image_folder, webdataset or parquet, or give a glob",),
+    ),
+    "compressed-tar": Text(
+        "{file} is compressed, so that samples cannot be read one at a time", ("Decompress the shards to .tar files",)
+    ),
+    "remote-folder": Text(
+        "has {count:whole} images as separate objects, each of which would be a request to the store",
+        ("Pack the images into tar shards, or give a local folder",),
+    ),
+    "too-many-names": Text("{path} stands for more than {most:whole} files"),
+    "no-scikit-learn": Text(
+        "{source} requires scikit-learn, which is not installed", ("Run: pip install scikit-learn",)
+    ),
+    "no-column": Text("has no column {columns:or}; it has {found:list}", ("Set {key} to the name of the column",)),
+    "column-without-bytes": Text(
+        "the column {column} must have the bytes of images, or {{bytes, path}}; it has {type}", _FIELDS
+    ),
+    "sizes-differ": Text("targets have {sizes:list} numbers, where all samples must have equally many"),
+    "none-usable": Text("none of its {bad:whole} samples can be used; {place}: {problem}"),
+    "no-training-sample": Text(
+        "has no sample for training; {validation:whole} are for validation", ("Set data.validation_split lower",)
+    ),
+    "index-not-stored": Text(
+        "the index cannot be stored: {folder} exists and cannot be read", ("Remove it, or ask its owner to remove it",)
+    ),
+    # ---- names of classes ------------------------------------------------------------------------------------------
+    "classes-unreadable": Text("data.images.classes: {path} cannot be read: {error}"),
+    "class-without-name": Text("data.images.classes: {path} has no name in line {line}"),
+    "class-named-twice": Text("data.images.classes: {path} has the name {name} a second time in line {line}"),
+    # ---- a sample --------------------------------------------------------------------------------------------------
+    "bad-sample": Text(
+        "{where}: {problem}",
+        ("Correct the sample, or set data.on_bad: skip, which leaves such samples out and counts them",),
+    ),
+    "not-decodable": Text("the image cannot be decoded: {error}"),
+    "file-unreadable": Text("cannot be read: {error}"),
+    "file-too-large": Text("is larger than {most:gib}, the most that a sample may have"),
+    "name-not-utf-8": Text("has a name that is not UTF-8"),
+    "name-too-long": Text("has no key, or a name of {bytes:whole} bytes, which is too long"),
+    "no-label": Text("has no label"),
+    "label-not-a-class": Text("has the label {given}, which must be the number of a class", _FIELDS),
+    "label-not-numbers": Text("has the target {given}, which must be a number or a list of numbers", _FIELDS),
+    "class-beyond": Text("has the label {given:whole}, and there are {classes:whole} classes, from 0 on"),
+    "class-unknown": Text("has the label {given}, which is none of the {classes:whole} names of classes"),
+    "class-without-names": Text(
+        "has the label {given}, and classes without a file of their names must be numbers",
+        ("Set data.images.classes to a file with the names",),
+    ),
+    "other-size": Text("has a target of {given:whole} numbers, where others have {expected:whole}"),
+    "no-caption": Text("has no caption"),
+    "caption-not-text": Text("has the caption {given}, which must be text", _FIELDS),
+    "caption-too-long": Text("has a caption of {bytes:whole} bytes; the most are {most:whole}"),
+    "not-utf-8": Text("has a label or caption that is not UTF-8 text: {error}"),
+    "not-json": Text("has a JSON member that cannot be read: {error}"),
+    "changed": Text(
+        "{where}: {problem}; no step was trained on it",
+        (
+            "Restore the file from a copy, or run `scaletrain data prepare` to index the source as it is, and start "
+            "a new run",
+        ),
+    ),
+    "other-content": Text("the image is not the one that was indexed"),
+    # ---- a member of a shard, a row of a table ---------------------------------------------------------------------
+    "no-image": Text("has no image ({suffixes:list}) among its members {members:list}", _FIELDS),
+    "member-twice": Text("is the second member with the suffix {suffix} in its sample"),
+    "member-sparse": Text(
+        "is a sparse member, which cannot be read at a place", ("Create the shard without --sparse",)
+    ),
+    "not-a-tar": Text("is not a tar file: {error}"),
+    "shard-cut": Text("ends within the shard, which is cut at byte {byte:whole}", ("Copy the shard again",)),
+    "shard-damaged": Text("is damaged or cut near byte {byte:whole}: {error}", ("Copy the shard again",)),
+    "shard-without-end": Text(
+        "has no end of a tar file at byte {byte:whole}: it is cut or damaged there", ("Copy the shard again",)
+    ),
+    "table-damaged": Text("cannot be read as a parquet file: {error}"),
+    "no-bytes": Text("has no image in the column {column}"),
+    "path-without-bytes": Text(
+        "names the file {path} in place of the bytes of its image",
+        ("Write the table again with the bytes, as Dataset.to_parquet does with embed_external_files",),
+    ),
+}
