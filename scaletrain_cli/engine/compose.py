@@ -193,7 +193,7 @@ def compose(
         compiled=layout.compile or spec.training.compile is True,  # earlier versions do not write compile into the plan
         pin_memory=device.type == "cuda",
     )
-    objective = build_objective(spec.training, mesh)
+    objective = build_objective(spec, mesh)
     groups = with_expert_groups(parameter_groups(model, spec.training.optimizer, trained))
     stage = None
     if layout.pipeline_parallel > 1:

@@ -14,7 +14,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import scale_router_losses, update_correction_biases
-from scaletrain_cli.engine.objectives.base import RowLosses
+from scaletrain_cli.engine.objectives.base import Inputs, Joined, RowLosses
 from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.optim.clipping import AdaptiveClip, clip, clip_elements, gradient_norm
 from scaletrain_cli.engine.optim.deepspeed_optimizer import loss_scale, step_was_skipped
@@ -143,10 +143,12 @@ class ModelStepper(Stepper):
         self._mesh, self._device, self._sources = mesh, device, tuple(sources)
 
     def _train(
-        self, batches: Sequence[MicroBatch], largest_norm: float, nan_gradient: bool, factor: float
+        self, batches: Sequence[Any], largest_norm: float, nan_gradient: bool, factor: float
     ) -> tuple[Tensor, Any]:
         total, norm = torch.zeros((), device=self._device), 0.0
         objective = self._composed.objective
+        if isinstance(objective, Joined) and len(batches) > 1:
+            return self._train_joined(objective, batches, largest_norm, torch.nan if nan_gradient else factor)
         objective.row_losses = [] if self._sources else None
         for batch in batches:
             loss = self._loss(batch)
@@ -160,6 +162,32 @@ class ModelStepper(Stepper):
                 self._engine.step()  # only counts the micro-batch
         rows, objective.row_losses = objective.row_losses, None
         return self._mean_of_step(total / len(batches), rows or []), norm
+
+    def _train_joined(
+        self, objective: Joined, batches: Sequence[Any], largest_norm: float, factor: float
+    ) -> tuple[Tensor, Any]:
+        """Train on a loss that compares the samples of all micro-batches; ``factor``: of the loss, for faults."""
+        from scaletrain_cli.engine.losses.grad_cache import cached_backward
+
+        norm = 0.0
+
+        def forward(batch: Any) -> Any:
+            return self._forward(objective.prepared(batch), objective.features)
+
+        def loss(features: Sequence[Any]) -> Tensor:
+            found = objective.joined_loss(features)
+            return found if factor == 1 else found * factor
+
+        def backward(scalar: Tensor) -> None:
+            nonlocal norm
+            self._engine.backward(scalar, scale_wrt_gas=False)
+            if self._engine.is_gradient_accumulation_boundary():
+                norm = self._update(largest_norm)
+            else:
+                self._engine.step()  # only counts the micro-batch
+
+        total = cached_backward(forward, batches, loss, backward, self._device)
+        return _mean(total, self._mesh.replicas.group), norm
 
     def _mean_of_step(self, loss: Tensor, rows: Sequence[RowLosses]) -> Tensor:
         """Return the mean loss over all replicas; in the same all-reduce, find the loss of each source."""
@@ -204,8 +232,9 @@ class ModelStepper(Stepper):
         self._engine.train()
         return _mean(loss / len(batches), self._mesh.replicas.group)
 
-    def _loss(self, batch: MicroBatch) -> Tensor:
-        return self._forward(batch, self._composed.objective.loss)
+    def _loss(self, batch: Any) -> Tensor:
+        objective = self._composed.objective
+        return self._forward(objective.prepared(batch), objective.loss)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def log_probabilities(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -214,11 +243,11 @@ class ModelStepper(Stepper):
         self._engine.train()
         return found
 
-    def _forward(self, batch: MicroBatch, output: Callable[[CausalLM, Tensor, MicroBatch], Tensor]) -> Tensor:
-        def of_batch(model: CausalLM, hidden: Tensor) -> Tensor:
-            return output(model, hidden, batch)
+    def _forward(self, batch: Inputs, output: Callable[[Any, Any, Any], Any]) -> Any:
+        def of_batch(model: Any, outputs: Any) -> Any:
+            return output(model, outputs, batch)
 
-        return self._engine(batch.tokens, batch.labels, batch.context, output=of_batch)  # type: ignore[no-any-return]
+        return self._engine(*batch.inputs, output=of_batch)
 
 
 class PipelineStepper(Stepper):

@@ -19,6 +19,8 @@ from scaletrain_cli.spec.corpus_files import (
     format_by_name,
 )
 from scaletrain_cli.spec.hub_files import DataPath, ModelPath
+from scaletrain_cli.spec.images import ImagesSpec
+from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import AnyStep, preparation_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, Matching, Text, Whole
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where
@@ -75,6 +77,7 @@ class TokenizerSpec(Section):
 
 _WITH_ROWS = used_when(where("training.objective", "sft", "dpo"))
 _WITH_TEXT = used_when(where("training.objective", "causal_lm"))
+_WITH_TEXT_OR_IMAGES = used_when(where("training.objective", "causal_lm", *LOSSES_OF))
 # The name of the source in a spec with data.source.
 ONLY_SOURCE = "source"
 
@@ -128,9 +131,11 @@ class DataSpec(Section):
     prepare: Annotated[tuple[AnyStep, ...], _WITH_TEXT] = Field(
         default=(), max_length=100, description="steps before tokenization, in order"
     )
-    on_bad: Annotated[Literal["stop", "skip"], _WITH_TEXT] = Field(
-        default="stop", description="a document that cannot be read ends the preparation, or is left out and counted"
+    on_bad: Annotated[Literal["stop", "skip"], _WITH_TEXT_OR_IMAGES] = Field(
+        default="stop",
+        description="a document or image that cannot be read ends the preparation, or is left out and counted",
     )
+    images: Annotated[ImagesSpec, used_when(where("training.objective", *LOSSES_OF))] = LEFT_OUT
     tokenizer: TokenizerSpec = LEFT_OUT
     validation_split: Fraction = 0.05
     loss_mask: Annotated[Literal["none", "document_starts"], _WITH_TEXT] = Field(
@@ -170,7 +175,7 @@ class DataSpec(Section):
     )
 
     loader: LoaderSpec = LEFT_OUT
-    cache: Annotated[CacheSpec, _WITH_TEXT] = LEFT_OUT
+    cache: Annotated[CacheSpec, _WITH_TEXT_OR_IMAGES] = LEFT_OUT
 
     @property
     def mixes(self) -> bool:

@@ -110,8 +110,8 @@ class ImagesSpec(Section):
     classes: Text | None = Field(
         default=None, description="file with a class name per line, in the order of the labels; null: sorted folders"
     )
-    mean: Color | None = Field(default=None, description="of each channel, from 0 to 1; null: that of the family")
-    std: Color | None = Field(default=None, description="of each channel; null: that of the family")
+    mean: Color | None = Field(default=None, description="of each channel, from 0 to 1; null: that of the family, 0.5 without RGB")
+    std: Color | None = Field(default=None, description="of each channel; null: that of the family, 0.5 without RGB")
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     crop_ratio: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)] = Field(
         default=0.875, description="evaluation: share of the resized image that is cropped at its center"
@@ -120,6 +120,11 @@ class ImagesSpec(Section):
         default="auto", description="auto: pillow, whose pixels do not depend on the installation"
     )
     augment: AugmentSpec = LEFT_OUT
+
+    def normalization(self, family: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return mean and standard deviation of each channel, for a family of networks."""
+        mean, std = NORMALIZATION[family] if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
+        return self.mean or mean, self.std or std
 
     def inconsistencies(self, channels: int) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one. ``channels``: of the model's images."""

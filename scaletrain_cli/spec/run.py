@@ -13,6 +13,7 @@ from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.data import DataSpec
 from scaletrain_cli.spec.evaluation import EvaluationSpec, cluster_problems
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
+from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.model import ModelSpec, divisors
 from scaletrain_cli.spec.quantities import (
     AutoSeconds,
@@ -31,7 +32,15 @@ from scaletrain_cli.spec.source import Source, key_of
 from scaletrain_cli.spec.sources import stage_order_problems
 from scaletrain_cli.spec.tracking import TrackingSpec
 from scaletrain_cli.spec.training import LayoutSpec, TrainingSpec
-from scaletrain_cli.spec.vision_model import VISION, ClipSpec, ConvNextSpec, LlavaSpec, ResNetSpec, VitSpec
+from scaletrain_cli.spec.vision_model import (
+    VISION,
+    ClipSpec,
+    ConvNextSpec,
+    LlavaSpec,
+    ResNetSpec,
+    VitSpec,
+    image_channels,
+)
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ModuleName = Annotated[
@@ -187,6 +196,16 @@ MODELS: dict[str, type[Section]] = {"transformer": ModelSpec, **VISION}
 FAMILIES = [*BUILT_IN_FAMILIES, *VISION]
 
 
+# The objectives of each family of networks for images, its default first.
+OBJECTIVES_OF: dict[str, tuple[str, ...]] = {
+    "resnet": ("classification", "regression", "contrastive"),
+    "convnext": ("classification", "regression", "contrastive"),
+    "vit": ("classification", "regression", "contrastive"),
+    "clip": ("contrastive",),
+    "llava": ("causal_lm",),
+}
+
+
 def model_kind(model: Any) -> str:
     """Return the key in MODELS of a raw or validated model section; ``transformer`` if it names no vision family."""
     family = model.get("family") if isinstance(model, dict) else getattr(model, "family", None)
@@ -235,6 +254,17 @@ class RunSpec(Section):
         code = value.get("code") if isinstance(value, dict) and value.get("data") is None else None
         if isinstance(code, dict) and (code.get("engine") is not None or code.get("command") is not None):
             return {**value, "data": {"source": NO_DATA}}
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _objective_by_family(cls, value: Any) -> Any:
+        """Set the objective of a network for images where it is left out; causal_lm stood there in earlier versions."""
+        model = value.get("model") if isinstance(value, dict) else None
+        default = OBJECTIVES_OF.get(model_kind(model), ("",))[0]
+        training = value.get("training") if default else None
+        if isinstance(training, dict) and training.get("objective") in (None, "causal_lm"):
+            return {**value, "training": {**training, "objective": default}}
         return value
 
     def __eq__(self, other: object) -> bool:
@@ -297,9 +327,11 @@ class RunSpec(Section):
 
     @property
     def total_steps(self) -> int:
-        """Return the number of optimizer steps: ``training.steps``, or ``training.tokens`` rounded up."""
+        """Return the number of optimizer steps: ``training.steps``, or ``tokens`` or ``samples`` rounded up."""
         if self.training.steps is not None:
             return self.training.steps
+        if self.training.samples is not None:
+            return math.ceil(self.training.samples / self.training.global_batch_size)
         assert self.training.tokens is not None
         return math.ceil(self.training.tokens / (self.training.global_batch_size * self.units_per_sample))
 
@@ -343,6 +375,11 @@ class RunSpec(Section):
             elif ramps > self.total_steps:
                 message = f"must not exceed {self.total_steps} steps together with warmup_steps."
                 yield "training.schedule.cooldown_steps", message
+        if self.training.objective in LOSSES_OF:
+            yield "training.objective", f"must be causal_lm, sft or dpo with family: {model.family}."
+            return
+        if self.training.samples is not None:
+            yield "training.samples", "counts images. Set training.steps or training.tokens for a language model."
         yield from self.data.objective_inconsistencies(self.training.objective)
         yield from (
             (f"data.{key}", message) for key, message in stage_order_problems(self.data.stages, self.total_steps)
@@ -378,13 +415,22 @@ class RunSpec(Section):
 
     def _vision_inconsistencies(self) -> Iterator[tuple[str, str]]:
         family = self.model.family
-        if self.training.objective != "causal_lm":
-            yield "training.objective", f"must be causal_lm, the default, with family: {family}."
+        allowed = OBJECTIVES_OF[family]
+        if self.training.objective not in allowed:
+            yield "training.objective", f"must be {' or '.join(allowed)} with family: {family}."
+        yield from self._image_inconsistencies()
         for key in ("sources", "prepare"):
             if getattr(self.data, key):
                 yield f"data.{key}", f"must be empty: {family} is not trained on text."
         if self.training.tokens is not None:
-            yield "training.tokens", f"counts tokens of text. Set training.steps with family: {family}."
+            yield "training.tokens", f"counts tokens of text. Set training.samples with family: {family}."
+        if self.training.samples is not None and self.training.schedule.warmup_steps > self.total_steps:
+            message = f"must not exceed {self.total_steps} steps, derived from training.samples."
+            yield "training.schedule.warmup_steps", message
+        if self.training.precision == "fp8":
+            yield "training.precision", f"must be bf16, fp16, tf32 or fp32: {family} has no layers in fp8."
+        if self.training.cross_entropy != "auto":
+            yield "training.cross_entropy", f"must be auto: {family} has no logits of tokens."
         if self.training.trainable:
             yield "training.trainable", f"must be empty: {family} is planned with all parameters trained."
         if self.training.optimizer.layer_decay != 1:
@@ -399,3 +445,25 @@ class RunSpec(Section):
             yield "layout.activation_offload", f"must be false: {family} is planned with activations on the device."
         if self.layout.activation_checkpointing == "selective":
             yield "layout.activation_checkpointing", f"must be none, full or auto with family: {family}."
+
+    def _image_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        model, training, images = self.model, self.training, self.data.images
+        assert not isinstance(model, ModelSpec)
+        channels, size = image_channels(model), training.micro_batch_size
+        yield from ((f"data.images.{key}", message) for key, message in images.inconsistencies(channels))
+        mixes = images.augment.mixes
+        if mixes and training.objective != "classification":
+            yield "data.images.augment", "mixes classes. Set mixup and cutmix to 0, or objective: classification."
+        if mixes and size != "auto" and size % 2:
+            yield "training.micro_batch_size", "must be even with mixup or cutmix, which mix pairs of images."
+        if training.objective == "contrastive":
+            name, pairs = training.loss.of("contrastive"), isinstance(model, ClipSpec)
+            allowed = ("auto", "info_nce", "sigmoid") if pairs else ("nt_xent",)
+            if training.loss.name not in allowed:
+                yield "training.loss.name", f"must be {' or '.join(allowed)} with family: {model.family}."
+            if pairs and name == "sigmoid" and getattr(model, "logit_bias_init_value", None) is None:
+                yield "model.logit_bias_init_value", "is required with training.loss: sigmoid. SigLIP has -10."
+        weights = training.loss.pos_weight
+        labels = getattr(model, "num_labels", 0)
+        if isinstance(weights, tuple) and len(weights) != labels:
+            yield "training.loss.pos_weight", f"must have {labels} numbers, one for each label, or be one number."

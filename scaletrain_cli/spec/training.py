@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.plugins import OPTIMIZERS
 from scaletrain_cli.spec.extensions import BUILT_IN_OPTIMIZERS, optimizer_extension, or_plugin
+from scaletrain_cli.spec.losses import LOSSES_OF, LossSpec
 from scaletrain_cli.spec.quantities import (
     AutoWhole,
     Count,
@@ -213,16 +214,20 @@ class TrainableGroup(Section):
 class TrainingSpec(Section):
     """Training objective and duration. ``global_batch_size`` counts sequences over the whole job, with dpo pairs."""
 
-    objective: Literal["causal_lm", "sft", "dpo"] = Field(
+    objective: Literal["causal_lm", "sft", "dpo", "classification", "regression", "contrastive"] = Field(
         default="causal_lm",
-        description="causal_lm: next token of text; sft: weighted tokens of examples; dpo: preference pairs",
+        description="causal_lm: next token of text; sft: weighted tokens of examples; dpo: preference pairs; "
+        "classification, the default of networks for images, and regression: labels of images; contrastive, the "
+        "default of clip: pairs of image and text, or two views of an image",
     )
     dpo: Annotated[DPOSpec, used_when(where("training.objective", "dpo"))] = LEFT_OUT
+    loss: Annotated[LossSpec, used_when(where("training.objective", *LOSSES_OF))] = LEFT_OUT
 
     global_batch_size: Whole
     micro_batch_size: AutoWhole = "auto"
     steps: Whole | None = None
     tokens: Count | None = None
+    samples: Count | None = Field(default=None, description="images or pairs of the whole run, in place of steps")
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "bf16"
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: Annotated[LossScaleSpec, used_when(where("training.precision", "fp16"))] = LEFT_OUT
@@ -241,6 +246,10 @@ class TrainingSpec(Section):
         description="norm: global norm; value: each element; adaptive: global norm against its history (ZClip)",
     )
     label_smoothing: Fraction = 0.0
+    sync_batch_norm: Annotated[SwitchOrAuto, used_when(where("model.norm", "batch"))] = Field(
+        default="auto",
+        description="statistics of BatchNorm over all data-parallel ranks; auto: with a micro-batch below 32",
+    )
     cross_entropy: Literal["auto", "whole", "chunked", "liger"] = Field(
         default="auto", description="whole: all logits of a micro-batch at once; chunked: in parts; liger: fused kernel"
     )
@@ -254,8 +263,10 @@ class TrainingSpec(Section):
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""
-        if (self.steps is None) == (self.tokens is None):
-            yield "steps", "exactly one of steps and tokens must be set; null unsets one."
+        if [self.steps, self.tokens, self.samples].count(None) != 2:
+            yield "steps", "exactly one of steps, tokens and samples must be set; null unsets one."
+        if self.objective in LOSSES_OF:
+            yield from self._loss_inconsistencies()
         if self.micro_batch_size != "auto" and self.global_batch_size % self.micro_batch_size:
             yield "micro_batch_size", f"must divide global_batch_size = {self.global_batch_size}."
         if self.schedule.min_lr > self.optimizer.lr:
@@ -279,6 +290,13 @@ class TrainingSpec(Section):
             yield "cross_entropy", "must be auto, whole or chunked with objective: dpo."
         if self.precision in ("fp32", "tf32") and self.grad_dtype != "fp32":
             yield "grad_dtype", f"must be fp32 with precision: {self.precision}."
+
+    def _loss_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        allowed = LOSSES_OF[self.objective]
+        if self.loss.name not in ("auto", *allowed):
+            yield "loss.name", f"must be one of auto, {', '.join(allowed)} with objective: {self.objective}."
+        if self.objective != "classification" and self.label_smoothing:
+            yield "label_smoothing", f"smooths classes, which objective: {self.objective} does not have. Set 0."
 
     def _schedule_inconsistencies(self) -> Iterator[tuple[str, str]]:
         schedule, steps = self.schedule, self.steps

@@ -243,6 +243,11 @@ def _inner(model: ClipSpec | LlavaSpec) -> Iterator[tuple[str, str]]:
             yield f"{name}.{key}", message
 
 
+def image_channels(model: VisionSpec) -> int:
+    """Return the channels of the images of a network."""
+    return model.vision_config.num_channels if isinstance(model, ClipSpec | LlavaSpec) else model.num_channels
+
+
 def _stages(hidden_sizes: tuple[int, ...], depths: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     if len(hidden_sizes) != len(depths):
         yield "depths", f"must have {len(hidden_sizes)} items, one per stage in hidden_sizes."

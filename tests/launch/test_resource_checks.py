@@ -21,6 +21,7 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import load_spec
 from scaletrain_cli.spec.data import FieldsSpec
+from scaletrain_cli.spec.images import ImageFieldsSpec
 from scaletrain_cli.spec.json_schema import json_schema
 from scaletrain_cli.spec.preparation import IDENTIFIERS
 from tests.cli.command_line import PROJECT, SMALL, Ended, scaletrain
@@ -35,6 +36,7 @@ NAMES_NOTHING = {
     **dict.fromkeys(("training.trainable.*.match", "training.trainable.*.match.*"), "names of parameters"),
     "name": "the run's own",
     **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
+    **{f"data.images.fields.{name}": "a column or suffix, see data.source" for name in ImageFieldsSpec.model_fields},
     "data.chat_template_date": "a date",
     "data.tokenizer.pattern": "a regular expression",
     "data.tokenizer.special_tokens.*": "a token",

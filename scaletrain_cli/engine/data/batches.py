@@ -93,6 +93,11 @@ class MicroBatch(NamedTuple):
     sources: Tensor | None = None
 
     @property
+    def inputs(self) -> tuple[Tensor, Tensor, TokenContext]:
+        """The arguments of the forward pass."""
+        return self.tokens, self.labels, self.context
+
+    @property
     def context(self) -> TokenContext:
         """The positions, sample numbers and documents of the tokens, which blocks get beside the hidden states."""
         return TokenContext(self.positions, self.samples, self.documents, self.segments, real=self.real)

@@ -1,4 +1,4 @@
-"""Training objectives: what a batch holds, and how it becomes a loss and measures. One registry, ``OBJECTIVES``."""
+"""Training objectives: what a batch holds, and how it becomes a loss and measures. By name in two registries."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.objectives.next_token import NextToken
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.spec import TrainingSpec
+from scaletrain_cli.plugins import load_reference
+from scaletrain_cli.spec import RunSpec
 
 # Names of training.objective. sft has the loss of causal_lm: which tokens count, and how much, is in its rows.
-OBJECTIVES: dict[str, type[Objective]] = {"causal_lm": NextToken, "sft": NextToken, "dpo": DPO}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "causal_lm": NextToken,
+    "sft": NextToken,
+    "dpo": DPO,
+}
+# Below this package; imported by runs on images, because they need other libraries.
+OF_IMAGES = {
+    "classification": "images:Classification",
+    "regression": "images:Regression",
+    "contrastive": "images:Contrastive",
+}
 
 
-def build_objective(training: TrainingSpec, mesh: Mesh) -> Objective:
+def build_objective(spec: RunSpec, mesh: Mesh) -> Objective:
     """Return the objective of the run."""
-    return OBJECTIVES[training.objective](training, mesh)
+    name = spec.training.objective
+    kind: type[Objective] = (
+        load_reference(f"{__name__}.{OF_IMAGES[name]}") if name in OF_IMAGES else OBJECTIVES[name]
+    )
+    return kind.of(spec, mesh)

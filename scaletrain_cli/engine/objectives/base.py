@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from scaletrain_cli.engine.data.batches import MicroBatch
-from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.parallel.mesh import Mesh
-from scaletrain_cli.spec import TrainingSpec
+from scaletrain_cli.spec import RunSpec, TrainingSpec
 
 
 class RowLosses(NamedTuple):
@@ -25,8 +24,16 @@ class RowLosses(NamedTuple):
     counted: Tensor
 
 
+class Inputs(Protocol):
+    """A micro-batch as the forward pass of a model takes it."""
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The arguments of the forward pass, before ``output``."""
+
+
 class Objective(ABC):
-    """Turns the hidden states of a micro-batch into a loss.
+    """Turns what the forward pass of a micro-batch gives ``output`` into a loss.
 
     ``reads_pairs``: its batches hold preference pairs, and the log-probabilities of their answers under the first
     weights are computed before step 1 (``objectives.reference``).
@@ -38,9 +45,20 @@ class Objective(ABC):
         self.training, self.mesh = training, mesh
         self.row_losses: list[RowLosses] | None = None  # of the micro-batches so far; None: they are not kept
 
+    @classmethod
+    def of(cls, spec: RunSpec, mesh: Mesh) -> Objective:
+        """Return the objective of a run."""
+        return cls(spec.training, mesh)
+
+    def prepared(self, batch: Any) -> Inputs:
+        """Return a micro-batch with the inputs of the model and the targets of the loss, on its device."""
+        return batch  # type: ignore[no-any-return]
+
     @abstractmethod
-    def loss(self, model: CausalLM, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """Return the loss of a micro-batch from the hidden states after the last block; the run minimizes its mean.
+    def loss(self, model: Any, outputs: Any, batch: Any) -> Tensor:
+        """Return the loss of a prepared micro-batch; the run minimizes its mean. ``outputs``: of the forward pass.
+
+        Of a language model these are the hidden states after the last block.
 
         The mean is over the micro-batches of all data- and sequence-parallel ranks. Where a pipeline has several
         stages, only the last one calls this.
@@ -52,3 +70,15 @@ class Objective(ABC):
         Their names must not depend on the rank.
         """
         return {}
+
+
+class Joined(Objective):
+    """An objective whose loss compares all samples of a step, so that it is no mean over micro-batches."""
+
+    @abstractmethod
+    def features(self, model: Any, outputs: Any, batch: Any) -> tuple[Tensor | None, ...]:
+        """Return what the loss reads of the outputs of a micro-batch: a row for each sample, and scalars."""
+
+    @abstractmethod
+    def joined_loss(self, features: Sequence[tuple[Tensor | None, ...]]) -> Tensor:
+        """Return the loss over the features of all micro-batches of a step. Collective."""
