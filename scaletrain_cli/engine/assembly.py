@@ -8,7 +8,6 @@ import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from scaletrain_cli.data.stages import sources_before
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identify_base
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
-from scaletrain_cli.engine.compose import compose
+from scaletrain_cli.engine.compose import Composed, compose
 from scaletrain_cli.engine.data.batches import BatchReader, batch_number, merged_skip_ranges, padded_to
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sample_order import RunMixture, mixture_of_run, sample_order
@@ -34,11 +33,13 @@ from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics
+from scaletrain_cli.engine.model.base import VisionModel
 from scaletrain_cli.engine.numa import pin_to_numa_node
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.objectives.dpo import first_loss
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.parallel.batch_norm import statistics_of
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
 from scaletrain_cli.engine.stages import StageSwitch, trained_at
@@ -107,7 +108,7 @@ def assemble(
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
     _check_rows(composed.objective, spec, layout, data.sequences)
     stepper = build_stepper(composed, mesh, device, spec.training, list(data.sizes) if len(data.sizes) > 1 else ())
-    average = _weight_average(spec, composed.engine)
+    average = _weight_average(spec, composed)
     _stop_if_preempted(flag, long_consensus)
 
     # Monitoring, checkpoints and batches.
@@ -295,9 +296,13 @@ def _mixture(
     return found
 
 
-def _weight_average(spec: RunSpec, engine: Any) -> WeightAverage | None:
+def _weight_average(spec: RunSpec, composed: Composed) -> WeightAverage | None:
     settings = spec.training.averaging
-    return None if settings.name == "none" else WeightAverage(engine, settings, spec.total_steps)
+    if settings.name == "none":
+        return None
+    # the correction biases of experts, which are buffers too, belong to the latest router
+    buffers = statistics_of(composed.model) if isinstance(composed.model, VisionModel) else []
+    return WeightAverage(composed.engine, settings, spec.total_steps, buffers)
 
 
 def _checkpoint_schedule(record: RunRecord) -> CheckpointSchedule:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from scaletrain_cli.engine.deepspeed_engine import (
     ModelParallelUnit,
@@ -27,7 +28,7 @@ from scaletrain_cli.engine.deepspeed_engine import (
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
-from scaletrain_cli.engine.model.base import TrainedModel
+from scaletrain_cli.engine.model.base import TrainedModel, VisionModel, recomputing
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
@@ -43,8 +44,9 @@ from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.objectives import build_objective
 from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
-from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, parameter_groups
+from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, keep_within_limits, parameter_groups
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
+from scaletrain_cli.engine.parallel.batch_norm import synchronize, synchronizes
 from scaletrain_cli.engine.parallel.expert import (
     count_replicated_experts_once,
     mark_experts_for_deepspeed,
@@ -89,21 +91,32 @@ def wrap_blocks(
         if compiled:
             block.forward = torch.compile(block.forward)
         if every and not attention_only and index % every == 0:
-            block.forward = _recomputed(block.forward)
+            block.forward = _recomputed(block.forward, updates=isinstance(model, VisionModel))
         if layout.activation_offload:
             block.forward = _on_host(block, pin_memory)
 
 
-def _recomputed(forward: Forward) -> Forward:
+def _recomputed(forward: Forward, *, updates: bool = False) -> Forward:
     """Return a recomputed forward pass; non-reentrant, because ZeRO-3's hooks break DeepSpeed's own variant.
+
+    ``updates``: the pass may update running statistics, and must know when it is repeated; dynamo has no such context.
 
     Random states are not kept, because dropout is keyed and draws from no generator. A closure, because dynamo skips a
     partial.
     """
 
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), recomputing()
+
     @functools.wraps(forward)
     def wrapped(*arguments: Any) -> Any:
-        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            forward,
+            *arguments,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=contexts if updates else noop_context_fn,
+        )
 
     return wrapped
 
@@ -142,6 +155,7 @@ class Composed:
     engine: Any
     optimizer: torch.optim.Optimizer
     stage: PipelineStage | None  # None without a pipeline
+    averages_statistics: bool = False  # those of BatchNorm, which differ from rank to rank
 
     def replace_by(self, other: Composed) -> None:
         """Take over the parts of another object."""
@@ -207,10 +221,12 @@ def compose(
     module = model if stage is None else pipeline_module(stage, mesh)
     mark_experts_for_deepspeed(model, mesh)
     optimizer = build_optimizer(spec, groups, layout, device)
+    keep_within_limits(optimizer)
     engine = start_deepspeed(config, module, optimizer, unit)
     fix_loss_scale(engine)
     count_replicated_experts_once(engine, mesh)
-    return Composed(model, objective, engine, optimizer, stage)
+    averages = isinstance(model, VisionModel) and not synchronizes(spec, layout.micro_batch_size, mesh.data.size)
+    return Composed(model, objective, engine, optimizer, stage, averages)
 
 
 def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.device) -> TrainedModel:
@@ -219,6 +235,8 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
         return _sharded_transformer(spec, layout, mesh, device)
     model = outline(spec.model)
     assign_dropout_keys(model, spec.training.seed)
+    if synchronizes(spec, layout.micro_batch_size, mesh.data.size):
+        synchronize(model, mesh.data)
     return model
 
 

@@ -18,6 +18,7 @@ from scaletrain_cli.engine.objectives.base import Inputs, Joined, RowLosses
 from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.optim.clipping import AdaptiveClip, clip, clip_elements, gradient_norm
 from scaletrain_cli.engine.optim.deepspeed_optimizer import loss_scale, step_was_skipped
+from scaletrain_cli.engine.parallel.batch_norm import average_statistics
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import TrainingSpec
 
@@ -38,8 +39,8 @@ class StepResult(NamedTuple):
 class Stepper(ABC):
     """Runs steps. Every method is collective."""
 
-    def __init__(self, composed: Composed, training: TrainingSpec) -> None:
-        self._composed = composed
+    def __init__(self, composed: Composed, training: TrainingSpec, mesh: Mesh) -> None:
+        self._composed, self._mesh = composed, mesh
         self._source_losses: dict[str, Tensor] = {}  # of the last step, by the name of the measure
         self._fp16 = training.precision == "fp16"
         self._by_norm = training.gradient_clipping if training.gradient_clipping_by == "norm" else 0.0
@@ -67,6 +68,8 @@ class Stepper(ABC):
         if experts:
             scale_router_losses(model, self.loss_scale / len(batches))
         loss, norm = self._train(batches, self._largest_norm(), nan_gradient, factor)
+        if self._composed.averages_statistics:
+            average_statistics(model, self._mesh.data)
         skipped = self._fp16 and step_was_skipped(self._engine)
         if experts and model.spec.bias_update_speed:
             finite = torch.isfinite(torch.as_tensor(norm))
@@ -120,7 +123,7 @@ def build_stepper(
 ) -> Stepper:
     """Return the stepper for the composed model. ``sources``: their names, if there are several."""
     if composed.stage is not None:
-        return PipelineStepper(composed, training)
+        return PipelineStepper(composed, training, mesh)
     return ModelStepper(composed, training, mesh, device, sources)
 
 
@@ -139,8 +142,8 @@ class ModelStepper(Stepper):
         device: torch.device,
         sources: Sequence[str] = (),
     ) -> None:
-        super().__init__(composed, training)
-        self._mesh, self._device, self._sources = mesh, device, tuple(sources)
+        super().__init__(composed, training, mesh)
+        self._device, self._sources = device, tuple(sources)
 
     def _train(
         self, batches: Sequence[Any], largest_norm: float, nan_gradient: bool, factor: float

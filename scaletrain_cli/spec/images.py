@@ -110,7 +110,9 @@ class ImagesSpec(Section):
     classes: Text | None = Field(
         default=None, description="file with a class name per line, in the order of the labels; null: sorted folders"
     )
-    mean: Color | None = Field(default=None, description="of each channel, from 0 to 1; null: that of the family, 0.5 without RGB")
+    mean: Color | None = Field(
+        default=None, description="of each channel, from 0 to 1; null: that of the family, 0.5 without RGB"
+    )
     std: Color | None = Field(default=None, description="of each channel; null: that of the family, 0.5 without RGB")
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     crop_ratio: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)] = Field(

@@ -342,7 +342,10 @@ class Snapshot:
         if self._frozen is None:
             self._frozen = [entry for shard in self._states.frozen for entry in self._of_frozen(shard)]
         entries += self._frozen
-        entries += [entry for shard in self._states.buffers for entry in self._of_frozen(shard)]
+        for shard in self._states.buffers:
+            entries += self._of_frozen(shard)
+            if self._average is not None and (average := self._average.average_of(shard.parameter)) is not None:
+                entries += self._of_frozen(replace(shard, parameter=average), AVERAGE)
         if self._pinned:
             torch.cuda.current_stream(self._states.device).synchronize()
         return entries, counts
@@ -351,11 +354,12 @@ class Snapshot:
         """Copy the frozen weights again in the next call of ``take``; otherwise they are copied only once."""
         self._frozen = None
 
-    def _of_frozen(self, shard: FrozenShard) -> Iterator[Entry]:
+    def _of_frozen(self, shard: FrozenShard, kind: str = WEIGHT) -> Iterator[Entry]:
+        place = "frozen" if kind == WEIGHT else f"{kind} of buffer"
         for part, offset in shard.owned:
             values = shard.values[offset : offset + part.numel]
             yield Entry(
-                f"{WEIGHT}/{part.name}", self._buffer(f"frozen/{part.name}", values).copy_(values, non_blocking=True)
+                f"{kind}/{part.name}", self._buffer(f"{place}/{part.name}", values).copy_(values, non_blocking=True)
             )
 
     def _kinds(self, shard: FlatShard, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -421,6 +425,11 @@ def restore_state(reader: CountedState, states: ShardedState, average: WeightAve
             if reader.has(WEIGHT, part.name):
                 frozen.values[offset : offset + part.numel].copy_(reader.read(WEIGHT, part))
     if average is not None:
+        average.buffer_averages = [torch.empty_like(buffer) for buffer in average.buffers if average.taken]
+        for buffers in states.buffers:
+            if (values := average.average_of(buffers.parameter)) is not None:
+                for part, offset in buffers.slices:
+                    values.view(-1)[offset : offset + part.numel].copy_(reader.read(AVERAGE, part))
         average.averages = [flat.view(w.shape) for flat, w in zip(averages, average.weights, strict=False)]
     use_master_weights(engine)
 

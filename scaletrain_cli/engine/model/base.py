@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,6 +13,25 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.materialization import WeightSource, constant, normal, uniform
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def recomputing() -> Generator[None]:
+    """A context around a forward pass that repeats an earlier one, as activation checkpointing does."""
+    before = is_recomputed()
+    _thread.recomputed = True
+    try:
+        yield
+    finally:
+        _thread.recomputed = before
+
+
+def is_recomputed() -> bool:
+    """Return True in a forward pass that repeats an earlier one, which must not update running statistics again."""
+    return getattr(_thread, "recomputed", False)
 
 
 class TrainedModel(nn.Module, ABC):
@@ -76,6 +97,10 @@ class VisionModel(TrainedModel):
     def first_weights(self, seed: int, device: torch.device) -> WeightSource:
         """Return the random weights that training begins with; ``device`` draws them."""
         return DrawnWeights(seed, device, self.initial)
+
+    def limits(self) -> dict[str, tuple[float, float]]:
+        """Return the least and largest value of parameters that each update is followed by a clamp of, by name."""
+        return {}
 
     def never_decays(self, name: str) -> bool:
         """Return True for a parameter without weight decay although it has several dimensions, such as positions."""

@@ -26,7 +26,5 @@ OF_IMAGES = {
 def build_objective(spec: RunSpec, mesh: Mesh) -> Objective:
     """Return the objective of the run."""
     name = spec.training.objective
-    kind: type[Objective] = (
-        load_reference(f"{__name__}.{OF_IMAGES[name]}") if name in OF_IMAGES else OBJECTIVES[name]
-    )
+    kind: type[Objective] = load_reference(f"{__name__}.{OF_IMAGES[name]}") if name in OF_IMAGES else OBJECTIVES[name]
     return kind.of(spec, mesh)

@@ -37,18 +37,25 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
     Without a ``stage`` all train, in two groups: those with ``settings.weight_decay``, and those with none. Matrices
     decay, norms and biases do not (GPT-3, arXiv:2005.14165, appendix B). ``settings.decay_embeddings`` decides on token
     and position embeddings; a tied head is the token embedding. Of networks for images ``VisionModel.never_decays``
-    names further parameters, such as positions. The parameters of a stage are grouped by learning rate,
-    weight decay and the steps that they have trained, because ZeRO has one step counter per group.
+    names further parameters, such as positions, and a parameter with ``limits`` has a group of its own. The parameters
+    of a stage are grouped by learning rate, weight decay and the steps that they have trained, because ZeRO has one
+    step counter per group.
     """
     if stage is None:
         kept = set() if settings.decay_embeddings else _embeddings(model)
         never = model.never_decays if isinstance(model, VisionModel) else (lambda _: False)
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
+        limited: Groups = []
+        limits = model.limits() if isinstance(model, VisionModel) else {}
         for name, parameter in model.named_parameters():
+            if name in limits:
+                limited.append({"params": [parameter], "weight_decay": 0.0, LIMITS: limits[name]})
+                continue
             decays = _is_matrix(parameter) and id(parameter) not in kept and not (name.endswith("bias") or never(name))
             (decayed if decays else others).append(parameter)  # biases of experts are stacked
-        return [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups: Groups = [{"params": decayed, "weight_decay": settings.weight_decay}]
+        return [*groups, {"params": others, "weight_decay": 0.0}, *limited]
     members: dict[tuple[int, tuple[Settings, ...]], list[nn.Parameter]] = {}
     for parameter, (name, *_) in names_of_parameters(model).items():
         if parameter.requires_grad:
@@ -62,6 +69,29 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
         }
         for (_, each), found in members.items()
     ]
+
+
+# The key of a parameter group with the least and the largest value of its parameters.
+LIMITS = "limits"
+
+
+def keep_within_limits(optimizer: torch.optim.Optimizer) -> None:
+    """Clamp the parameters of groups with LIMITS after each update.
+
+    ``optimizer`` is the one inside DeepSpeed's: there, in every ZeRO stage, the parameters of a group are fp32 weights,
+    or a flat part of them with zeros as padding, which DeepSpeed copies into the model afterwards.
+    """
+
+    @torch.no_grad()
+    def clamp(inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in inner.param_groups:
+            if LIMITS in group:
+                least, largest = group[LIMITS]
+                for parameter in group["params"]:
+                    parameter.clamp_(least, largest)
+
+    if any(LIMITS in group for group in optimizer.param_groups):
+        optimizer.register_step_post_hook(clamp)
 
 
 # The key of a parameter group with its phases: last step, factor of the learning rate, weight decay.

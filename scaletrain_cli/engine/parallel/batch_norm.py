@@ -1,0 +1,52 @@
+"""BatchNorm over data-parallel ranks: synchronized layers, or the same running statistics on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.model.materialization import stored_buffers
+from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.spec import RunSpec
+
+# Micro-batches from here on have statistics that are as good as those of all ranks (arXiv:1803.08494, figure 1).
+_ENOUGH_IMAGES = 32
+
+
+def synchronizes(spec: RunSpec, micro_batch_size: int, data_parallel: int) -> bool:
+    """Return True if BatchNorm uses the statistics of the micro-batches of all data-parallel ranks together."""
+    setting = spec.training.sync_batch_norm
+    wanted = micro_batch_size < _ENOUGH_IMAGES if setting == "auto" else setting
+    return data_parallel > 1 and wanted
+
+
+def synchronize(model: nn.Module, axis: Axis) -> None:
+    """Let the BatchNorm layers use the statistics of the micro-batches of all ranks of an axis. Collective passes."""
+    from scaletrain_cli.engine.model.vision.batch_norm import BatchNorm
+
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            module.axis = axis
+
+
+def statistics_of(model: nn.Module) -> list[Tensor]:
+    """Return the running statistics: the buffers with fractions that belong to the weights."""
+    return [buffer for buffer, _ in stored_buffers(model) if buffer.is_floating_point()]
+
+
+@torch.no_grad()
+def average_statistics(model: nn.Module, axis: Axis) -> None:
+    """Replace the running statistics by their mean over the ranks of an axis. Collective.
+
+    Layers that are not synchronized see other images on each rank. Without this a checkpoint would have the statistics
+    of one of them, and an evaluation another model on each.
+    """
+    buffers = statistics_of(model)
+    if not buffers or axis.group is None:
+        return
+    flat = torch.cat([buffer.view(-1) for buffer in buffers])
+    dist.all_reduce(flat, group=axis.group)
+    flat /= axis.size
+    for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view_as(buffer))
