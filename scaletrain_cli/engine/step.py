@@ -279,7 +279,7 @@ class PipelineStepper(Stepper):
 
         stage = self._composed.stage
         assert stage is not None
-        stage.output = keep
+        stage.output = keep  # type: ignore[assignment]
         self._engine.eval_batch(self._feed(batches), num_micro_batches=len(batches))
         stage.output = self._composed.objective.loss
         return found

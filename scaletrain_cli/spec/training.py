@@ -246,7 +246,7 @@ class TrainingSpec(Section):
         description="norm: global norm; value: each element; adaptive: global norm against its history (ZClip)",
     )
     label_smoothing: Fraction = 0.0
-    sync_batch_norm: Annotated[SwitchOrAuto, used_when(where("model.norm", "batch"))] = Field(
+    sync_batch_norm: Annotated[SwitchOrAuto, used_when(where("model.family", "resnet"))] = Field(
         default="auto",
         description="statistics of BatchNorm over all data-parallel ranks; auto: with a micro-batch below 32",
     )

@@ -20,6 +20,7 @@ from tests.spec.samples import PROJECT, RECIPES, SPEC, error, load, problem
 GPT = SPEC.replace("family: llama", "family: gpt")
 SFT = ("training.objective=sft", "data.source=python-docstrings")
 DPO = ("training.objective=dpo", "data.source=python-docstrings")
+IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}",)
 EXPERTS = ("model.num_experts=2", "model.num_experts_per_tok=1")
 TWO_SOURCES = "[{name: web, path: /w, weight: 1}, {name: code, path: /c, weight: 1}]"
 # For each key with a condition: a value, settings with which it has no effect, and settings with which it has one.
@@ -54,6 +55,9 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "data.stages": ("[{start: 9, weights: {web: 1}}]", (), ("data.source=null", f"data.sources={TWO_SOURCES}")),
     "data.prepare": ("[{step: normalization}]", SFT, ()),
     "data.on_bad": ("skip", SFT, ()),
+    "data.images": ("{crop_ratio: 0.9}", (), IMAGES),
+    "data.images.augment.mix_probability": ("0.5", IMAGES, (*IMAGES, "data.images.augment.mixup=0.2")),
+    "data.images.augment.switch_probability": ("0.3", IMAGES, (*IMAGES, "data.images.augment.cutmix=1")),
     "data.cache": ("{size: 1GB}", SFT, ()),
     "data.fields": ("{messages: chat}", (), SFT),
     "data.chat_template": ("chat.jinja", (), DPO),
@@ -61,6 +65,25 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "data.loss_on": ("all", DPO, SFT),
     "data.truncation": ("drop", (), DPO),
     "data.packing": ("best_fit", DPO, SFT),
+    "training.loss": ("{name: mse}", (), (*IMAGES, "training.objective=regression")),
+    "training.loss.pos_weight": ("2.0", IMAGES, (*IMAGES, "training.loss.name=bce")),
+    "training.loss.target_threshold": ("0.2", IMAGES, (*IMAGES, "training.loss.name=bce")),
+    "training.loss.delta": (
+        "2.0",
+        (*IMAGES, "training.objective=regression"),
+        (*IMAGES, "training.objective=regression", "training.loss.name=huber"),
+    ),
+    "training.loss.temperature": (
+        "0.2",
+        IMAGES,
+        (*IMAGES, "training.objective=contrastive", "training.loss.name=nt_xent"),
+    ),
+    "training.loss.chunk_size": (
+        "64",
+        (*IMAGES, "training.loss.name=bce"),
+        (*IMAGES, "training.objective=contrastive", "training.loss.name=nt_xent"),
+    ),
+    "training.sync_batch_norm": ("true", (), IMAGES),
     "training.dpo": ("{beta: 0.2}", SFT, DPO),
     "training.dpo.label_smoothing": (
         "0.2",

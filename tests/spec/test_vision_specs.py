@@ -191,7 +191,7 @@ def test_layouts_that_split_a_vision_network_are_rejected(override: str, expecte
 
 def test_vision_networks_are_trained_for_steps_not_tokens() -> None:
     found = problem(VISION, "training.steps=null", "training.tokens=3B")
-    assert "counts tokens of text. Set training.steps with family: resnet." in found
+    assert "counts tokens of text. Set training.samples with family: resnet." in found
     spec = load(VISION)
     assert (spec.unit, spec.units_per_sample, spec.total_steps) == ("images", 1, 1000)
     assert load(with_model("{preset: clip-vit-base-patch32}")).unit == "pairs"

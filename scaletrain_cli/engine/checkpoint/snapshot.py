@@ -342,10 +342,10 @@ class Snapshot:
         if self._frozen is None:
             self._frozen = [entry for shard in self._states.frozen for entry in self._of_frozen(shard)]
         entries += self._frozen
-        for shard in self._states.buffers:
-            entries += self._of_frozen(shard)
-            if self._average is not None and (average := self._average.average_of(shard.parameter)) is not None:
-                entries += self._of_frozen(replace(shard, parameter=average), AVERAGE)
+        for buffer in self._states.buffers:
+            entries += self._of_frozen(buffer)
+            if self._average is not None and (average := self._average.average_of(buffer.parameter)) is not None:
+                entries += self._of_frozen(replace(buffer, parameter=average), AVERAGE)
         if self._pinned:
             torch.cuda.current_stream(self._states.device).synchronize()
         return entries, counts
@@ -427,9 +427,9 @@ def restore_state(reader: CountedState, states: ShardedState, average: WeightAve
     if average is not None:
         average.buffer_averages = [torch.empty_like(buffer) for buffer in average.buffers if average.taken]
         for buffers in states.buffers:
-            if (values := average.average_of(buffers.parameter)) is not None:
+            if (mean := average.average_of(buffers.parameter)) is not None:
                 for part, offset in buffers.slices:
-                    values.view(-1)[offset : offset + part.numel].copy_(reader.read(AVERAGE, part))
+                    mean.view(-1)[offset : offset + part.numel].copy_(reader.read(AVERAGE, part))
         average.averages = [flat.view(w.shape) for flat, w in zip(averages, average.weights, strict=False)]
     use_master_weights(engine)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from scaletrain_cli.engine.model.materialization import WeightSource, constant, normal, uniform
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 
-
 _thread = threading.local()
 
 

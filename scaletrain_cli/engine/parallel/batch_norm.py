@@ -22,12 +22,13 @@ def synchronizes(spec: RunSpec, micro_batch_size: int, data_parallel: int) -> bo
 
 
 def synchronize(model: nn.Module, axis: Axis) -> None:
-    """Let the BatchNorm layers use the statistics of the micro-batches of all ranks of an axis. Collective passes."""
-    from scaletrain_cli.engine.model.vision.batch_norm import BatchNorm
+    """Let the BatchNorm layers, which have an attribute ``axis``, use the statistics of all ranks of that axis.
 
+    Their forward and backward passes are collective then.
+    """
     for module in model.modules():
-        if isinstance(module, BatchNorm):
-            module.axis = axis
+        if isinstance(getattr(module, "axis", None), Axis):
+            module.axis = axis  # type: ignore[assignment]
 
 
 def statistics_of(model: nn.Module) -> list[Tensor]:
@@ -48,5 +49,5 @@ def average_statistics(model: nn.Module, axis: Axis) -> None:
     flat = torch.cat([buffer.view(-1) for buffer in buffers])
     dist.all_reduce(flat, group=axis.group)
     flat /= axis.size
-    for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+    for buffer, values in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(values.view_as(buffer))
