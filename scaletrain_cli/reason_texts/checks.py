@@ -102,6 +102,11 @@ TEXTS: dict[str, Text] = {
     # ---- data.chat_template ----------------------------------------------------------------------------------------
     "template-missing": Text("cannot be read: No such file or directory", ("Set it to a Jinja file",)),
     "template-unreadable": Text("cannot be read: {said}", ("Set it to the path of a Jinja file",)),
+    # ---- data.images -----------------------------------------------------------------------------------------------
+    "classes-unreadable": Text("cannot be read: {said}", ("Set it to a file with one class name per line",)),
+    "classes-differ": Text(
+        "has {names} names, and model.num_labels is {labels}", ("Set model.num_labels to the number of classes",)
+    ),
     # ---- model.weights ---------------------------------------------------------------------------------------------
     "weights-missing": Text("does not exist", _WEIGHTS),
     "weights-no-folder": Text("is not a folder", _WEIGHTS),

@@ -194,6 +194,23 @@ def template_problems(view: View) -> Iterator[Problem]:
         yield view.problem("data.chat_template", Reason("checks.template-missing") if is_missing else reason, path)
 
 
+def class_file_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of ``data.images.classes``."""
+    path, key = view.spec.data.images.classes, "data.images.classes"
+    if view.spec.code.own_program or path is None or view.unseen(path):
+        return
+    try:
+        with open_to_read(view.folder / expand_home(path)) as file:
+            names = [line for line in file.read().decode().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        yield view.problem(key, Reason("checks.classes-unreadable", {"said": said}), path)
+        return
+    labels = getattr(view.spec.model, "num_labels", None)
+    if view.spec.training.objective == "classification" and len(names) != labels:
+        yield view.problem(key, Reason("checks.classes-differ", {"names": len(names), "labels": labels}), path)
+
+
 def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
     """Return the problem of a tokenizer.json, or of a tokenizer file of another library; None for a valid one."""
     from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT

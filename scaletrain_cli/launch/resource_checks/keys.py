@@ -136,6 +136,14 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         f"{_UNSEEN}; its syntax: {_PREPARATION}",
     ),
     _row(
+        "data.images.classes",
+        "a file with the names of the classes",
+        "exists, is readable, has model.num_labels names",
+        _SUBMIT,
+        f"{_FILES}class_file_problems",
+        _UNSEEN,
+    ),
+    _row(
         "code.path",
         "a folder of a git working tree",
         "exists, is in a git working tree, within max_size, has no submodules",
