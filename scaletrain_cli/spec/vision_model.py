@@ -243,7 +243,7 @@ def _inner(model: ClipSpec | LlavaSpec) -> Iterator[tuple[str, str]]:
             yield f"{name}.{key}", message
 
 
-def image_channels(model: VisionSpec) -> int:
+def image_channels(model: VisionSpec | LlavaSpec) -> int:
     """Return the channels of the images of a network."""
     return model.vision_config.num_channels if isinstance(model, ClipSpec | LlavaSpec) else model.num_channels
 
