@@ -141,6 +141,7 @@ def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText) -
         raise SourceError(error.key, f"has a text_config that {error}", error.hint) from error
     if config.get("tie_word_embeddings"):
         language["tie_word_embeddings"] = True
+    language.pop("final_logit_softcapping", None)  # LLaVA has a head of its own in transformers, without a cap
     if "image_token_index" not in found and config.get("image_token_id") is not None:
         found["image_token_index"] = config["image_token_id"]
     return {**found, "vision_config": {**base, **tower}, "text_config": language}

@@ -220,6 +220,8 @@ class LlavaSpec(Section):
             yield "text_config.seq_len", f"must be at least {self.tokens_per_image}, the tokens of one image."
         if self.text_config.base_family != "llama":
             yield "text_config.family", "must be llama: transformers has no LLaVA with another language model."
+        if self.text_config.final_logit_softcapping is not None:
+            yield "text_config.final_logit_softcapping", "must be null: transformers caps no logits of a LLaVA."
         for key, usual in (("weights", None), ("adapter", None), ("quantization", "none")):
             if getattr(self.text_config, key) != usual:
                 yield f"text_config.{key}", f"has no effect in family: llava. Remove it{_MOVED.get(key, '')}."

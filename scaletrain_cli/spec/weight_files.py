@@ -132,7 +132,8 @@ def stored_name(name: str, files: Collection[str]) -> str | None:
     return None
 
 
-_PARTS_OF_LLAVA = ("language_model.", "vision_tower.", "multi_modal_projector.")
+LANGUAGE_MODEL = "language_model."
+_PARTS_OF_LLAVA = (LANGUAGE_MODEL, "vision_tower.", "multi_modal_projector.")
 
 
 def is_another_grid(name: str, stored: Shape, shape: Shape) -> bool:

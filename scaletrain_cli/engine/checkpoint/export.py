@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +44,10 @@ from scaletrain_cli.rundir.base_weights import check_base_of, read_base
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
-from scaletrain_cli.spec import ModelSpec, RunSpec, to_hugging_face
+from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec, to_hugging_face
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
-from scaletrain_cli.spec.weight_files import mixtral_name
+from scaletrain_cli.spec.run import AnyModel
+from scaletrain_cli.spec.weight_files import LANGUAGE_MODEL, mixtral_name
 
 # The tokenizer, its special tokens, and the generation settings of an exported folder.
 
@@ -72,12 +73,14 @@ class TextFiles:
 
 
 def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> TextFiles:
-    """Return the tokenizer files of an export of this run.
+    """Return the tokenizer files of an export of this run; none for a network that reads only images.
 
     They come from the folder of the weights or of the tokenizer if that has the tokenizer of the dataset; otherwise
     they are derived from the tokenizer. Without a tokenizer only the ids of the loaded weights are kept. The chat
     template is that of ``data.chat_template``, if the spec has one.
     """
+    if _longest_text(spec.model) is None:
+        return TextFiles({}, {})
     found = _text_files(spec, runs_root, run)
     given = spec.data.chat_template
     template = None if given is None else _read_json(expand_home(given))
@@ -122,7 +125,7 @@ def _derived(spec: RunSpec, vocabulary: dict[str, int]) -> TextFiles:
     tokens = {"bos_token": end, "eos_token": end, "pad_token": end}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": spec.transformer.max_position_embeddings,
+        "model_max_length": _longest_text(spec.model),
         "clean_up_tokenization_spaces": False,
         **tokens,
     }
@@ -134,9 +137,15 @@ def _derived(spec: RunSpec, vocabulary: dict[str, int]) -> TextFiles:
     return TextFiles(files, dict(ids))
 
 
+def _longest_text(model: AnyModel) -> int | None:
+    """Return the number of tokens that a model can read at once; None if it reads no text."""
+    text = getattr(model, "text_config", model)
+    return getattr(text, "max_position_embeddings", None)
+
+
 def _origins(spec: RunSpec) -> list[Path]:
     """Return folders that may hold files beside the tokenizer."""
-    weights, path = spec.transformer.weights, spec.data.tokenizer.path
+    weights, path = spec.weights, spec.data.tokenizer.path
     found = [] if weights is None else [expand_home(weights)]
     return found if path is None else [*found, expand_home(path).parent]
 
@@ -239,12 +248,12 @@ def export(
     Of several checkpoints the mean of their weights is written (arXiv:1803.05407), computed in fp32 and rounded once.
     Adapters are merged into the weights.
     """
-    model = exported_model(spec.transformer)
+    model = exported_model(spec.model) if isinstance(spec.model, ModelSpec) else spec.model
     config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch."), **text.ids}
     kind = AVERAGE if averaged else WEIGHT
-    sources: list[Weights] = [_open(checkpoint, kind, spec.transformer) for checkpoint in checkpoints]
-    if spec.transformer.adapter is not None:
-        sources = [MergedWeights.of(source, spec.transformer) for source in sources]
+    sources: list[Weights] = [_open(checkpoint, kind, spec.model) for checkpoint in checkpoints]
+    if isinstance(spec.model, ModelSpec) and spec.model.adapter is not None:
+        sources = [MergedWeights.of(source, spec.model) for source in sources]
     with _draft_of(output) as draft:
         written = draft / "config.json"
         create_file(written, json.dumps(config, indent=2) + "\n", public=True)
@@ -252,7 +261,7 @@ def export(
             create_file(draft / name, content, public=True)
         whole = outline(model)
         shapes, exact = named_weights(whole), {matrix.name: buffer.dtype for buffer, matrix in stored_buffers(whole)}
-        stored = stored_layout(shapes, model, config["model_type"])
+        stored = stored_layout(shapes, model, config)
         files = list(_files({name: each.shape for name, each in stored.items()}, dtype.itemsize, largest_file_bytes))
 
         def read(matrix: str) -> Tensor:
@@ -311,11 +320,18 @@ def _draft_of(output: Path) -> Generator[Path]:
         raise
 
 
-def stored_layout(shapes: dict[str, tuple[int, ...]], model: ModelSpec, model_type: str) -> dict[str, Stored]:
-    """Return the tensors of an architecture's files by name, for parameters of these names and shapes."""
-    if model_type == "gpt_oss":
+def stored_layout(shapes: dict[str, tuple[int, ...]], model: AnyModel, config: Mapping[str, Any]) -> dict[str, Stored]:
+    """Return the tensors of an architecture's files by name, for parameters of these names and shapes.
+
+    ``config``: its config.json. A LLaVA has its language model as the architecture of that has it.
+    """
+    if isinstance(model, LlavaSpec):
+        text = {name: shape for name, shape in shapes.items() if name.startswith(LANGUAGE_MODEL)}
+        others = {name: Stored(shape, ((name, None),)) for name, shape in shapes.items() if name not in text}
+        return others | stored_layout(text, model.text_config, config["text_config"])
+    if isinstance(model, ModelSpec) and config["model_type"] == "gpt_oss":
         return stored_tensors(shapes, model.num_experts)
-    rename = mixtral_name if model_type == "mixtral" else str
+    rename = mixtral_name if config["model_type"] == "mixtral" else str
     return {rename(name): Stored(shape, ((name, None),)) for name, shape in shapes.items()}
 
 
@@ -352,7 +368,7 @@ class SavedWeights:
         return self.base.read(name, shape, None).float()
 
 
-def _open(checkpoint: Path, kind: str, model: ModelSpec) -> SavedWeights:
+def _open(checkpoint: Path, kind: str, model: AnyModel) -> SavedWeights:
     found = read_checkpoint(checkpoint)
     if not isinstance(found, Checkpoint):
         raise ScaletrainError(Reason("engine.not-a-checkpoint", {"path": str(checkpoint), "problem": str(found)}))
@@ -360,8 +376,9 @@ def _open(checkpoint: Path, kind: str, model: ModelSpec) -> SavedWeights:
     if kind not in reader.kinds:
         raise UsageError(Reason("engine.no-averaged-weights", {"checkpoint": checkpoint.name}))
     base = None
-    if model.weights is not None and read_base(found) is not None:
-        folder = expand_home(model.weights)
+    weights = getattr(model, "weights", None)
+    if weights is not None and read_base(found) is not None:
+        folder = expand_home(weights)
         check_base_of(found, folder)
         base = HuggingFaceFolder(folder, outline(model))
     return SavedWeights(reader, kind, base)

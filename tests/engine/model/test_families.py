@@ -49,7 +49,7 @@ def gradients_as_stored(model: CausalLM, model_type: str) -> dict[str, torch.Ten
     """Return our gradients under the names, and in the form, of the architecture's files."""
     found = by_name(model, {p: p.grad for p in model.parameters() if p.grad is not None})
     shapes = {name: tuple(values.shape) for name, values in found.items()}
-    layout = stored_layout(shapes, model.spec, model_type)
+    layout = stored_layout(shapes, model.spec, {"model_type": model_type})
     return {name: stored.joined(found.__getitem__, torch.float32) for name, stored in layout.items()}
 
 

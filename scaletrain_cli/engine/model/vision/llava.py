@@ -21,8 +21,8 @@ from scaletrain_cli.engine.model.vision.clip import VisionTower, tower_initial
 from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
 from scaletrain_cli.spec import LlavaSpec
+from scaletrain_cli.spec.weight_files import LANGUAGE_MODEL
 
-_LANGUAGE_MODEL = "language_model."
 _PROJECTOR = "multi_modal_projector."
 
 
@@ -149,5 +149,5 @@ class _FirstWeights:
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of a parameter, fp32."""
-        source = self._language if name.startswith(_LANGUAGE_MODEL) else self._others
+        source = self._language if name.startswith(LANGUAGE_MODEL) else self._others
         return source.read(name, whole_shape, spec)
