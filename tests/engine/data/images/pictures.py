@@ -1,0 +1,88 @@
+"""Small sources of images in memory, in a module that reader processes import quickly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from scaletrain_cli.engine.data.images.reading import ImageBatchReader
+from scaletrain_cli.engine.data.images.transforms import ImageTransform
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.spec.images import AugmentSpec, ColorJitterSpec, ImagesSpec, RandAugmentSpec, RandomErasingSpec
+
+CLASSES = 3
+ALL = AugmentSpec(
+    color_jitter=ColorJitterSpec(brightness=0.2, hue=0.1),
+    rand_augment=RandAugmentSpec(),
+    random_erasing=RandomErasingSpec(probability=0.5),
+    mixup=0.8,
+    cutmix=1.0,
+)
+
+
+class Picture(NamedTuple):
+    """A sample of a source."""
+
+    key: str
+    image: bytes
+    label: int | tuple[float, ...] | None
+    caption: str | None
+    place: str
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """``count`` images of random colors, which are functions of their numbers. Number ``bad`` has no image."""
+
+    count: int = 20
+    name: str = "a.tar"
+    bad: int = -1
+    side: int = 24
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, index: int) -> Picture:
+        """Return a sample, whose label is the rest of its number."""
+        file = BytesIO()
+        draw = np.random.default_rng([index, len(self.name)])
+        pixels = draw.integers(0, 256, (self.side, self.side + 4, 3), np.uint8)
+        Image.fromarray(pixels).save(file, "PNG")
+        content = b"no image" if index == self.bad else file.getvalue()
+        return Picture(str(index), content, index % CLASSES, f"picture {index}", f"{self.name}:{index}.png")
+
+
+def layout(batch: int, data_parallel: int = 1, micro_batch_size: int | None = None) -> Layout:
+    """Return a layout of data-parallel ranks."""
+    size = micro_batch_size or batch // data_parallel
+    return Layout(
+        world_size=data_parallel,
+        data_parallel=data_parallel,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        virtual_pipeline=1,
+        sequence_parallel=1,
+        context_parallel=1,
+        expert_parallel=1,
+        zero_stage=0,
+        micro_batch_size=size,
+        gradient_accumulation_steps=batch // size // data_parallel,
+        global_batch_size=batch,
+        activation_checkpointing="none",
+        offload="none",
+    )
+
+
+def reader(*sources: Any, at: Layout | None = None, rank: int = 0, size: int = 16, **settings: Any) -> ImageBatchReader:
+    """Return the reader of a rank, with every augmentation unless ``augment`` says otherwise."""
+    images = ImagesSpec(augment=settings.pop("augment", ALL))
+    at = at or layout(12)
+    axis = Axis(at.data_parallel, rank)
+    transform = ImageTransform.of(images, size, (0.5, 0.5, 0.5))
+    given = {"seed": 7, **settings}
+    return ImageBatchReader(sources or (Pictures(),), at, Mesh(data=axis, replicas=axis), transform=transform, **given)
