@@ -1,0 +1,104 @@
+"""Captions have the token ids that transformers' CLIP tokenizer gives them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers
+from transformers import CLIPTokenizerFast
+
+from scaletrain_cli.engine.data.images.captions import caption_tokenizer
+from scaletrain_cli.errors import UsageError
+from tests.engine.data.images.pictures import Pictures, reader
+
+CAPTIONS = [
+    "a photo of a red square",
+    "A  Photo\tof the BLUE circle's edge, 12 px!",
+    "",
+    "naïve café ☕ 猫",
+    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen",
+]
+POSITIONS = 16
+
+
+def small_tokenizer(**special: str) -> Any:
+    """Return a tokenizer of the kind of CLIP's with all bytes and a few merges."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("p", "h"), ("o", "t"), ("ph", "ot"), ("phot", "o</w>"), ("o", "f</w>"), ("r", "e"), ("re", "d</w>")]
+    words = [*letters, *(letter + "</w>" for letter in letters), *("".join(pair) for pair in merges)]
+    vocab = {word: number for number, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>", "<pad>"])}
+    return CLIPTokenizerFast(vocab=vocab, merges=merges, **special)
+
+
+@pytest.mark.parametrize("special", [{}, {"pad_token": "<pad>"}])
+def test_ids_are_those_of_transformers(tmp_path: Path, special: dict[str, str]) -> None:
+    theirs = small_tokenizer(**special)
+    theirs.save_pretrained(tmp_path)
+    expected = theirs(CAPTIONS, padding="max_length", truncation=True, max_length=POSITIONS)["input_ids"]
+    ours = caption_tokenizer(tmp_path / "tokenizer.json", POSITIONS, len(theirs))
+    found = ours.encode(CAPTIONS)
+    assert found.tolist() == expected
+    assert (found[-1, 0], found[-1, -1]) == (ours.start, ours.end)  # it was cut
+    assert found[2].tolist() == [ours.start, ours.end] + [ours.padding] * (POSITIONS - 2)
+    assert ours.padding == theirs.pad_token_id
+    assert pickle.loads(pickle.dumps(ours)).encode(CAPTIONS).tolist() == expected
+
+
+def test_a_tokenizer_without_files_beside_it_has_the_tokens_of_clip(tmp_path: Path) -> None:
+    theirs = small_tokenizer()
+    theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = caption_tokenizer(tmp_path / "tokenizer.json", POSITIONS, len(theirs))
+    assert (ours.start, ours.end, ours.padding) == (theirs.bos_token_id, theirs.eos_token_id, theirs.eos_token_id)
+
+
+def test_padding_and_truncation_that_a_tokenizer_file_states_have_no_effect(tmp_path: Path) -> None:
+    theirs = small_tokenizer()
+    expected = theirs(CAPTIONS, padding="max_length", truncation=True, max_length=POSITIONS)["input_ids"]
+    theirs.backend_tokenizer.enable_truncation(5)
+    theirs.backend_tokenizer.enable_padding(length=40)
+    theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert caption_tokenizer(tmp_path / "tokenizer.json", POSITIONS, 1000).encode(CAPTIONS).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.unlink(), "cannot be read as a tokenizer"),
+        (lambda path: path.write_text("{}"), "cannot be read as a tokenizer"),
+        (
+            lambda path: (path.parent / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"})),
+            "has no token <s>",
+        ),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_a_clear_error(
+    tmp_path: Path, change: Callable[[Path], object], message: str
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    small_tokenizer().backend_tokenizer.save(str(path))
+    change(path)
+    with pytest.raises(UsageError, match=message):
+        caption_tokenizer(path, POSITIONS, 1000)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    small_tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UsageError, match=r"522 tokens and model\.text_config\.vocab_size is 500"):
+        caption_tokenizer(tmp_path / "tokenizer.json", POSITIONS, 500)
+
+
+def test_a_batch_has_the_caption_of_each_of_its_images(tmp_path: Path) -> None:
+    small_tokenizer().save_pretrained(tmp_path)
+    captions = caption_tokenizer(tmp_path / "tokenizer.json", POSITIONS, 1000)
+    read, source = reader(captions=captions, labeled=False), Pictures()
+    batch = pickle.loads(pickle.dumps(read.without_groups())).batch(1)
+    assert batch.targets is None
+    texts = [str(source.read(index).caption) for index in batch.numbers.flatten().tolist()]
+    assert batch.tokens[0].tolist() == captions.encode(texts).tolist()
+    (micro,) = batch.micro_batches()
+    assert micro.inputs == (micro.images, micro.tokens)
