@@ -38,6 +38,10 @@ TEXTS: dict[str, Text] = {
         "micro-batch",
         ("Set an even number, or mixup and cutmix in data.images.augment to 0",),
     ),
+    "channels-not-allowed": Text(
+        "model.num_channels = {given}: images are read with 1 channel (gray) or 3 (RGB)",
+        ("Set num_channels to 1 or 3",),
+    ),
     "caption-tokenizer-unreadable": Text(
         "{path} cannot be read as a tokenizer: {error}", ("Set data.tokenizer.path to a tokenizer.json",)
     ),

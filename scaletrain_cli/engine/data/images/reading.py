@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.data.images.decode import MODES
+from scaletrain_cli.data.images.samples import ImageSource
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, ImageStepBatch
 from scaletrain_cli.engine.data.images.captions import CaptionTokenizer
 from scaletrain_cli.engine.data.images.decoders import Decode, decoder_of
@@ -25,32 +27,6 @@ from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
-
-
-class Sample(Protocol):
-    """A stored sample: the bytes of its image, and its label and caption where it has them.
-
-    ``label``: a class, or a number for each class or target. ``place``: ``file:member`` or ``file, row n``.
-    """
-
-    @property
-    def image(self) -> bytes: ...
-    @property
-    def label(self) -> int | tuple[float, ...] | None: ...
-    @property
-    def caption(self) -> str | None: ...
-    @property
-    def place(self) -> str: ...
-
-
-class Samples(Protocol):
-    """The samples of one split of a source, which other processes get as a pickle."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> Sample:
-        """Return a sample, counted from 0. Raises CorruptDataError if it is not what it was when it was prepared."""
-        ...
 
 
 class _Place(NamedTuple):
@@ -69,16 +45,15 @@ class ImageBatchReader:
     batch, or those of the pass over a source and of the sample in it. So no layout, process or resume changes them.
 
     ``sources``: the samples of each source. ``order``: the order of several sources; None: that of the first one.
-    ``channels``: 1 or 3. ``labeled``: batches have targets. ``captions``: None: batches have no captions.
+    ``labeled``: batches have targets. ``captions``: None: batches have no captions.
     ``views``: independent changes of each image in training.
     """
 
-    sources: tuple[Samples, ...]
+    sources: tuple[ImageSource, ...]
     layout: Layout
     mesh: Mesh
     seed: int
     transform: ImageTransform
-    channels: int = 3
     labeled: bool = True
     captions: CaptionTokenizer | None = None
     views: int = 1
@@ -86,8 +61,12 @@ class ImageBatchReader:
     decoder: str = "auto"
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a decoder that cannot be imported, and for micro-batches without whole pairs."""
+        """Raises UsageError for a decoder that cannot be imported, for micro-batches that cannot be mixed, and for a
+        model of images that are neither gray nor RGB.
+        """
         decoder_of(self.decoder)
+        if self.transform.channels not in MODES:
+            raise UsageError(Reason("data.channels-not-allowed", {"given": self.transform.channels}))
         size = self.layout.micro_batch_size
         if self.transform.augment.mixes and size % 2:
             raise UsageError(Reason("data.mixing-odd-micro-batch", {"given": size}))
@@ -163,9 +142,10 @@ class ImageBatchReader:
         return [mix.weight, *mix.box]
 
     def _read(self, places: list[list[_Place]], numbers: list[list[int]], *, training: bool) -> ImageStepBatch:
-        micros, size, side = len(places), self.layout.micro_batch_size, self.transform.size
+        micros, size = len(places), self.layout.micro_batch_size
+        side, channels = self.transform.size, self.transform.channels
         views = self.views if training else 1
-        images = np.empty((micros, views, size, side, side, self.channels), np.uint8)
+        images = np.empty((micros, views, size, side, side, channels), np.uint8)
         erases = training and self.transform.augment.random_erasing is not None
         boxes = np.zeros((micros, views, size, 4), np.int64)
         labels: list[int | tuple[float, ...]] = []
@@ -174,7 +154,7 @@ class ImageBatchReader:
         for micro, row in np.ndindex(micros, size):
             source, epoch, number = places[micro][row]
             sample = self.sources[source].read(number)
-            image = decode(sample.image, sample.place, self.channels)
+            image = decode(sample.image, sample.place, channels)
             for view in range(views):
                 if training:
                     key = SampleKey(source_seed(self.seed, source), epoch, number, view)

@@ -273,6 +273,11 @@ class ImageTransform:
     crop_ratio: float
     fill: tuple[int, ...]
 
+    @property
+    def channels(self) -> int:
+        """The number of channels: 1 or 3."""
+        return len(self.fill)
+
     @classmethod
     def of(cls, images: ImagesSpec, size: int, mean: Sequence[float]) -> ImageTransform:
         """Return the transform of a spec. ``mean``: of each channel, from 0 to 1."""

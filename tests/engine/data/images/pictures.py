@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from scaletrain_cli.data.images.samples import ImageSample
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.images.transforms import ImageTransform
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
@@ -25,16 +26,6 @@ ALL = AugmentSpec(
 )
 
 
-class Picture(NamedTuple):
-    """A sample of a source."""
-
-    key: str
-    image: bytes
-    label: int | tuple[float, ...] | None
-    caption: str | None
-    place: str
-
-
 @dataclass(frozen=True)
 class Pictures:
     """``count`` images of random colors, which are functions of their numbers. Number ``bad`` has no image."""
@@ -47,14 +38,14 @@ class Pictures:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, index: int) -> Picture:
+    def read(self, index: int) -> ImageSample:
         """Return a sample, whose label is the rest of its number."""
         file = BytesIO()
         draw = np.random.default_rng([index, len(self.name)])
         pixels = draw.integers(0, 256, (self.side, self.side + 4, 3), np.uint8)
         Image.fromarray(pixels).save(file, "PNG")
         content = b"no image" if index == self.bad else file.getvalue()
-        return Picture(str(index), content, index % CLASSES, f"picture {index}", f"{self.name}:{index}.png")
+        return ImageSample(str(index), content, index % CLASSES, f"picture {index}", f"{self.name}:{index}.png")
 
 
 def layout(batch: int, data_parallel: int = 1, micro_batch_size: int | None = None) -> Layout:
@@ -78,11 +69,13 @@ def layout(batch: int, data_parallel: int = 1, micro_batch_size: int | None = No
     )
 
 
-def reader(*sources: Any, at: Layout | None = None, rank: int = 0, size: int = 16, **settings: Any) -> ImageBatchReader:
+def reader(
+    *sources: Any, at: Layout | None = None, rank: int = 0, size: int = 16, channels: int = 3, **settings: Any
+) -> ImageBatchReader:
     """Return the reader of a rank, with every augmentation unless ``augment`` says otherwise."""
     images = ImagesSpec(augment=settings.pop("augment", ALL))
     at = at or layout(12)
     axis = Axis(at.data_parallel, rank)
-    transform = ImageTransform.of(images, size, (0.5, 0.5, 0.5))
+    transform = ImageTransform.of(images, size, (0.5,) * channels)
     given = {"seed": 7, **settings}
     return ImageBatchReader(sources or (Pictures(),), at, Mesh(data=axis, replicas=axis), transform=transform, **given)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.images.decode import BadImageError, decode
+from scaletrain_cli.data.images.reading import open_images
+from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.data.mixture import Stage
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch, ImageStepBatch
 from scaletrain_cli.engine.data.images.mixing import finish
@@ -25,6 +29,7 @@ from scaletrain_cli.engine.data.sample_order import SampleOrder
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec.images import AugmentSpec
+from tests.data.images.pictures import image_bytes, index, write_folder, write_shards, write_table
 from tests.engine.data.images.pictures import CLASSES, Pictures, layout, reader
 
 CPU = torch.device("cpu")
@@ -120,8 +125,8 @@ def test_another_seed_has_another_order_and_other_changes() -> None:
     assert not torch.equal(first.numbers, second.numbers)
     shared = set(first.numbers.flatten().tolist()) & set(second.numbers.flatten().tolist())
     assert shared
-    for index in shared:
-        places = [int((batch.numbers == index).flatten().nonzero()[0]) for batch in (first, second)]  # type: ignore
+    for number in shared:
+        places = [int((batch.numbers == number).flatten().nonzero()[0]) for batch in (first, second)]  # type: ignore
         assert not torch.equal(first.images[0, places[0]], second.images[0, places[1]])
 
 
@@ -131,11 +136,11 @@ def test_pixels_targets_and_numbers_belong_to_the_same_sample() -> None:
     batch = read.batch(2)
     assert batch.numbers is not None
     assert batch.targets is not None
-    for row, index in enumerate(batch.numbers[0].tolist()):
-        sample = source.read(index)
+    for row, number in enumerate(batch.numbers[0].tolist()):
+        sample = source.read(number)
         expected = read.transform.evaluation(decode(sample.image, sample.place, 3))
         assert np.array_equal(batch.images[0, row].numpy(), expected)
-        assert batch.targets[0, row] == index % CLASSES
+        assert batch.targets[0, row] == number % CLASSES
     assert batch.mix is None
     assert batch.erased is None
     (micro,) = batch.micro_batches()
@@ -297,4 +302,62 @@ def test_the_memory_of_a_reader_is_that_of_the_batches_read_ahead(loaders: list[
         return psutil.Process().memory_info().rss
 
     before = taken(range(1, 8))
-    assert taken(range(8, 38)) - before < (ahead + 2) * batch_bytes  # of 30 batches
+    assert taken(range(8, 38)) - before < (ahead + 6) * batch_bytes  # 30 batches are read meanwhile
+
+
+def write_folder_of_classes(folder: Path) -> Path:
+    write_folder(folder, [f"{name}/{number}.png" for name in ("ant", "bee", "cat") for number in range(6)])
+    return folder
+
+
+def write_rows(path: Path) -> Path:
+    images = [{"bytes": image_bytes(row), "path": None} for row in range(18)]
+    write_table(path, {"image": images, "label": [row % 4 for row in range(18)], "caption": list(map(str, range(18)))})
+    return path
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards", "table", "sklearn-digits"])
+def test_every_format_is_read_as_its_source_has_it(kind: str, tmp_path: Path) -> None:
+    captions = kind in ("shards", "table")
+    settings = ImageSettings(captions=captions, validation_share=0.0)
+    source: Any = {
+        "folder": lambda: write_folder_of_classes(tmp_path / "folder"),
+        "shards": lambda: write_shards(tmp_path / "shards", 3, 6),
+        "table": lambda: write_rows(tmp_path / "table.parquet"),
+        "sklearn-digits": lambda: "sklearn-digits",
+    }[kind]()
+    channels = 1 if kind == "sklearn-digits" else 3
+    train = open_images(index(source, tmp_path / "runs", settings))["train"]
+    read = reader(train, channels=channels, size=8, augment=AugmentSpec(random_resized_crop=None, horizontal_flip=0))
+    batch = pickle.loads(pickle.dumps(read)).batch(1)
+    assert batch.numbers is not None
+    assert batch.targets is not None
+    for row, number in enumerate(batch.numbers[0].tolist()):
+        sample = train.read(number)
+        expected = read.transform.evaluation(decode(sample.image, sample.place, channels))
+        assert np.array_equal(batch.images[0, row].numpy(), expected)
+        assert batch.targets[0, row] == sample.label
+    assert len(set(batch.numbers[0].tolist())) == 12
+    augmented = reader(train, channels=channels, size=8)
+    assert_same_batches(pickle.loads(pickle.dumps(augmented)).batch(2), augmented.batch(2))
+
+
+def test_images_of_a_model_are_gray_or_rgb() -> None:
+    with pytest.raises(UsageError, match=r"model\.num_channels = 4"):
+        reader(channels=4)
+
+
+def test_digits_have_the_pixels_of_scikit_learn(tmp_path: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    train = open_images(index("sklearn-digits", tmp_path, ImageSettings(validation_share=0.0)))["train"]
+    plain = AugmentSpec(random_resized_crop=None, horizontal_flip=0)
+    read = reader(train, channels=1, size=8, augment=plain)
+    read = replace(read, transform=replace(read.transform, crop_ratio=1.0))
+    batch, digits = read.batch(1), load_digits()
+    assert batch.numbers is not None
+    assert batch.targets is not None
+    shades = np.stack([digits.images[number] for number in batch.numbers[0].tolist()])
+    found = batch.images[0, ..., 0].numpy().astype(float)
+    assert np.corrcoef(found.ravel(), shades.ravel())[0, 1] > 0.999
+    assert batch.targets[0].tolist() == [digits.target[number] for number in batch.numbers[0].tolist()]
