@@ -38,16 +38,16 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
     decay, norms and biases do not (GPT-3, arXiv:2005.14165, appendix B). ``settings.decay_embeddings`` decides on token
     and position embeddings; a tied head is the token embedding. Of networks for images ``VisionModel.never_decays``
     names further parameters, such as positions, and a parameter with ``limits`` has a group of its own. The parameters
-    of a stage are grouped by learning rate, weight decay and the steps that they have trained, because ZeRO has one
-    step counter per group.
+    of a stage are grouped by learning rate, weight decay, limits and the steps that they have trained, because ZeRO has
+    one step counter per group.
     """
+    limits = model.limits() if isinstance(model, VisionModel) else {}
     if stage is None:
         kept = set() if settings.decay_embeddings else _embeddings(model)
         never = model.never_decays if isinstance(model, VisionModel) else (lambda _: False)
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         limited: Groups = []
-        limits = model.limits() if isinstance(model, VisionModel) else {}
         for name, parameter in model.named_parameters():
             if name in limits:
                 limited.append({"params": [parameter], "weight_decay": 0.0, LIMITS: limits[name]})
@@ -56,18 +56,19 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
             (decayed if decays else others).append(parameter)  # biases of experts are stacked
         groups: Groups = [{"params": decayed, "weight_decay": settings.weight_decay}]
         return [*groups, {"params": others, "weight_decay": 0.0}, *limited]
-    members: dict[tuple[int, tuple[Settings, ...]], list[nn.Parameter]] = {}
+    members: dict[tuple[int, tuple[Settings, ...], tuple[float, float] | None], list[nn.Parameter]] = {}
     for parameter, (name, *_) in names_of_parameters(model).items():
         if parameter.requires_grad:
-            key = stage.since[name], tuple(phase.settings[name] for phase in stage.phases)
+            key = stage.since[name], tuple(phase.settings[name] for phase in stage.phases), limits.get(name)
             members.setdefault(key, []).append(parameter)
     return [
         {
             "params": found,
             "weight_decay": each[0].weight_decay,
             SCHEDULE: [(phase.last_step, *one) for phase, one in zip(stage.phases, each, strict=True)],
+            **({} if limit is None else {LIMITS: limit}),
         }
-        for (_, each), found in members.items()
+        for (_, each, limit), found in members.items()
     ]
 
 

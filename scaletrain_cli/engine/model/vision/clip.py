@@ -5,6 +5,7 @@ Modules have the names of Hugging Face's files of ``CLIPModel``, with their spel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -221,6 +222,11 @@ class Clip(VisionModel):
     def never_decays(self, name: str) -> bool:
         """Return True for the positions."""
         return name.endswith(".position_embedding.weight")
+
+    def limits(self) -> dict[str, tuple[float, float]]:
+        """Return the largest logit scale, so that similarities do not grow without bound (section 2.5)."""
+        largest = self.spec.max_logit_scale
+        return {} if largest is None else {"logit_scale": (-math.inf, largest)}
 
     def image_features(self, pixels: Tensor) -> Tensor:
         """Return the features of images, [batch, projection_dim], of length 1, fp32."""
