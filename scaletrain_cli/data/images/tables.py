@@ -41,7 +41,7 @@ class TableUnit:
     first_row: int
 
     def samples(self, settings: ImageSettings) -> Iterator[Found | Bad]:
-        """Yield the rows; a group of rows that cannot be read is one bad sample."""
+        """Yield the rows; those of a group that cannot be read are bad samples."""
         arrow = require("pyarrow", "parquet")
         require_unchanged(self.file)
         with opened_table(self.file) as table:
@@ -59,7 +59,8 @@ class TableUnit:
                     if isinstance(error, OSError) and error.errno is not None:  # of the storage, not of the data
                         raise
                     require_unchanged(self.file)
-                    yield Bad(_place(self.file, row), Reason("images.table-damaged", {"error": _line(error)}))
+                    for lost in range(row, start + table.metadata.row_group(group).num_rows):
+                        yield Bad(_place(self.file, lost), Reason("images.table-damaged", {"error": _line(error)}))
                 row = start + table.metadata.row_group(group).num_rows
         require_unchanged(self.file)
 
