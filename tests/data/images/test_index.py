@@ -1,0 +1,195 @@
+"""An index has the same bytes whoever builds it, appears whole, and is found again while its source is unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scaletrain_cli.data.images import index as index_module
+from scaletrain_cli.data.images.index import SAMPLE, find_indexed
+from scaletrain_cli.data.images.reading import describe_index, open_images
+from scaletrain_cli.data.images.samples import ImageSettings
+from scaletrain_cli.errors import UsageError
+from tests.data.images.pictures import files_below, image_bytes, index, write_folder, write_shards, write_table
+
+SETTINGS = ImageSettings(captions=True, validation_share=0.2)
+PROGRAM = """
+import sys
+from pathlib import Path
+from scaletrain_cli.data.images.index import index_images
+from scaletrain_cli.data.images.samples import ImageSettings
+from scaletrain_cli.data.pipeline.claims import Timing
+
+if __name__ == "__main__":
+    settings = ImageSettings(captions=True, validation_share=0.2)
+    timing = Timing(heartbeat_seconds=0.05, stale_seconds=0.6, poll_seconds=0.02)
+    path = index_images(sys.argv[1], settings, Path(sys.argv[2]), int(sys.argv[3]), lambda *_: None, timing=timing)
+    print(path)
+"""
+
+
+def process(source: Path, root: Path, workers: int) -> subprocess.Popen[str]:
+    program = root.parent / "build.py"
+    if not program.exists():
+        program.write_text(PROGRAM)
+    command = [sys.executable, str(program), str(source), str(root), str(workers)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=Path.cwd()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("shards", (1, 2)),
+        pytest.param("shards", (2, 4), marks=pytest.mark.long),
+        pytest.param("folder", (1, 2, 4), marks=pytest.mark.long),
+        pytest.param("table", (1, 2, 4), marks=pytest.mark.long),
+    ],
+)
+def test_the_bytes_do_not_depend_on_the_number_of_processes(
+    kind: str, counts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    settings = ImageSettings(validation_share=0.2)
+    if kind == "folder":
+        monkeypatch.setattr("scaletrain_cli.data.images.listing._FILES_OF_A_UNIT", 5)
+        write_folder(source, [f"{kind}/{number}.jpg" for kind in "ab" for number in range(10)])
+    elif kind == "shards":
+        write_shards(source, 5, 4)
+    else:
+        monkeypatch.setattr("scaletrain_cli.data.images.tables.UNIT_BYTES", 3000)
+        write_table(source / "a.parquet", {"image": [image_bytes(n) for n in range(20)], "label": [0] * 20})
+    built = [index(source, tmp_path / f"runs-{workers}", settings, workers) for workers in counts]
+    assert len({each.name for each in built}) == 1
+    assert all(files_below(each) == files_below(built[0]) for each in built[1:])
+    assert json.loads((built[0] / "dataset.json").read_text())["train_samples"] > 5
+    assert not list(tmp_path.glob("runs-*/datasets/.steps/*/units"))
+
+
+@pytest.mark.long
+def test_kills_and_processes_at_the_same_time_change_nothing(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "source", 24, 60)
+    expected = files_below(index(source, tmp_path / "alone", SETTINGS))
+    root = tmp_path / "runs"
+    generator = np.random.default_rng(0)
+    kills = 0
+    for _ in range(12):
+        running = [process(source, root, workers) for workers in (1, 2)]
+        time.sleep(0.3 + 0.9 * generator.random())
+        for each in running:
+            kills += each.poll() is None
+            os.killpg(each.pid, signal.SIGKILL) if each.poll() is None else None
+            each.communicate()
+    assert kills >= 6
+    running = [process(source, root, workers) for workers in (1, 2, 1)]
+    answers = [each.communicate(timeout=300) for each in running]
+    assert [each.returncode for each in running] == [0, 0, 0], answers
+    (path,) = {answer[0].strip() for answer in answers}
+    assert files_below(Path(path)) == expected
+    assert sorted(each.name for each in (root / "datasets").iterdir()) == [".steps", Path(path).name]
+    left = {str(each.relative_to(root)) for each in (root / "datasets/.steps").rglob("*") if each.is_file()}
+    assert all(name.endswith("indexed.json") for name in left), left
+
+
+def test_a_killed_build_is_continued_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_shards(tmp_path / "source", 4, 3)
+    expected = files_below(index(source, tmp_path / "alone", SETTINGS))
+    read = index_module._index_unit
+    done: list[int] = []
+
+    def fails_at_the_third(folder: Path, settings: ImageSettings, names: object, given: tuple[int, object]) -> None:
+        if len(done) == 2 and "continued" not in os.environ:
+            raise UsageError("killed")
+        done.append(given[0])
+        read(folder, settings, names, given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(index_module, "_index_unit", fails_at_the_third)
+    with pytest.raises(UsageError, match="killed"):
+        index(source, tmp_path / "runs", SETTINGS)
+    assert find_indexed(str(source), SETTINGS, tmp_path / "runs") is None
+    assert [each.name for each in (tmp_path / "runs/datasets").iterdir()] == [".steps"]
+    monkeypatch.setenv("continued", "1")
+    assert files_below(index(source, tmp_path / "runs", SETTINGS)) == expected
+    assert sorted(done) == [0, 1, 2, 3]  # each unit once
+
+
+def test_an_index_is_found_until_its_source_or_its_settings_change(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "a", ["cat/1.jpg", "cat/2.jpg", "dog/3.jpg"]) and tmp_path / "a"
+    runs, settings = tmp_path / "runs", ImageSettings(validation_share=0.0)
+    assert find_indexed(str(source), settings, runs) is None
+    first = index(source, runs, settings)
+    assert find_indexed(str(source), settings, runs) == first == index(source, runs, settings)
+    assert find_indexed("a", settings, runs, tmp_path) == first
+    assert find_indexed(str(source), ImageSettings(validation_share=0.5), runs) is None
+    (source / "cat/1.jpg").write_bytes((source / "cat/1.jpg").read_bytes())  # written again, with the same content
+    assert find_indexed(str(source), settings, runs) is None
+    assert index(source, runs, settings) == first
+    (source / "cat/1.jpg").write_bytes(image_bytes(7))
+    assert (second := index(source, runs, settings)) != first
+    (source / "cat/4.jpg").write_bytes(image_bytes(8))
+    assert index(source, runs, settings) not in (first, second)
+    assert len(open_images(second)["train"]) == 3
+
+
+def test_a_removed_index_is_built_again(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "a", 2, 2)
+    dataset = index(source, tmp_path / "runs", SETTINGS)
+    expected = files_below(dataset)
+    (dataset / "dataset.json").unlink()
+    assert find_indexed(str(source), SETTINGS, tmp_path / "runs") is None
+    assert files_below(index(source, tmp_path / "runs", SETTINGS)) == expected
+
+
+def test_a_source_elsewhere_has_an_index_of_its_own(tmp_path: Path) -> None:
+    datasets = [index(write_shards(tmp_path / name, 1, 3), tmp_path / "runs") for name in ("a", "b")]
+    assert datasets[0] != datasets[1]
+    assert describe_index(datasets[0])["content"] == describe_index(datasets[1])["content"]
+
+
+def test_a_sample_takes_43_bytes_beside_its_text(tmp_path: Path) -> None:
+    assert SAMPLE.itemsize == index_module._PACKED.size == 43
+    dataset = index(write_shards(tmp_path / "a", 1, 9), tmp_path / "runs")
+    assert (dataset / "train.samples.bin").stat().st_size == 9 * 43
+    assert (dataset / "train.text.bin").stat().st_size == 9 * len("000000000.jpg")
+
+
+@pytest.mark.long
+def test_opening_an_index_of_a_million_samples_reads_little_of_it(tmp_path: Path) -> None:
+    dataset = index(write_shards(tmp_path / "a", 1, 2), tmp_path / "runs")
+    program = (
+        "import resource, sys; from pathlib import Path\n"
+        "from scaletrain_cli.data.images.reading import open_images\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "samples = open_images(Path(sys.argv[1]))['train']\n"
+        "for number in range(0, len(samples), max(1, len(samples) // 200)): samples.read(number)\n"
+        "print(len(samples), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    _grow(dataset, 1_000_000)
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(dataset)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert int(answer[0]) == 1_000_000
+    assert int(answer[1]) < 8 << 10, "KiB of memory, for an index of 43 MB"
+
+
+def _grow(dataset: Path, count: int) -> None:
+    """Repeat the first sample of an index until it has ``count``."""
+    from scaletrain_cli.data.chunk_hashes import HashedFile
+    from scaletrain_cli.data.pipeline.shards import seal_of
+
+    record = (dataset / "train.samples.bin").read_bytes()[: SAMPLE.itemsize]
+    with HashedFile(dataset / "train.samples.bin") as file:
+        for _ in range(100):
+            file.write(record * (count // 100))
+        file.finish()
+    document = json.loads((dataset / "dataset.json").read_text()) | {"train_samples": count}
+    (dataset / "dataset.json").write_text(json.dumps(document | {"seal": seal_of(document)}))
