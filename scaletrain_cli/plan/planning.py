@@ -100,6 +100,7 @@ def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Foun
         assumptions=(
             *assumptions(spec, chosen.layout, device, size.parameters),
             *feed_assumptions(spec, chosen.layout, time),
+            *workload_of(spec.model).feed_assumptions(spec, chosen.layout, time),
         ),
         sanity=check_recipe(spec, chosen.layout, size, device),
         training_stages=workload_of(spec.model).training_stages(spec, chosen.layout, device),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from scaletrain_cli.plan.advice.explain_images import loader_questions
 from scaletrain_cli.plan.advice.explain_speed import speed_questions
 from scaletrain_cli.plan.advice.explain_training import training_questions
 from scaletrain_cli.plan.advice.explanation import Question, Row, distinct, modes, on_one_rank, row, sized
@@ -47,6 +48,7 @@ def _questions(spec: RunSpec, plan: RunPlan, device: Accelerator) -> Iterator[Qu
             yield from _pipeline(spec, plan, base, device)
     if plan.memory.fits:
         yield from speed_questions(spec, plan, device)
+        yield from loader_questions(spec, plan)
 
 
 def _plain(layout: Layout) -> Layout:

@@ -11,7 +11,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.reliability.durability import SPOT_HOURS_BETWEEN_PREEMPTIONS, gpu_hours_between_failures
 from scaletrain_cli.plan.result import Durability, Layout, Memory, Time
 from scaletrain_cli.plan.search.engine_support import unsupported
-from scaletrain_cli.plan.search.layouts import is_contrastive
+from scaletrain_cli.plan.search.layouts import accumulation_changes_loss
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
@@ -29,6 +29,7 @@ def warnings(
         *_about_host_memory(spec, layout, memory, durability),
         *_about_device(spec, device),
         *_about_attention(spec, layout, memory, time, device),
+        *workload_of(spec.model).layout_warnings(spec, layout, time),
         *_about_durability(spec, durability, time),
     )
 
@@ -47,7 +48,7 @@ def _about_layout(spec: RunSpec, layout: Layout, memory: Memory) -> Iterator[Rea
         yield Reason("plan.nearly-full", {"share": memory.peak / memory.capacity})
     if spec.training.compile is True and layout.zero_stage == 3 and framework.is_engine:
         yield Reason("plan.compile-under-zero-3")
-    if is_contrastive(spec) and layout.gradient_accumulation_steps > 1:
+    if accumulation_changes_loss(spec) and layout.gradient_accumulation_steps > 1:
         accumulation, batch = layout.gradient_accumulation_steps, layout.global_batch_size
         seen = {"accumulation": accumulation, "seen": batch // accumulation, "batch": batch}
         yield Reason("plan.accumulation-changes-loss", seen)

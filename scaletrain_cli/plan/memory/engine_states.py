@@ -318,7 +318,15 @@ def engine_states(
 
     ``trained``: what trains; None: what the first step trains.
     """
-    tensors = stage_tensors(spec, layout, stage, trained or stage_of_step(spec, 1))
+    return states_of_tensors(
+        spec, layout, stage_tensors(spec, layout, stage, trained or stage_of_step(spec, 1)), replica
+    )
+
+
+def states_of_tensors(
+    spec: RunSpec, layout: Layout, tensors: StageTensors, replica: int | None = None
+) -> tuple[ModelStates, int]:
+    """Return the same for any model, from its tensors on one rank."""
     ranks = _ranks(spec, layout)
     # A pipeline stage that trains nothing has an optimizer of one number.
     shared_groups = tensors.trained or (SharedGroup(_ANCHOR),)

@@ -19,7 +19,6 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Time
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
-from scaletrain_cli.plan.trained_stages import trained_stages
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
 
@@ -49,8 +48,7 @@ class Bounds:
         self.spec, self.device, self.checkpointing = spec, device, checkpointing
         self._workload = workload_of(spec.model)
         self._layers = self._workload.layers(spec)
-        trained = trained_stages(spec)
-        self._stages, self._uniform = len(trained), all(stage.is_uniform for stage in trained)
+        self._stages, self._uniform = self._workload.stages_alike(spec)
         self._sizes = micro_batch_sizes(spec, Axes(1, 1, 1, 1, 1, 1, 1))
         self._micro_batches: dict[tuple[int | str, ...], tuple[float, float]] = {}
         self._alone_seconds: dict[tuple[int | str, ...], tuple[float, float]] = {}
@@ -152,7 +150,7 @@ class Bounds:
         layout = replace(
             layout, gradient_accumulation_steps=micro_batches, global_batch_size=batch, cross_entropy="whole"
         )
-        return self._workload.time(self.spec, layout, self.device)[0]
+        return self._workload.least_time(self.spec, layout, self.device)
 
     def _states_of(self, axes: Axes, zero_stage: int, offload: str) -> _States:
         key = (axes.tensor, axes.expert, zero_stage, offload)

@@ -73,6 +73,7 @@ def _beyond_this_engine(spec: RunSpec, layout: Layout) -> Iterator[Rule]:
     workload = workload_of(spec.model)
     yield from workload.engine_rules(spec, layout.tensor_parallel)
     yield from workload.engine_problems(spec)
+    yield from workload.engine_layout_rules(spec, layout)
     yield from _about_precision(spec)
     yield from _about_optimizer(spec, layout)
     yield from _about_what_trains(spec, layout)

@@ -13,7 +13,7 @@ from scaletrain_cli.plan.axes import CHECKPOINTING, OFFLOAD, Axes
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.result import Alternative, Layout, Memory, Network, Rejection, Time
 from scaletrain_cli.plan.search.bounds import Bounds
-from scaletrain_cli.plan.search.layouts import build_layout, checkpointing_modes, describe, is_contrastive
+from scaletrain_cli.plan.search.layouts import accumulation_changes_loss, build_layout, checkpointing_modes, describe
 from scaletrain_cli.plan.search.search_space import Group, RejectionCounts, groups
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
@@ -187,7 +187,7 @@ def alternatives(spec: RunSpec, device: Accelerator, found: Found, chosen: Candi
     left = max(0, MOST_ALTERNATIVES - len(found.fitting))
     nearest = sorted(found.too_large, key=lambda sized: sized.memory.peak)[: left + 1]
     sized = [*found.fitting, *(evaluate(spec, sized.layout, device) for sized in nearest)]
-    return best_alternatives(sized, chosen, contrastive=is_contrastive(spec))
+    return best_alternatives(sized, chosen, contrastive=accumulation_changes_loss(spec))
 
 
 def search(
@@ -215,7 +215,7 @@ class _Search:
         self.bounds = Bounds(spec, device, checkpointing_modes(spec)[0])
         self.workload = workload_of(spec.model)
         self.modes = checkpointing_modes(spec)
-        self.contrastive = is_contrastive(spec)
+        self.contrastive = accumulation_changes_loss(spec)
         self.fitting: list[Candidate] = []
         self.too_large: list[Sized] = []
         self.considered = 0

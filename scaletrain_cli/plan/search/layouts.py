@@ -50,9 +50,9 @@ def offload_modes(spec: RunSpec, axes: Axes) -> list[str]:
     return [mode for mode in capabilities(spec).offload if zero_stages(spec, axes, mode)]
 
 
-def is_contrastive(spec: RunSpec) -> bool:
-    """Return whether the loss compares the samples of a micro-batch, so that gradient accumulation changes it."""
-    return workload_of(spec.model).contrastive(spec)
+def accumulation_changes_loss(spec: RunSpec) -> bool:
+    """Return whether the loss compares only the samples of a micro-batch, so that gradient accumulation changes it."""
+    return workload_of(spec.model).accumulation_changes_loss(spec)
 
 
 def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
@@ -65,8 +65,10 @@ def micro_batch_sizes(spec: RunSpec, axes: Axes) -> list[int]:
         return [pinned]
     per_rank = spec.training.global_batch_size // axes.data
     found = divisors(per_rank)[:_MOST_MICRO_BATCHES]
-    if is_contrastive(spec) and found[-1] != per_rank:
+    if workload_of(spec.model).contrastive(spec) and found[-1] != per_rank:
         found.append(per_rank)
+    multiple = workload_of(spec.model).micro_batch_multiple(spec)
+    found = [size for size in found if size % multiple == 0] or found
     if axes.virtual > 1:
         found = [size for size in found if per_rank // size % axes.pipeline == 0]
     fewest = framework_of(spec).fewest_micro_batches(axes.pipeline)

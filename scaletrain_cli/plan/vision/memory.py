@@ -21,14 +21,15 @@ from scaletrain_cli.plan.memory.states import (
     step_temporary_bytes,
     weight_bytes,
 )
+from scaletrain_cli.plan.parameters import Stage
 from scaletrain_cli.plan.result import Layout, Memory, StageMemory
 from scaletrain_cli.plan.stages import Shard, zero_shards
-from scaletrain_cli.plan.vision.networks import autocasts, planned_network
+from scaletrain_cli.plan.vision.losses import loss_bytes, views
+from scaletrain_cli.plan.vision.networks import autocasts, planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
+from scaletrain_cli.plan.vision.states import vision_states
+from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
 from scaletrain_cli.spec import RunSpec
-
-# Bytes per logit, as for text: three fp32 values alive at once (log-probability and two gradients).
-_LOGIT_BYTES = 12
 
 
 class Activations(NamedTuple):
@@ -39,39 +40,49 @@ class Activations(NamedTuple):
 
 
 def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
-    """Return the memory of a rank compared with the device; all ranks are alike."""
-    whole = planned_network(spec, device)
+    """Return the memory of a rank compared with the device, in the stage of the run that needs most."""
+    ranks = [stage_memory(spec, layout, device, stage) for stage in stages_of_run(spec)]
+    fullest = max(ranks, key=lambda rank: rank.peak)
+    return against_device(fullest, (fullest,), framework_of(spec), device)
+
+
+def stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
+    """Return the bytes of a rank while the run trains what ``stage`` states (None: everything); all ranks are alike."""
+    whole = trained_network(planned_network(spec, device), vision_model(spec), stage)
     element = weight_bytes(spec.training.precision)
-    held = activation_bytes(whole, layout.micro_batch_size, element, layout.activation_checkpointing)
+    images = layout.micro_batch_size * views(spec)
+    held = activation_bytes(whole, images, element, layout.activation_checkpointing)
+    logits = loss_bytes(spec, whole, layout, element)
     if autocasts(spec):
         # Weights are fp32; autocast caches their 16-bit copies from forward to backward (torch/amp, weight cache).
         held = Activations(*(size + element * whole.parameters for size in held))
         training = spec.training.model_copy(update={"precision": "fp32", "grad_dtype": "fp32"})
         spec = spec.model_copy(update={"training": training})
-    logits = loss_bytes(whole, layout.micro_batch_size, layout.data_parallel, element)
-    rank = _rank_memory(spec, layout, device, whole, held, logits)
-    return against_device(rank, (rank,), framework_of(spec), device)
-
-
-def saved_vision_bytes(spec: RunSpec, layout: Layout, device: Accelerator) -> int:
-    """Return the bytes that autograd saves for one micro-batch of a rank, without the loss."""
-    whole, element = planned_network(spec, device), weight_bytes(spec.training.precision)
-    return activation_bytes(whole, layout.micro_batch_size, element, layout.activation_checkpointing).kept
+    return _rank_memory(spec, layout, device, whole, stage, held, logits)
 
 
 def _rank_memory(
-    spec: RunSpec, layout: Layout, device: Accelerator, whole: VisionNetwork, held: Activations, logits: int
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    whole: VisionNetwork,
+    stage: Stage | None,
+    held: Activations,
+    logits: int,
 ) -> StageMemory:
     """Return the bytes in the fullest of three phases: the loss, the backward pass, the optimizer's update."""
-    training, shards, stage, count = spec.training, zero_shards(layout), layout.zero_stage, whole.parameters
+    training, shards, zero, framework = spec.training, zero_shards(layout), layout.zero_stage, framework_of(spec)
     precision, grad_dtype = training.precision, training.grad_dtype
-    shard = Shard(count, 0, max(block.parameters for block in whole.blocks))
-    framework = framework_of(spec)
-    states = rank_states(spec, layout, shard, framework.master_weights)
+    every, largest = whole.parameters, max(block.parameters for block in whole.blocks)
+    count = every if stage is None else trained_count(spec, stage)
+    if framework.is_engine and not autocasts(spec):
+        states = vision_states(spec, layout, stage)
+    else:
+        states = rank_states(spec, layout, Shard(count, 0, largest), framework.master_weights)
     element, grads = weight_bytes(precision), gradient_bytes(precision, grad_dtype)
-    buffers = communication_buffer_bytes(count, shard.largest_block, stage, element, grads, shards, pipeline=False)
-    buffers += second_gradient_bytes(count, precision, grad_dtype, stage, shards, layout.gradient_accumulation_steps)
-    step = step_temporary_bytes(count, precision, grad_dtype, stage, shards, training.optimizer.name)
+    buffers = communication_buffer_bytes(count, largest, zero, element, grads, shards, pipeline=False, gathered=every)
+    buffers += second_gradient_bytes(count, precision, grad_dtype, zero, shards, layout.gradient_accumulation_steps)
+    step = step_temporary_bytes(count, precision, grad_dtype, zero, shards, training.optimizer.name)
     phases = (
         PhaseMemory(held.kept, logits, buffers, 0),
         PhaseMemory(held.backward, 0, buffers, 0),
@@ -89,15 +100,20 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
 
     While a block runs backward, the activations of later blocks are freed and those of earlier ones are still saved. In
     addition there are gradients of the output and input of one operation, and of the block's residual connection. A
-    checkpointed block first recomputes its activations. ``samples``: per micro-batch; ``element``: bytes per element.
+    checkpointed block first recomputes its activations. Frozen blocks before all that train save nothing, but their
+    last output if the next operation reads it. ``samples``: images per micro-batch; ``element``: bytes per element.
     """
     full = checkpointing == "full"
-    kept, most = 0, 0
+    kept, most, entering = 0, 0, 0
     for block in whole.blocks:
+        if block.training == "frozen":
+            entering = samples * element * block.operations[-1].kept
+            continue
         inside = _kept(block, samples, element)
         repeated = full and block.input > 0
         each = samples * element * block.input if repeated else inside
-        kept += block.count * each
+        kept += block.count * each + (0 if repeated else entering)
+        entering = 0
         skipped = block.operations[-1].outputs
         gradients = samples * element * (skipped + max(operation.gradients for operation in block.operations))
         most = max(most, kept + gradients + (inside if repeated else 0))
@@ -106,17 +122,9 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
 
 def _kept(block: Block, samples: int, element: int) -> int:
     """Return the bytes that one block saves for its backward pass."""
-    per_sample = sum(element * operation.kept + operation.kept_bytes for operation in block.operations)
+    passed = block.training == "passed"
+    per_sample = sum(
+        element * (operation.kept - (operation.kept_for_weights if passed else 0)) + operation.kept_bytes
+        for operation in block.operations
+    )
     return samples * per_sample + sum(operation.kept_once_bytes for operation in block.operations)
-
-
-def loss_bytes(whole: VisionNetwork, samples: int, ranks: int, element: int) -> int:
-    """Return the bytes of a micro-batch's logits: samples x classes, or for CLIP samples x samples of all ranks, twice.
-
-    A contrastive loss gathers the features of all ranks and compares images with texts and texts with images. A rank
-    computes only the rows of its own samples (OpenCLIP, ``local_loss``). Each gathered feature has a gradient.
-    """
-    if not whole.features:
-        return samples * whole.classes * _LOGIT_BYTES
-    everyone = samples * ranks
-    return 2 * samples * everyone * _LOGIT_BYTES + 2 * everyone * whole.features * element

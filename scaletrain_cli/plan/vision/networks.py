@@ -52,16 +52,18 @@ def resnet(model: ResNetSpec) -> VisionNetwork:
         max_pool(width, side**2, pooled**2),
     )
     blocks, side, channels = [Block(stem)], pooled, width
-    layer = _bottleneck if model.layer_type == "bottleneck" else _basic
+    layer, number = _bottleneck if model.layer_type == "bottleneck" else _basic, 0
     for index, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
         out = side if index == 0 else _halved(side)
-        blocks.append(Block(layer(channels, features, side, out, last), input=channels * side**2))
+        first = layer(channels, features, side, out, last)
+        blocks.append(Block(first, input=channels * side**2, place="block", first=number))
         if depth > 1:
-            blocks.append(Block(layer(features, features, out, out, last), depth - 1, input=features * out**2))
-        side, channels = out, features
+            others = layer(features, features, out, out, last)
+            blocks.append(Block(others, depth - 1, features * out**2, "block", number + 1))
+        side, channels, number = out, features, number + depth
     pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
-    blocks.append(Block((pooling, linear(1, channels, model.num_labels, kept=False))))
-    return VisionNetwork(tuple(blocks), classes=model.num_labels)
+    blocks.append(Block((pooling, linear(1, channels, model.num_labels, kept=False)), place="closing"))
+    return VisionNetwork(tuple(blocks), classes=model.num_labels, pooled=channels)
 
 
 def _conv_norm(
@@ -107,23 +109,27 @@ def convnext(model: ConvNextSpec, *, autocast: bool) -> VisionNetwork:
     patches = convolution(
         model.num_channels, channels, model.patch_size, model.image_size**2, side**2, bias=True, of_images=True
     )
-    blocks = [Block((image, patches, layer_norm(channels, side**2, autocast=autocast)))]
+    blocks, number = [Block((image, patches, layer_norm(channels, side**2, autocast=autocast)))], 0
     for index, (features, depth) in enumerate(zip(model.hidden_sizes, model.depths, strict=True)):
         if index:
             half = side // 2
             halving = convolution(channels, features, 2, side**2, half**2, bias=True)
-            blocks.append(Block((layer_norm(channels, side**2, autocast=autocast), halving)))
+            norm = layer_norm(channels, side**2, autocast=autocast)
+            blocks.append(Block((norm, halving), place="block", first=number))
             side = half
         layer = _convnext_layer(model, features, side**2, autocast)
+        size = features * side**2
         if index < len(model.depths) - 1:
-            blocks.append(Block(layer, depth, input=features * side**2))
+            blocks.append(Block(layer, depth, size, "block", number))
         else:  # no later operation saves the last residual sum
-            blocks += [Block(layer, depth - 1, input=features * side**2)] if depth > 1 else []
-            blocks.append(Block((*layer[:-1], replace(layer[-1], kept=0)), input=features * side**2))
-        channels = features
+            blocks += [Block(layer, depth - 1, size, "block", number)] if depth > 1 else []
+            last = (*layer[:-1], replace(layer[-1], kept=0))
+            blocks.append(Block(last, 1, size, "block", number + depth - 1))
+        channels, number = features, number + depth
     pooling = Operation(kept=channels, inputs=channels * side**2, outputs=channels, moved_back=channels * side**2)
-    blocks.append(Block((pooling, layer_norm(channels, 1), linear(1, channels, model.num_labels, kept=False))))
-    return VisionNetwork(tuple(blocks), classes=model.num_labels)
+    head = (pooling, layer_norm(channels, 1), linear(1, channels, model.num_labels, kept=False))
+    blocks.append(Block(head, place="closing"))
+    return VisionNetwork(tuple(blocks), classes=model.num_labels, pooled=channels)
 
 
 def _convnext_layer(model: ConvNextSpec, channels: int, pixels: int, autocast: bool) -> tuple[Operation, ...]:
@@ -132,8 +138,8 @@ def _convnext_layer(model: ConvNextSpec, channels: int, pixels: int, autocast: b
         depthwise_convolution(channels, 7, pixels),
         layer_norm(channels, pixels, autocast=autocast),
         linear(pixels, channels, wide),
-        activation(wide * pixels),
-        linear(pixels, wide, channels, kept=scaled),
+        activation(wide * pixels, before_linear=True),
+        linear(pixels, wide, channels, kept=scaled, scaled=scaled),
         *((layer_scale(channels, pixels, autocast=autocast),) if scaled else ()),
         addition(channels * pixels, autocast=autocast, scaled=scaled),
     )
@@ -153,10 +159,11 @@ def vit(model: VitSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
     return VisionNetwork(
         (
             Block(build.patches(model.num_channels, model.image_size, model.patch_size, hidden, bias=True)),
-            Block(layer, model.num_hidden_layers, input=tokens * hidden * build.stream),
-            Block((build.norm(hidden, tokens), linear(1, hidden, model.num_labels, kept=False))),
+            Block(layer, model.num_hidden_layers, tokens * hidden * build.stream, "block"),
+            Block((build.norm(hidden, tokens), linear(1, hidden, model.num_labels, kept=False)), place="closing"),
         ),
         classes=model.num_labels,
+        pooled=hidden,
     )
 
 
@@ -179,14 +186,18 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
     )
     seen = build.layer(tokens, image.hidden_size, image.num_attention_heads, image.intermediate_size)
     read = build.layer(words, text.hidden_size, text.num_attention_heads, text.intermediate_size)
+    ends = (
+        (build.norm(image.hidden_size, 1), linear(1, image.hidden_size, joint, bias=False, kept=False)),
+        (build.norm(text.hidden_size, words), linear(1, text.hidden_size, joint, bias=False, kept=False)),
+    )
     return VisionNetwork(
         (
-            Block((*patches, build.norm(image.hidden_size, tokens))),
-            Block(seen, image.num_hidden_layers, input=tokens * image.hidden_size * build.stream),
-            Block((build.norm(image.hidden_size, 1), linear(1, image.hidden_size, joint, bias=False, kept=False))),
-            Block((table,)),
-            Block(read, text.num_hidden_layers, input=words * text.hidden_size * build.stream),
-            Block((build.norm(text.hidden_size, words), linear(1, text.hidden_size, joint, bias=False, kept=False))),
+            Block((*patches, build.norm(image.hidden_size, tokens)), tower="image"),
+            Block(seen, image.num_hidden_layers, tokens * image.hidden_size * build.stream, "block", tower="image"),
+            Block(ends[0], place="closing", tower="image"),
+            Block((table,), tower="text"),
+            Block(read, text.num_hidden_layers, words * text.hidden_size * build.stream, "block", tower="text"),
+            Block(ends[1], place="closing", tower="text"),
         ),
         features=2 * joint,
     )
@@ -235,7 +246,7 @@ class _Builder:
             joined,
             self.norm(hidden, rows),
             linear(rows, hidden, inner),
-            activation(rows * inner, 2 if self.quick_gelu else 1),
+            activation(rows * inner, 2 if self.quick_gelu else 1, before_linear=True),
             linear(rows, inner, hidden, kept=False),
             joined,
         )
@@ -285,7 +296,7 @@ def _fuses_attention(spec: RunSpec, device: Accelerator) -> bool:
 
 def training_flops(model: VisionSpec) -> int:
     """Return the FLOPs of one sample, forward and backward: 6 per multiply-accumulate of the forward pass."""
-    return 6 * network(model).macs
+    return network(model).training_flops
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,8 @@ counted once, at the operation that produces it. Convolutions, linear layers and
 output, GELU its input, BatchNorm and LayerNorm their input with a mean and an inverse root; additions, mean pooling and
 views need nothing. In-place ReLU and addition change no count, because what they overwrite would not be saved.
 
+``kept_for_weights`` is the part of it that only the gradient of a weight needs, so that frozen weights spare it.
+
 ``autocast``: torch.autocast over fp32 weights. LayerNorm and softmax then compute in fp32 (torch/amp, "CUDA Ops that
 can autocast to float32"), and so do sums and products with their results. The next matrix product makes a 16-bit copy
 of its input, and saves it. An fp32 value counts as two elements.
@@ -76,8 +78,13 @@ def depthwise_convolution(channels: int, kernel: int, pixels: int) -> Operation:
     )
 
 
-def linear(rows: int, channels: int, features: int, *, bias: bool = True, kept: bool = True) -> Operation:
-    """Return a linear layer on ``rows`` rows, from ``channels`` to ``features``; ``kept``: its output is saved."""
+def linear(
+    rows: int, channels: int, features: int, *, bias: bool = True, kept: bool = True, scaled: bool = False
+) -> Operation:
+    """Return a linear layer on ``rows`` rows, from ``channels`` to ``features``; ``kept``: its output is saved.
+
+    ``scaled``: a layer scale follows, which needs the output for its own gradient only.
+    """
     inputs, outputs = rows * channels, rows * features
     return Operation(
         parameters=channels * features + (features if bias else 0),
@@ -85,6 +92,7 @@ def linear(rows: int, channels: int, features: int, *, bias: bool = True, kept: 
         columns=features,
         depth=channels,
         kept=outputs if kept else 0,
+        kept_for_weights=outputs if scaled else 0,
         inputs=inputs,
         outputs=outputs,
         moved_back=2 * (inputs + outputs) + (outputs if bias else 0),
@@ -110,6 +118,7 @@ def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation
     return Operation(
         parameters=2 * channels,
         kept=size,
+        kept_for_weights=size,
         kept_bytes=2 * _FP32 * rows,
         inputs=size * (4 if autocast else 1),
         outputs=size * (3 if autocast else 1),
@@ -118,10 +127,18 @@ def layer_norm(channels: int, rows: int, *, autocast: bool = False) -> Operation
     )
 
 
-def activation(size: int, kept: int = 1) -> Operation:
-    """Return an activation function on ``size`` elements; ``kept`` is 2 for QuickGELU, a sigmoid and a product."""
+def activation(size: int, kept: int = 1, *, before_linear: bool = False) -> Operation:
+    """Return an activation function on ``size`` elements; ``kept`` is 2 for QuickGELU, a sigmoid and a product.
+
+    ``before_linear``: only the linear layer that follows saves its result, as of GELU and of QuickGELU's product.
+    """
     return Operation(
-        pointwise=True, kept=kept * size, inputs=kept * size, outputs=kept * size, moved_back=3 * kept * size
+        pointwise=True,
+        kept=kept * size,
+        kept_for_weights=size if before_linear else 0,
+        inputs=kept * size,
+        outputs=kept * size,
+        moved_back=3 * kept * size,
     )
 
 
@@ -147,6 +164,7 @@ def max_pool(channels: int, pixels: int, out_pixels: int) -> Operation:
     indices = _INDEX // 2 * outputs  # in 16-bit elements
     return Operation(
         kept=outputs,
+        kept_for_weights=outputs,
         kept_bytes=_INDEX * outputs,
         inputs=inputs,
         outputs=outputs + indices,
@@ -224,6 +242,7 @@ class Operation:
     depthwise: bool = False  # each channel separately, without tensor cores
     pointwise: bool = False  # each output element needs only the input element at its position
     kept: int = 0  # elements saved for the backward pass
+    kept_for_weights: int = 0  # those of them that only the gradient of a weight needs
     kept_bytes: int = 0  # bytes saved in fixed types: statistics and indices
     kept_once_bytes: int = 0  # the same, per micro-batch instead of per sample
     inputs: int = 0  # elements read in the forward pass
@@ -250,11 +269,20 @@ class Operation:
 
 @dataclass(frozen=True)
 class Block:
-    """Operations that activation checkpointing recomputes together; the network has ``count`` such blocks in a row."""
+    """Operations that activation checkpointing recomputes together; the network has ``count`` such blocks in a row.
+
+    ``tower``, ``place`` and ``first``, the number of the first of the blocks, find its parameters (parameters.py).
+    ``training``: ``trained``; ``passed``, if its weights are frozen and gradients pass through it; ``frozen``, if
+    neither, so that nothing is saved and there is no backward pass.
+    """
 
     operations: tuple[Operation, ...]
     count: int = 1
     input: int = 0  # elements that a checkpointed block saves; 0: the block is never checkpointed
+    place: str = "opening"
+    first: int = 0
+    tower: str = ""
+    training: str = "trained"
 
     @property
     def parameters(self) -> int:
@@ -274,6 +302,7 @@ class VisionNetwork:
     blocks: tuple[Block, ...]
     features: int = 0  # elements per sample that contrastive learning gathers from all ranks; 0: a classifier
     classes: int = 0
+    pooled: int = 0  # elements of the features before the classifier
 
     @property
     def parameters(self) -> int:
@@ -285,3 +314,9 @@ class VisionNetwork:
     def macs(self) -> int:
         """Multiply-accumulate operations of a forward pass per sample, with unmasked attention, without the loss."""
         return sum(block.macs * block.count for block in self.blocks)
+
+    @property
+    def training_flops(self) -> int:
+        """FLOPs of one sample: 2 per product with addition forward, and 2 for each of the two gradients computed."""
+        passes = {"trained": 6, "passed": 4, "frozen": 2}
+        return sum(passes[block.training] * block.macs * block.count for block in self.blocks)

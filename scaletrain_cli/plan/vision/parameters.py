@@ -22,7 +22,7 @@ class VisionParameter(NamedTuple):
     ``place``: ``block`` (with its number from 0 in ``block``, counted by tower), ``embedding`` of tokens, ``opening``
     for all else before the blocks, or ``closing``. ``below``: number of layers between it and the head, as layer-wise
     learning rates count them. ``decays``: False for class tokens, positions, layer scale and logit scale, and for all
-    vectors; these have no weight decay.
+    vectors; these have no weight decay. ``tower``: ``image`` or ``text`` in CLIP, else empty.
     """
 
     name: str
@@ -30,6 +30,7 @@ class VisionParameter(NamedTuple):
     place: str
     block: int | None
     below: int
+    tower: str
     decays: bool
 
 
@@ -50,6 +51,7 @@ class _Place(NamedTuple):
     place: str
     block: int | None
     below: int
+    tower: str = ""
 
 
 _HEAD = _Place("closing", None, 0)
@@ -164,25 +166,26 @@ def _clip(model: ClipSpec) -> Iterator[VisionParameter]:
     yield _parameter("logit_scale", (), _HEAD)
     yield from _text_tower(text, "text_model")
     yield from vision_tower(image, "vision_model", 0)
-    yield from _linear("visual_projection", image.hidden_size, model.projection_dim, _HEAD, bias=False)
-    yield from _linear("text_projection", text.hidden_size, model.projection_dim, _HEAD, bias=False)
+    for name, tower, size in (("visual", "image", image.hidden_size), ("text", "text", text.hidden_size)):
+        at = _HEAD._replace(tower=tower)
+        yield from _linear(f"{name}_projection", size, model.projection_dim, at, bias=False)
 
 
 def _text_tower(tower: ClipTextSpec, path: str) -> Iterator[VisionParameter]:
     hidden, total = tower.hidden_size, tower.num_hidden_layers
-    table = _Place("embedding", None, total + 1)
+    table = _Place("embedding", None, total + 1, "text")
     yield _parameter(f"{path}.embeddings.token_embedding.weight", (tower.vocab_size, hidden), table)
     positions = (tower.max_position_embeddings, hidden)
     opening = table._replace(place="opening")
     yield _parameter(f"{path}.embeddings.position_embedding.weight", positions, opening, decays=False)
-    yield from _clip_layers(tower, path, 0)
-    yield from _norm(f"{path}.final_layer_norm", hidden, _HEAD)
+    yield from _clip_layers(tower, path, 0, "text")
+    yield from _norm(f"{path}.final_layer_norm", hidden, _HEAD._replace(tower="text"))
 
 
 def vision_tower(tower: ClipVisionSpec, path: str, below: int) -> Iterator[VisionParameter]:
     """Yield the parameters of CLIP's image tower under the name ``path``; ``below``: layers after its last block."""
     hidden = tower.hidden_size
-    opening = _Place("opening", None, below + tower.num_hidden_layers + 1)
+    opening = _Place("opening", None, below + tower.num_hidden_layers + 1, "image")
     embeddings = f"{path}.embeddings"
     yield _parameter(f"{embeddings}.class_embedding", (hidden,), opening, decays=False)
     patches = f"{embeddings}.patch_embedding"
@@ -190,16 +193,16 @@ def vision_tower(tower: ClipVisionSpec, path: str, below: int) -> Iterator[Visio
     positions = ((tower.image_size // tower.patch_size) ** 2 + 1, hidden)
     yield _parameter(f"{embeddings}.position_embedding.weight", positions, opening, decays=False)
     yield from _norm(f"{path}.pre_layrnorm", hidden, opening)
-    yield from _clip_layers(tower, path, below)
-    yield from _norm(f"{path}.post_layernorm", hidden, _HEAD._replace(below=below))
+    yield from _clip_layers(tower, path, below, "image")
+    yield from _norm(f"{path}.post_layernorm", hidden, _Place("closing", None, below, "image"))
 
 
-def _clip_layers(tower: ClipVisionSpec | ClipTextSpec, path: str, below: int) -> Iterator[VisionParameter]:
+def _clip_layers(tower: ClipVisionSpec | ClipTextSpec, path: str, below: int, name: str) -> Iterator[VisionParameter]:
     hidden, total = tower.hidden_size, tower.num_hidden_layers
     for layer in range(total):
-        at, block = _Place("block", layer, below + total - layer), f"{path}.encoder.layers.{layer}"
-        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
-            yield from _linear(f"{block}.self_attn.{name}", hidden, hidden, at)
+        at, block = _Place("block", layer, below + total - layer, name), f"{path}.encoder.layers.{layer}"
+        for projection in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            yield from _linear(f"{block}.self_attn.{projection}", hidden, hidden, at)
         yield from _norm(f"{block}.layer_norm1", hidden, at)
         yield from _linear(f"{block}.mlp.fc1", hidden, tower.intermediate_size, at)
         yield from _linear(f"{block}.mlp.fc2", tower.intermediate_size, hidden, at)

@@ -15,13 +15,19 @@ from scaletrain_cli.plan.catalogue.networks import cluster_link
 from scaletrain_cli.plan.frameworks.profile import FrameworkProfile
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import gradient_bytes, weight_bytes
+from scaletrain_cli.plan.parameters import Stage
 from scaletrain_cli.plan.result import Layout, Network, PerStepBytes, StageTime, Time
 from scaletrain_cli.plan.speed.kernels import Rates, flash_attention_seconds, matmul_seconds, memory_seconds, rates
+from scaletrain_cli.plan.speed.step_time import mean_time
 from scaletrain_cli.plan.stages import zero_shards
-from scaletrain_cli.plan.vision.networks import network, planned_network, training_flops, vision_model
+from scaletrain_cli.plan.trained_stages import TrainedStage
+from scaletrain_cli.plan.vision.image_feed import data_wait
+from scaletrain_cli.plan.vision.losses import caches_gradients, feature_width, loss_seconds, views
+from scaletrain_cli.plan.vision.networks import planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Operation, VisionNetwork
-from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.vision_model import VisionSpec
+from scaletrain_cli.plan.vision.parameters import vision_buffers
+from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
+from scaletrain_cli.spec import ResNetSpec, RunSpec
 
 # Share of the rate of large products that batched per-head products reach, as in speed/kernels.py; and the share if
 # rows are not a multiple of 16 bytes, as with 197 tokens, so that elements are loaded one by one (NVIDIA, Matrix
@@ -75,16 +81,19 @@ def pass_seconds(network: VisionNetwork, samples: int, on: Machine) -> tuple[flo
         before = None
         for operation in block.operations:
             fused = on.fuses and operation.pointwise and before is not None and not before.macs
-            ahead, back = _seconds(operation, samples, on, fused)
+            ahead, back = _seconds(operation, samples, on, fused, weights=block.training == "trained")
             forward += block.count * ahead
-            backward += block.count * back
-            launched += 0 if fused else block.count * operation.kernels
+            backward += 0.0 if block.training == "frozen" else block.count * back
+            launched += 0 if fused else block.count * (1 if block.training == "frozen" else operation.kernels)
             before = operation
     return forward, backward, launched
 
 
-def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tuple[float, float]:
-    """Return the (forward, backward) seconds of one operation; ``fused``: it runs in the kernel of the one before."""
+def _seconds(operation: Operation, samples: int, on: Machine, fused: bool, weights: bool) -> tuple[float, float]:
+    """Return the (forward, backward) seconds of one operation; ``fused``: it runs in the kernel of the one before.
+
+    ``weights``: its weights train, so that their gradient is computed, too.
+    """
     rate, element = on.rate, on.rate.element_bytes
     # The intermediate values of a fused operation stay in registers: they are neither written nor read.
     spared = 2 * operation.outputs if fused else 0
@@ -94,19 +103,19 @@ def _seconds(operation: Operation, samples: int, on: Machine, fused: bool) -> tu
     back_moved = memory_seconds(back, operation.kernels - 1 if operation.moved_back and not fused else 0, rate)
     if not operation.macs:
         return ahead_moved, back_moved
-    forward, backward = _product_seconds(operation, samples, on)
+    forward, backward = _product_seconds(operation, samples, on, weights)
     turned = 0.0
     if operation.depthwise or on.matrix_units:  # conversion between channels-first and channels-last
         turned = memory_seconds(samples * element * operation.copied, 0, rate)
     return max(ahead_moved, forward) + turned, max(back_moved, backward) + 2 * turned
 
 
-def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[float, float]:
-    """Return the seconds of arithmetic alone: (forward, gradients of input and weights)."""
+def _product_seconds(operation: Operation, samples: int, on: Machine, weights: bool) -> tuple[float, float]:
+    """Return the seconds of arithmetic alone: (forward, gradients of input and, with ``weights``, of weights)."""
     rate, flops = on.rate, 2.0 * operation.macs * samples
     rows, depth, columns = operation.rows * samples, operation.depth, operation.columns
     if operation.depthwise:
-        return flops / on.depthwise_flops, 2 * flops / on.depthwise_flops
+        return flops / on.depthwise_flops, (2 if weights else 1) * flops / on.depthwise_flops
     if operation.fused_attention:
         width = depth // 2
         causal = flash_attention_seconds(rows, operation.rows, operation.batches, width, width, False, rate)
@@ -120,7 +129,8 @@ def _product_seconds(operation: Operation, samples: int, on: Machine) -> tuple[f
     unbound = replace(rate, memory=inf)  # an implicit GEMM reads each pixel once, not once per filter element
     if operation.convolution:
         unbound = replace(unbound, depth=_CONVOLUTION_DEPTH)
-    forward, backward = matmul_seconds(rows, depth, columns, unbound), _weight_seconds(rows, depth, columns, unbound)
+    forward = matmul_seconds(rows, depth, columns, unbound)
+    backward = _weight_seconds(rows, depth, columns, unbound) if weights else 0.0
     if operation.has_input_gradient:
         backward += matmul_seconds(rows, columns * operation.taps, depth // operation.taps, unbound)
     same_size = operation.inputs * operation.taps == operation.rows * depth
@@ -141,80 +151,129 @@ def _whole(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+_FP32_BYTES = 4
 # Host seconds to launch one kernel of an eager network, including autograd (order of magnitude).
 _ISSUE_SECONDS = 6e-6
 
 
-def plan_vision_time(spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
-    """Return the seconds per optimizer step by cause with derived figures, which count samples instead of tokens."""
-    model, training = vision_model(spec), spec.training
-    profile = framework_of(spec).profile
+def plan_vision_time(
+    spec: RunSpec, layout: Layout, device: Accelerator, *, least: bool = False
+) -> tuple[Time, Network]:
+    """Return the seconds per optimizer step by cause with derived figures, which count samples instead of tokens.
+
+    If stages of the run train different parameters, these are means over its steps. ``least``: without what depends on
+    the global batch, for lower bounds: contrastive losses, a second forward pass, and waiting for data.
+    """
+    stages = stages_of_run(spec)
+    found = [vision_stage_time(spec, layout, device, stage, least=least) for stage in stages]
+    if len(found) == 1:
+        return found[0]
+    steps = tuple(TrainedStage(each.first_step, each.last_step) for each in stages if each is not None)
+    network = max((each for _, each in found), key=lambda each: each.per_step_bytes.data)
+    return mean_time(spec, steps, [time for time, _ in found]), network
+
+
+def vision_stage_time(
+    spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
+) -> tuple[Time, Network]:
+    """Return the same while the run trains what ``stage`` states (None: everything)."""
+    training, profile = spec.training, framework_of(spec).profile
+    whole = trained_network(planned_network(spec, device), vision_model(spec), stage)
+    count = whole.parameters if stage is None else trained_count(spec, stage)
     micro_batches, full = layout.gradient_accumulation_steps, layout.activation_checkpointing == "full"
-    on = machine(device, training.precision, layout.compile)
-    forward, backward, launched = pass_seconds(planned_network(spec, device), layout.micro_batch_size, on)
+    on, images = machine(device, training.precision, layout.compile), views(spec)
+    forward, backward, launched = pass_seconds(whole, images * layout.micro_batch_size, on)
     passes = (2 if full else 1) * forward + backward
     issued = 0.0 if device.is_cpu else launched * _ISSUE_SECONDS
-    compute = micro_batches * (max(passes, issued) + _loss_seconds(model, layout, on.rate))
-    sent, blocking, overlapping = _data_seconds(spec, layout, device, profile)
+    again = forward if caches_gradients(spec, layout) and not least else 0.0
+    compute = micro_batches * (max(passes, issued) + again)
+    compute += 0.0 if least else loss_seconds(spec, whole, layout, on.rate)
+    sent, blocking, overlapping = _data_seconds(spec, layout, device, profile, whole, count, least)
     hidden = min(overlapping, backward) * profile.reduce_overlap
-    exposed = blocking + overlapping - hidden
-    parameters = network(model).parameters
-    updated = parameters if layout.zero_stage == 0 else -(-parameters // zero_shards(layout))
+    exposed = blocking + overlapping - hidden + synchronization_seconds(spec, layout, device)
+    updated = count if layout.zero_stage == 0 else -(-count // zero_shards(layout))
     optimizer = memory_seconds(updated * profile.optimizer, 1, on.rate)
     step = compute + exposed + optimizer
-    samples = layout.global_batch_size
-    flops, peak = training_flops(model), layout.world_size * device.peak_flops(training.precision)
+    waited = 0.0 if least else data_wait(spec, layout, step)
+    step += waited
+    samples, peak = layout.global_batch_size, layout.world_size * device.peak_flops(training.precision)
+    flops = images * whole.training_flops
+    repeated = images * 2 * whole.macs * ((1 if full else 0) + (1 if again else 0))
     time = Time(
         step=step,
         compute=compute,
         exposed_communication=exposed,
         bubble=0.0,
         optimizer=optimizer,
-        data_wait=0.0,
+        data_wait=waited,
         tokens_per_second=samples / step,
         tokens_per_second_per_gpu=samples / step / layout.world_size,
         mfu=samples * flops / step / peak,
-        hfu=samples * flops * (4 / 3 if full else 1) / step / peak,
+        hfu=samples * (flops + repeated) / step / peak,
         to_train=step * spec.total_steps,
         samples_per_second=samples / step,
-        recompute=micro_batches * forward if full else 0.0,
+        recompute=micro_batches * ((forward if full else 0.0) + again),
         by_stage=(StageTime(forward=forward, backward=passes - forward),),
     )
     return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
 
 
-def _loss_seconds(model: VisionSpec, layout: Layout, rate: Rates) -> float:
-    """Return the seconds of a contrastive loss, forward and backward: two matrices of logits, cross-entropy in fp32."""
-    features = network(model).features
-    if not features:
+# With this micro-batch or a larger one, the statistics of one rank are as good as those of several: the size at which
+# arXiv:1803.08494, figure 5, compares BatchNorm with GroupNorm.
+_ENOUGH_IMAGES = 32
+_SUMS, _BACKWARD_SUMS = 2, 1  # collectives of a synchronized BatchNorm
+
+
+def synchronizes_batch_norm(spec: RunSpec, layout: Layout) -> bool:
+    """Return whether BatchNorm has the statistics of all data-parallel ranks (``training.sync_batch_norm``)."""
+    if not isinstance(spec.model, ResNetSpec) or not vision_buffers(spec.model) or layout.data_parallel == 1:
+        return False
+    wanted = getattr(spec.training, "sync_batch_norm", False)
+    return layout.micro_batch_size < _ENOUGH_IMAGES if wanted == "auto" else bool(wanted)
+
+
+def synchronization_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
+    """Return the seconds per step of the collectives of BatchNorm, which nothing overlaps: sums of each layer."""
+    if not framework_of(spec).is_engine or not synchronizes_batch_norm(spec, layout):
         return 0.0
-    samples = layout.micro_batch_size
-    everyone = samples * layout.data_parallel
-    product = matmul_seconds(samples, features // 2, everyone, rate)
-    return 6 * product + memory_seconds(2.0 * samples * everyone * 30, 20, rate)
+    link = cluster_link(spec.cluster, device)
+    widths = [buffer.shape[0] for buffer in vision_buffers(vision_model(spec)) if buffer.name.endswith("running_mean")]
+    each = sum(link.reduce(_FP32_BYTES * (width + 1), layout.data_parallel) for width in widths)
+    return layout.gradient_accumulation_steps * (_SUMS + _BACKWARD_SUMS) * each
 
 
 def _data_seconds(
-    spec: RunSpec, layout: Layout, device: Accelerator, profile: FrameworkProfile
+    spec: RunSpec,
+    layout: Layout,
+    device: Accelerator,
+    profile: FrameworkProfile,
+    whole: VisionNetwork,
+    trained: int,
+    least: bool,
 ) -> tuple[int, float, float]:
-    """Return (bytes that a rank sends per step, seconds of exposed communication, seconds that may overlap)."""
+    """Return (bytes that a rank sends per step, seconds of exposed communication, seconds that may overlap).
+
+    ``trained``: number of parameters with gradients.
+    """
     ranks, micro_batches, training = zero_shards(layout), layout.gradient_accumulation_steps, spec.training
-    model = vision_model(spec)
-    whole, link = network(model), cluster_link(spec.cluster, device)
-    weights = whole.parameters * weight_bytes(training.precision)
-    gradients = whole.parameters * (profile.gradient_reduced or gradient_bytes(training.precision, training.grad_dtype))
-    gathered = layout.micro_batch_size * layout.data_parallel * whole.features * weight_bytes(training.precision)
+    link, element = cluster_link(spec.cluster, device), weight_bytes(training.precision)
+    weights = whole.parameters * element
+    gradients = trained * (profile.gradient_reduced or gradient_bytes(training.precision, training.grad_dtype))
+    # A contrastive loss gathers two feature vectors of each sample.
+    features = 0 if least else 2 * feature_width(spec, whole)
+    gathered = layout.micro_batch_size * layout.data_parallel * features * element
     blocking = 2 * micro_batches * link.gather(gathered, ranks)
     sent = 2 * micro_batches * _part(gathered, ranks)
     if layout.zero_stage == 3:
-        times = 3 * micro_batches
+        times = (4 if caches_gradients(spec, layout) and not least else 3) * micro_batches
         return sent + times * _part(weights, ranks), blocking, times * link.gather(weights, ranks)
     rounds = micro_batches if layout.zero_stage == 2 else 1
     sent += rounds * 2 * _part(gradients, ranks)
     reduced = rounds * link.reduce(gradients, ranks)
     if layout.zero_stage:
-        sent += _part(weights, ranks)
-        blocking += link.gather(weights, ranks)
+        updated = trained * element
+        sent += _part(updated, ranks)
+        blocking += link.gather(updated, ranks)
     # Below stage 2 DeepSpeed reduces after the last backward pass (engine.py allreduce_gradients), DDP during it.
     if framework_of(spec).reduces_after_backward and layout.zero_stage < 2:
         return sent, blocking + reduced, 0.0

@@ -65,6 +65,14 @@ class Workload(ABC):
     def time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[Time, Network]:
         """Return the seconds per optimizer step by cause, and the bytes that a rank of the slowest stage sends."""
 
+    def least_time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Time:
+        """Return the time without what grows with the global batch more than linearly, for lower bounds."""
+        return self.time(spec, layout, device)[0]
+
+    def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
+        """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""
+        return 1, True
+
     def layers(self, spec: RunSpec) -> int:
         """Return the number of blocks that a pipeline can divide into stages."""
         return 1
@@ -76,6 +84,14 @@ class Workload(ABC):
     def contrastive(self, spec: RunSpec) -> bool:
         """Return whether the loss compares each sample with all others of a micro-batch."""
         return False
+
+    def accumulation_changes_loss(self, spec: RunSpec) -> bool:
+        """Return whether a contrastive loss has fewer negatives with gradient accumulation."""
+        return self.contrastive(spec)
+
+    def micro_batch_multiple(self, spec: RunSpec) -> int:
+        """Return the number that must divide a micro-batch."""
+        return 1
 
     def cross_entropy(
         self, spec: RunSpec, framework: Framework, tokens: int, tensor_parallel: int, device_bytes: int
@@ -99,12 +115,24 @@ class Workload(ABC):
         """Yield the rules of this project's engine that this degree of tensor parallelism breaks."""
         yield from ()
 
+    def engine_layout_rules(self, spec: RunSpec, layout: Layout) -> Iterator[Rule]:
+        """Yield the rules of this project's engine that the batch of a layout breaks."""
+        yield from ()
+
     @abstractmethod
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
         """Yield a rule for each part of the architecture that this project's engine cannot train."""
 
     def warnings(self, spec: RunSpec, framework: Framework) -> Iterator[Reason]:
         """Yield warnings about unexpected costs of the model on a GPU."""
+        yield from ()
+
+    def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
+        """Yield warnings about the chosen layout."""
+        yield from ()
+
+    def feed_assumptions(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
+        """Yield what storage and processors have to deliver for the plan's speed."""
         yield from ()
 
     @abstractmethod

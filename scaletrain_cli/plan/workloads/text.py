@@ -124,6 +124,11 @@ class TextWorkload(Workload):
         """Return the time by the model in ``plan.speed``."""
         return plan_time(spec, layout, device)
 
+    def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
+        """Return the number of stages of the run, and whether all blocks of a kind train alike in each."""
+        stages = trained_stages(spec)
+        return len(stages), all(stage.is_uniform for stage in stages)
+
     def layers(self, spec: RunSpec) -> int:
         """Return the number of transformer blocks."""
         return spec.transformer.num_hidden_layers

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from scaletrain_cli.plan.axes import Rule
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
+from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time
-from scaletrain_cli.plan.vision.memory import plan_vision_memory
-from scaletrain_cli.plan.vision.networks import vision_size
-from scaletrain_cli.plan.vision.step_time import plan_vision_time
+from scaletrain_cli.plan.parameters import base_names, model_parameters
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
+from scaletrain_cli.plan.vision import advice
+from scaletrain_cli.plan.vision.image_feed import is_fed
+from scaletrain_cli.plan.vision.losses import caches_gradients, is_contrastive
+from scaletrain_cli.plan.vision.memory import plan_vision_memory, stage_memory
+from scaletrain_cli.plan.vision.networks import network, vision_model, vision_size
+from scaletrain_cli.plan.vision.parameters import vision_buffers
+from scaletrain_cli.plan.vision.step_time import plan_vision_time, vision_stage_time
+from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
 from scaletrain_cli.plan.workloads.base import Workload
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import ClipSpec, ModelSpec, RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.run import AnyModel
 
 
@@ -26,6 +35,48 @@ class VisionWorkload(Workload):
         assert not isinstance(model, ModelSpec)
         return vision_size(model)
 
+    def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
+        """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run.
+
+        Weights that never train are not stored if they come from the files of ``model.weights``.
+        """
+        left_out = base_names(spec)
+        stored = sum(each.numel for each in model_parameters(spec.model) if each.name not in left_out)
+        trained = [trained_count(spec, stage) for stage in stages_of_run(spec)]
+        return [(count, stored - count) for count in trained]
+
+    def training_size(self, spec: RunSpec) -> ModelSize:
+        """Return the size, with the parameters of the stage that trains most, and the mean FLOPs over the steps."""
+        model, stages = vision_model(spec), stages_of_run(spec)
+        trained = max(trained_count(spec, stage) for stage in stages)
+        flops = 0.0
+        for stage in stages:
+            share = 1.0 if stage is None else (stage.last_step - stage.first_step + 1) / spec.total_steps
+            flops += share * trained_network(network(model), model, stage).training_flops
+        return replace(self.size(model), trainable_parameters=trained, flops_per_token=flops)
+
+    def training_stages(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TrainingStage, ...]:
+        """Return memory and time of each stage of the run; empty if all steps train the same parameters."""
+        stages = stages_of_run(spec)
+        if len(stages) == 1:
+            return ()
+        return tuple(
+            TrainingStage(
+                stage.first_step,
+                stage.last_step,
+                trained_count(spec, stage),
+                stage_memory(spec, layout, device, stage).peak,
+                vision_stage_time(spec, layout, device, stage)[0].step,
+            )
+            for stage in stages
+            if stage is not None
+        )
+
+    def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
+        """Return the number of stages of the run, and whether all blocks train alike."""
+        stages = stages_of_run(spec)
+        return len(stages), stages == (None,)
+
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
         """Return the memory of a data-parallel rank; all ranks are alike."""
         return plan_vision_memory(spec, layout, device)
@@ -34,13 +85,46 @@ class VisionWorkload(Workload):
         """Return the time of a step; samples take the place of tokens."""
         return plan_vision_time(spec, layout, device)
 
+    def least_time(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Time:
+        """Return the time without contrastive losses, second forward passes, and waiting for data."""
+        return plan_vision_time(spec, layout, device, least=True)[0]
+
     def contrastive(self, spec: RunSpec) -> bool:
-        """Return whether the model is CLIP, whose loss compares samples with each other."""
-        return isinstance(spec.model, ClipSpec)
+        """Return whether the loss compares samples with each other."""
+        return is_contrastive(spec)
+
+    def accumulation_changes_loss(self, spec: RunSpec) -> bool:
+        """Return whether a contrastive loss accumulates; the engine's loss is of the whole batch (GradCache)."""
+        return is_contrastive(spec) and not framework_of(spec).is_engine
+
+    def micro_batch_multiple(self, spec: RunSpec) -> int:
+        """Return 2 if images are mixed in pairs."""
+        return 2 if _mixes(spec) else 1
+
+    def engine_layout_rules(self, spec: RunSpec, layout: Layout) -> Iterator[Rule]:
+        """Yield the broken rules on the micro-batch: pairs of mixed images, and BatchNorm with GradCache."""
+        if _mixes(spec) and layout.micro_batch_size % 2:
+            yield Rule("training.micro_batch_size", layout.micro_batch_size, "engine-mixed-pairs")
+        if caches_gradients(spec, layout) and vision_buffers(vision_model(spec)):
+            per_rank = layout.micro_batch_size * layout.gradient_accumulation_steps
+            given, fix = layout.micro_batch_size, {"per_rank": per_rank}
+            yield Rule("training.micro_batch_size", given, "engine-cached-batch-norm", fix=fix)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield that the engine cannot train vision networks."""
+        """Yield that the engine cannot train vision networks, and the settings that it has not for them."""
         yield Rule("model.family", spec.model.family, "engine-text-only")
+        if spec.training.precision == "fp8":
+            yield Rule("training.precision", "fp8", "engine-vision-fp8")
+        if spec.planner.autocast:
+            yield Rule("planner.autocast", "true", "engine-autocast")
+
+    def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
+        """Yield warnings about BatchNorm, a second forward pass and the image loader."""
+        return advice.layout_warnings(spec, layout, time)
+
+    def feed_assumptions(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
+        """Yield the images per second that the plan needs, and what they need of processors and storage."""
+        return advice.feed_assumptions(spec, layout, time)
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
         """Yield where the figures for activations, time, FLOPs and data come from."""
@@ -48,4 +132,11 @@ class VisionWorkload(Workload):
         yield Reason("plan.assumes-vision-activations", {"element_bytes": weight_bytes(spec.training.precision)})
         yield Reason("plan.assumes-vision-time")
         yield Reason("plan.assumes-vision-flops", {"unit": spec.unit})
-        yield Reason("plan.assumes-vision-data", {"samples": samples, "unit": spec.unit})
+        code = "plan.assumes-samples" if is_fed(spec) else "plan.assumes-vision-data"
+        yield Reason(code, {"samples": samples, "unit": spec.unit})
+
+
+def _mixes(spec: RunSpec) -> bool:
+    """Return whether mixup or CutMix mixes pairs of images."""
+    images: ImagesSpec = getattr(spec.data, "images", ImagesSpec())
+    return images.augment.mixes

@@ -21,6 +21,40 @@ _WARNINGS = {
         "negatives of {seen:whole} pairs, not of {batch:whole}. Use more GPUs, or OpenCLIP's accumulation over "
         "cached features, which computes each forward pass twice"
     ),
+    "caches-gradients": Text(
+        "the contrastive loss is of the whole batch, accumulated over {accumulation} micro-batches with a second "
+        "forward pass (GradCache, arXiv:2101.06983): {share:.0%} of the step. More GPUs, or a larger micro-batch, avoid "
+        "it"
+    ),
+    "few-images-per-rank": Text(
+        "BatchNorm computes its statistics from the {images:of image} of a rank: with 2 images, ResNet-50 has 34.7 % "
+        "errors on ImageNet in place of 23.6 % with 32, and with GroupNorm 24.1 % (arXiv:1803.08494). Set "
+        "training.sync_batch_norm: true, whose statistics are of all {ranks} ranks, or model.norm: group"
+    ),
+    "few-images-of-all-ranks": Text(
+        "BatchNorm computes its statistics from {images:of image}: with 2 images, ResNet-50 has 34.7 % errors on "
+        "ImageNet in place of 23.6 % with 32, and with GroupNorm 24.1 % (arXiv:1803.08494). Set a larger "
+        "training.micro_batch_size, or model.norm: group"
+    ),
+    "accumulates-with-batch-norm": Text(
+        "with {accumulation} accumulated micro-batches, BatchNorm's statistics are of {images:of image} each and not "
+        "of the batch, and the running statistics are updated {accumulation} times a step. Use more GPUs, a larger "
+        "micro-batch, or model.norm: group"
+    ),
+    "too-few-image-workers": Text(
+        "data.loader.workers = {given}: a rank needs {rate:,.0f} images/s, and a core decodes and augments about "
+        "{core_rate:,.0f}; a step waits {wait:seconds} ({share:.0%} of it) for images. Set data.loader.workers to "
+        "{needed}"
+    ),
+    "too-few-cores-for-images": Text(
+        "cluster.cpus_per_gpu = {cores}: a rank needs {rate:,.0f} images/s, which takes {needed} cores that decode and "
+        "augment about {core_rate:,.0f} each. Set it to {needed} or more, or prepare smaller images"
+    ),
+    "images-exceed-storage": Text(
+        "each node reads {images:,.0f} images/s of about {image_bytes:bytes}: {needed:bytes}/s, more than its storage "
+        "delivers; a step waits {wait:seconds}. Copy the data to local disks, prepare smaller images, or set "
+        "cluster.storage_bandwidth to what yours delivers"
+    ),
     "tensor-parallel-across-nodes": Text(
         "layout.tensor_parallel = {tensor_parallel} crosses nodes of {gpus_per_node} GPUs; its traffic then runs at "
         "network speed"
@@ -134,6 +168,20 @@ _ASSUMPTIONS = {
         "readers: the batches of a step of {step:seconds} take a rank about {seconds:seconds} to read, so it needs "
         "{workers} data.loader.workers; measured on one x86 core"
     ),
+    "assumes-samples": Text("data: {samples:.3g} {unit}"),
+    "assumes-image-rate": Text(
+        "image loader: {rank:,.0f} images/s by each rank and {node:,.0f} by each node, decoded and augmented by "
+        "{cores} cores of a node at {core_rate:,.0f} images/s each; sources may be larger or smaller than ImageNet's"
+    ),
+    "assumes-image-bytes": Text(
+        "reading: {read:bytes}/s by each node from storage or network, at {image_bytes:bytes} per image as in ImageNet"
+    ),
+    "ask-loader": Text("does the image loader keep up with the step"),
+    "images-by-core": Text("{core_rate:,.0f} images/s"),
+    "images-by-node": Text("{node_rate:,.0f} images/s and node, {cores} cores"),
+    "loader-keeps-up": Text("yes: data.loader.workers = {workers} of each rank, and {needed} would do"),
+    "workers-are-too-few": Text("no: data.loader.workers = {workers}; {needed} would do"),
+    "storage-is-too-slow": Text("no: each node has to read {needed:bytes}/s"),
     "assumes-vision-data": Text("data: {samples:.3g} {unit}; reading and decoding are assumed to keep up"),
     "assumes-storage": Text(
         "checkpoints: 1.2 GB/s per node to shared storage, as BLOOM's chronicle reports, unless the spec sets "

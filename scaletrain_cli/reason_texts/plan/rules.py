@@ -144,6 +144,14 @@ _ENGINE = {
     "family-not-planned": Text(
         "its memory and time are not modeled yet, so that it cannot be submitted", ("Plan model.text_config alone.",)
     ),
+    "engine-vision-fp8": Text("this engine has no fp8 products of images", ("Use bf16.",)),
+    "engine-autocast": Text("this engine trains 16-bit weights with fp32 master weights", ("Remove the key.",)),
+    "engine-mixed-pairs": Text("must be even, because mixup and CutMix mix the images of a pair with each other"),
+    "engine-cached-batch-norm": Text(
+        "must be all {per_rank} samples of a rank: a contrastive loss accumulates by repeated forward passes "
+        "(GradCache), which BatchNorm makes inexact",
+        ("Use {per_rank}, or model.norm: group.",),
+    ),
     "engine-text-only": Text("this engine trains only language models", ("Use llama or gpt.",)),
     "engine-family-no-experts": Text("this engine's {family} models have no experts", ("Use 0, or family: llama.",)),
     "engine-family-differs": Text("this engine's {family} models have {built}", ("Remove the key.",)),

@@ -1,0 +1,63 @@
+"""Warnings and assumptions of plans of vision networks: BatchNorm, contrastive batches, and the image loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.result import Layout, Time
+from scaletrain_cli.plan.vision.image_feed import IMAGE_BYTES, image_feed, is_fed, waits_for_storage
+from scaletrain_cli.plan.vision.losses import caches_gradients, views
+from scaletrain_cli.plan.vision.networks import vision_model
+from scaletrain_cli.plan.vision.parameters import vision_buffers
+from scaletrain_cli.plan.vision.step_time import synchronizes_batch_norm
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
+
+# BatchNorm's error grows below this number of images (arXiv:1803.08494, figure 5).
+_FEW_IMAGES = 16
+
+
+def layout_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
+    """Yield warnings about small batches of BatchNorm, a second forward pass, and a loader that does not keep up."""
+    yield from _about_batch_norm(spec, layout)
+    if caches_gradients(spec, layout):
+        share = time.recompute / time.step
+        yield Reason("plan.caches-gradients", {"accumulation": layout.gradient_accumulation_steps, "share": share})
+    if not is_fed(spec):
+        return
+    feed = image_feed(spec, layout, time.step - time.data_wait)
+    if waits_for_storage(spec, feed):
+        rates = {"needed": feed.read_rate, "images": feed.node_rate, "image_bytes": IMAGE_BYTES}
+        yield Reason("plan.images-exceed-storage", {**rates, "wait": time.data_wait})
+    given, cores = spec.data.loader.workers, spec.cluster.cpus_per_gpu
+    needs = {"given": given, "needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
+    if given < feed.workers:
+        yield Reason(
+            "plan.too-few-image-workers", {**needs, "wait": time.data_wait, "share": time.data_wait / time.step}
+        )
+    if cores != "auto" and cores < feed.workers:
+        yield Reason("plan.too-few-cores-for-images", {**needs, "cores": cores})
+
+
+def _about_batch_norm(spec: RunSpec, layout: Layout) -> Iterator[Reason]:
+    if not framework_of(spec).is_engine or not vision_buffers(vision_model(spec)):
+        return
+    images, together = layout.micro_batch_size * views(spec), synchronizes_batch_norm(spec, layout)
+    seen = images * (layout.data_parallel if together else 1)
+    if seen < _FEW_IMAGES:
+        code = "plan.few-images-of-all-ranks" if together or layout.data_parallel == 1 else "plan.few-images-per-rank"
+        yield Reason(code, {"images": seen, "ranks": layout.data_parallel})
+    if layout.gradient_accumulation_steps > 1:
+        steps = layout.gradient_accumulation_steps
+        yield Reason("plan.accumulates-with-batch-norm", {"accumulation": steps, "images": seen})
+
+
+def feed_assumptions(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
+    """Yield the images per second that the plan needs, and what they need of processors and storage."""
+    if not is_fed(spec):
+        return
+    feed = image_feed(spec, layout, time.step - time.data_wait)
+    rates = {"rank": feed.rank_rate, "node": feed.node_rate, "cores": feed.cores, "core_rate": feed.core_rate}
+    yield Reason("plan.assumes-image-rate", rates)
+    yield Reason("plan.assumes-image-bytes", {"read": feed.read_rate, "image_bytes": IMAGE_BYTES})

@@ -1,0 +1,114 @@
+"""Images that ranks and nodes have to read and decode for the planned step, and the time that a step waits for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.vision.losses import views
+from scaletrain_cli.plan.vision.networks import autocasts
+from scaletrain_cli.spec import ClipSpec, RunSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED
+from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
+from scaletrain_cli.spec.run import NO_DATA
+
+# An image of ImageNet's training set: 1,281,167 images in 138 GiB (image-net.org, ILSVRC 2012).
+IMAGE_BYTES = 110_000
+# Decoding such an image by Pillow takes 1.4 to 2.8 ms of one core: 537 to 726 images a second on Zen 4 and 5, 577 on
+# Xeon 8581C, 360 and 551 on Neoverse N1 and V2 (arXiv:2605.08731, ImageNet's validation set). Proportional to bytes.
+_DECODE_SECONDS = 1.75e-3
+# Crop, resize, flip and copy to the batch, by pixels of the result: 1.3 ms at 224 x 224, with which one core gets 250
+# to 400 images a second. An estimate.
+_PIXEL_SECONDS = 26e-9
+# One operation of RandAugment or color jitter on the result: 0.4 ms at 224 x 224. An estimate.
+_OPERATION_SECONDS = 8e-9
+_COLORS = 4  # brightness, contrast, saturation and hue
+# Reader processes are counted on to be busy this share of the time; a thread shares Python's lock with the training.
+_BUSY_SHARE, _THREAD_SHARE = 0.8, 0.5
+# Storage per node without cluster.storage_bandwidth, as for text.
+_STORAGE_BANDWIDTH = 1e9
+
+
+@dataclass(frozen=True)
+class ImageFeed:
+    """The images of one step.
+
+    ``rank_rate``, ``node_rate``: images per second that a rank and a node need so that no step waits. ``core_rate``:
+    images per second that one core decodes and augments. ``cores``: of a node. ``workers``: processes of each rank that
+    suffice. ``read_rate``: bytes per second from storage or network by each node. ``wait``: seconds that a step waits
+    with the workers of the spec.
+    """
+
+    rank_rate: float
+    node_rate: float
+    core_rate: float
+    cores: int
+    workers: int
+    read_rate: float
+    wait: float
+
+
+def is_fed(spec: RunSpec) -> bool:
+    """Return whether the engine reads and decodes the images of this run."""
+    own = framework_of(spec).is_engine and not spec.code.own_program and not autocasts(spec)
+    return own and spec.unit != "tokens" and spec.data.source not in (NO_DATA, *EMBEDDED)
+
+
+def core_seconds(spec: RunSpec) -> float:
+    """Return the seconds that one core needs for a sample: its image decoded, and each view of it augmented."""
+    model = spec.model.vision_config if isinstance(spec.model, ClipSpec) else spec.model
+    side: int = getattr(model, "image_size", 0)
+    found: ImagesSpec = getattr(spec.data, "images", ImagesSpec())
+    pixels = side**2
+    each = pixels * (_PIXEL_SECONDS + _OPERATION_SECONDS * _operations(found.augment))
+    return _DECODE_SECONDS + views(spec) * each
+
+
+def _operations(augment: AugmentSpec) -> float:
+    """Return the mean number of operations on the pixels of an image."""
+    drawn, jitter = augment.rand_augment, augment.color_jitter
+    count = 0.0 if drawn is None else drawn.num_ops * drawn.probability
+    return count + (0 if jitter is None else _COLORS)
+
+
+def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:
+    """Return the demand for images of a run whose steps take ``step`` seconds without waiting."""
+    seconds, ranks = core_seconds(spec), min(layout.data_parallel, spec.cluster.gpus_per_node)
+    images = layout.global_batch_size / layout.data_parallel
+    rate = images / step
+    busy = rate * seconds
+    read = ranks * images * IMAGE_BYTES
+    return ImageFeed(
+        rank_rate=rate,
+        node_rate=ranks * rate,
+        core_rate=1 / seconds,
+        cores=math.ceil(ranks * busy / _BUSY_SHARE),
+        workers=0 if busy <= _THREAD_SHARE else math.ceil(busy / _BUSY_SHARE),
+        read_rate=read / step,
+        wait=max(0.0, images * seconds / _cores(spec) - step, read / _storage(spec) - step),
+    )
+
+
+def data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
+    """Return the seconds that a step waits for images, because workers read ahead while it runs."""
+    return image_feed(spec, layout, step).wait if is_fed(spec) else 0.0
+
+
+def waits_for_storage(spec: RunSpec, feed: ImageFeed) -> bool:
+    """Return whether storage is too slow for the images of a step, whatever decodes them."""
+    return feed.read_rate > _storage(spec)
+
+
+def _cores(spec: RunSpec) -> float:
+    """Return the cores of a rank that decode: its workers, at most its cores; a thread has half of one."""
+    workers, given = spec.data.loader.workers, spec.cluster.cpus_per_gpu
+    if not workers:
+        return _THREAD_SHARE
+    return workers if given == "auto" else min(workers, given)
+
+
+def _storage(spec: RunSpec) -> float:
+    given = spec.cluster.storage_bandwidth
+    return _STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)

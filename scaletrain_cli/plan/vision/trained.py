@@ -1,0 +1,90 @@
+"""What a stage of a run trains of a vision network: the blocks that save activations and have a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from scaletrain_cli.plan.parameters import Stage, model_parameters, training_stages, trains_everything
+from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
+from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_parameters
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.vision_model import VisionSpec
+
+# Tower, place and number of a block, as VisionParameter has them; tokens and positions are in one block.
+_Key = tuple[str, str, int]
+
+
+def stages_of_run(spec: RunSpec) -> tuple[Stage | None, ...]:
+    """Return the stages of a run in order; (None,) if everything trains in all steps with one learning rate."""
+    return (None,) if trains_everything(spec) else training_stages(spec)
+
+
+def trained_count(spec: RunSpec, stage: Stage | None) -> int:
+    """Return the number of parameters that train in a stage."""
+    return sum(each.numel for each in model_parameters(spec.model) if stage is None or each.name in stage.since)
+
+
+def trained_network(whole: VisionNetwork, model: VisionSpec, stage: Stage | None) -> VisionNetwork:
+    """Return the network with the training of each block in a stage.
+
+    A block of which any parameter trains counts as trained. In each tower, blocks before the first trained one are
+    frozen, and through those after it gradients pass.
+    """
+    return whole if stage is None else _trained(whole, model, SameStage(stage))
+
+
+class SameStage:
+    """A stage as a cache key: compared by identity, because it is made once per run spec."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameStage) and other.stage is self.stage
+
+    def __hash__(self) -> int:
+        return id(self.stage)
+
+
+@lru_cache(maxsize=64)
+def _trained(whole: VisionNetwork, model: VisionSpec, key: SameStage) -> VisionNetwork:
+    trains: dict[_Key, bool] = {}
+    for parameter in vision_parameters(model):
+        at = _key(parameter)
+        trains[at] = trains.get(at, False) or parameter.name in key.stage.since
+    blocks: list[Block] = []
+    reached: set[str] = set()
+    for run in whole.blocks:
+        for index in range(run.count):
+            blocks.append(
+                replace(run, count=1, first=run.first + index, training=_training(run, index, trains, reached))
+            )
+    return replace(whole, blocks=tuple(_joined(blocks)))
+
+
+def _training(run: Block, index: int, trains: Mapping[_Key, bool], reached: set[str]) -> str:
+    number = run.first + index if run.place == "block" else 0
+    if trains.get((run.tower, run.place, number), False):
+        reached.add(run.tower)
+        return "trained"
+    return "passed" if run.tower in reached else "frozen"
+
+
+def _joined(blocks: list[Block]) -> list[Block]:
+    """Return the blocks with equal neighbors as one run, which is timed and sized once."""
+    found: list[Block] = []
+    for block in blocks:
+        last = found[-1] if found else None
+        alike = last is not None and last.operations is block.operations and last.training == block.training
+        if last is not None and alike and last.first + last.count == block.first and block.place == "block":
+            found[-1] = replace(last, count=last.count + 1)
+        else:
+            found.append(block)
+    return found
+
+
+def _key(parameter: VisionParameter) -> _Key:
+    place = "opening" if parameter.place == "embedding" else parameter.place
+    return parameter.tower, place, parameter.block or 0
