@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_buffers, vision_parameters
+from scaletrain_cli.plan.vision.parameters import VisionParameter, llava_parameters, vision_buffers, vision_parameters
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, factor_shapes, is_adapter_parameter
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.run import FAMILIES, AnyModel
@@ -34,6 +34,7 @@ class Parameter(NamedTuple):
     has the whole. ``tensor``: the name of the engine's tensor that holds it: the same name, except that the experts of
     a layer are stacked. ``adapter``: a factor of a low-rank adapter. ``below``: layers between it and the head, None if
     its place decides. ``decays``: False for matrices without weight decay, such as positions of vision networks.
+    ``trains``: False for what files have and the model does not compute.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Parameter(NamedTuple):
     adapter: bool = False
     below: int | None = None
     decays: bool = True
+    trains: bool = True
 
     @property
     def numel(self) -> int:
@@ -105,10 +107,22 @@ class _Linear(NamedTuple):
 @lru_cache(maxsize=64)
 def model_parameters(model: AnyModel) -> tuple[Parameter, ...]:
     """Return all parameters of a model, once each: a tied head is the token embedding. Factors of adapters included."""
+    if isinstance(model, LlavaSpec):
+        return tuple(_llava(model))
     if not isinstance(model, ModelSpec):
         return tuple(_of_vision(each) for each in vision_parameters(model))
     found = tuple(_parameters(model))
     return found if model.adapter is None else tuple(_with_factors(model, found))
+
+
+def _llava(model: LlavaSpec) -> Iterator[Parameter]:
+    """Yield the parameters of the image tower, the projector and the language model of LLaVA."""
+    yield from map(_of_vision, llava_parameters(model))
+    layers = model.text_config.num_hidden_layers
+    for each in model_parameters(model.text_config):
+        below = {"embedding": layers + 1, "block": layers - (each.block or 0), "closing": 0}[each.place]
+        path = "language_model."
+        yield each._replace(name=f"{path}{each.name}", tensor=f"{path}{each.tensor}", below=below)
 
 
 def _of_vision(found: VisionParameter) -> Parameter:
@@ -117,6 +131,7 @@ def _of_vision(found: VisionParameter) -> Parameter:
         *(found.name, found.shape, found.place, found.block, None, found.name),
         below=found.below,
         decays=found.decays,
+        trains=found.trains,
     )
 
 
@@ -442,7 +457,7 @@ def _settings(recipe: _Recipe, step: int) -> dict[str, Settings]:
         number = deciding.get(parameter.name)
         if number is not None:
             found[parameter.name] = _settings_of(recipe, recipe.trainable[number], parameter)
-        elif everything or parameter.adapter:
+        elif (everything or parameter.adapter) and parameter.trains:
             found[parameter.name] = _settings_of(recipe, None, parameter)
     return found
 
@@ -458,12 +473,16 @@ def _patterns(recipe: _Recipe, step: int) -> Iterator[tuple[int, tuple[str, ...]
 def _deciding(model: AnyModel, groups: tuple[tuple[int, tuple[str, ...]], ...]) -> dict[str, int]:
     """Return the number of the first group that matches each parameter; parameters without one are left out."""
     found: dict[str, int] = {}
-    for parameter in model_parameters(model):
+    for parameter in filter(_trains, model_parameters(model)):
         for number, patterns in groups:
             if any(fnmatchcase(parameter.name, pattern) for pattern in patterns):
                 found[parameter.name] = number
                 break
     return found
+
+
+def _trains(parameter: Parameter) -> bool:
+    return parameter.trains
 
 
 def _settings_of(recipe: _Recipe, group: TrainableGroup | None, parameter: Parameter) -> Settings:

@@ -65,6 +65,8 @@ def watching_activations(model: TrainedModel) -> Iterator[SavedActivations]:
         model.__dict__.pop(model.measured, None)
 
 
+# Buffers of BatchNorm, which count as weights.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Lists or dictionaries of tensors on DeepSpeed's optimizers.
 _GRADIENTS = ("averaged_gradients", "all_grad_tensors", "fp32_groups_gradients_flat", "grad_partitions_flat_buffer")
 _OFFLOADED_GRADIENTS = ("accumulated_grads_in_cpu",)
@@ -90,6 +92,7 @@ def model_state_bytes(engine: Any) -> ModelStateBytes:
     inner = getattr(wrapper, "optimizer", wrapper)
     masters = [*_held(wrapper, _MASTERS), *(p for group in inner.param_groups for p in group["params"])]
     held = counted.add((p.data for p in parameters), away=False)
+    held += counted.add((b for name, b in engine.module.named_buffers() if name.endswith(_STATISTICS)), away=False)
     held += counted.add(_shards(parameters), away=weights_away)
     counted.add(_held(wrapper, _OFFLOADED_COPIES), away=True)
     gradients = counted.add((p.grad for p in parameters if p.grad is not None), away=False)

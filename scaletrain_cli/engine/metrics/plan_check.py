@@ -23,6 +23,8 @@ from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import engine_stages
 from scaletrain_cli.plan.trained_stages import stage_of_step, trained_stages
 from scaletrain_cli.plan.vision.memory import saved_vision_bytes
+from scaletrain_cli.plan.vision.states import vision_states
+from scaletrain_cli.plan.vision.trained import stage_of_step as vision_stage_of_step
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -113,10 +115,10 @@ class PlanCheck:
 def _planned(spec: RunSpec, layout: Layout, step: int, stage: int, memory: StageMemory) -> dict[str, Any]:
     """Return the planned bytes of a pipeline stage at a step; ``memory`` is for the steps that need most."""
     if not isinstance(spec.model, ModelSpec):
-        return vars(memory) | {
-            "activations": saved_vision_bytes(spec, layout, find_accelerator(spec.cluster)),
-            "host": 0,
-        }
+        trained = vision_stage_of_step(spec, step)
+        changing = {} if trained is None else vision_states(spec, layout, trained)._asdict()
+        saved = saved_vision_bytes(spec, layout, find_accelerator(spec.cluster), step)
+        return vars(memory) | changing | {"activations": saved, "host": 0}
     held = next(each for each in engine_stages(spec.model, layout.pipeline_parallel) if each.position == stage)
     states, host = engine_states(spec, layout, held, trained=stage_of_step(spec, step))
     changing = states._asdict() if len(trained_stages(spec)) > 1 else {}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Time
-from scaletrain_cli.plan.vision.image_feed import IMAGE_BYTES, image_feed, is_fed, waits_for_storage
+from scaletrain_cli.plan.vision.image_feed import IMAGE_BYTES, image_feed, is_fed, storage_bandwidth, waits_for_storage
 from scaletrain_cli.plan.vision.losses import caches_gradients, views
 from scaletrain_cli.plan.vision.networks import vision_model
 from scaletrain_cli.plan.vision.parameters import vision_buffers
@@ -28,11 +28,12 @@ def layout_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reaso
         return
     feed = image_feed(spec, layout, time.step - time.data_wait)
     if waits_for_storage(spec, feed):
-        rates = {"needed": feed.read_rate, "images": feed.node_rate, "image_bytes": IMAGE_BYTES}
+        given = {"given": storage_bandwidth(spec), "image_bytes": IMAGE_BYTES}
+        rates = {"needed": feed.read_rate, "images": feed.node_rate, **given}
         yield Reason("plan.images-exceed-storage", {**rates, "wait": time.data_wait})
-    given, cores = spec.data.loader.workers, spec.cluster.cpus_per_gpu
-    needs = {"given": given, "needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
-    if given < feed.workers:
+    workers, cores = spec.data.loader.workers, spec.cluster.cpus_per_gpu
+    needs = {"given": workers, "needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
+    if workers < feed.workers:
         yield Reason(
             "plan.too-few-image-workers", {**needs, "wait": time.data_wait, "share": time.data_wait / time.step}
         )

@@ -27,8 +27,6 @@ _OPERATION_SECONDS = 8e-9
 _COLORS = 4  # brightness, contrast, saturation and hue
 # Reader processes are counted on to be busy this share of the time; a thread shares Python's lock with the training.
 _BUSY_SHARE, _THREAD_SHARE = 0.8, 0.5
-# Storage per node without cluster.storage_bandwidth, as for text.
-_STORAGE_BANDWIDTH = 1e9
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:
         cores=math.ceil(ranks * busy / _BUSY_SHARE),
         workers=0 if busy <= _THREAD_SHARE else math.ceil(busy / _BUSY_SHARE),
         read_rate=read / step,
-        wait=max(0.0, images * seconds / _cores(spec) - step, read / _storage(spec) - step),
+        wait=max(0.0, images * seconds / _cores(spec) - step, read / storage_bandwidth(spec) - step),
     )
 
 
@@ -98,7 +96,7 @@ def data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
 
 def waits_for_storage(spec: RunSpec, feed: ImageFeed) -> bool:
     """Return whether storage is too slow for the images of a step, whatever decodes them."""
-    return feed.read_rate > _storage(spec)
+    return feed.read_rate > storage_bandwidth(spec)
 
 
 def _cores(spec: RunSpec) -> float:
@@ -109,6 +107,7 @@ def _cores(spec: RunSpec) -> float:
     return workers if given == "auto" else min(workers, given)
 
 
-def _storage(spec: RunSpec) -> float:
+def storage_bandwidth(spec: RunSpec) -> float:
+    """Return the bytes per second that a node reads; without a limit if the spec sets none."""
     given = spec.cluster.storage_bandwidth
-    return _STORAGE_BANDWIDTH if given == "auto" else max(given, 1.0)
+    return math.inf if given == "auto" else max(given, 1.0)

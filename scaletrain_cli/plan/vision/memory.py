@@ -28,7 +28,7 @@ from scaletrain_cli.plan.vision.losses import loss_bytes, views
 from scaletrain_cli.plan.vision.networks import autocasts, planned_network, vision_model
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.plan.vision.states import vision_states
-from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
+from scaletrain_cli.plan.vision.trained import stage_of_step, stages_of_run, trained_count, trained_network
 from scaletrain_cli.spec import RunSpec
 
 
@@ -44,6 +44,13 @@ def plan_vision_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Me
     ranks = [stage_memory(spec, layout, device, stage) for stage in stages_of_run(spec)]
     fullest = max(ranks, key=lambda rank: rank.peak)
     return against_device(fullest, (fullest,), framework_of(spec), device)
+
+
+def saved_vision_bytes(spec: RunSpec, layout: Layout, device: Accelerator, step: int = 1) -> int:
+    """Return the bytes that autograd saves for one micro-batch of a rank in a step, without the loss."""
+    whole = trained_network(planned_network(spec, device), vision_model(spec), stage_of_step(spec, step))
+    element, images = weight_bytes(spec.training.precision), layout.micro_batch_size * views(spec)
+    return activation_bytes(whole, images, element, layout.activation_checkpointing).kept
 
 
 def stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:

@@ -200,6 +200,7 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
             Block(ends[1], place="closing", tower="text"),
         ),
         features=2 * joint,
+        scalars=1 if model.logit_bias_init_value is None else 2,
     )
 
 

@@ -303,12 +303,12 @@ class VisionNetwork:
     features: int = 0  # elements per sample that contrastive learning gathers from all ranks; 0: a classifier
     classes: int = 0
     pooled: int = 0  # elements of the features before the classifier
+    scalars: int = 0  # parameters without dimensions, such as the temperature of CLIP's logits
 
     @property
     def parameters(self) -> int:
         """Number of trainable parameters."""
-        scale = 1 if self.features else 0  # CLIP learns the temperature of its logits
-        return scale + sum(block.parameters * block.count for block in self.blocks)
+        return self.scalars + sum(block.parameters * block.count for block in self.blocks)
 
     @property
     def macs(self) -> int:

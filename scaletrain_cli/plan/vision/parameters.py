@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from scaletrain_cli.spec import ClipSpec, ConvNextSpec, ResNetSpec, VitSpec
+from scaletrain_cli.spec import ClipSpec, ConvNextSpec, LlavaSpec, ResNetSpec, VitSpec
 from scaletrain_cli.spec.vision_model import ClipTextSpec, ClipVisionSpec, VisionSpec
 
 # A ResNet bottleneck has a quarter of the channels (arXiv:1512.03385, section 4.1), a ConvNeXt MLP four times as many.
@@ -22,7 +22,8 @@ class VisionParameter(NamedTuple):
     ``place``: ``block`` (with its number from 0 in ``block``, counted by tower), ``embedding`` of tokens, ``opening``
     for all else before the blocks, or ``closing``. ``below``: number of layers between it and the head, as layer-wise
     learning rates count them. ``decays``: False for class tokens, positions, layer scale and logit scale, and for all
-    vectors; these have no weight decay. ``tower``: ``image`` or ``text`` in CLIP, else empty.
+    vectors; these have no weight decay. ``tower``: ``image`` or ``text`` in CLIP and LLaVA, else
+    empty; LLaVA's projector is one too. ``trains``: False for what LLaVA has in its files and does not compute.
     """
 
     name: str
@@ -32,6 +33,7 @@ class VisionParameter(NamedTuple):
     below: int
     tower: str
     decays: bool
+    trains: bool = True
 
 
 class Buffer(NamedTuple):
@@ -161,9 +163,28 @@ def _vit(model: VitSpec) -> Iterator[VisionParameter]:
     yield from _linear("classifier", hidden, model.num_labels, _HEAD)
 
 
+def llava_parameters(model: LlavaSpec) -> Iterator[VisionParameter]:
+    """Yield the parameters of the image tower and of the projector of LLaVA.
+
+    The projector is as far from the head as the token embedding. Blocks after ``vision_feature_layer`` are in the files
+    and not computed.
+    """
+    layers = model.text_config.num_hidden_layers
+    depth, path = model.tower_depth, "vision_tower.vision_model"
+    skipped = model.vision_config.num_hidden_layers - depth
+    for each in vision_tower(model.vision_config, path, layers + 1 - skipped):
+        unused = each.place == "closing" or (each.block is not None and each.block >= depth)
+        yield each._replace(below=max(0, each.below), trains=not unused)
+    at, hidden = _Place("opening", None, layers + 1, "projector"), model.text_config.hidden_size
+    yield from _linear("multi_modal_projector.linear_1", model.vision_config.hidden_size, hidden, at)
+    yield from _linear("multi_modal_projector.linear_2", hidden, hidden, at)
+
+
 def _clip(model: ClipSpec) -> Iterator[VisionParameter]:
     image, text = model.vision_config, model.text_config
     yield _parameter("logit_scale", (), _HEAD)
+    if model.logit_bias_init_value is not None:
+        yield _parameter("logit_bias", (), _HEAD)
     yield from _text_tower(text, "text_model")
     yield from vision_tower(image, "vision_model", 0)
     for name, tower, size in (("visual", "image", image.hidden_size), ("text", "text", text.hidden_size)):

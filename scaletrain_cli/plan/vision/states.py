@@ -56,10 +56,12 @@ def trained_tensors(spec: RunSpec, stage: Stage | None = None) -> StageTensors:
 @lru_cache(maxsize=64)
 def _everything(model: AnyModel, optimizer: OptimizerSpec) -> StageTensors:
     """Return two groups: parameters with weight decay, and those without."""
-    split: tuple[list[Parameter], list[Parameter]] = ([], [])
+    decayed, others, unused = (list[Parameter]() for _ in range(3))
     for parameter in model_parameters(model):
-        split[0 if decays(parameter, optimizer) else 1].append(parameter)
-    return StageTensors(tuple(_group(members) for members in split if members))
+        kind = unused if not parameter.trains else decayed if decays(parameter, optimizer) else others
+        kind.append(parameter)
+    trained = tuple(_group(members) for members in (decayed, others) if members)
+    return StageTensors(trained, (_group(unused),) if unused else ())
 
 
 @lru_cache(maxsize=64)

@@ -22,9 +22,8 @@ _WARNINGS = {
         "cached features, which computes each forward pass twice"
     ),
     "caches-gradients": Text(
-        "the contrastive loss is of the whole batch, accumulated over {accumulation} micro-batches with a second "
-        "forward pass (GradCache, arXiv:2101.06983): {share:.0%} of the step. More GPUs, or a larger micro-batch, avoid "
-        "it"
+        "the contrastive loss is of the whole batch, accumulated over {accumulation} micro-batches by a second forward "
+        "pass (GradCache, arXiv:2101.06983): {share:.0%} of the step. More GPUs or larger micro-batches avoid it"
     ),
     "few-images-per-rank": Text(
         "BatchNorm computes its statistics from the {images:of image} of a rank: with 2 images, ResNet-50 has 34.7 % "
@@ -51,9 +50,9 @@ _WARNINGS = {
         "augment about {core_rate:,.0f} each. Set it to {needed} or more, or prepare smaller images"
     ),
     "images-exceed-storage": Text(
-        "each node reads {images:,.0f} images/s of about {image_bytes:bytes}: {needed:bytes}/s, more than its storage "
-        "delivers; a step waits {wait:seconds}. Copy the data to local disks, prepare smaller images, or set "
-        "cluster.storage_bandwidth to what yours delivers"
+        "each node reads {images:,.0f} images/s of about {image_bytes:bytes}: {needed:bytes}/s, more than "
+        "cluster.storage_bandwidth = {given:bytes}/s; a step waits {wait:seconds}. Copy the data to local disks, or "
+        "prepare smaller images"
     ),
     "tensor-parallel-across-nodes": Text(
         "layout.tensor_parallel = {tensor_parallel} crosses nodes of {gpus_per_node} GPUs; its traffic then runs at "

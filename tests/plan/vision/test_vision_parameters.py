@@ -55,7 +55,10 @@ def in_files(name: str, family: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("preset", vision_presets())
+TRANSFORMERS = [preset for preset in vision_presets() if not preset.startswith("llava")]
+
+
+@pytest.mark.parametrize("preset", TRANSFORMERS)
 def test_every_parameter_has_the_name_and_shape_of_transformers(preset: str) -> None:
     spec = model_of(preset)
     module = built(spec)
@@ -67,6 +70,18 @@ def test_every_parameter_has_the_name_and_shape_of_transformers(preset: str) -> 
         name: tuple(buffer.shape) for name, buffer in buffers.items()
     }
     assert sum(each.size_bytes for each in vision_buffers(spec)) == sum(b.nbytes for b in buffers.values())
+
+
+@pytest.mark.parametrize("preset", ["vit-small-patch16", "clip-vit-base-patch32", "llava-tiny", "llava-1.5-7b"])
+def test_every_parameter_is_one_of_the_engine_in_the_same_place(preset: str) -> None:
+    pytest.importorskip("torch")
+    from scaletrain_cli.engine.model import outline
+
+    spec = model_of(preset)
+    engine = [(name, tuple(p.shape), p.requires_grad) for name, p in outline(spec).named_parameters()]
+    counted = [(each.name, each.shape, each.trains) for each in model_parameters(spec)]
+    assert sorted(counted) == sorted(engine)
+    assert [shape for _, shape, _ in counted] == [shape for _, shape, _ in engine]
 
 
 @pytest.mark.parametrize("name", MODELS)

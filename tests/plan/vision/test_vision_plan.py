@@ -30,7 +30,7 @@ def spec_of(preset: str = "resnet-50", **changes: Any) -> RunSpec:
         "schema": "scaletrain/v1",
         "name": "images",
         "model": model_of(preset).model_dump(),
-        "data": {"source": "imagenet"},
+        "data": {"source": "imagenet", "loader": {"workers": 32}},
         "training": {"global_batch_size": 512, "steps": 1000},
         "cluster": {"gpus_per_node": 8, "gpu": "a100-sxm-80gb", "scheduler": "slurm"},
     }
@@ -92,7 +92,7 @@ def test_checkpointing_trades_memory_for_time(preset: str) -> None:
 def test_zero_shards_states_and_adds_traffic() -> None:
     spec = spec_of("vit-huge-patch14")
     first, third = (sized(spec, 8, stage)[0] for stage in (1, 3))
-    assert third.parameters == pytest.approx(first.parameters / 8, rel=1e-3)
+    assert third.parameters == pytest.approx(first.parameters / 8, rel=1e-2)  # small tensors stay gathered
 
 
 def test_a_batch_norm_keeps_the_same_statistics_for_any_batch() -> None:
@@ -108,10 +108,26 @@ def test_the_backward_pass_peaks_at_the_block_with_the_most_bytes_alive() -> Non
 
 
 def test_contrastive_logits_grow_with_the_batch_of_all_ranks() -> None:
-    clip = whole("clip-vit-base-patch32")
-    alone, together = (loss_bytes(clip, 256, ranks, 2) for ranks in (1, 64))
-    assert together == 64 * alone
-    assert loss_bytes(whole("resnet-50"), 256, 64, 2) == 12 * 256 * 1000
+    for framework, nodes in (("fsdp", 8), ("deepspeed", 8)):
+        sizes = []
+        for count in (1, nodes):
+            spec = spec_of(
+                "clip-vit-base-patch32",
+                planner__framework=framework,
+                cluster__nodes=count,
+                training__global_batch_size=2048 * count,
+            )
+            layout = build_layout(spec, resolve_axes(spec), 1, "none", 256)
+            sizes.append(loss_bytes(spec, whole("clip-vit-base-patch32"), layout, 2))
+        if framework == "fsdp":  # the rows of a rank at once
+            assert sizes[1] == nodes * sizes[0]
+        else:  # in tiles: only the features grow
+            features = 4 * 512 * 5 * 2048
+            tile = 4 * 256 * (4096 - 2048)
+            assert sizes[1] - sizes[0] == (nodes - 1) * features + tile
+    spec = spec_of("resnet-50")
+    layout = build_layout(spec, resolve_axes(spec), 1, "none", 64)
+    assert loss_bytes(spec, whole("resnet-50"), layout, 2) == 12 * 64 * 1000
 
 
 def test_channels_first_are_slower_on_matrix_units_alone() -> None:

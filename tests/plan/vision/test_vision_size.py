@@ -8,6 +8,7 @@ import pytest
 
 from scaletrain_cli.plan.vision.networks import network, training_flops
 from scaletrain_cli.spec import vision_presets
+from scaletrain_cli.spec.presets import derived_dimensions
 from scaletrain_cli.spec.vision_model import VISION
 
 # Sums of the published weights: torchvision's and OpenAI's CLIP's own; ViT-S as timm has it.
@@ -44,6 +45,8 @@ GMACS = {
 
 def model_of(preset: str, **changes: Any) -> Any:
     given = vision_presets()[preset] | changes
+    if given["family"] == "llava":
+        given["text_config"] = derived_dimensions({"seq_len": 128, **given["text_config"]})
     return VISION[given["family"]].model_validate(given)
 
 
