@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ from scaletrain_cli.safe_files import create_file, expand_home, make_folder
 from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec, to_hugging_face
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.run import AnyModel
+from scaletrain_cli.spec.vision_model import image_channels
 from scaletrain_cli.spec.weight_files import LANGUAGE_MODEL, mixtral_name
 
 # The tokenizer, its special tokens, and the generation settings of an exported folder.
@@ -87,6 +89,40 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
     if template is None or not found.has_tokenizer:
         return found
     return TextFiles(found.files | {"chat_template.jinja": template}, found.ids)
+
+
+def image_files(spec: RunSpec) -> dict[str, bytes]:
+    """Return the file with which transformers prepares images as the evaluation of this run does, by its name.
+
+    Empty for a language model. CLIP's processor resizes, crops and normalizes images for every family; it has no other
+    number of channels than 3.
+    """
+    model = spec.model
+    if isinstance(model, ModelSpec) or image_channels(model) != _COLORS:
+        return {}
+    tower: Any = getattr(model, "vision_config", model)
+    images, size = spec.data.images, tower.image_size
+    mean, std = images.normalization(model.family, _COLORS)
+    shorter = math.floor(round(size / images.crop_ratio, 6))  # as in engine.data.images.transforms.center_crop
+    config = {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": shorter},
+        "resample": _RESAMPLING[images.interpolation],
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(mean),
+        "image_std": list(std),
+    }
+    return {"preprocessor_config.json": _json(config)}
+
+
+_COLORS = 3
+_RESAMPLING = {"bilinear": 2, "bicubic": 3}  # numbers of Pillow
 
 
 def _text_files(spec: RunSpec, runs_root: Path, run: RunDir | None) -> TextFiles:
@@ -257,7 +293,7 @@ def export(
     with _draft_of(output) as draft:
         written = draft / "config.json"
         create_file(written, json.dumps(config, indent=2) + "\n", public=True)
-        for name, content in text.files.items():
+        for name, content in (text.files | image_files(spec)).items():
             create_file(draft / name, content, public=True)
         whole = outline(model)
         shapes, exact = named_weights(whole), {matrix.name: buffer.dtype for buffer, matrix in stored_buffers(whole)}

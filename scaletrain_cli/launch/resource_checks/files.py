@@ -19,7 +19,7 @@ from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
 from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import (
     EMBEDDED,
     FORMATS,
@@ -35,6 +35,7 @@ from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec
 from scaletrain_cli.spec.presets import SourceError
+from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.shared_paths import is_shared, parent_of_glob
 from scaletrain_cli.spec.weight_files import (
     INDEX,
@@ -259,7 +260,7 @@ def weights_problems(view: View) -> Iterator[Problem]:
         yield view.problem("model.weights", reason, given)
         return
     try:
-        differing = list(config_problems(folder, view.spec.transformer))
+        differing = list(config_problems(folder, view.spec.model))
     except UsageError as error:
         why = error.message.rstrip(".")
         yield view.problem("model.weights", Reason("checks.weights-config-unusable", {"why": why}), given)
@@ -275,22 +276,22 @@ def tensor_problems(folder: Path, spec: RunSpec) -> Iterator[Reason]:
     headers: dict[str, Header] = {}
     for name in sorted(map(str, names)):
         headers |= read_headers(folder / name)
-    yield from header_problems(headers, folder, spec.transformer, str(folder))
+    yield from header_problems(headers, folder, spec.model, str(folder))
 
 
-def header_problems(headers: Mapping[str, Header], folder: Path, model: ModelSpec, place: str) -> Iterator[Reason]:
+def header_problems(headers: Mapping[str, Header], folder: Path, model: AnyModel, place: str) -> Iterator[Reason]:
     """Yield how tensors differ from those of the model. ``folder``: has config.json; ``place``: for the message.
 
     Models of families that others have added are not compared: their names are their own.
     """
-    if model.family not in BUILT_IN_FAMILIES:
+    if isinstance(model, LlavaSpec) or (isinstance(model, ModelSpec) and model.family not in BUILT_IN_FAMILIES):
         return
     try:
         config = read_config(folder)
     except SourceError:
         config = {}
     expected = stored_shapes(model)
-    found = WeightDifferences(expected, headers, experts=model.num_experts, config=config, folder=place)
+    found = WeightDifferences(expected, headers, experts=getattr(model, "num_experts", 0), config=config, folder=place)
     problems = list(found.problems())
     if problems and not found.known:
         yield Reason("checks.weights-other-model", {"tensors": len(headers)})
@@ -299,7 +300,7 @@ def header_problems(headers: Mapping[str, Header], folder: Path, model: ModelSpe
         yield Reason("checks.weights-differ", {"count": len(problems), "shown": shown})
 
 
-def config_problems(folder: Path, model: ModelSpec) -> Iterator[Reason]:
+def config_problems(folder: Path, model: AnyModel) -> Iterator[Reason]:
     """Yield the differences between the weights' config.json and the model. Raises UsageError if it is unusable."""
     for problem in config_mismatches(folder, model):
         params = {"setting": problem.subject, "difference": problem.message.rstrip("."), "remedy": str(problem.hint)}

@@ -26,7 +26,6 @@ from scaletrain_cli.launch.resource_checks.files import (
     weights_problem,
 )
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.spec.hub_files import HubUse, hub_uses, local_path, selected_files
 from scaletrain_cli.spec.weight_files import DamagedHeaderError, Header, header_bytes, parsed_headers, read_headers
 
@@ -147,14 +146,14 @@ def _weights(
             if file.path.rpartition("/")[2] == "config.json":
                 read_small_file(listing, file, settings)
     try:
-        differing = list(config_problems(folder, view.spec.transformer))
+        differing = list(config_problems(folder, view.spec.model))
     except UsageError as error:
         yield Reason("checks.weights-config-unusable", {"why": error.message.rstrip(".")})
         return
     yield from differing
     if not differing and not missing:
         yield from tensor_problems(folder, view.spec)
-    elif not differing and isinstance(view.spec.model, ModelSpec):
+    elif not differing:
         shards = [file for file in files if file.path.endswith(".safetensors")]
         with ThreadPoolExecutor(_REQUESTS) as pool:
             try:
@@ -163,7 +162,7 @@ def _weights(
                 yield damage_of(error)
                 return
         headers = {name: header for each in found for name, header in each.items()}
-        yield from header_problems(headers, folder, view.spec.transformer, use.reference.place)
+        yield from header_problems(headers, folder, view.spec.model, use.reference.place)
 
 
 def _factors(view: View, listing: Listing, file: HubFile, settings: HubSettings, here: Path | None) -> Iterator[Reason]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -142,6 +143,22 @@ def test_a_vit_equals_transformers_before_and_after_training(tmp_path: Path) -> 
     with torch.no_grad():
         close(ours(images()), again(images()).logits)
     assert spec_of(folder) == spec
+
+
+def test_transformers_prepares_images_for_an_export_as_the_evaluation_of_the_run_does(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from scaletrain_cli.engine.data.images.transforms import center_crop
+
+    vit(tmp_path / "base", image_size=16)
+    spec = spec_of(tmp_path / "base")
+    weights = {name: values.detach() for name, values in named(loaded(spec, tmp_path / "base")).items()}
+    processor: Any = transformers.AutoImageProcessor.from_pretrained(exported(spec, weights, tmp_path), backend="pil")
+    noise = torch.randint(256, (37, 53, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    image = Image.fromarray(noise.numpy())
+    theirs = processor(image, return_tensors="pt").pixel_values[0]
+    cropped = torch.tensor(np.array(center_crop(image, 16, 0.875, Image.Resampling.BICUBIC)))
+    close((cropped.permute(2, 0, 1) / 255 - 0.5) / 0.5, theirs, 1e-6)
 
 
 def test_positions_are_resized_to_another_image_as_in_transformers(tmp_path: Path) -> None:
