@@ -110,8 +110,9 @@ def _flat_loss(event: Event) -> str:
 
 
 def _stopped_early(event: Event) -> str:
-    losses = ", ".join(f"{loss:.4f}" for loss in event["validation_losses"])
-    return f"at step {event['step']}: the validation loss does not improve; the last ones are {losses}"
+    metric = event.get("metric", "validation_loss").replace("_", " ")
+    values = ", ".join(f"{value:.4f}" for value in event.get("values", event.get("validation_losses", ())))
+    return f"at step {event['step']}: the {metric} does not improve; its last values are {values}"
 
 
 def _evaluated(event: Event) -> str:

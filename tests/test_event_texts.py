@@ -33,7 +33,11 @@ from scaletrain_cli.event_texts import event_sentence
         ({"event": "stage", "step": 5, "last_step": 12, "tensors": 27}, "steps 5 to 12 train 27 tensors"),
         (
             {"event": "stopped-early", "step": 40, "validation_losses": [2.0, 2.5]},
-            "at step 40: the validation loss does not improve; the last ones are 2.0000, 2.5000",
+            "at step 40: the validation loss does not improve; its last values are 2.0000, 2.5000",
+        ),
+        (
+            {"event": "stopped-early", "step": 40, "metric": "validation_top1", "values": [0.5, 0.25]},
+            "at step 40: the validation top1 does not improve; its last values are 0.5000, 0.2500",
         ),
         (
             {"event": "validation-held-back", "sequences": 16, "of": 4000},

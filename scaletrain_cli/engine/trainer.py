@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.rundir.evaluations import is_lower_better
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
@@ -76,7 +78,7 @@ class LoopState:
     step: int  # optimizer steps trained
     last_step: int  # the step after which training ends; early stopping lowers it
     evaluation_due: bool  # the validation loss after ``step`` is still to be measured
-    validation_losses: list[float]  # of the whole run, in order, in nats
+    validations: list[dict[str, float]]  # of the whole run, in order: measures by their names in metrics.jsonl
 
     @property
     def at_last_step(self) -> bool:
@@ -180,20 +182,22 @@ class Trainer:
         self.deferred_metrics.remaining()  # discards the measures of undone steps
         state.step, state.last_step, state.evaluation_due = step, self.record.spec.total_steps, False
         every = self.record.spec.evaluation.every
-        del state.validation_losses[step // every if every else 0 :]
+        del state.validations[step // every if every else 0 :]
         return True
 
     def _evaluate(self, state: LoopState) -> bool:
         """Evaluate after ``state.step`` steps, and stop early if due; return False if a preemption signal arrived."""
         with self.ledger.during("evaluation"):
-            loss = self.evaluate(state.step, self.metrics)
-        if loss is None:
+            measured = self.evaluate(state.step, self.metrics)
+        if measured is None:
             return False
-        state.validation_losses.append(loss)
+        state.validations.append(measured)
         state.evaluation_due = False
         if self._should_stop_early(state):
             state.last_step = state.step
-            self._report("stopped-early", step=state.step, validation_losses=state.validation_losses[-5:])
+            metric = self.record.spec.training.early_stopping.metric
+            latest = _values(state.validations[-5:], metric)
+            self._report("stopped-early", step=state.step, metric=metric, values=latest)
         return True
 
     def _train_step(self, state: LoopState) -> None:
@@ -291,7 +295,7 @@ class Trainer:
         self.step_sync.schedule.begin_at(begin.step)
         self.ledger.set_up_is_done()
         due = self._evaluation_follows(begin.step) and not begin.evaluated
-        state = LoopState(begin.step, self.record.spec.total_steps, due, list(begin.validation_losses))
+        state = LoopState(begin.step, self.record.spec.total_steps, due, list(begin.validations))
         if begin.evaluated and self._should_stop_early(state):
             state.last_step = state.step
         return state
@@ -338,8 +342,8 @@ class Trainer:
         self.ledger.write()
 
     @torch.no_grad()
-    def evaluate(self, step: int, metrics: MetricsLog) -> float | None:
-        """Log and return the mean validation loss in nats over the first ``evaluation.batches`` global batches.
+    def evaluate(self, step: int, metrics: MetricsLog) -> dict[str, float] | None:
+        """Log and return the mean validation loss over the first ``evaluation.batches`` global batches, and measures.
 
         The same sequences each time, or as many as the validation splits have. Several sources have a loss each, and
         the whole is their mean by ``validation_shares``. None if a preemption signal arrived during the evaluation:
@@ -360,7 +364,7 @@ class Trainer:
         if losses is None:
             return None
         metrics.log_validation(step, sum(counts.values()), **losses, **measures)
-        return losses["validation_loss"]
+        return losses | measures
 
     def _validation_losses(self, step: int, counts: dict[str, int], name: str) -> dict[str, float] | None:
         """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""
@@ -394,12 +398,21 @@ class Trainer:
         return every > 0 and step > 0 and (step % every == 0 or step == self.record.spec.total_steps)
 
     def _should_stop_early(self, state: LoopState) -> bool:
-        return should_stop(state.validation_losses, self.record.spec.training.early_stopping)
+        settings = self.record.spec.training.early_stopping
+        return settings.patience > 0 and should_stop(self._lowered(state, settings.metric), settings)
 
     def _is_best(self, state: LoopState) -> bool:
-        """Return True if ``checkpoint.keep_best`` is the validation loss and its newest value is the least."""
-        *earlier, newest = state.validation_losses
-        return self.record.spec.checkpoint.keep_best == "validation_loss" and newest < min(earlier, default=math.inf)
+        """Return True if the newest validation has the best value of ``checkpoint.keep_best``."""
+        metric = self.record.spec.checkpoint.keep_best
+        if metric is None or metric not in state.validations[-1]:
+            return False
+        *earlier, newest = self._lowered(state, metric)
+        return newest < min(earlier, default=math.inf)
+
+    def _lowered(self, state: LoopState, metric: str) -> list[float]:
+        """Return the values of a metric of all validations that have it, negated if the greatest is the best."""
+        sign = 1.0 if is_lower_better(self.run, metric) else -1.0
+        return [sign * value for value in _values(state.validations, metric)]
 
     def _remaining_measures(self) -> list[StepMeasures]:
         """Return the measures that are not agreed on yet: none on a CPU, those of the newest step on a GPU."""
@@ -422,3 +435,8 @@ class Trainer:
 
     def _report(self, name: str, **details: Any) -> None:
         report_event(self.run, self.ranks.rank, name, **details)
+
+
+def _values(validations: Iterable[Mapping[str, float]], metric: str) -> list[float]:
+    """Return the values of a metric in the validations that have it."""
+    return [measured[metric] for measured in validations if metric in measured]

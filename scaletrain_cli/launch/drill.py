@@ -313,13 +313,14 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
         "training.tokens": "null",
         "training.steps": steps,
         "training.schedule.warmup_steps": min(schedule.warmup_steps, every),
-        "training.early_stopping.patience": 0,
+        "training.early_stopping": "{patience: 0}",
         "evaluation.every": steps if spec.evaluation.every else 0,
         "checkpoint.every": every,
         "checkpoint.keep": 3,
         "checkpoint.dir": "auto",
         "restarts": "{preemption: unlimited, node: 10, crash: 3, oom: 0}",
         "tracking": "[]",
+        "evaluation.zero_shot": "null",
         "evaluation.tasks": "[]",  # a drill trains one run at a time, and no job beside it
         "checkpoint.keep_best": "null",
     }

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.quantities import Matching, NonNegative, Text, Whole, WholeOrZero
-from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where_not
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
 TaskName = Annotated[str, Matching(r"[A-Za-z0-9_.-]+", 64, "must consist of letters, digits, '_', '-' and '.'")]
 Words = Annotated[tuple[Text, ...], Field(min_length=1, max_length=1000)]
@@ -63,6 +64,45 @@ Task = Annotated[
     ),
 ]
 
+# "a photo of a {}." (arXiv:2103.00020, section 3.1.4), and the seven templates whose mean OpenAI found to be the best
+# subset of its 80 for ImageNet (github.com/openai/CLIP, notebooks/Prompt_Engineering_for_ImageNet.ipynb).
+TEMPLATES = (
+    "a photo of a {}.",
+    "itap of a {}.",
+    "a bad photo of the {}.",
+    "a origami {}.",
+    "a photo of the large {}.",
+    "a {} in a video game.",
+    "art of the {}.",
+    "a photo of the small {}.",
+)
+
+
+def _with_a_place(value: str) -> str:
+    if "{}" not in value:
+        raise PydanticCustomError("template", "must contain {}, the place of the name of the class")
+    return value
+
+
+Template = Annotated[Text, AfterValidator(_with_a_place)]
+
+
+class ZeroShotSpec(Section):
+    """Classification of other images by the texts of their classes, in which nothing is trained (arXiv:2103.00020).
+
+    The feature of a class is the mean of those of its prompts. Metrics: ``validation_zero_shot_top1`` and ``_top5``.
+    """
+
+    source: Text = Field(description="as data.source: images with labels; of several splits that for validation")
+    classes: Text | None = Field(
+        default=None, description="file with a class name per line, in the order of the labels; null: sorted folders"
+    )
+    templates: Annotated[tuple[Template, ...], Field(min_length=1, max_length=1000)] = Field(
+        default=TEMPLATES, description="prompts; {} is the place of the name of the class"
+    )
+
+
+_WITH_PAIRS = used_when(where("model.family", "clip"))
 _WITH_TASKS = used_when(where_not("evaluation.tasks", ()))
 
 
@@ -88,6 +128,10 @@ class EvaluationSpec(Section):
 
     every: WholeOrZero = 500
     batches: Annotated[Whole, used_when(where_not("evaluation.every", 0))] = 20
+    retrieval_pairs: Annotated[WholeOrZero, _WITH_PAIRS] = Field(
+        default=5000, description="pairs of the validation split among which retrieval is measured; 0: none"
+    )
+    zero_shot: Annotated[ZeroShotSpec | None, _WITH_PAIRS] = None
     tasks: tuple[Task, ...] = ()
     job: Annotated[EvaluationJobSpec, _WITH_TASKS] = LEFT_OUT
 
@@ -96,12 +140,30 @@ class EvaluationSpec(Section):
         names = [task.name for task in self.tasks]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "tasks", f"has several tasks with the name {name}. Give each another name."
+        if self.zero_shot is not None and not self.every:
+            yield "zero_shot", "is measured with the validation loss. Set evaluation.every above 0."
 
-    def metric_names(self) -> tuple[str, ...]:
-        """Return the names of metrics that can be known before the first evaluation; of lm_eval the prefixes."""
+    def metric_names(self, objective: str, loss: str) -> tuple[str, ...]:
+        """Return the names of metrics that can be known before the first evaluation; of lm_eval the prefixes.
+
+        ``objective``, ``loss``: of the run, by the names of ``training``.
+        """
         ends = {"loss": ("/loss", "/perplexity"), "generation": (), "lm_eval": ("/",)}
         of_tasks = tuple(f"{task.name}{end}" for task in self.tasks for end in ends[task.kind])
-        return (*(("validation_loss",) if self.every else ()), *of_tasks)
+        measures = ("loss", *self._measures(objective, loss)) if self.every else ()
+        return (*(f"validation_{name}" for name in measures), *of_tasks)
+
+    def _measures(self, objective: str, loss: str) -> tuple[str, ...]:
+        """Return the names of what a validation measures beside the loss."""
+        if objective == "classification":
+            return ("top1", "top5", *(("mean_average_precision",) if loss == "bce" else ()))
+        if objective == "regression":
+            return ("mae", "rmse")
+        if objective != "contrastive" or loss == "nt_xent":
+            return ()
+        directions = ("image_to_text", "text_to_image") if self.retrieval_pairs else ()
+        recalls = tuple(f"recall_at_{k}/{direction}" for k in (1, 5, 10) for direction in directions)
+        return (*recalls, *(("zero_shot_top1", "zero_shot_top5") if self.zero_shot is not None else ()))
 
 
 def evaluation_cluster(cluster: ClusterSpec, job: EvaluationJobSpec) -> ClusterSpec:

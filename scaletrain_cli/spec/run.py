@@ -342,6 +342,8 @@ class RunSpec(Section):
         )
         if self.training.early_stopping.patience and not self.evaluation.every:
             yield "training.early_stopping.patience", "requires a validation loss. Set evaluation.every above 0."
+        elif self.training.early_stopping.patience:
+            yield from self._early_stopping_inconsistencies(self.training.early_stopping.metric)
         if self.evaluation.tasks:
             yield from self._evaluation_inconsistencies()
         if self.checkpoint.keep_best is not None:
@@ -359,8 +361,19 @@ class RunSpec(Section):
             yield "evaluation.tasks", f"need checkpoints of the built-in engine. Remove them, or {key}."
         yield from cluster_problems(self.cluster, self.evaluation.job)
 
+    def _metric_names(self) -> tuple[str, ...]:
+        objective = self.training.objective
+        return self.evaluation.metric_names(
+            objective, self.training.loss.of(objective) if objective in LOSSES_OF else ""
+        )
+
+    def _early_stopping_inconsistencies(self, metric: str) -> Iterator[tuple[str, str]]:
+        names = [name for name in self._metric_names() if name.startswith("validation_")]
+        if metric not in names:
+            yield "training.early_stopping.metric", f"must be a metric of the validation. Use {' or '.join(names)}."
+
     def _keep_best_inconsistencies(self, metric: str) -> Iterator[tuple[str, str]]:
-        names = self.evaluation.metric_names()
+        names = self._metric_names()
         if not any(metric == name or (name.endswith("/") and metric.startswith(name)) for name in names):
             known = ", ".join(f"{name}..." if name.endswith("/") else name for name in names) or "none"
             yield "checkpoint.keep_best", f"must be a metric of an evaluation. This spec has: {known}."

@@ -145,13 +145,16 @@ class LossScaleSpec(Section):
 
 
 class EarlyStoppingSpec(Section):
-    """Ends the run when the validation loss no longer falls; ``patience: 0`` turns it off."""
+    """Ends the run when the validation no longer improves; ``patience: 0`` turns it off."""
 
     patience: WholeOrZero = Field(
         default=0, description="evaluations without improvement before training stops; 0: off"
     )
+    metric: Annotated[Text, used_when(where_not("training.early_stopping.patience", 0))] = Field(
+        default="validation_loss", description="a metric of the validation, such as validation_top1"
+    )
     min_delta: Annotated[NonNegative, used_when(where_not("training.early_stopping.patience", 0))] = Field(
-        default=0.0, description="minimum decrease of the loss that counts as an improvement"
+        default=0.0, description="minimum change of the metric that counts as an improvement"
     )
 
 

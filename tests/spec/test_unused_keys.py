@@ -21,6 +21,8 @@ GPT = SPEC.replace("family: llama", "family: gpt")
 SFT = ("training.objective=sft", "data.source=python-docstrings")
 DPO = ("training.objective=dpo", "data.source=python-docstrings")
 IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}",)
+TOWER = "{hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1, intermediate_size: 8}"
+CLIP = (f"model={{family: clip, vision_config: {TOWER}, text_config: {TOWER}}}",)
 EXPERTS = ("model.num_experts=2", "model.num_experts_per_tok=1")
 TWO_SOURCES = "[{name: web, path: /w, weight: 1}, {name: code, path: /c, weight: 1}]"
 # For each key with a condition: a value, settings with which it has no effect, and settings with which it has one.
@@ -106,6 +108,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "training.schedule.cooldown_steps": ("3", (), ("training.schedule.name=wsd",)),
     "training.gradient_clipping_by": ("value", ("training.gradient_clipping=0",), ()),
     "training.early_stopping.min_delta": ("0.1", (), ("training.early_stopping.patience=2",)),
+    "training.early_stopping.metric": ("validation_top1", IMAGES, (*IMAGES, "training.early_stopping.patience=2")),
     "training.averaging.decay": ("0.9", ("training.averaging.name=checkpoints",), ("training.averaging.name=ema",)),
     "training.averaging.every": ("5", (), ("training.averaging.name=checkpoints",)),
     "evaluation.job": (
@@ -113,6 +116,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         (),
         ("evaluation.tasks=[{kind: generation, name: a, prompts: [b]}]",),
     ),
+    "evaluation.retrieval_pairs": ("100", IMAGES, CLIP),
+    "evaluation.zero_shot": ("{source: images}", IMAGES, CLIP),
     "evaluation.batches": ("3", ("evaluation.every=0",), ()),
     "layout.selective_scope": ("attention", ("layout.activation_checkpointing=full",), ()),
     "layout.selective_every": ("3", ("layout.activation_checkpointing=none",), ()),

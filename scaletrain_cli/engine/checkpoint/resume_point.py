@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ScaletrainError, UsageError, WrongNodesError
@@ -15,6 +15,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, Defect, committed_folders, find_defects, read_checkpoint
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_metrics, steps_logged_since_begun
 from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.validations import PREFIX
 from scaletrain_cli.worker.checkpoint_commit import set_aside_newer
 
 T = TypeVar("T")
@@ -35,14 +36,14 @@ class OtherNodeUnfitError(ScaletrainError):
 class ResumePoint:
     """The state that an attempt starts from.
 
-    ``step``: steps trained. ``evaluated``: the validation loss after them is logged. ``passed_over``: a line for each
-    newer checkpoint that is not valid.
+    ``step``: steps trained. ``evaluated``: the validation loss after them is logged. ``validations``: all up to there,
+    in order, each with its measures by name. ``passed_over``: a line for each newer checkpoint that is not valid.
     """
 
     checkpoint: Checkpoint | None
     step: int
     evaluated: bool
-    validation_losses: list[float]
+    validations: list[dict[str, float]]
     lost_steps: int
     passed_over: list[str]
     problem: Reason | None = None
@@ -182,11 +183,15 @@ def _resume_point(run: RunDir, folder: Path, attempt: int, search: Search) -> Re
         checkpoint=checkpoint,
         step=step,
         evaluated=bool(lines) and lines[-1]["step"] == step and "validation_loss" in lines[-1],
-        validation_losses=[line["validation_loss"] for line in lines if "validation_loss" in line],
+        validations=[_measures(line) for line in lines if "validation_loss" in line],
         lost_steps=max(0, max(logged, default=0) - step),
         passed_over=passed_over,
         problem=problem,
     )
+
+
+def _measures(line: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name.startswith(PREFIX) and isinstance(value, int | float)}
 
 
 def _no_checkpoint(folder: Path, search: Search) -> Reason:

@@ -50,14 +50,14 @@ def _between(low: float, high: float, share: float) -> float:
     return low + (high - low) * share
 
 
-def should_stop(validation_losses: Iterable[float], spec: EarlyStoppingSpec) -> bool:
-    """Return True if none of the last ``patience`` losses is lower than the best one before by more than ``min_delta``.
+def should_stop(values: Iterable[float], spec: EarlyStoppingSpec) -> bool:
+    """Return True if none of the last ``patience`` values is lower than the best one before by more than ``min_delta``.
 
-    ``validation_losses`` are those of the whole run, so that the result is the same after a resume. NaN is no
-    improvement.
+    ``values``: validation losses, or another metric, negated if its greatest is the best; of the whole run, so that the
+    result is the same after a resume. NaN is no improvement.
     """
     best, since = float("inf"), 0
-    for loss in validation_losses:
-        improved = loss < best - spec.min_delta
-        best, since = (loss, 0) if improved else (best, since + 1)
+    for value in values:
+        improved = value < best - spec.min_delta
+        best, since = (value, 0) if improved else (best, since + 1)
     return 0 < spec.patience <= since

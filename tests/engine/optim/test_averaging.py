@@ -153,5 +153,5 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
     metrics: Any = SimpleNamespace(log_validation=lambda step, size, **losses: logged.append(set(losses)))
     for step in (2, 3):
         average.update(step)
-        assert Trainer.evaluate(stand_in, step, metrics) == 1.0
+        assert Trainer.evaluate(stand_in, step, metrics)["validation_loss"] == 1.0
     assert logged == [{"validation_loss"}, {"validation_loss", "averaged_validation_loss"}]
