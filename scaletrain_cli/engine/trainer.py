@@ -21,6 +21,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
 from scaletrain_cli.engine.data.loader import Loader
 from scaletrain_cli.engine.data.splits import RunData, sequences_validated
+from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
@@ -350,21 +351,33 @@ class Trainer:
         nothing is logged, and the next attempt evaluates again.
         """
         shares = self.validation_shares if len(self.validation) > 1 else {}
+        whole = not self.composed.objective.masks_samples
         counts = {
-            name: sequences_validated(self.record, len(reader.sequences), shares.get(name))
+            name: sequences_validated(self.record, len(reader.sequences), shares.get(name), whole_rounds=whole)
             for name, reader in self.validation.items()
         }
-        losses = self._validation_losses(step, counts, "validation_loss")
-        measures = {f"validation_{name}": value.item() for name, value in self.stepper.take_measures().items()}
-        if losses is not None and self.average is not None and self.average.taken:  # not before the first average
+        found = self._validate(step, counts, "validation_")
+        if found is not None and self.average is not None and self.average.taken:  # not before the first average
             with self.average.in_use():
-                averaged = self._validation_losses(step, counts, "averaged_validation_loss")
-            losses = None if averaged is None else losses | averaged
-            self.stepper.take_measures()  # those of the trained weights are enough
+                averaged = self._validate(step, counts, "averaged_validation_")
+            found = None if averaged is None else found._replace(metrics=found.metrics | averaged.metrics)
+        if found is None:
+            return None
+        metrics.log_validation(step, sum(counts.values()), found.details, **found.metrics)
+        return found.metrics
+
+    def _validate(self, step: int, counts: dict[str, int], prefix: str) -> Figures | None:
+        """Return losses and other measures, by their names with the prefix, and details; None after a signal."""
+        objective = self.composed.objective
+        objective.begin_validation()
+        losses = self._validation_losses(step, counts, f"{prefix}loss")
         if losses is None:
             return None
-        metrics.log_validation(step, sum(counts.values()), **losses, **measures)
-        return losses | measures
+        figures = objective.end_validation()
+        taken = {name: value.item() for name, value in self.stepper.take_measures().items()}
+        measures = figures.metrics if prefix != "validation_" else taken | figures.metrics
+        finite = {f"{prefix}{name}": value for name, value in measures.items() if math.isfinite(value)}
+        return Figures(losses | finite, figures.details)
 
     def _validation_losses(self, step: int, counts: dict[str, int], name: str) -> dict[str, float] | None:
         """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""
@@ -391,7 +404,8 @@ class Trainer:
             self.heartbeat.beat(step, "evaluation")
             rounds += len(batches)
             total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
-        return (total / rounds).item()
+        exact = self.composed.objective.take_validation_loss()
+        return (total / rounds).item() if exact is None else exact
 
     def _evaluation_follows(self, step: int) -> bool:
         every = self.record.spec.evaluation.every

@@ -285,11 +285,12 @@ def _too_little_to_validate(record: RunRecord, source: str | None, train: int, v
     return Reason("engine.data-too-small-to-validate", {**params, "width": width if source is None else 1})
 
 
-def sequences_validated(record: RunRecord, there: int, share: float | None) -> int:
+def sequences_validated(record: RunRecord, there: int, share: float | None, *, whole_rounds: bool = True) -> int:
     """Return the number of sequences that a source is validated on. ``there``: those of its validation split.
 
     ``share``: of the source in the validation loss, None for a single source. The number is the same in every layout
-    with several sources; a single one fills whole rounds of micro-batches of all replicas if it can.
+    with several sources; a single one fills whole rounds of micro-batches of all replicas if it can. Without
+    ``whole_rounds`` it is the same in every layout, too.
     """
     layout = record.plan.layout
     width = layout.micro_batch_size * layout.data_parallel
@@ -297,4 +298,4 @@ def sequences_validated(record: RunRecord, there: int, share: float | None) -> i
     if share is not None:
         return min(max(min(_ENOUGH_TO_VALIDATE, layout.global_batch_size), round(wanted * share)), there)
     found = min(wanted, there)
-    return found - found % width or found
+    return found - found % width or found if whole_rounds else found

@@ -38,6 +38,26 @@ class Measures(ABC):
         """
 
 
+class MeanLoss:
+    """The mean of the losses of micro-batches, each by its number of samples."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None  # losses times samples, samples
+
+    def add(self, loss: Tensor, samples: Tensor | int) -> None:
+        """Add the mean loss of a micro-batch; without samples it is not counted, whatever it is."""
+        count = torch.as_tensor(samples, dtype=torch.float64, device=loss.device)
+        weighted = torch.where(count > 0, loss.detach().double() * count, torch.zeros_like(count))
+        found = torch.stack([weighted, count])
+        self._sums = found if self._sums is None else self._sums + found
+
+    def take(self, axis: Axis) -> float | None:
+        """Return the mean over all ranks, and begin again; None if no rank has counted a sample. Collective."""
+        total, samples = sum_over(torch.zeros(2, dtype=torch.float64) if self._sums is None else self._sums, axis)
+        self._sums = None
+        return rounded(float(total / samples)) if samples > 0 else None
+
+
 def sum_over(values: Tensor, axis: Axis) -> Tensor:
     """Return the sum over the ranks of an axis, on the CPU. Collective."""
     if axis.group is None:

@@ -17,7 +17,7 @@ class Errors(Measures):
 
     def add(self, outputs: Tensor, targets: Tensor, counted: Tensor | None = None) -> None:
         """Add samples: outputs and targets [samples, outputs]."""
-        errors = (outputs.detach().double() - targets.double()).view(len(outputs), -1)
+        errors = outputs.detach().double() - targets.double().view(len(outputs), -1)
         if counted is not None:
             errors = errors[counted]
         self._sums = self._sums.to(errors.device)

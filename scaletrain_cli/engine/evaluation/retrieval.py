@@ -21,6 +21,7 @@ from scaletrain_cli.engine.parallel.mesh import Axis
 
 RECALLS = (1, 5, 10)
 _SCORES_AT_A_TIME = 1 << 23
+_MOST_SAMPLES = 1 << 40  # of a source
 
 
 def content_keys(items: Tensor) -> Tensor:
@@ -69,14 +70,14 @@ def recalls(queries: Tensor, items: Tensor, pairs: Tensor, axis: Axis) -> dict[i
 
 
 class Retrieval(Measures):
-    """``recall_at_<k>/image_to_text`` and ``/text_to_image`` among the first ``limit`` pairs of the split.
+    """``recall_at_<k>/image_to_text`` and ``/text_to_image`` among the first ``limit`` pairs of each source.
 
     Pairs with equal images are one image with several texts, and those with equal texts one text of several images: a
     query finds any of those that belong to it.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._limit, self._source = limit, 0
         self._images: list[Tensor] = []
         self._texts: list[Tensor] = []
         self._keys: list[Tensor] = []  # [pairs, 3]: number of the sample, keys of image and text
@@ -97,7 +98,12 @@ class Retrieval(Measures):
         for values, store in zip(features, (self._images, self._texts), strict=True):
             store.append(values.detach()[kept].float().cpu())
         keys = (content_keys(values[kept]) for values in content)
-        self._keys.append(torch.stack([samples[kept].cpu(), *keys], dim=1))
+        numbers = samples[kept].cpu() + self._source * _MOST_SAMPLES
+        self._keys.append(torch.stack([numbers, *keys], dim=1))
+
+    def next_source(self) -> None:
+        """Count the samples from the next call on as those of another source, with numbers of their own."""
+        self._source += 1
 
     def result(self, axis: Axis) -> Figures | None:
         width = sum_over(torch.tensor([self._images[0].shape[1] if self._images else 0, int(bool(self._images))]), axis)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.spec import RunSpec, TrainingSpec
 
@@ -37,9 +38,11 @@ class Objective(ABC):
 
     ``reads_pairs``: its batches hold preference pairs, and the log-probabilities of their answers under the first
     weights are computed before step 1 (``objectives.reference``).
+    ``masks_samples``: in the last round of a validation, micro-batches may lack samples.
     """
 
     reads_pairs = False
+    masks_samples = False
 
     def __init__(self, training: TrainingSpec, mesh: Mesh) -> None:
         self.training, self.mesh = training, mesh
@@ -63,6 +66,21 @@ class Objective(ABC):
         The mean is over the micro-batches of all data- and sequence-parallel ranks. Where a pipeline has several
         stages, only the last one calls this.
         """
+
+    def begin_validation(self) -> None:
+        """Observe the micro-batches from now on, until ``end_validation``."""
+        return
+
+    def take_validation_loss(self) -> float | None:
+        """Return the mean loss of the samples of a source since the last call; None: the mean over micro-batches is it.
+
+        Collective.
+        """
+        return None
+
+    def end_validation(self) -> Figures:
+        """Return what was observed since ``begin_validation``, the same on every rank. Collective."""
+        return Figures({}, {})
 
     def take_measures(self) -> dict[str, Tensor]:
         """Return scalars of the losses since the last call, the same on every rank, by name. Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,10 @@ from torch import Tensor
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
 from scaletrain_cli.engine.data.images.mixing import finish
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
+from scaletrain_cli.engine.evaluation.classification import Accuracy, MeanAveragePrecision
+from scaletrain_cli.engine.evaluation.measures import Figures, MeanLoss, Measures, sum_over
+from scaletrain_cli.engine.evaluation.regression import Errors
+from scaletrain_cli.engine.evaluation.retrieval import Retrieval
 from scaletrain_cli.engine.losses import LOSSES, LossSettings
 from scaletrain_cli.engine.losses.grad_cache import Outputs, joined
 from scaletrain_cli.engine.objectives.base import Joined, Objective
@@ -24,13 +29,16 @@ class PreparedImages(NamedTuple):
 
     pixels: [images, channels, height, width], normalized, in the dtype of the weights; all first views, then all second
     ones. samples: [images] int64, numbers that key stochastic depth. targets: [batch] int64 classes, or [batch, values]
-    fp32; None for pairs and views. tokens: [batch, length] int64 captions, or None.
+    fp32; None for pairs and views. tokens: [batch, length] int64 captions, or None. real: [batch] bool, False for
+    samples that are not counted in a validation; None: all are. content: images as they were read, in a validation.
     """
 
     pixels: Tensor
     samples: Tensor
     targets: Tensor | None
     tokens: Tensor | None
+    real: Tensor | None = None
+    content: Tensor | None = None
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor]:
@@ -39,7 +47,15 @@ class PreparedImages(NamedTuple):
 
 
 class ImageObjective(Objective):
-    """A loss of ``training.loss`` over the outputs of a network for images."""
+    """A loss of ``training.loss`` over the outputs of a network for images.
+
+    ``class_names``: in the order of the labels; None: classes are shown by their numbers.
+    """
+
+    masks_samples = True
+    class_names: Sequence[str] | None = None
+    _validation_loss: MeanLoss | None = None  # None: no validation is in progress
+    _measures: Measures | None = None
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         super().__init__(spec.training, mesh)
@@ -59,7 +75,6 @@ class ImageObjective(Objective):
 
     def prepared(self, batch: ImageMicroBatch) -> PreparedImages:
         """Return the normalized, erased and mixed images in the dtype of the weights, and their targets."""
-        assert batch.real is None, "evaluations of images have whole rounds"
         finished = finish(
             batch,
             mean=self._mean,
@@ -72,19 +87,70 @@ class ImageObjective(Objective):
         samples = batch.samples
         if views > 1:
             samples = torch.cat([views * samples + view for view in range(views)])
-        return PreparedImages(finished.images, samples, finished.targets, batch.tokens)
+        content = None if self._validation_loss is None else batch.images
+        return PreparedImages(finished.images, samples, finished.targets, batch.tokens, batch.real, content)
 
     def loss(self, model: Any, outputs: Any, batch: PreparedImages) -> Tensor:
         """Return the loss of a micro-batch; the mean over the data-parallel ranks is that of all of them together."""
-        return self._loss(outputs, batch.targets, self._settings, self.mesh.data)
+        if self._validation_loss is None:
+            return self._loss(outputs, batch.targets, self._settings, self.mesh.data)
+        return self._observed(self._validation_loss, outputs, batch)
+
+    def begin_validation(self) -> None:
+        self._validation_loss, self._measures = MeanLoss(), None
+
+    def take_validation_loss(self) -> float | None:
+        assert self._validation_loss is not None
+        return self._validation_loss.take(self.mesh.data)
+
+    def end_validation(self) -> Figures:
+        measures, self._validation_loss, self._measures = self._measures, None, None
+        found = None if measures is None else measures.result(self.mesh.data)
+        return found or Figures({}, {})
+
+    @abstractmethod
+    def _observed(self, mean: MeanLoss, outputs: Any, batch: PreparedImages) -> Tensor:
+        """Return the loss of a micro-batch of a validation, after adding it and what else is measured."""
 
 
-class Classification(ImageObjective):
+class _WithTargets(ImageObjective):
+    """A loss of each sample by itself."""
+
+    def _observed(self, mean: MeanLoss, outputs: Tensor, batch: PreparedImages) -> Tensor:
+        targets = batch.targets
+        assert targets is not None
+        if batch.real is not None:
+            outputs, targets = outputs[batch.real], targets[batch.real]
+        some = len(outputs) > 0
+        loss = self._loss(outputs, targets, self._settings, self.mesh.data) if some else outputs.sum().float()
+        mean.add(loss, len(outputs))
+        self._measure(outputs, targets)
+        return loss
+
+    @abstractmethod
+    def _measure(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add the outputs of samples to the measures of the validation."""
+
+
+class Classification(_WithTargets):
     """Cross-entropy, or binary cross-entropy of each class by itself."""
 
+    def _measure(self, outputs: Tensor, targets: Tensor) -> None:
+        several = targets.is_floating_point()
+        if self._measures is None:
+            kind = MeanAveragePrecision if several else Accuracy
+            self._measures = kind(outputs.shape[1], self.class_names)
+        assert isinstance(self._measures, MeanAveragePrecision if several else Accuracy)
+        self._measures.add(outputs, targets)
 
-class Regression(ImageObjective):
+
+class Regression(_WithTargets):
     """The squared, absolute or Huber error of predicted numbers."""
+
+    def _measure(self, outputs: Tensor, targets: Tensor) -> None:
+        self._measures = self._measures or Errors(outputs.shape[1])
+        assert isinstance(self._measures, Errors)
+        self._measures.add(outputs, targets)
 
 
 class Contrastive(ImageObjective, Joined):
@@ -103,6 +169,32 @@ class Contrastive(ImageObjective, Joined):
         self._pairs = type(outputs)
         # the copy of a scalar, a parameter, remains when ZeRO-3 has released it
         return tuple(each.clone() if each is not None and each.dim() == 0 else each for each in outputs)
+
+    def take_validation_loss(self) -> float | None:
+        if isinstance(self._measures, Retrieval):
+            self._measures.next_source()
+        return super().take_validation_loss()
+
+    def _observed(self, mean: MeanLoss, outputs: Any, batch: PreparedImages) -> Tensor:
+        loss = self._loss(outputs, None, self._settings, self.mesh.data)
+        # samples that stand in for missing ones would be wrong negatives
+        mean.add(loss, len(batch.samples) * int(self._is_whole(batch.real)))
+        limit = self._spec.evaluation.retrieval_pairs
+        if batch.tokens is None or limit == 0:
+            return loss
+        self._measures = self._measures or Retrieval(limit)
+        assert isinstance(self._measures, Retrieval)
+        assert batch.content is not None
+        features = outputs.image, outputs.text
+        self._measures.add(features, (batch.content, batch.tokens), batch.samples, batch.real)
+        return loss
+
+    def _is_whole(self, real: Tensor | None) -> bool:
+        """Return True if no rank has a sample in this round that stands in for a missing one. Collective."""
+        if real is None:
+            return True
+        missing = sum_over((~real).sum().view(1), self.mesh.data)
+        return int(missing) == 0
 
     def joined_loss(self, features: Sequence[Outputs]) -> Tensor:
         """Return the loss over the features of all micro-batches of a step. Collective."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.spec.training import AveragingSpec
@@ -147,11 +148,18 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
         validation_shares={"source": 1.0},
         average=average,
         stepper=SimpleNamespace(take_measures=dict),
+        composed=SimpleNamespace(
+            objective=SimpleNamespace(
+                masks_samples=False, begin_validation=lambda: None, end_validation=lambda: Figures({"top1": 0.5}, {})
+            )
+        ),
         _mean_loss=lambda step, reader, count: 1.0,
     )
     stand_in._validation_losses = partial(Trainer._validation_losses, stand_in)
-    metrics: Any = SimpleNamespace(log_validation=lambda step, size, **losses: logged.append(set(losses)))
+    stand_in._validate = partial(Trainer._validate, stand_in)
+    metrics: Any = SimpleNamespace(log_validation=lambda step, size, details, **losses: logged.append(set(losses)))
     for step in (2, 3):
         average.update(step)
         assert Trainer.evaluate(stand_in, step, metrics)["validation_loss"] == 1.0
-    assert logged == [{"validation_loss"}, {"validation_loss", "averaged_validation_loss"}]
+    trained = {"validation_loss", "validation_top1"}
+    assert logged == [trained, trained | {f"averaged_{name}" for name in trained}]
