@@ -17,6 +17,7 @@ Depths = Annotated[tuple[Annotated[int, Field(strict=True, ge=1, le=1000)], ...]
 ImageSize = Annotated[int, Field(strict=True, ge=1, le=8192)]
 Activation = Literal["gelu", "gelu_pytorch_tanh", "quick_gelu"]
 Number = Annotated[float, BeforeValidator(not_a_switch)]
+GROUPS = 32  # of channels, in GroupNorm (arXiv:1803.08494, section 4.1)
 
 
 class ResNetSpec(Section):
@@ -28,18 +29,37 @@ class ResNetSpec(Section):
     hidden_sizes: Widths
     depths: Depths
     layer_type: Literal["basic", "bottleneck"] = "bottleneck"
+    norm: Literal["batch", "group"] = Field(
+        default="batch",
+        description="group: GroupNorm of 32 groups of channels, which does not depend on the batch; no Hugging Face "
+        "model has it",
+    )
+    zero_init_residual: bool = Field(
+        default=False, description="random first weights: the last norm of each block begins with weight 0"
+    )
     memory_format: Literal["channels_last", "contiguous_format"] = Field(
         default="channels_last", description="memory format of torch; tensor cores need channels_last"
     )
     num_channels: Whole = 3
     num_labels: Whole = 1000
     image_size: ImageSize = 224
+    weights: ModelPath | None = Field(
+        default=None,
+        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
         yield from _stages(self.hidden_sizes, self.depths)
-        if self.layer_type == "bottleneck" and any(size % 4 for size in self.hidden_sizes):
+        reduction = 4 if self.layer_type == "bottleneck" else 1
+        if any(size % reduction for size in self.hidden_sizes):
             yield "hidden_sizes", "must be multiples of 4, the channel reduction of a bottleneck."
+        elif self.norm == "group":
+            if any(size % (GROUPS * reduction) for size in self.hidden_sizes):
+                inner = ", the groups of norm: group" + (" in a quarter of the channels" if reduction > 1 else "")
+                yield "hidden_sizes", f"must be multiples of {GROUPS * reduction}{inner}."
+            if self.embedding_size % GROUPS:
+                yield "embedding_size", f"must be a multiple of {GROUPS}, the groups of norm: group."
 
 
 class ConvNextSpec(Section):
@@ -53,9 +73,18 @@ class ConvNextSpec(Section):
     layer_scale_init_value: NonNegative = Field(
         default=1.0e-6, description="initial value of the learned scale per channel; 0: none"
     )
+    drop_path_rate: Fraction = Field(
+        default=0.0, description="share of images that skip the last block; the first has 0, the others in between"
+    )
+    layer_norm_eps: Positive = Field(default=1.0e-12, description="of the last norm; all others have 1e-6")
+    initializer_range: Positive = Field(default=0.02, description="standard deviation of random first weights")
     num_channels: Whole = 3
     num_labels: Whole = 1000
     image_size: ImageSize = 224
+    weights: ModelPath | None = Field(
+        default=None,
+        description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""

@@ -76,7 +76,7 @@ def vision_parameters(model: VisionSpec) -> tuple[VisionParameter, ...]:
 @lru_cache(maxsize=64)
 def vision_buffers(model: VisionSpec) -> tuple[Buffer, ...]:
     """Return the running statistics of all BatchNorms: mean and variance in fp32, and a counter of batches as int64."""
-    if not isinstance(model, ResNetSpec):
+    if not isinstance(model, ResNetSpec) or model.norm == "group":
         return ()
     return tuple(
         buffer

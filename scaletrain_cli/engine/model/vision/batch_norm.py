@@ -1,0 +1,196 @@
+"""BatchNorm (arXiv:1502.03167) whose statistics are fp32 in every precision, of one rank's images or of several ranks'.
+
+With images on several ranks each computes the mean and the squares around it of its own images, and two sums over the
+ranks join them (Chan, Golub and LeVeque 1983, equation 2.1), so that no difference of large squares is taken. Ranks may
+have different numbers of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from scaletrain_cli.engine.parallel.mesh import Axis
+
+_PIXELS = (0, 2, 3)  # the dimensions that statistics are of
+
+
+class Statistics(NamedTuple):
+    """Mean and unbiased variance [channels] of a batch, fp32, which no gradient flows into."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+class BatchNorm2d(nn.Module):
+    """Normalizes each channel of images [batch, channels, height, width], in fp32, and returns the dtype of its input.
+
+    In training by the mean and the variance over images and pixels, of all ranks of ``axis``; in evaluation by the
+    running ones. These are buffers that keep fp32 when a model is cast, because they would stall in 16 bits.
+    ``update_statistics`` updates them.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.eps, self.momentum, self.axis = eps, momentum, Axis()
+        self.latest: Statistics | None = None
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels, dtype=torch.float32))
+        self.register_buffer("running_var", torch.ones(channels, dtype=torch.float32))
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized images times ``weight`` plus ``bias``. Keep the statistics of the batch in training.
+
+        A recomputed forward pass overwrites them with the same ones, after ``update_statistics`` has used them.
+        """
+        weight, bias = self.weight.float(), self.bias.float()
+        if not self.training:
+            return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
+        if self.axis.group is not None:
+            over_ranks: tuple[Tensor, Statistics] = self._over_ranks(x, weight, bias)
+            self.latest = over_ranks[1]
+            return over_ranks[0]
+        values = x.numel() // x.shape[1]
+        if values < 2:
+            raise ValueError("BatchNorm needs at least two values per channel in training: larger images or batches")
+        y, mean, scale = torch.native_batch_norm(x, weight, bias, None, None, True, self.momentum, self.eps)
+        variance = (scale.detach().pow(-2) - self.eps) * (values / (values - 1))
+        self.latest = Statistics(mean.detach(), variance)
+        return y
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _over_ranks(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Statistics]:
+        mean, variance, values = _joint_statistics(x.detach(), self.axis)
+        unbiased = variance * (values / (values - 1).clamp(min=1))
+        settings = _Settings(mean.float(), variance.float(), values, self.eps, self.axis)
+        y: Tensor = _Normalized.apply(x, weight, bias, settings)  # type: ignore[no-untyped-call]
+        return y, Statistics(settings.mean, unbiased.float())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move and cast the parameters; the running statistics are moved only."""
+        exact = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            self._buffers[name] = buffer if moved.device == buffer.device else _on_device(buffer, moved)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps}, momentum={self.momentum}, ranks={self.axis.size}"
+
+
+class _Settings(NamedTuple):
+    """The joint mean and biased variance [channels], fp32; the number of values per channel, a scalar."""
+
+    mean: Tensor
+    variance: Tensor
+    values: Tensor
+    eps: float
+    axis: Axis
+
+
+class _Normalized(Function):
+    """Images normalized by joint statistics, which the gradient of the images takes into account.
+
+    Gradients of weight and bias are those of this rank's images, as of all other parameters.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, settings: _Settings) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings = settings
+        return F.batch_norm(x, settings.mean, settings.variance, weight, bias, eps=settings.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        mean, variance, values, eps, axis = ctx.settings
+        scale = torch.rsqrt(variance + eps)
+        wide, centered = gradient.float(), x.float() - _channels(mean)
+        total, product = wide.sum(_PIXELS), (wide * centered).sum(_PIXELS)
+        of_weight, of_x = product * scale, None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack((total, product)).double()
+            dist.all_reduce(sums, group=axis.group)
+            shift, slope = (sums / values).float()
+            centered.mul_(_channels(slope * scale.square())).add_(_channels(shift))
+            of_x = ((wide - centered) * _channels(weight * scale)).to(x.dtype)
+        return of_x, of_weight, total, None
+
+
+def _joint_statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and biased variance [channels] of the images of all ranks, and the number of values, fp64."""
+    count = x.numel() // x.shape[1]
+    if count:
+        variance, mean = torch.var_mean(x.float(), _PIXELS, correction=0)
+    else:
+        variance = mean = torch.zeros(x.shape[1], device=x.device)
+    mean, variance = mean.double(), variance.double()
+    sums = torch.cat((mean * count, mean.new_full((1,), count)))
+    dist.all_reduce(sums, group=axis.group)
+    joint, total = sums[:-1] / sums[-1], sums[-1]
+    squares = (variance + (mean - joint).square()) * count
+    dist.all_reduce(squares, group=axis.group)
+    return joint, squares / total, total
+
+
+def _channels(values: Tensor) -> Tensor:
+    return values.view(1, -1, 1, 1)
+
+
+def _on_device(buffer: Tensor, moved: Tensor) -> Tensor:
+    """Return a buffer on the device of ``moved``, in its own dtype; without values if it has none."""
+    return torch.empty_like(buffer, device=moved.device) if buffer.is_meta else buffer.to(moved.device)
+
+
+def batch_norms(model: nn.Module) -> Iterator[BatchNorm2d]:
+    """Yield the batch norms of a model in order."""
+    yield from (module for module in model.modules() if isinstance(module, BatchNorm2d))
+
+
+@torch.no_grad()
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def update_statistics(model: nn.Module) -> None:
+    """Move the running statistics of the batch norms in training towards those of the latest batch.
+
+    Called at the end of a model's forward pass, so that a block that activation checkpointing recomputes in the
+    backward pass counts once. ``num_batches_tracked`` counts the updates.
+    """
+    norms = [norm for norm in batch_norms(model) if norm.training and norm.latest is not None]
+    for momentum in {norm.momentum for norm in norms}:
+        chosen = [(norm, norm.latest) for norm in norms if norm.momentum == momentum and norm.latest is not None]
+        running = [buffer for norm, _ in chosen for buffer in (norm.running_mean, norm.running_var)]
+        torch._foreach_lerp_(running, [values for _, latest in chosen for values in latest], momentum)
+        torch._foreach_add_([norm.num_batches_tracked for norm, _ in chosen], 1)
+    for norm in norms:
+        norm.latest = None
+
+
+def average_statistics(model: nn.Module, axis: Axis) -> None:
+    """Give the running statistics of all batch norms their mean over the ranks. Collective.
+
+    For ranks that normalize by their own images, whose statistics differ. Equal ones do not change, not by a bit.
+    """
+    buffers = [buffer for norm in batch_norms(model) for buffer in (norm.running_mean, norm.running_var)]
+    if axis.group is None or not buffers:
+        return
+    joined = torch.cat(buffers).double()  # exact sums of equal fp32 values
+    dist.all_reduce(joined, group=axis.group)
+    means = torch.split(joined / axis.size, [len(buffer) for buffer in buffers])
+    for buffer, mean in zip(buffers, means, strict=True):
+        buffer.copy_(mean)
