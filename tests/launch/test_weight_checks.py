@@ -142,7 +142,7 @@ def test_factors_of_another_rank_or_for_other_modules_are_refused(folder: Path) 
         assert (said or "") in " ".join(ended.err.split())
 
 
-@pytest.mark.parametrize("preset", ["vit-base-patch16", "clip-vit-base-patch32"])
+@pytest.mark.parametrize("preset", ["vit-base-patch16", "clip-vit-base-patch32", "llava-tiny"])
 def test_weights_of_models_of_images_are_compared_before_a_run(preset: str, tmp_path: Path) -> None:
     model: Any = parse_spec(IMAGES.replace("resnet-50", preset), file="run.yaml", base_dir=tmp_path).model
     headers = {name: Header("f", shape, "F32") for name, shape in stored_shapes(model).items()}

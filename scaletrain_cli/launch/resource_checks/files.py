@@ -19,7 +19,7 @@ from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
 from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
-from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import (
     EMBEDDED,
     FORMATS,
@@ -284,7 +284,7 @@ def header_problems(headers: Mapping[str, Header], folder: Path, model: AnyModel
 
     Models of families that others have added are not compared: their names are their own.
     """
-    if isinstance(model, LlavaSpec) or (isinstance(model, ModelSpec) and model.family not in BUILT_IN_FAMILIES):
+    if isinstance(model, ModelSpec) and model.family not in BUILT_IN_FAMILIES:
         return
     try:
         config = read_config(folder)

@@ -21,6 +21,7 @@ from scaletrain_cli.engine.model.materialization import materialize, matrices_of
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.engine.model.vision.clip import ClipFeatures
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.parameters import model_parameters
 from scaletrain_cli.plan.vision.parameters import vision_parameters
 from scaletrain_cli.spec import RunSpec
 from tests.engine.checkpoint.test_export import NO_TEXT, checkpoint_of
@@ -227,6 +228,18 @@ def test_a_clip_equals_transformers_before_and_after_training(activation: str, e
     assert spec_of(folder) == spec
 
 
+def test_a_clip_has_a_bias_of_similarities_and_a_limit_of_their_scale_if_the_spec_says_so(tmp_path: Path) -> None:
+    clip(tmp_path)
+    changes = {"logit_bias_init_value": -10.0, "logit_scale_init_value": 2.5, "max_logit_scale": 3.0}
+    spec = spec_of(tmp_path).model_copy(update=changes)
+    ours: Any = outline(spec)
+    assert list(named(ours)) == [parameter.name for parameter in vision_parameters(spec)]
+    materialize(ours, ours.first_weights(1, CPU), CPU)
+    found = ours(images(), CAPTIONS)
+    assert (found.logit_scale.item(), found.logit_bias.item()) == (2.5, -10.0)
+    assert ours.limits() == {"logit_scale": (0.0, 3.0)}
+
+
 def test_one_tower_of_a_clip_gives_its_features_alone(tmp_path: Path) -> None:
     clip(tmp_path)
     ours = loaded(spec_of(tmp_path), tmp_path)
@@ -336,7 +349,10 @@ def test_a_batch_without_images_reaches_all_parts_of_a_llava_without_changing_it
 def test_the_part_of_a_tower_behind_its_features_does_not_train(tmp_path: Path) -> None:
     llava(tmp_path, "llama")
     ours = loaded(spec_of(tmp_path), tmp_path)
+    planned = model_parameters(ours.spec)
+    assert [one.name for one in planned] == list(named(ours))
     still = {name for name, parameter in named(ours).items() if not parameter.requires_grad}
+    assert still == {one.name for one in planned if not one.trains}
     behind = ("vision_tower.vision_model.post_layernorm.", "vision_tower.vision_model.encoder.layers.2.")
     assert still == {name for name in named(ours) if name.startswith(behind)}
     assert list(ours.blocks) == ["vision_0", "vision_1", "text_0", "text_1"]
