@@ -320,7 +320,6 @@ def drill_spec(spec: RunSpec, steps: int) -> RunSpec:
         "checkpoint.dir": "auto",
         "restarts": "{preemption: unlimited, node: 10, crash: 3, oom: 0}",
         "tracking": "[]",
-        "evaluation.zero_shot": "null",
         "evaluation.tasks": "[]",  # a drill trains one run at a time, and no job beside it
         "checkpoint.keep_best": "null",
     }

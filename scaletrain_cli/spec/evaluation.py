@@ -131,7 +131,6 @@ class EvaluationSpec(Section):
     retrieval_pairs: Annotated[WholeOrZero, _WITH_PAIRS] = Field(
         default=5000, description="pairs of the validation split among which retrieval is measured; 0: none"
     )
-    zero_shot: Annotated[ZeroShotSpec | None, _WITH_PAIRS] = None
     tasks: tuple[Task, ...] = ()
     job: Annotated[EvaluationJobSpec, _WITH_TASKS] = LEFT_OUT
 
@@ -140,8 +139,6 @@ class EvaluationSpec(Section):
         names = [task.name for task in self.tasks]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "tasks", f"has several tasks with the name {name}. Give each another name."
-        if self.zero_shot is not None and not self.every:
-            yield "zero_shot", "is measured with the validation loss. Set evaluation.every above 0."
 
     def metric_names(self, objective: str, loss: str) -> tuple[str, ...]:
         """Return the names of metrics that can be known before the first evaluation; of lm_eval the prefixes.
@@ -162,8 +159,7 @@ class EvaluationSpec(Section):
         if objective != "contrastive" or loss == "nt_xent":
             return ()
         directions = ("image_to_text", "text_to_image") if self.retrieval_pairs else ()
-        recalls = tuple(f"recall_at_{k}/{direction}" for k in (1, 5, 10) for direction in directions)
-        return (*recalls, *(("zero_shot_top1", "zero_shot_top5") if self.zero_shot is not None else ()))
+        return tuple(f"recall_at_{k}/{direction}" for k in (1, 5, 10) for direction in directions)
 
 
 def evaluation_cluster(cluster: ClusterSpec, job: EvaluationJobSpec) -> ClusterSpec:

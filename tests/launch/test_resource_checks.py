@@ -52,6 +52,7 @@ NAMES_NOTHING = {
     },
     "env.*": "values of variables",
     "checkpoint.keep_best": "a metric of an evaluation of this spec, which loading the spec checks",
+    "training.early_stopping.metric": "a metric of the validation of this spec, which loading the spec checks",
     **{
         f"evaluation.tasks.*.{key}": "text or names for the program that runs the task"
         for key in ("name", "prompts.*", "tasks.*", "batch_size")

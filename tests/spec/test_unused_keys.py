@@ -117,7 +117,6 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("evaluation.tasks=[{kind: generation, name: a, prompts: [b]}]",),
     ),
     "evaluation.retrieval_pairs": ("100", IMAGES, CLIP),
-    "evaluation.zero_shot": ("{source: images}", IMAGES, CLIP),
     "evaluation.batches": ("3", ("evaluation.every=0",), ()),
     "layout.selective_scope": ("attention", ("layout.activation_checkpointing=full",), ()),
     "layout.selective_every": ("3", ("layout.activation_checkpointing=none",), ()),
