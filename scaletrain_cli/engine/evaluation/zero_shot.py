@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaletrain_cli.engine.evaluation.measures import in_sample_order, rows_of_all, slices_of
+from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
+from scaletrain_cli.engine.data.images.captions import CaptionTokenizer
+from scaletrain_cli.engine.data.images.reading import ImageBatchReader
+from scaletrain_cli.engine.evaluation.classification import Accuracy
+from scaletrain_cli.engine.evaluation.measures import Figures, in_sample_order, rows_of_all, slices_of
 from scaletrain_cli.engine.parallel.mesh import Axis
 
 _PROMPTS_AT_A_TIME = 64
@@ -42,3 +48,47 @@ def class_features(
     order = in_sample_order(rows_of_all(torch.cat(numbers), axis))
     features = rows_of_all(torch.cat(found), axis)[order]
     return F.normalize(features.view(len(classes), len(templates), -1).mean(1), dim=1)
+
+
+@dataclass(frozen=True)
+class ZeroShot:
+    """Labeled images of other data, classified by the names of their classes. ``measure`` is collective.
+
+    ``reader``: of the images with their labels, without captions. ``classes``: names in the order of the labels.
+    """
+
+    reader: ImageBatchReader
+    classes: Sequence[str]
+    templates: Sequence[str]
+    tokenizer: CaptionTokenizer
+    axis: Axis
+    device: torch.device
+
+    def measure(
+        self,
+        forward: Callable[[Tensor | None, Tensor | None], Any],
+        pixels: Callable[[ImageMicroBatch], Tensor],
+        goes_on: Callable[[], bool],
+    ) -> Figures | None:
+        """Return ``zero_shot_top1`` and ``_top5`` over all images; None once ``goes_on`` returns False on every rank.
+
+        ``forward``: the model in evaluation, from pixels or tokens, the others None; it returns the features of both as
+        ``image`` and ``text``. ``pixels``: normalizes the images of a micro-batch. ``goes_on`` is called before each
+        micro-batch.
+        """
+
+        def encode(prompts: Sequence[str]) -> Tensor:
+            tokens = torch.from_numpy(self.tokenizer.encode(prompts)).to(self.device)
+            found: Tensor = forward(None, tokens).text
+            return found
+
+        features = class_features(self.classes, self.templates, encode, self.axis).to(self.device)
+        accuracy = Accuracy(len(self.classes), self.classes, prefix="zero_shot_")
+        for batch in self.reader.in_order(len(self.reader)):
+            if not goes_on():
+                return None
+            on_device = batch.to(self.device)
+            assert on_device.targets is not None
+            image = F.normalize(forward(pixels(on_device), None).image.float(), dim=1)
+            accuracy.add(image @ features.T, on_device.targets, on_device.real)
+        return accuracy.result(self.axis) or Figures({}, {})

@@ -1,0 +1,99 @@
+"""Zero-shot classification with CLIP: against a loop over images and prompts with transformers, on random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CLIPModel
+
+from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
+from scaletrain_cli.engine.data.images.captions import caption_tokenizer
+from scaletrain_cli.engine.evaluation import zero_shot
+from scaletrain_cli.engine.evaluation.measures import Figures
+from scaletrain_cli.engine.evaluation.zero_shot import ZeroShot
+from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.spec.evaluation import TEMPLATES
+from scaletrain_cli.spec.images import AugmentSpec
+from tests.engine.data.images.pictures import Pictures, layout, reader
+from tests.engine.data.images.test_captions import small_tokenizer
+from tests.engine.model.vision.towers import clip, loaded, spec_of
+from tests.engine.ranks import on_ranks
+
+NAMES = ["red square", "blue circle", "photo", "cat", "edge", "café", "dog"]
+COUNT, SIZE, POSITIONS = 21, 12, 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CLIP of random weights with its tokenizer."""
+    path = tmp_path_factory.mktemp("clip")
+    tokenizer = small_tokenizer()
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    clip(path, text={"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS, **ids})
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def pixels(batch: ImageMicroBatch) -> Tensor:
+    return batch.images.float() / 127.5 - 1
+
+
+def measured(folder: Path, rank: int = 0, ranks: int = 1, group: Any = None) -> Figures:
+    zero_shot._PROMPTS_AT_A_TIME = 10  # the last chunk is not full, and no chunk holds whole classes
+    spec = spec_of(folder)
+    model = loaded(spec, folder)
+    tokenizer = caption_tokenizer(folder / "tokenizer.json", POSITIONS, spec.text_config.vocab_size)
+    images = reader(Pictures(COUNT), at=layout(12, ranks, 4), rank=rank, size=SIZE)
+    measure = ZeroShot(images, NAMES, TEMPLATES, tokenizer, Axis(ranks, rank, group), torch.device("cpu"))
+    with torch.no_grad():
+        found = measure.measure(model, pixels, lambda: True)
+        assert measure.measure(model, pixels, lambda: False) is None
+    assert found is not None
+    return found
+
+
+def measured_on_rank(folder: Path) -> Figures:
+    group = torch.distributed.group.WORLD
+    return measured(folder, torch.distributed.get_rank(), torch.distributed.get_world_size(), group)
+
+
+@torch.no_grad()
+def test_accuracy_is_that_of_a_loop_with_transformers(folder: Path) -> None:
+    model, tokenizer = CLIPModel.from_pretrained(folder).eval(), small_tokenizer()
+    whole = reader(Pictures(COUNT), at=layout(COUNT), size=SIZE, augment=AugmentSpec())
+    single = next(iter(whole.in_order(COUNT)))
+    classes = []
+    for name in NAMES:
+        features = []
+        for template in TEMPLATES:
+            ids = tokenizer(template.format(name), padding="max_length", max_length=POSITIONS, return_tensors="pt")
+            text = model(input_ids=ids["input_ids"], pixel_values=pixels(single)[:1]).text_embeds[0]
+            features.append(text / text.norm())
+        mean = torch.stack(features).mean(0)
+        classes.append(mean / mean.norm())
+    hits = dict.fromkeys((1, 5), 0)
+    per_class: dict[int, list[bool]] = {}
+    assert single.targets is not None
+    for image, label in zip(pixels(single), single.targets.tolist(), strict=True):
+        embedded = model(input_ids=ids["input_ids"], pixel_values=image.unsqueeze(0)).image_embeds[0]
+        scores = [float(embedded @ feature) for feature in classes]
+        order = sorted(range(len(NAMES)), key=lambda number: -scores[number])
+        for k in hits:
+            hits[k] += label in order[:k]
+        per_class.setdefault(label, []).append(order[0] == label)
+    found = measured(folder)
+    assert found.metrics == {f"zero_shot_top{k}": count / COUNT for k, count in hits.items()}
+    assert 0 < found.metrics["zero_shot_top1"] < found.metrics["zero_shot_top5"]
+    for number, each in enumerate(found.details["zero_shot_classes"]):
+        right = per_class.get(number, [])
+        assert (each["class"], each["samples"]) == (NAMES[number], len(right))
+        assert each["top1"] == (sum(right) / len(right) if right else None)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_gives_the_same_accuracy(folder: Path, ranks: int) -> None:
+    assert on_ranks(ranks, measured_on_rank, folder) == [measured(folder)] * ranks
