@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from scaletrain_cli.engine.deepspeed_engine import (
     ModelParallelUnit,
@@ -28,7 +27,7 @@ from scaletrain_cli.engine.deepspeed_engine import (
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.adapters import AdapterInitialization
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
-from scaletrain_cli.engine.model.base import TrainedModel, VisionModel, recomputing
+from scaletrain_cli.engine.model.base import TrainedModel, VisionModel
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
@@ -91,32 +90,21 @@ def wrap_blocks(
         if compiled:
             block.forward = torch.compile(block.forward)
         if every and not attention_only and index % every == 0:
-            block.forward = _recomputed(block.forward, updates=isinstance(model, VisionModel))
+            block.forward = _recomputed(block.forward)
         if layout.activation_offload:
             block.forward = _on_host(block, pin_memory)
 
 
-def _recomputed(forward: Forward, *, updates: bool = False) -> Forward:
+def _recomputed(forward: Forward) -> Forward:
     """Return a recomputed forward pass; non-reentrant, because ZeRO-3's hooks break DeepSpeed's own variant.
-
-    ``updates``: the pass may update running statistics, and must know when it is repeated; dynamo has no such context.
 
     Random states are not kept, because dropout is keyed and draws from no generator. A closure, because dynamo skips a
     partial.
     """
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), recomputing()
-
     @functools.wraps(forward)
     def wrapped(*arguments: Any) -> Any:
-        return checkpoint(
-            forward,
-            *arguments,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=contexts if updates else noop_context_fn,
-        )
+        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     return wrapped
 

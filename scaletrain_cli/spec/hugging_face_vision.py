@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.hugging_face_keys import KnownKeys, require_known
 from scaletrain_cli.spec.presets import SourceError, merged, vision_presets
 from scaletrain_cli.spec.section import Section
@@ -29,19 +30,15 @@ _ZERO = (0, 0.0)
 _OWN = frozenset(
     "family preset weights memory_format max_logit_scale logit_bias_init_value norm zero_init_residual".split()
 )
+# Names of stages, and of those whose images a detector reads.
+_STAGES = frozenset({"stage_names", "out_features", "out_indices"})
 VISION_KEYS: dict[str, KnownKeys] = {
     "resnet": KnownKeys(
         frozenset(),
-        frozenset({"hidden_act", "stage_names", "out_features", "out_indices"}),
-        {"downsample_in_first_stage": (False,), "downsample_in_bottleneck": (False,)},
+        _STAGES,
+        {"hidden_act": ("relu",), "downsample_in_first_stage": (False,), "downsample_in_bottleneck": (False,)},
     ),
-    "convnext": KnownKeys(
-        frozenset(),
-        frozenset(
-            "hidden_act initializer_range layer_norm_eps drop_path_rate num_stages stage_names out_features "
-            "out_indices".split()
-        ),
-    ),
+    "convnext": KnownKeys(frozenset({"num_stages"}), _STAGES, {"hidden_act": ("gelu", "gelu_python")}),
     "vit": KnownKeys(
         frozenset(),
         frozenset({"encoder_stride", "pooler_output_size", "pooler_act"}),
@@ -115,7 +112,11 @@ def vision_from_config(config: dict[str, Any], read_text: ReadText) -> dict[str,
         # transformers prefers the older key, if it is there
         given = config.get(f"{tower}_dict") or config.get(tower) or {}
         found[tower] = _tower(given, tower)
-    return merged(vision_presets()[_DEFAULTS[family]], {**found, "family": family})
+    whole = merged(vision_presets()[_DEFAULTS[family]], {**found, "family": family})
+    stages, depths = config.get("num_stages"), whole.get("depths")
+    if stages is not None and isinstance(depths, list) and stages != len(depths):
+        raise SourceError("hf_config", f"has num_stages = {str(stages)[:80]}, but depths of {len(depths)} stages")
+    return whole
 
 
 def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText) -> dict[str, Any]:
@@ -210,7 +211,13 @@ _MODEL_CLASSES = {
 
 
 def vision_to_config(model: AnyVision, write_text: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """Return the config.json of a model of images. ``write_text``: returns that of a language model."""
+    """Return the config.json of a model of images. ``write_text``: returns that of a language model.
+
+    Raises UsageError if transformers has no such model.
+    """
+    if isinstance(model, ResNetSpec) and model.norm != "batch":
+        problem = Problem("model", "model.norm", "must be batch, as in resnet.", model.norm)
+        raise UsageError("no Hugging Face architecture matches this model", (problem,))
     config: dict[str, Any] = {"model_type": model.family, "architectures": [_MODEL_CLASSES[model.family]]}
     for key in type(model).model_fields:
         value = getattr(model, key)
@@ -226,6 +233,10 @@ def vision_to_config(model: AnyVision, write_text: Callable[[Any], dict[str, Any
                 config[key]["projection_dim"] = model.projection_dim
         else:
             config[key] = write_text(value) if isinstance(value, Section) else _listed(value)
+    if isinstance(model, ConvNextSpec):
+        config |= {"num_stages": len(model.depths), "hidden_act": "gelu"}
+    if isinstance(model, ResNetSpec):
+        config["hidden_act"] = "relu"
     if isinstance(model, LlavaSpec):
         config["image_seq_length"] = model.tokens_per_image
         config["tie_word_embeddings"] = model.text_config.tie_word_embeddings

@@ -22,6 +22,7 @@ Shape = tuple[int, ...]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FP8 = "F8_E4M3"
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_COUNTER, _COUNTED = "I64", re.compile(r"\.num_batches_tracked$")  # of BatchNorm
 _HEAD = "lm_head.weight"
 _LARGEST_HEADER_BYTES = 100_000_000
 _MOST_FURTHER = 16  # layers that predict further tokens
@@ -37,7 +38,7 @@ _PATCH_POSITIONS = re.compile(
 )
 # Names in the files that differ from those of the model: base models lack the outermost name, and Mixtral has names of
 # its own (https://huggingface.co/mistralai/Mixtral-8x7B-v0.1, model.safetensors.index.json).
-_BASE = re.compile(r"^(model|transformer|vit)\.")
+_BASE = re.compile(r"^(model|transformer|vit|resnet|convnext)\.")
 # LLaVA's, in the files of transformers from 4.52 on, and from 5 on.
 _LLAVA = (
     (re.compile(r"^language_model\.(model|transformer)\."), "model.language_model."),
@@ -286,6 +287,9 @@ class WeightDifferences:
             if header.dtype == FP8 and scales_of(stored) in self._files:
                 self._used.add(scales_of(stored))
                 yield from self._of_scales(stored, shape)
+            elif _COUNTED.search(name) is not None:
+                if header.dtype != _COUNTER:
+                    yield Problem(header.file, stored, f"must be {_COUNTER}.", header.dtype)
             elif header.dtype not in _DTYPES:
                 yield Problem(header.file, stored, f"must be one of {', '.join(_DTYPES)}.", header.dtype)
         for stored in sorted(self._files.keys() - self._used - set(self.not_loaded)):

@@ -424,4 +424,4 @@ def _mean(sources: Sequence[Weights], name: str, shape: tuple[int, ...], dtype: 
     total = sources[0].read(name, shape)
     for source in sources[1:]:
         total = total + source.read(name, shape)  # not in place: the first may be a view of a file
-    return (total / len(sources)).to(dtype)
+    return (total / len(sources)).to(dtype)  # counters are rounded down

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,24 +11,6 @@ from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.materialization import WeightSource, constant, normal, uniform
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
-
-_thread = threading.local()
-
-
-@contextmanager
-def recomputing() -> Generator[None]:
-    """A context around a forward pass that repeats an earlier one, as activation checkpointing does."""
-    before = is_recomputed()
-    _thread.recomputed = True
-    try:
-        yield
-    finally:
-        _thread.recomputed = before
-
-
-def is_recomputed() -> bool:
-    """Return True in a forward pass that repeats an earlier one, which must not update running statistics again."""
-    return getattr(_thread, "recomputed", False)
 
 
 class TrainedModel(nn.Module, ABC):

@@ -41,12 +41,12 @@ def average_statistics(model: nn.Module, axis: Axis) -> None:
     """Replace the running statistics by their mean over the ranks of an axis. Collective.
 
     Layers that are not synchronized see other images on each rank. Without this a checkpoint would have the statistics
-    of one of them, and an evaluation another model on each.
+    of one of them, and an evaluation another model on each. Equal ones do not change, not by a bit.
     """
     buffers = statistics_of(model)
     if not buffers or axis.group is None:
         return
-    flat = torch.cat([buffer.view(-1) for buffer in buffers])
+    flat = torch.cat([buffer.view(-1) for buffer in buffers]).double()  # exact sums of equal values
     dist.all_reduce(flat, group=axis.group)
     flat /= axis.size
     for buffer, values in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):

@@ -179,18 +179,3 @@ def update_statistics(model: nn.Module) -> None:
         torch._foreach_add_([norm.num_batches_tracked for norm, _ in chosen], 1)
     for norm in norms:
         norm.latest = None
-
-
-def average_statistics(model: nn.Module, axis: Axis) -> None:
-    """Give the running statistics of all batch norms their mean over the ranks. Collective.
-
-    For ranks that normalize by their own images, whose statistics differ. Equal ones do not change, not by a bit.
-    """
-    buffers = [buffer for norm in batch_norms(model) for buffer in (norm.running_mean, norm.running_var)]
-    if axis.group is None or not buffers:
-        return
-    joined = torch.cat(buffers).double()  # exact sums of equal fp32 values
-    dist.all_reduce(joined, group=axis.group)
-    means = torch.split(joined / axis.size, [len(buffer) for buffer in buffers])
-    for buffer, mean in zip(buffers, means, strict=True):
-        buffer.copy_(mean)
