@@ -53,6 +53,11 @@ TEXTS: dict[str, Text] = {
         "{path} has {found:whole} tokens and model.text_config.vocab_size is {vocab_size:whole}",
         ("Set the tokenizer of the model, or a larger vocab_size",),
     ),
+    "caption-end-differs": Text(
+        "{path} ends captions with {token}, number {id}, and with model.text_config.eos_token_id = {eos_token_id} the "
+        "model looks for number {expected}",
+        ("Set model.text_config.eos_token_id to {id}, or use the tokenizer of the model",),
+    ),
     "nothing-usable": Text(
         "no document of source {source} is left: {removed:whole} of {documents:whole} cannot be used, the first one: "
         "{place}: {problem}",

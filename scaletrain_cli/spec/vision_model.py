@@ -17,6 +17,8 @@ Depths = Annotated[tuple[Annotated[int, Field(strict=True, ge=1, le=1000)], ...]
 ImageSize = Annotated[int, Field(strict=True, ge=1, le=8192)]
 Activation = Literal["gelu", "gelu_pytorch_tanh", "quick_gelu"]
 Number = Annotated[float, BeforeValidator(not_a_switch)]
+# eos_token_id of CLIP configs before transformers 4.31. The largest token marks the end then, as in OpenAI's code.
+OLD_EOS = 2
 GROUPS = 32  # of channels, in GroupNorm (arXiv:1803.08494, section 4.1)
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from scaletrain_cli.engine.data.chat_tokenizer import special_tokens
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec.vision_model import OLD_EOS
 
 # Of CLIP's own tokenizer, where the files beside a tokenizer.json name no other tokens.
 _START, _END = "<|startoftext|>", "<|endoftext|>"
@@ -44,11 +45,13 @@ class CaptionTokenizer:
         return found
 
 
-def caption_tokenizer(path: Path, positions: int, vocab_size: int) -> CaptionTokenizer:
+def caption_tokenizer(path: Path, positions: int, vocab_size: int, eos_token_id: int | None = None) -> CaptionTokenizer:
     """Return the tokenizer of captions in a tokenizer.json, with the special tokens that the files beside it name.
 
-    Padding is the tokenizer's own, else its end token as in CLIP. ``positions`` and ``vocab_size``: of the text tower.
-    Raises UsageError if the tokenizer cannot be read, lacks one of the tokens or has more tokens than the model.
+    Padding is the tokenizer's own, else its end token as in CLIP. ``positions``, ``vocab_size`` and ``eos_token_id``
+    are those of the text tower; without the last one the end is not compared. Raises UsageError if the tokenizer cannot
+    be read, lacks one of the tokens, has more tokens than the model, or has another end: the tower would take the
+    output of another token as that of the caption.
     """
     try:
         tokenizer = _opened(path)
@@ -67,6 +70,10 @@ def caption_tokenizer(path: Path, positions: int, vocab_size: int) -> CaptionTok
     if (found := tokenizer.get_vocab_size()) > vocab_size:
         params = {"path": str(path), "found": found, "vocab_size": vocab_size}
         raise UsageError(Reason("data.caption-vocabulary-too-large", params))
+    expected = found - 1 if eos_token_id == OLD_EOS else eos_token_id  # the largest token marks the end then
+    if expected not in (None, ids[1]):
+        params = {"path": str(path), "token": end, "id": ids[1], "expected": expected}
+        raise UsageError(Reason("data.caption-end-differs", params | {"eos_token_id": eos_token_id}))
     return CaptionTokenizer(path, positions, *ids)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scaletrain_cli.engine.model.base import Initial, VisionModel
 from scaletrain_cli.engine.model.vision.transformer import ACTIVATIONS, attention_of_heads
 from scaletrain_cli.spec import ClipSpec
-from scaletrain_cli.spec.vision_model import ClipTextSpec, ClipVisionSpec
+from scaletrain_cli.spec.vision_model import OLD_EOS, ClipTextSpec, ClipVisionSpec
 
 TowerSpec = ClipVisionSpec | ClipTextSpec
 
@@ -165,10 +165,6 @@ class TextTower(nn.Module):
         hidden = self.encoder(self.embeddings(tokens))
         rows = torch.arange(len(tokens), device=tokens.device)
         return self.final_layer_norm(hidden[rows, self.ends(tokens)])  # type: ignore[no-any-return]
-
-
-# Of configs that were written before transformers 4.31. Its place is that of the largest id, as in OpenAI's code.
-OLD_EOS = 2
 
 
 def largest_token(tokens: Tensor) -> Tensor:

@@ -102,3 +102,15 @@ def test_a_batch_has_the_caption_of_each_of_its_images(tmp_path: Path) -> None:
     assert batch.tokens[0].tolist() == captions.encode(texts).tolist()
     (micro,) = batch.micro_batches()
     assert micro.inputs == (micro.images, micro.tokens)
+
+
+def test_a_tokenizer_with_another_end_than_the_model_is_a_clear_error(tmp_path: Path) -> None:
+    """The features of a caption would be those of its first token."""
+    theirs = small_tokenizer(pad_token="<pad>")
+    theirs.save_pretrained(tmp_path)
+    path, end = tmp_path / "tokenizer.json", theirs.eos_token_id
+    assert caption_tokenizer(path, POSITIONS, 1000, end).end == end
+    with pytest.raises(UsageError, match=f"ends captions with <.endoftext.>, number {end}, .*looks for number 49407"):
+        caption_tokenizer(path, POSITIONS, 50000, 49407)
+    with pytest.raises(UsageError, match=f"eos_token_id = 2 the model looks for number {end + 1}"):
+        caption_tokenizer(path, POSITIONS, 1000, 2)  # <pad> is larger
