@@ -474,6 +474,8 @@ class RunSpec(Section):
             allowed = ("auto", "info_nce", "sigmoid") if pairs else ("nt_xent",)
             if training.loss.name not in allowed:
                 yield "training.loss.name", f"must be {' or '.join(allowed)} with family: {model.family}."
+            elif name == "nt_xent" and self.evaluation.every:
+                yield "evaluation.every", "must be 0 with training.loss: nt_xent: images have one view in evaluation."
             if pairs and name == "sigmoid" and getattr(model, "logit_bias_init_value", None) is None:
                 yield "model.logit_bias_init_value", "is required with training.loss: sigmoid. SigLIP has -10."
         weights = training.loss.pos_weight

@@ -23,6 +23,7 @@ DPO = ("training.objective=dpo", "data.source=python-docstrings")
 IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}",)
 TOWER = "{hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1, intermediate_size: 8}"
 CLIP = (f"model={{family: clip, vision_config: {TOWER}, text_config: {TOWER}}}",)
+VIEWS = (*IMAGES, "training.objective=contrastive", "training.loss.name=nt_xent", "evaluation.every=0")
 EXPERTS = ("model.num_experts=2", "model.num_experts_per_tok=1")
 TWO_SOURCES = "[{name: web, path: /w, weight: 1}, {name: code, path: /c, weight: 1}]"
 # For each key with a condition: a value, settings with which it has no effect, and settings with which it has one.
@@ -78,12 +79,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "training.loss.temperature": (
         "0.2",
         IMAGES,
-        (*IMAGES, "training.objective=contrastive", "training.loss.name=nt_xent"),
+        VIEWS,
     ),
     "training.loss.chunk_size": (
         "64",
         (*IMAGES, "training.loss.name=bce"),
-        (*IMAGES, "training.objective=contrastive", "training.loss.name=nt_xent"),
+        VIEWS,
     ),
     "training.sync_batch_norm": ("true", (), IMAGES),
     "training.dpo": ("{beta: 0.2}", SFT, DPO),
