@@ -71,6 +71,15 @@ def prepare(
 
         print_json(prepared)
         return
+    if "train_samples" in prepared:
+        left_out = f", {whole_text(prepared['bad_samples'])} left out" if prepared["bad_samples"] else ""
+        say(
+            f"{whole_text(prepared['train_samples'])} training samples, "
+            f"{whole_text(prepared['validation_samples'])} validation samples{left_out}"
+        )
+        for source in prepared["sources"]:
+            typer.echo(visible(source["path"]))
+        return
     say(
         f"{whole_text(prepared['train_tokens'])} training tokens, "
         f"{whole_text(prepared['validation_tokens'])} validation tokens, "

@@ -1,4 +1,4 @@
-"""``data prepare`` for text, in a process of its own; without torch."""
+"""``data prepare`` for text and images, in a process of its own; without torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
+from scaletrain_cli.data.images.reading import describe_index
 from scaletrain_cli.data.pipeline.prepare import SCHEMA
 from scaletrain_cli.data.pipeline.report import NAME as REPORT
 from scaletrain_cli.data.prepared import prepare_data
+from scaletrain_cli.data.run_datasets import prepare_run_datasets
 from scaletrain_cli.data.token_files import open_source
 from scaletrain_cli.errors import ScaletrainError, UsageError
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET, owner_of_dataset
 from scaletrain_cli.spec import RunSpec
@@ -23,6 +25,7 @@ from scaletrain_cli.text import counted, whole_text
 
 _SECONDS_BETWEEN_LINES = 2.0
 _LEFT_OUT = ("documents_read", "documents_removed", "documents_unusable")
+_OF_IMAGES = ("train_samples", "validation_samples", "bad_samples", "train_image_bytes", "validation_image_bytes")
 _SPLITS = {"train": "training", "validation": "validation"}
 
 
@@ -60,6 +63,38 @@ def prepare_text(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str, 
         **{name: _sum([source[name] for source in sources]) for name in _LEFT_OUT},
         "vocab_size": max(source["vocab_size"] for source in sources),
         "dtype": sources[0]["dtype"],
+        "sources": sources,
+    }
+
+
+def prepare_images(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str, Any]:
+    """Index the images of a spec and return what there is of each source. ``workers``: 0 for one on each CPU core.
+
+    Progress goes to stderr. Raises UsageError, other ScaletrainErrors and OSError.
+    """
+    started = time.monotonic()
+    print(f"indexing the images of {', '.join(path for _, path in spec.data.paths())}", file=sys.stderr, flush=True)
+    used = workers or len(os.sched_getaffinity(0))
+    datasets = prepare_run_datasets(spec, runs_root, {}, used, ProgressLines())
+    try:
+        documents = {name: describe_index(dataset) for name, dataset in datasets.items()}
+    except CorruptDataError as error:  # the exit code 93 is for runs
+        raise ScaletrainError(error.reason or str(error)) from error
+    sources = []
+    for name, document in documents.items():
+        for bad in document["bad"]:
+            first = bad["places"][0]
+            problem = reason_from(first["problem"])
+            count = counted(bad["samples"], "sample")
+            print(f"left out {count}, the first one: {first['place']}: {problem}", file=sys.stderr)
+        counts = {key: document[key] for key in (*_OF_IMAGES, "num_classes", "target_size", "left_out")}
+        sources.append({"name": name, "path": str(datasets[name]), "format": document["format"], **counts})
+        if (owner := owner_of_dataset(datasets[name])) is not None:
+            print(f"{datasets[name]} was prepared by {owner}; using it as it is", file=sys.stderr)
+    print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
+    return {
+        "path": sources[0]["path"] if len(sources) == 1 else None,
+        **{key: sum(source[key] for source in sources) for key in _OF_IMAGES},
         "sources": sources,
     }
 

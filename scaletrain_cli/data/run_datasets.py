@@ -1,4 +1,4 @@
-"""The datasets of a run of text: those that it has recorded, and others as for a spec without a run."""
+"""The datasets of a run of text or images: those that it has recorded, and others as for a spec without a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from scaletrain_cli.data.images.prepared import find_image_datasets, is_of_images, prepare_image_datasets
 from scaletrain_cli.data.pipeline.schedule import Progress
 from scaletrain_cli.data.prepared import find_prepared, prepare_data
 from scaletrain_cli.errors import ScaletrainError
@@ -24,6 +25,8 @@ def find_run_datasets(
 
     ``known``: datasets that the run has recorded: only other sources are looked up. Raises UsageError.
     """
+    if is_of_images(spec):
+        return find_image_datasets(spec, runs_root, known, folder)
     data, excluded = _others(spec.data, known)
     if set(known) >= {section.name for section in spec.data.all_sources}:
         return {section.name: known[section.name] for section in spec.data.all_sources}
@@ -40,6 +43,8 @@ def prepare_run_datasets(
     failure: Path | None = None,
 ) -> dict[str, Path]:
     """Return the dataset of each source by its name, after preparing those that are missing; see prepare_data()."""
+    if is_of_images(spec):
+        return prepare_image_datasets(spec, runs_root, known, workers, progress, failure)
     if (found := find_run_datasets(spec, runs_root, known)) is not None:
         return found
     data, excluded = _others(spec.data, known)

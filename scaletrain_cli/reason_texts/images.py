@@ -20,7 +20,7 @@ TEXTS: dict[str, Text] = {
     ),
     "mixed-formats": Text(
         "has files of several formats: {found:list}",
-        ("Set the format of the source to image_folder, webdataset or parquet, or give a glob",),
+        ("Give a glob of one of them, such as folder/*.tar",),
     ),
     "compressed-tar": Text(
         "{file} is compressed, so that samples cannot be read one at a time", ("Decompress the shards to .tar files",)
@@ -41,6 +41,14 @@ TEXTS: dict[str, Text] = {
     "none-usable": Text("none of its {bad:whole} samples can be used; {place}: {problem}"),
     "no-training-sample": Text(
         "has no sample for training; {validation:whole} are for validation", ("Set data.validation_split lower",)
+    ),
+    "more-classes-than-labels": Text(
+        "the data in {folder} have {classes:whole} classes, and model.num_labels = {labels:whole}",
+        ("Set model.num_labels to the number of classes",),
+    ),
+    "targets-differ-from-labels": Text(
+        "the targets in {folder} have {numbers:whole} numbers, and model.num_labels = {labels:whole}",
+        ("Set model.num_labels to the numbers of a target",),
     ),
     "index-not-stored": Text(
         "the index cannot be stored: {folder} exists and cannot be read", ("Remove it, or ask its owner to remove it",)

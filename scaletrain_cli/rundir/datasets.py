@@ -18,6 +18,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import DATASET, is_readable
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.sources import SourceSpec
 
 NAME = "datasets.json"
@@ -94,6 +95,10 @@ def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
         identity.append(data.model_dump(mode="json", include=_OF_TEXT))
         steps = [step for step in data.prepare if step.only is None or section.name in step.only]
         identity.append([step.model_dump(mode="json", exclude={"only"}) for step in steps])
+    elif spec.training.objective in LOSSES_OF:
+        identity += [spec.training.objective, spec.training.loss.of(spec.training.objective)]
+        identity.append(data.model_dump(mode="json", include={"on_bad", "validation_split"}))
+        identity.append(data.images.model_dump(mode="json", include={"fields", "classes"}))
     else:
         identity += [spec.training.objective, spec.transformer.seq_len]
         identity.append(data.model_dump(mode="json", include=_OF_ROWS))

@@ -40,6 +40,8 @@ from scaletrain_cli.spec.corpus_files import (
     kind_of,
     suffixes_of,
 )
+from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES, SHARD_SUFFIX, TABLE_SUFFIX
+from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.quantities import Text
 from scaletrain_cli.spec.shared_paths import REMOTE_SCHEMES
 
@@ -61,6 +63,7 @@ _BESIDE = (
     "chat_template.json",
     TEMPLATE,
 )
+_BESIDE_IMAGES = ("txt", "cls")  # captions and classes
 _SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]*)://")
 _TEMPLATES = (".jinja", ".jinja2", ".j2")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
@@ -171,6 +174,8 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     kinds: tuple[str, ...] = FORMATS if spec.training.objective == "causal_lm" else ROW_FORMATS
     if spec.code.own_program:  # an evaluation, which has no objective
         kinds = tuple(dict.fromkeys((*FORMATS, *ROW_FORMATS)))
+    if spec.training.objective in LOSSES_OF and not spec.code.own_program:
+        kinds = (SHARD_SUFFIX, TABLE_SUFFIX, *IMAGE_SUFFIXES, *_BESIDE_IMAGES)
     formats: dict[str, str] = {}
     if spec.training.objective == "causal_lm" and not spec.code.own_program:
         sections = zip(spec.data.paths(), spec.data.all_sources, strict=True)

@@ -359,7 +359,7 @@ def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: in
             "source": job.listing.location,
             "format": job.listing.format,
             "settings": {name: value for name, value in asdict(job.settings).items() if name != "class_names"},
-            "content": content,
+            "fingerprint": content,
             "files": len(job.listing.names) or len(job.listing.shards),
             "left_out": dict(job.listing.left_out or {}),
             **{f"{split}_samples": counts[split] for split in SPLITS},

@@ -60,6 +60,7 @@ class Listing:
     shards: tuple[tuple[SourceFile, str], ...] = ()
     has_splits: bool = False
     left_out: Mapping[str, int] | None = None
+    bytes: int = 0  # of the files
 
     def units(self) -> tuple[Unit, ...]:
         """Return the units of work. They depend on the files alone. Raises UsageError and OSError."""
@@ -126,20 +127,22 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
         kept, tests = _with_splits([(name, split_of_file(name)) for name in names])
         files = tuple((local_file(Path(root, name), chosen), split) for name, split in kept)
         state = _hashed(f"{os.path.relpath(file.path, root)} {file.state}" for file, _ in files)
-        return Listing(chosen, place, state, shards=files, left_out=_counts(left_out, tests))
+        size = sum(file.size for file, _ in files)
+        return Listing(chosen, place, state, shards=files, left_out=_counts(left_out, tests), bytes=size)
     beside = reads_beside(settings)
     left_out -= Counter({f".{suffix}": left_out[f".{suffix}"] for suffix in beside})
     described = [name for name in others if name.rpartition(".")[2] in beside]
     total, has_splits = len(names), splits_by_folder({_first_folder(name) for name in names})
     if has_splits:
         names = [name for name in names if split_of_folder(name) != TEST]
-    state = _hashed(_state_of(root, name) for name in (*names, *described))
+    total_size = _Size()
+    state = _hashed(_state_of(root, name, total_size) for name in (*names, *described))
     left = _counts(left_out, total - len(names))
     folders = {_first_folder(name) for name in names}
     if has_splits and len(folders) == 1:  # for training: the validation split is drawn from it
         root, has_splits = os.path.join(root, *folders), False
         names = [name.partition("/")[2] for name in names]
-    return Listing(FOLDER, place, state, root, tuple(names), has_splits=has_splits, left_out=left)
+    return Listing(FOLDER, place, state, root, tuple(names), (), has_splits, left, total_size.bytes)
 
 
 def _first_folder(name: str) -> str:
@@ -181,12 +184,21 @@ def _walked(root: str, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
             yield name
 
 
-def _state_of(root: str, name: str) -> str:
-    """Return the name of a file with what changes when it is written. A link that leads nowhere has no state."""
+@dataclass
+class _Size:
+    bytes: int = 0
+
+
+def _state_of(root: str, name: str, size: _Size) -> str:
+    """Return the name of a file with what changes when it is written, and add its bytes to ``size``.
+
+    A link that leads nowhere has no state.
+    """
     try:
         about = os.stat(os.path.join(root, name))
     except FileNotFoundError:
         return f"{name} missing"
+    size.bytes += about.st_size
     return f"{name} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns} {about.st_ino}"
 
 
@@ -212,7 +224,8 @@ def _remote(path: str, settings: ImageSettings, key: str, seconds: float | None)
     files = tuple((SourceFile(file.path, file.size, chosen, etag=file.etag), split) for file, split in remote)
     state = _hashed(f"{file.path} {file.size} {file.etag}" for file, _ in files)
     left_out = Counter(Path(name).suffix or name for name in others)
-    return Listing(chosen, path, state, shards=files, left_out=_counts(left_out, tests))
+    size = sum(file.size for file, _ in files)
+    return Listing(chosen, path, state, shards=files, left_out=_counts(left_out, tests), bytes=size)
 
 
 def _fixed_folder(path: str) -> str:

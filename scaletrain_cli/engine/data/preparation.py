@@ -17,6 +17,7 @@ from typing import Any
 
 from scaletrain_cli.data.commands import ProgressLines
 from scaletrain_cli.data.estimate import preparation_seconds
+from scaletrain_cli.data.images.prepared import is_of_images, source_bytes
 from scaletrain_cli.data.pipeline.claims import read_failure, record_failure
 from scaletrain_cli.data.prepared import is_dataset
 from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
@@ -31,6 +32,7 @@ from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.unexpected import known_error
 
 _ROW_BYTES_PER_SECOND = 1.5e6  # rendering and tokenizing rows
+_IMAGE_BYTES_PER_SECOND = 4e7  # reading and decoding images
 _TERMINATED = 143  # 128 + SIGTERM, the shell convention
 
 
@@ -92,7 +94,7 @@ def _prepared(
     spec: RunSpec, runs_root: Path, workers: int, failure: Path | None, run: RunDir | None
 ) -> dict[str, Path]:
     known = _known(spec, runs_root, run, failure)
-    if spec.training.objective == "causal_lm":
+    if spec.training.objective == "causal_lm" or is_of_images(spec):
         return prepare_run_datasets(spec, runs_root, known, workers, ProgressLines(), failure)
     from scaletrain_cli.engine.data.prepared import prepare_rows  # needs transformers
 
@@ -105,7 +107,7 @@ def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[
     ``datasets``: those that are there, as a run records them.
     """
     found: dict[str, Path] | None = {**known}
-    if spec.training.objective == "causal_lm":
+    if spec.training.objective == "causal_lm" or is_of_images(spec):
         found = find_run_datasets(spec, runs_root, known)
     elif not known:
         from scaletrain_cli.engine.data.row_dataset import rows_folder
@@ -115,6 +117,9 @@ def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[
     entries: list[Entry] = entries_of(spec, runs_root, known if found is None else found)
     if found is not None:
         return {"prepared": True, "bytes": 0, "seconds": 0.0, "datasets": entries}
+    if is_of_images(spec):
+        size = source_bytes(spec, known)
+        return {"prepared": False, "bytes": size, "seconds": size / _IMAGE_BYTES_PER_SECOND, "datasets": entries}
     size = sum(_bytes(spec, known))
     seconds = preparation_seconds(spec, runs_root, workers=1) if spec.training.objective == "causal_lm" else None
     seconds = size / _ROW_BYTES_PER_SECOND if seconds is None else seconds

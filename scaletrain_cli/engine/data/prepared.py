@@ -11,7 +11,8 @@ from typing import Any
 
 from scaletrain_cli.data.block_cache import block_cache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
-from scaletrain_cli.data.commands import prepare_text
+from scaletrain_cli.data.commands import prepare_images, prepare_text
+from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.pipeline.prepare import SCHEMA as SHARDED_SCHEMA
 from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.engine.data.dataset import (
@@ -97,6 +98,8 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     if spec.training.objective == "causal_lm":
         return prepare_text(spec, Path(arguments[1]), int(arguments[2]) if len(arguments) > 2 else 0)
+    if is_of_images(spec):
+        return prepare_images(spec, Path(arguments[1]), int(arguments[2]) if len(arguments) > 2 else 0)
     print(f"preparing {spec.data.source} ({spec.data.tokenizer.kind} tokenizer)", file=sys.stderr)
     started = time.monotonic()
     try:

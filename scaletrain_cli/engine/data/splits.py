@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.stages import recorded_changes
 from scaletrain_cli.engine.data.dataset import DatasetInfo
@@ -152,11 +153,11 @@ def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
 
 
 def find_datasets(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[str, Path] | None:
-    """Return the dataset of each source of text or rows by its name; None if one is missing.
+    """Return the dataset of each source of text, rows or images by its name; None if one is missing.
 
     ``known``: datasets that the run has recorded. Raises UsageError.
     """
-    if spec.training.objective == "causal_lm":
+    if spec.training.objective == "causal_lm" or is_of_images(spec):
         return find_run_datasets(spec, runs_root, known)
     if known:
         return dict(known)

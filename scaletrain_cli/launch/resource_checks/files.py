@@ -15,6 +15,7 @@ from typing import Any
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.launch.resource_checks.images import image_problems
 from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
 from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
 from scaletrain_cli.reasons import Reason
@@ -33,6 +34,7 @@ from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec
 from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.run import AnyModel
@@ -100,6 +102,9 @@ def row_problems(view: View) -> Iterator[Problem]:
     if view.spec.unit == "tokens" and view.spec.training.objective == "causal_lm":
         return
     if view.unseen(parent_of_glob(source)):
+        return
+    if view.spec.training.objective in LOSSES_OF:
+        yield from image_problems(view, source)
         return
     prepared = view.folder / expand_home(source)
     if (prepared / "dataset.json").is_file():

@@ -81,7 +81,8 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "files, here, on the hub or in an object store, or a prepared dataset",
         "as data.sources.*.path; for fine-tuning: exist, are readable, of a known format; the beginning of some is "
         "decoded and has the columns of data.format; prepared rows have the settings of the spec (a note if "
-        "unrecorded; not after the first checkpoint)",
+        "unrecorded; not after the first checkpoint); for images: files of one format, with no more classes than "
+        "model.num_labels where their names are known",
         _SUBMIT,
         f"{_FILES}row_problems",
         f"{_UNSEEN}; every document, and the content of files on the hub: {_PREPARATION}",

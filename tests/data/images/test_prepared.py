@@ -1,0 +1,113 @@
+"""`scaletrain data prepare` and `validate` for a spec of images: the settings of its index come from its loss."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.data.images.prepared import settings_of
+from scaletrain_cli.data.images.reading import open_images
+from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.launch.resource_checks.files import View, row_problems
+from scaletrain_cli.rundir.datasets import entries_of, record_datasets
+from scaletrain_cli.spec import RunSpec, parse_spec
+from tests.data.images.pictures import ignore, write_folder, write_shards
+
+SPEC = """\
+schema: scaletrain/v1
+name: pictures
+model: {family: resnet, embedding_size: 8, hidden_sizes: [8], depths: [1], layer_type: basic, image_size: 8, \
+num_labels: 5}
+data: {source: shards, validation_split: 0.25}
+training: {global_batch_size: 8, micro_batch_size: 8, steps: 10, precision: fp32, optimizer: {name: adamw, lr: 1.0e-3}}
+cluster: {scheduler: local, nodes: 1, gpus_per_node: 1, gpu: cpu}
+"""
+
+
+def spec(folder: Path, *overrides: str) -> RunSpec:
+    return parse_spec(SPEC, file="run.yaml", base_dir=folder, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "targets", "captions"),
+    [
+        ((), "class", False),
+        (("training.loss=bce",), "classes", False),
+        (("training.objective=regression",), "numbers", False),
+        (("training.objective=contrastive", "training.loss=nt_xent"), "none", False),
+        (("model={family: clip, preset: clip-vit-base-patch32}",), "none", True),
+    ],
+)
+def test_the_loss_decides_what_is_read_of_a_sample(
+    overrides: tuple[str, ...], targets: str, captions: bool, tmp_path: Path
+) -> None:
+    found = settings_of(spec(tmp_path, *overrides))
+    assert (found.targets, found.captions) == (targets, captions)
+    assert (found.validation_share, found.skips_bad) == (0.25, False)
+
+
+def test_datasets_of_images_are_prepared_found_and_kept_by_their_run(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "shards", 2, 10)
+    run, runs = spec(tmp_path, f"data.source={source}"), tmp_path / "runs"
+    assert find_run_datasets(run, runs, {}) is None
+    made = prepare_run_datasets(run, runs, {}, 1, ignore)
+    assert find_run_datasets(run, runs, {}) == made
+    assert len(open_images(made["source"])["train"]) > 8
+    note = tmp_path / "datasets.json"
+    record_datasets(note, entries_of(run, runs, made))
+    write_shards(source, 1, 3)
+    assert find_run_datasets(run, runs, {}) is None
+    assert find_run_datasets(run, runs, known_datasets(run, runs, note)) == made
+    changed = spec(tmp_path, f"data.source={source}", "data.on_bad=skip")
+    assert known_datasets(changed, runs, note) == {}
+    given = spec(tmp_path, f"data.source={made['source']}")
+    assert find_run_datasets(given, runs, {}) == made
+
+
+def test_more_classes_than_labels_are_an_error(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "shards", 1, 10)
+    run = spec(tmp_path, f"data.source={source}", "model.num_labels=4")
+    with pytest.raises(UsageError, match=r"have 5 classes, and model\.num_labels = 4"):
+        prepare_run_datasets(run, tmp_path / "runs", {}, 1, ignore)
+
+
+def test_prepare_prints_the_counts_and_the_folder(tmp_path: Path) -> None:
+    write_folder(tmp_path / "shards", [f"{kind}/{number}.jpg" for kind in "ab" for number in range(8)])
+    (tmp_path / "shards/a/bad.jpg").write_bytes(b"no image")
+    (tmp_path / "run.yaml").write_text(SPEC)
+    command = [sys.executable, "-m", "scaletrain_cli", "data", "prepare", "run.yaml", "--json", "--workers", "1"]
+    environment = {"SCALETRAIN_RUNS": str(tmp_path / "runs"), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path.cwd())}
+    refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "a/bad.jpg: the image cannot be decoded" in refused.stdout
+    skips = [*command, "--set", "data.on_bad=skip"]
+    answer: Any = json.loads(
+        subprocess.run(skips, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    )
+    assert answer["train_samples"] + answer["validation_samples"] == 16
+    assert answer["bad_samples"] == 1
+    assert answer["sources"][0]["num_classes"] == 2
+    assert (Path(answer["path"]) / "dataset.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [("absent", "names no file"), ("empty", "has no file of the format"), ("six", r"have 6 classes, and model\.num")],
+)
+def test_a_source_that_cannot_be_used_is_found_before_a_run(source: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write_folder(tmp_path / "six", [f"{kind}/1.jpg" for kind in "abcdef"])
+    write_folder(tmp_path / "five", [f"{kind}/1.jpg" for kind in "abcde"])
+    view = View(spec(tmp_path, f"data.source={tmp_path / source}"), tmp_path, {})
+    (found,) = row_problems(view)
+    assert found.key == "data.source"
+    assert re.search(problem, found.message)
+    good = View(spec(tmp_path, f"data.source={tmp_path / 'five'}"), tmp_path, {})
+    assert list(row_problems(good)) == []
