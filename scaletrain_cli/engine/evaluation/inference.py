@@ -1,4 +1,4 @@
-"""A model on one device for inference: losses of documents, and continuations of prompts."""
+"""A model on one device for inference: losses of documents, continuations of prompts, and answers about images."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.loss import logits_of
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
+from scaletrain_cli.engine.model.vision.llava import Llava
 from scaletrain_cli.spec import ModelSpec
 
 
@@ -85,13 +86,44 @@ def generate(
 
 def next_token_logits(model: CausalLM, tokens: Tensor) -> Tensor:
     """Return the fp32 logits [batch, vocabulary] after the last of ``tokens`` [batch, length]."""
+    context = _context_of(tokens)
+    return _logits_after(model, model.embed(tokens, context), context)
+
+
+def _context_of(tokens: Tensor) -> TokenContext:
     batch, length = tokens.shape
     positions, samples = (torch.arange(size, device=tokens.device) for size in (length, batch))
-    context = TokenContext(positions, samples)
-    hidden = model.embed(tokens, context)
+    return TokenContext(positions, samples)
+
+
+def _logits_after(model: CausalLM, hidden: Tensor, context: TokenContext) -> Tensor:
+    """Return the logits after the last position of hidden states that enter the first block."""
     hidden = model.transform(hidden, model.with_masks(context, hidden))
     head: Any = model.lm_head
     return logits_of(model.final_norm(hidden[:, -1:]), head.weight, head.softcap)[:, 0]
+
+
+@torch.no_grad()
+def answer(
+    model: Llava, prompt: Sequence[int], pixels: Tensor | None, *, max_new_tokens: int, end_tokens: Iterable[int]
+) -> list[int]:
+    """Return the likeliest tokens after a prompt about images, up to ``max_new_tokens``, without the end token.
+
+    ``prompt``: with the image tokens of all images. ``pixels``: [images, channels, image_size, image_size], normalized;
+    None: the prompt has no image. The features of the images are computed again for each token. An answer ends where
+    the language model has no more positions (``seq_len``). Raises ValueError if the image tokens do not fit.
+    """
+    device, ends = next(model.parameters()).device, frozenset(end_tokens)
+    tokens, longest = list(prompt), len(prompt) + max_new_tokens
+    while len(tokens) < min(longest, model.spec.text_config.seq_len + 1):
+        rows = torch.tensor([tokens], device=device)
+        context = _context_of(rows)
+        logits = _logits_after(model.language_model, model.embed(rows, context, pixels), context)[0]
+        token = int(logits.argmax())
+        if token in ends:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
 
 
 def perplexity(loss: float) -> float:
