@@ -142,10 +142,13 @@ class ReaderProcesses:
 
     def _request(self, number: int) -> None:
         """Ask for the batches that are wanted and not yet asked for, as far as there are free slots."""
-        order = dict.fromkeys((number, *self._wanted))
+        wanted = self._wanted
+        order = dict.fromkeys((number, *wanted))
         for stale in [one for one in self._arrived if one not in order]:
             self._discard(stale)
-        for each in order:
+        # Batches are taken in this order: those before this one are not needed again.
+        following = wanted[wanted.index(number) :] if number in wanted else order
+        for each in following:
             if each in self._arrived or any(each in process.requested for process in self._processes):
                 continue
             process = min(self._processes, key=lambda process: (not process.free, len(process.requested)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,13 @@ class Pictures:
         Image.fromarray(pixels).save(file, "PNG")
         content = b"no image" if index == self.bad else file.getvalue()
         return ImageSample(str(index), content, index % CLASSES, f"picture {index}", f"{self.name}:{index}.png")
+
+
+def noted(reads: Path, read: Callable[[int], Any], number: int) -> Any:
+    """Return what ``read`` returns, after a line with the process and the number in a file."""
+    with reads.open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()} {number}\n")
+    return read(number)
 
 
 def layout(batch: int, data_parallel: int = 1, micro_batch_size: int | None = None) -> Layout:

@@ -6,6 +6,7 @@ import gc
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec.images import AugmentSpec
 from tests.data.images.pictures import image_bytes, index, write_folder, write_shards, write_table
-from tests.engine.data.images.pictures import CLASSES, Pictures, layout, reader
+from tests.engine.data.images.pictures import CLASSES, Pictures, layout, noted, reader
 
 CPU = torch.device("cpu")
 LAYOUTS = [layout(12), layout(12, 1, 4), layout(12, 2, 6), layout(12, 2, 2), layout(12, 3, 4), layout(12, 3, 2)]
@@ -267,9 +268,11 @@ def loaders() -> Iterator[list[Loader[Any]]]:
 @pytest.mark.parametrize(
     "workers", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
 )
-def test_reader_processes_read_the_same_bytes(workers: int, loaders: list[Loader[Any]]) -> None:
-    read = reader().without_groups()
-    loader = Loader(read.batch, CPU, workers=workers)
+def test_reader_processes_read_the_same_bytes_and_each_batch_once(
+    workers: int, loaders: list[Loader[Any]], tmp_path: Path
+) -> None:
+    read, reads = reader().without_groups(), tmp_path / "reads"
+    loader = Loader(partial(noted, reads, read.batch), CPU, workers=workers)
     loaders.append(loader)
     processes = loader._processes
     assert processes is not None
@@ -277,8 +280,14 @@ def test_reader_processes_read_the_same_bytes(workers: int, loaders: list[Loader
         loader.take(number, range(number + 1, number + 9))
         if all(each.started for each in processes._processes):
             break
-    for number in (1, 2, 3, 4, 9, 5):
+    reads.unlink()
+    for number in range(1, 12):
         assert_same_batches(loader.take(number, range(number + 1, number + 5)), read.batch(number))
+    by = [tuple(map(int, line.split())) for line in reads.read_text(encoding="utf-8").splitlines()]
+    assert sorted(number for _, number in by if number < 12) == list(range(1, 12))
+    assert {process for process, _ in by} <= set(processes.pids)
+    for number in (20, 5):
+        assert_same_batches(loader.take(number, [number + 1]), read.batch(number))
 
 
 def test_the_error_of_a_bad_image_comes_whole_from_a_reader_process() -> None:
@@ -316,7 +325,7 @@ def write_rows(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["folder", "shards", "table", "sklearn-digits"])
+@pytest.mark.parametrize("kind", ["folder", "shards", "table"])
 def test_every_format_is_read_as_its_source_has_it(kind: str, tmp_path: Path) -> None:
     captions = kind in ("shards", "table")
     settings = ImageSettings(captions=captions, validation_share=0.0)
@@ -324,21 +333,19 @@ def test_every_format_is_read_as_its_source_has_it(kind: str, tmp_path: Path) ->
         "folder": lambda: write_folder_of_classes(tmp_path / "folder"),
         "shards": lambda: write_shards(tmp_path / "shards", 3, 6),
         "table": lambda: write_rows(tmp_path / "table.parquet"),
-        "sklearn-digits": lambda: "sklearn-digits",
     }[kind]()
-    channels = 1 if kind == "sklearn-digits" else 3
     train = open_images(index(source, tmp_path / "runs", settings))["train"]
-    read = reader(train, channels=channels, size=8, augment=AugmentSpec(random_resized_crop=None, horizontal_flip=0))
+    read = reader(train, size=8, augment=AugmentSpec(random_resized_crop=None, horizontal_flip=0))
     batch = pickle.loads(pickle.dumps(read)).batch(1)
     assert batch.numbers is not None
     assert batch.targets is not None
     for row, number in enumerate(batch.numbers[0].tolist()):
         sample = train.read(number)
-        expected = read.transform.evaluation(decode(sample.image, sample.place, channels))
+        expected = read.transform.evaluation(decode(sample.image, sample.place, 3))
         assert np.array_equal(batch.images[0, row].numpy(), expected)
         assert batch.targets[0, row] == sample.label
     assert len(set(batch.numbers[0].tolist())) == 12
-    augmented = reader(train, channels=channels, size=8)
+    augmented = reader(train, size=8)
     assert_same_batches(pickle.loads(pickle.dumps(augmented)).batch(2), augmented.batch(2))
 
 
@@ -348,13 +355,12 @@ def test_images_of_a_model_are_gray_or_rgb() -> None:
 
 
 def test_digits_have_the_pixels_of_scikit_learn(tmp_path: Path) -> None:
-    from sklearn.datasets import load_digits
-
+    datasets = pytest.importorskip("sklearn.datasets")
     train = open_images(index("sklearn-digits", tmp_path, ImageSettings(validation_share=0.0)))["train"]
     plain = AugmentSpec(random_resized_crop=None, horizontal_flip=0)
     read = reader(train, channels=1, size=8, augment=plain)
     read = replace(read, transform=replace(read.transform, crop_ratio=1.0))
-    batch, digits = read.batch(1), load_digits()
+    batch, digits = read.batch(1), datasets.load_digits()
     assert batch.numbers is not None
     assert batch.targets is not None
     shades = np.stack([digits.images[number] for number in batch.numbers[0].tolist()])
