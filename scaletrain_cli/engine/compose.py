@@ -35,6 +35,7 @@ from scaletrain_cli.engine.model.materialization import (
     BaseWeights,
     WeightSource,
     materialize,
+    named_weights,
     zero3_partition,
 )
 from scaletrain_cli.engine.model.peft_files import PeftFolder
@@ -68,6 +69,7 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.training import LayoutSpec
+from scaletrain_cli.spec.weight_files import is_drawn
 
 Forward = Callable[..., Any]
 
@@ -256,7 +258,13 @@ def _weights(spec: RunSpec, model: TrainedModel, device: torch.device, resuming:
     folder = None if spec.weights is None else expand_home(spec.weights)
     if folder is not None and not resuming:
         weights = HuggingFaceFolder(folder, outline(spec.model))
-    elif folder is not None and (base := base_names(spec)):
+        whole = named_weights(model)
+        loaded = frozenset(name for name in whole if not is_drawn(spec.model, name))
+        if len(loaded) < len(whole):
+            weights = BaseWeights(loaded, weights, drawn)
+    elif folder is not None and (
+        base := frozenset(name for name in base_names(spec) if not is_drawn(spec.model, name))
+    ):
         weights = BaseWeights(base, HuggingFaceFolder(folder, outline(spec.model)), drawn)
     adapter = spec.model.adapter if isinstance(spec.model, ModelSpec) else None
     if adapter is None:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from scaletrain_cli.spec.hub_files import ModelPath
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero, not_a_switch
-from scaletrain_cli.spec.section import Section
+from scaletrain_cli.spec.section import Section, used_when, where_not
 
 # Bounded, so that a typing error does not create a network that takes minutes to size.
 Widths = Annotated[tuple[Whole, ...], Field(min_length=1, max_length=16)]
@@ -119,6 +119,9 @@ class VitSpec(Section):
     weights: ModelPath | None = Field(
         default=None,
         description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
+    )
+    new_classifier: Annotated[bool, used_when(where_not("model.weights", None))] = Field(
+        default=False, description="random classifier in place of that of the weights, which may be of other classes"
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:

@@ -137,6 +137,11 @@ LANGUAGE_MODEL = "language_model."
 _PARTS_OF_LLAVA = (LANGUAGE_MODEL, "vision_tower.", "multi_modal_projector.")
 
 
+def is_drawn(model: object, name: str) -> bool:
+    """Return True if a parameter of a model with weights is random all the same: see ``model.new_classifier``."""
+    return bool(getattr(model, "new_classifier", False)) and name.startswith("classifier.")
+
+
 def is_another_grid(name: str, stored: Shape, shape: Shape) -> bool:
     """Return True if a tensor in the files is resized to ``shape``: positions of another number of patches.
 

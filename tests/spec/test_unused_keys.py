@@ -12,8 +12,9 @@ import pytest
 from pydantic import BaseModel
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.spec import ModelSpec, RunSpec, override_spec
+from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec, override_spec
 from scaletrain_cli.spec.section import UsedWhen
+from scaletrain_cli.spec.vision_model import VISION
 from tests.cli.command_line import SMALL, scaletrain
 from tests.spec.samples import PROJECT, RECIPES, SPEC, error, load, problem
 
@@ -21,6 +22,7 @@ GPT = SPEC.replace("family: llama", "family: gpt")
 SFT = ("training.objective=sft", "data.source=python-docstrings")
 DPO = ("training.objective=dpo", "data.source=python-docstrings")
 IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}",)
+VIT = ("model={preset: vit-base-patch16}",)
 TOWER = "{hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1, intermediate_size: 8}"
 CLIP = (f"model={{family: clip, vision_config: {TOWER}, text_config: {TOWER}}}",)
 VIEWS = (*IMAGES, "training.objective=contrastive", "training.loss.name=nt_xent", "evaluation.every=0")
@@ -58,6 +60,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "data.stages": ("[{start: 9, weights: {web: 1}}]", (), ("data.source=null", f"data.sources={TWO_SOURCES}")),
     "data.prepare": ("[{step: normalization}]", SFT, ()),
     "data.on_bad": ("skip", SFT, ()),
+    "model.new_classifier": ("true", VIT, (*VIT, "model.weights=w")),
     "data.images": ("{crop_ratio: 0.9}", (), IMAGES),
     "data.images.augment.mix_probability": ("0.5", IMAGES, (*IMAGES, "data.images.augment.mixup=0.2")),
     "data.images.augment.switch_probability": ("0.3", IMAGES, (*IMAGES, "data.images.augment.cutmix=1")),
@@ -134,13 +137,17 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+# A LLaVA has the keys of both its parts.
+MODELS = [ModelSpec, *(kind for kind in VISION.values() if kind is not LlavaSpec)]
+
+
 def conditional(section: type[BaseModel] = RunSpec, before: str = "") -> Iterator[str]:
     """Dotted keys of the schema that say when they are used."""
     for name, field in section.model_fields.items():
         key = f"{before}{field.alias or name}"
         if any(isinstance(one, UsedWhen) for one in field.metadata):
             yield key
-        for kind in [ModelSpec] if key == "model" else [field.annotation, *typing.get_args(field.annotation)]:
+        for kind in MODELS if key == "model" else [field.annotation, *typing.get_args(field.annotation)]:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from conditional(kind, f"{key}.")
 

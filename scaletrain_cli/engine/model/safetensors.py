@@ -33,6 +33,7 @@ from scaletrain_cli.spec.weight_files import (
     WeightDifferences,
     block_of,
     is_another_grid,
+    is_drawn,
     scales_of,
     stacked_place,
     stored_name,
@@ -120,8 +121,8 @@ class HuggingFaceFolder:
         return self._files[path]
 
     def _mismatches(self, model: TrainedModel, config: dict[str, Any]) -> Iterator[Problem]:
-        expected = named_weights(model)
-        headers = {name: self._header(name) for name in self._file_of}
+        expected = {name: shape for name, shape in named_weights(model).items() if not is_drawn(model.spec, name)}
+        headers = {name: self._header(name) for name in self._file_of if not is_drawn(model.spec, name)}
         found = WeightDifferences(expected, headers, experts=self._experts, config=config, folder=str(self._folder))
         yield from found.problems()
         head = found.unexpected_head()

@@ -45,6 +45,7 @@ from scaletrain_cli.spec.weight_files import (
     DamagedHeaderError,
     Header,
     WeightDifferences,
+    is_drawn,
     peft_differences,
     peft_shapes,
     read_headers,
@@ -295,7 +296,8 @@ def header_problems(headers: Mapping[str, Header], folder: Path, model: AnyModel
         config = read_config(folder)
     except SourceError:
         config = {}
-    expected = stored_shapes(model)
+    expected = {name: shape for name, shape in stored_shapes(model).items() if not is_drawn(model, name)}
+    headers = {name: header for name, header in headers.items() if not is_drawn(model, name)}
     found = WeightDifferences(expected, headers, experts=getattr(model, "num_experts", 0), config=config, folder=place)
     problems = list(found.problems())
     if problems and not found.known:

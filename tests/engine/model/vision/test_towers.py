@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.checkpoint.export import export
+from scaletrain_cli.engine.compose import _weights, wrap_blocks
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.attention import assign_dropout_keys
 from scaletrain_cli.engine.model.loss import logits_of
@@ -174,6 +175,21 @@ def test_positions_are_resized_to_another_image_as_in_transformers(tmp_path: Pat
         close(ours(pixels), theirs(pixels, interpolate_pos_encoding=True).logits)
         expected = tower(input_ids=CAPTIONS, pixel_values=pixels, interpolate_pos_encoding=True).image_embeds
         close(our_clip(pixels, CAPTIONS).image, expected)
+
+
+def test_a_new_classifier_of_other_classes_is_random_and_all_else_loaded(tmp_path: Path) -> None:
+    theirs: Any = vit(tmp_path)
+    spec = spec_of(tmp_path, num_labels=7, new_classifier=True)
+    run: RunSpec = run_spec_of(LLAMA)
+    run = run.model_copy(update={"model": spec.model_copy(update={"weights": str(tmp_path)})})
+    model: Any = outline(spec)
+    materialize(model, _weights(run, model, CPU, resuming=False), CPU)
+    with torch.no_grad():
+        features = theirs.vit(images()).last_hidden_state[:, 0]
+        close(model.eval()(images()), model.classifier(features))
+    drawn = first_weights(spec, run.training.seed)
+    assert torch.equal(model.classifier.weight, drawn["classifier.weight"])
+    assert model.classifier.weight.shape == (7, 32)
 
 
 def test_the_backbone_of_a_vit_is_loaded_without_its_pooling_layer(tmp_path: Path) -> None:
@@ -465,7 +481,6 @@ def test_paths_are_dropped_by_the_numbers_of_the_images_and_only_in_training(tmp
 
 @pytest.mark.parametrize("family", ["vit", "clip", "llava"])
 def test_recomputed_blocks_have_the_same_gradients(family: str, tmp_path: Path) -> None:
-    from scaletrain_cli.engine.compose import wrap_blocks
     from scaletrain_cli.spec.training import LayoutSpec
 
     {"vit": vit, "clip": clip, "llava": lambda folder: llava(folder, "llama")}[family](tmp_path)
