@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -269,20 +270,24 @@ def test_chunks_bound_the_memory_of_each_loss(name: str) -> None:
 
 
 def test_a_gathered_feature_has_the_gradients_of_all_ranks() -> None:
-    for rank, (rows, gradient, narrow) in enumerate(on_ranks(3, gathered_on_rank)):
+    for rank, (rows, gradient, scattered, narrow) in enumerate(on_ranks(3, gathered_on_rank)):
         assert torch.equal(rows, torch.tensor([[1.0, 1], [1, 1], [2, 2], [2, 2], [3, 3], [3, 3]]))
         assert torch.equal(gradient, torch.full((2, 2), 6.0 * (rank + 1)))  # (1 + 2 + 3) of each rank's own factor
+        assert torch.equal(scattered, gradient)
         assert torch.equal(narrow, rows)
 
 
-def gathered_on_rank() -> tuple[Tensor, Tensor, Tensor]:
+def gathered_on_rank() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gathered rows, the gradient of this rank's rows in two ways, and rows that were sent in 16 bits."""
     axis = Axis(3, dist.get_rank(), dist.group.WORLD)
     x = torch.full((2, 2), float(axis.rank + 1), requires_grad=True)
     rows = gather(x, axis)
     factors = torch.tensor([1.0, 1, 2, 2, 3, 3]).unsqueeze(1)
-    torch.autograd.backward(((axis.rank + 1) * factors * rows).sum())
-    assert x.grad is not None
-    return rows.detach(), x.grad, gather(x.detach(), axis, torch.bfloat16)
+    loss = ((axis.rank + 1) * factors * rows).sum()
+    (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+    with patch.object(dist, "get_backend", return_value="nccl"):  # which sums and scatters in one call
+        (scattered,) = torch.autograd.grad(loss, x)
+    return rows.detach(), gradient, scattered, gather(x.detach(), axis, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["info_nce", "sigmoid"])
