@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.vision.parameters import VisionParameter, llava_parameters, vision_buffers, vision_parameters
+from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_buffers, vision_parameters
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, factor_shapes, is_adapter_parameter
@@ -117,7 +117,7 @@ def model_parameters(model: AnyModel) -> tuple[Parameter, ...]:
 
 def _llava(model: LlavaSpec) -> Iterator[Parameter]:
     """Yield the parameters of the image tower, the projector and the language model of LLaVA."""
-    yield from map(_of_vision, llava_parameters(model))
+    yield from map(_of_vision, vision_parameters(model))
     layers = model.text_config.num_hidden_layers
     for each in model_parameters(model.text_config):
         below = {"embedding": layers + 1, "block": layers - (each.block or 0), "closing": 0}[each.place]

@@ -66,7 +66,7 @@ def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
 
 def _check_family(spec: RunSpec) -> None:
     """Raise UsageError if there is no model of memory and time for the family."""
-    if isinstance(spec.model, LlavaSpec):
+    if isinstance(spec.model, LlavaSpec) and not framework_of(spec).is_engine:
         rule = Rule("model.family", spec.model.family, "family-not-planned")
         raise UsageError(Reason("plan.family-unknown"), (rule.problem(spec.where(rule.key)),))
 

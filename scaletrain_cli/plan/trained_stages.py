@@ -171,10 +171,11 @@ class _Stages:
 
 @lru_cache(maxsize=64)
 def _converted(model: ModelSpec, named: _Stages) -> tuple[TrainedStage, ...]:
-    return tuple(_stage(model, stage) for stage in named.stages)
+    return tuple(trained_stage(model, stage) for stage in named.stages)
 
 
-def _stage(model: ModelSpec, stage: NamedStage) -> TrainedStage:
+def trained_stage(model: ModelSpec, stage: NamedStage, *, reached: bool = False) -> TrainedStage:
+    """Return what a stage trains. ``reached``: the hidden states before the first block have a gradient anyway."""
     numbers: dict[object, int] = {}
 
     def number(names: Iterable[str]) -> GroupNumber:
@@ -199,7 +200,7 @@ def _stage(model: ModelSpec, stage: NamedStage) -> TrainedStage:
     trained = {name for part in (opening, closing) for name in _trained_names(part)}
     table = opening.tensors[0].name
     embedding = any(name.removesuffix(".weight") == table.removesuffix(".weight") for name in trained)
-    reached = any(True for _ in _trained_names(opening))
+    reached = reached or any(True for _ in _trained_names(opening))
     runs: list[BlockRun] = []
     shared: dict[PartTensors, PartTensors] = {}  # equal parts are one object, which compares faster
     for index, found in enumerate(blocks):

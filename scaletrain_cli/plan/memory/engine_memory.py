@@ -55,6 +55,14 @@ from scaletrain_cli.spec import RunSpec
 _FRAGMENTATION_DIVISOR = 20
 
 
+class ActivationPhases(NamedTuple):
+    """Bytes of one micro-batch: saved by all blocks, those that exist only while one runs backward, and the loss."""
+
+    saved: int
+    backward: int
+    loss: int
+
+
 class _FixedBytes(NamedTuple):
     """Bytes of a pipeline stage that do not depend on the number of micro-batches in flight."""
 
@@ -78,6 +86,15 @@ def kept_activation_bytes(spec: RunSpec, layout: Layout, device: Accelerator, st
     runs = trained.blocks_of(model, held)
     mixes = any(backward_products(model, run.training, run.experts).attention for run in runs)
     return saved + (_saved_mask_bytes(spec, layout, device, held.start, held.blocks) if mixes else 0)
+
+
+def activation_phases(spec: RunSpec, layout: Layout, device: Accelerator, trained: TrainedStage) -> ActivationPhases:
+    """Return the activations of a model without a pipeline while the run trains what ``trained`` states."""
+    whole, activations = engine_stages(spec.transformer, 1)[0], _Activations(spec, layout, device)
+    saved = activations.saved(whole, trained, 1) + kept_mask_bytes(spec, layout, device)
+    element, tokens = weight_bytes(spec.training.precision), local_tokens(spec, layout)
+    loss = loss_bytes(spec.transformer, element, tokens, 1, layout.cross_entropy, trains_head=trained.head)
+    return ActivationPhases(saved, activations.backward(whole, trained, copied=False), loss)
 
 
 def recomputation(spec: RunSpec, layout: Layout) -> Recomputation:

@@ -24,6 +24,11 @@ def layout_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reaso
     if caches_gradients(spec, layout):
         share = time.recompute / time.step
         yield Reason("plan.caches-gradients", {"accumulation": layout.gradient_accumulation_steps, "share": share})
+    yield from loader_warnings(spec, layout, time)
+
+
+def loader_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
+    """Yield warnings about storage, workers and cores that do not keep up with the step."""
     if not is_fed(spec):
         return
     feed = image_feed(spec, layout, time.step - time.data_wait)

@@ -9,7 +9,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.vision.losses import views
 from scaletrain_cli.plan.vision.networks import autocasts
-from scaletrain_cli.spec import ClipSpec, RunSpec
+from scaletrain_cli.spec import ClipSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED
 from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
 from scaletrain_cli.spec.run import NO_DATA
@@ -56,7 +56,7 @@ def is_fed(spec: RunSpec) -> bool:
 
 def core_seconds(spec: RunSpec) -> float:
     """Return the seconds that one core needs for a sample: its image decoded, and each view of it augmented."""
-    model = spec.model.vision_config if isinstance(spec.model, ClipSpec) else spec.model
+    model = spec.model.vision_config if isinstance(spec.model, ClipSpec | LlavaSpec) else spec.model
     side: int = getattr(model, "image_size", 0)
     found: ImagesSpec = getattr(spec.data, "images", ImagesSpec())
     pixels = side**2

@@ -204,6 +204,28 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
     )
 
 
+@lru_cache(maxsize=64)
+def llava_tower(model: LlavaSpec) -> VisionNetwork:
+    """Return the part of LLaVA that computes the features of one image: the tower up to its layer, and the projector.
+
+    Attention has a fused kernel, or its causal language model would need one first.
+    """
+    image, text = model.vision_config, model.text_config
+    build = _Builder(fused=True, autocast=False, quick_gelu=image.hidden_act == "quick_gelu")
+    tokens = (image.image_size // image.patch_size) ** 2 + 1
+    patches = build.patches(image.num_channels, image.image_size, image.patch_size, image.hidden_size, bias=False)
+    layer = build.layer(tokens, image.hidden_size, image.num_attention_heads, image.intermediate_size)
+    rows = model.tokens_per_image
+    projector = (
+        linear(rows, image.hidden_size, text.hidden_size),
+        activation(rows * text.hidden_size, before_linear=True),
+        linear(rows, text.hidden_size, text.hidden_size, kept=False),
+    )
+    opening = Block((*patches, build.norm(image.hidden_size, tokens)), tower="image")
+    blocks = Block(layer, model.tower_depth, tokens * image.hidden_size, "block", tower="image")
+    return VisionNetwork((opening, blocks, Block(projector, place="closing", tower="image")))
+
+
 @dataclass(frozen=True)
 class _Builder:
     """Builds the layers of a transformer tower; ``fused``: attention has a fused kernel."""

@@ -23,7 +23,7 @@ class VisionParameter(NamedTuple):
     for all else before the blocks, or ``closing``. ``below``: number of layers between it and the head, as layer-wise
     learning rates count them. ``decays``: False for class tokens, positions, layer scale and logit scale, and for all
     vectors; these have no weight decay. ``tower``: ``image`` or ``text`` in CLIP and LLaVA, else
-    empty; LLaVA's projector is one too. ``trains``: False for what LLaVA has in its files and does not compute.
+    empty. ``trains``: False for what LLaVA has in its files and does not compute.
     """
 
     name: str
@@ -60,8 +60,8 @@ _HEAD = _Place("closing", None, 0)
 
 
 @lru_cache(maxsize=64)
-def vision_parameters(model: VisionSpec) -> tuple[VisionParameter, ...]:
-    """Return all parameters of a network, in the order of the modules."""
+def vision_parameters(model: VisionSpec | LlavaSpec) -> tuple[VisionParameter, ...]:
+    """Return all parameters of a network, in the order of the modules; of LLaVA without the language model."""
     match model:
         case ResNetSpec():
             return tuple(_resnet(model))
@@ -71,10 +71,12 @@ def vision_parameters(model: VisionSpec) -> tuple[VisionParameter, ...]:
             return tuple(_vit(model))
         case ClipSpec():
             return tuple(_clip(model))
+        case LlavaSpec():
+            return tuple(_llava(model))
 
 
 @lru_cache(maxsize=64)
-def vision_buffers(model: VisionSpec) -> tuple[Buffer, ...]:
+def vision_buffers(model: VisionSpec | LlavaSpec) -> tuple[Buffer, ...]:
     """Return the running statistics of all BatchNorms: mean and variance in fp32, and a counter of batches as int64."""
     if not isinstance(model, ResNetSpec) or model.norm == "group":
         return ()
@@ -163,7 +165,7 @@ def _vit(model: VitSpec) -> Iterator[VisionParameter]:
     yield from _linear("classifier", hidden, model.num_labels, _HEAD)
 
 
-def llava_parameters(model: LlavaSpec) -> Iterator[VisionParameter]:
+def _llava(model: LlavaSpec) -> Iterator[VisionParameter]:
     """Yield the parameters of the image tower and of the projector of LLaVA.
 
     The projector is as far from the head as the token embedding. Blocks after ``vision_feature_layer`` are in the files
@@ -175,7 +177,7 @@ def llava_parameters(model: LlavaSpec) -> Iterator[VisionParameter]:
     for each in vision_tower(model.vision_config, path, layers + 1 - skipped):
         unused = each.place == "closing" or (each.block is not None and each.block >= depth)
         yield each._replace(below=max(0, each.below), trains=not unused)
-    at, hidden = _Place("opening", None, layers + 1, "projector"), model.text_config.hidden_size
+    at, hidden = _Place("closing", None, layers + 1, "image"), model.text_config.hidden_size
     yield from _linear("multi_modal_projector.linear_1", model.vision_config.hidden_size, hidden, at)
     yield from _linear("multi_modal_projector.linear_2", hidden, hidden, at)
 

@@ -20,10 +20,9 @@ from scaletrain_cli.plan.parameters import (
     trains_everything,
 )
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.plan.vision.networks import vision_model
 from scaletrain_cli.plan.vision.parameters import vision_buffers
 from scaletrain_cli.plan.vision.trained import SameStage, trained_count
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.training import OptimizerSpec
 
@@ -41,7 +40,8 @@ def vision_states(spec: RunSpec, layout: Layout, stage: Stage | None = None, rep
 
 def buffer_bytes(spec: RunSpec) -> int:
     """Return the bytes of the buffers that are saved."""
-    return sum(buffer.size_bytes for buffer in vision_buffers(vision_model(spec)))
+    assert not isinstance(spec.model, ModelSpec)
+    return sum(buffer.size_bytes for buffer in vision_buffers(spec.model))
 
 
 def trained_tensors(spec: RunSpec, stage: Stage | None = None) -> StageTensors:

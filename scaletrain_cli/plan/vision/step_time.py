@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
+from typing import NamedTuple
 
 from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.catalogue.networks import cluster_link
@@ -216,6 +217,41 @@ def vision_stage_time(
         by_stage=(StageTime(forward=forward, backward=passes - forward),),
     )
     return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
+
+
+class NetworkSeconds(NamedTuple):
+    """Seconds per step of a network that is a part of the model, and the bytes that a rank sends for it."""
+
+    compute: float
+    recompute: float
+    exposed: float
+    optimizer: float
+    sent: int
+    recomputed_flops: int  # per sample
+
+
+def network_seconds(
+    spec: RunSpec, layout: Layout, device: Accelerator, whole: VisionNetwork, trained: int
+) -> NetworkSeconds:
+    """Return the time that a network adds to a step; ``trained``: number of its parameters that train."""
+    on, profile = machine(device, spec.training.precision, layout.compile), framework_of(spec).profile
+    forward, backward, launched = pass_seconds(whole, layout.micro_batch_size, on)
+    # Blocks of which nothing trains and through which no gradient passes are not recomputed.
+    again = layout.activation_checkpointing == "full" and any(block.training != "frozen" for block in whole.blocks[:-1])
+    passes = forward + backward + (forward if again else 0.0)
+    micro_batches = layout.gradient_accumulation_steps
+    issued = 0.0 if device.is_cpu else launched * _ISSUE_SECONDS
+    sent, blocking, overlapping = _data_seconds(spec, layout, device, profile, whole, trained, True)
+    exposed = blocking + overlapping - min(overlapping, backward) * profile.reduce_overlap
+    updated = trained if layout.zero_stage == 0 else -(-trained // zero_shards(layout))
+    return NetworkSeconds(
+        compute=micro_batches * max(passes, issued),
+        recompute=micro_batches * forward if again else 0.0,
+        exposed=exposed,
+        optimizer=memory_seconds(updated * profile.optimizer, 1, on.rate) if trained else 0.0,
+        sent=sent,
+        recomputed_flops=2 * whole.macs if again else 0,
+    )
 
 
 # With this micro-batch or a larger one, the statistics of one rank are as good as those of several: the size at which

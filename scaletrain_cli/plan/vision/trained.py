@@ -9,7 +9,7 @@ from functools import lru_cache
 from scaletrain_cli.plan.parameters import Stage, model_parameters, stage_at, training_stages, trains_everything
 from scaletrain_cli.plan.vision.operations import Block, VisionNetwork
 from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_parameters
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.vision_model import VisionSpec
 
 # Tower, place and number of a block, as VisionParameter has them; tokens and positions are in one block.
@@ -28,10 +28,11 @@ def stage_of_step(spec: RunSpec, step: int) -> Stage | None:
 
 def trained_count(spec: RunSpec, stage: Stage | None) -> int:
     """Return the number of parameters that train in a stage."""
-    return sum(each.numel for each in model_parameters(spec.model) if stage is None or each.name in stage.since)
+    every = model_parameters(spec.model)
+    return sum(each.numel for each in every if (each.trains if stage is None else each.name in stage.since))
 
 
-def trained_network(whole: VisionNetwork, model: VisionSpec, stage: Stage | None) -> VisionNetwork:
+def trained_network(whole: VisionNetwork, model: VisionSpec | LlavaSpec, stage: Stage | None) -> VisionNetwork:
     """Return the network with the training of each block in a stage.
 
     A block of which any parameter trains counts as trained. In each tower, blocks before the first trained one are
@@ -54,7 +55,7 @@ class SameStage:
 
 
 @lru_cache(maxsize=64)
-def _trained(whole: VisionNetwork, model: VisionSpec, key: SameStage) -> VisionNetwork:
+def _trained(whole: VisionNetwork, model: VisionSpec | LlavaSpec, key: SameStage) -> VisionNetwork:
     trains: dict[_Key, bool] = {}
     for parameter in vision_parameters(model):
         at = _key(parameter)

@@ -6,7 +6,7 @@ from functools import cache
 
 from scaletrain_cli.plan.workloads.base import Workload
 from scaletrain_cli.plan.workloads.text import TextWorkload
-from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec import LlavaSpec, ModelSpec
 from scaletrain_cli.spec.run import AnyModel
 
 _TEXT = TextWorkload()
@@ -14,7 +14,9 @@ _TEXT = TextWorkload()
 
 def workload_of(model: AnyModel) -> Workload:
     """Return the workload object for this kind of model."""
-    return _TEXT if isinstance(model, ModelSpec) else _vision()
+    if isinstance(model, ModelSpec):
+        return _TEXT
+    return _llava() if isinstance(model, LlavaSpec) else _vision()
 
 
 @cache
@@ -23,3 +25,11 @@ def _vision() -> Workload:
     from scaletrain_cli.plan.workloads.vision import VisionWorkload
 
     return VisionWorkload()
+
+
+@cache
+def _llava() -> Workload:
+    """Return the workload of LLaVA, whose modules are imported only for it."""
+    from scaletrain_cli.plan.workloads.llava import LlavaWorkload
+
+    return LlavaWorkload()

@@ -167,6 +167,10 @@ _ASSUMPTIONS = {
         "readers: the batches of a step of {step:seconds} take a rank about {seconds:seconds} to read, so it needs "
         "{workers} data.loader.workers; measured on one x86 core"
     ),
+    "assumes-llava": Text(
+        "each sample is one image and a sequence of {seq_len:whole} tokens, those of the image included; shorter ones "
+        "take less"
+    ),
     "assumes-samples": Text("data: {samples:.3g} {unit}"),
     "assumes-image-rate": Text(
         "image loader: {rank:,.0f} images/s by each rank and {node:,.0f} by each node, decoded and augmented by "

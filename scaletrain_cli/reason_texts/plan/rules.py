@@ -142,7 +142,7 @@ _ENGINE = {
     ),
     "family-unknown": Text("this model cannot be planned"),
     "family-not-planned": Text(
-        "its memory and time are not modeled yet, so that it cannot be submitted", ("Plan model.text_config alone.",)
+        "its memory and time are modeled for planner.framework: deepspeed only", ("Use deepspeed.",)
     ),
     "engine-vision-fp8": Text("this engine has no fp8 products of images", ("Use bf16.",)),
     "engine-autocast": Text("this engine trains 16-bit weights with fp32 master weights", ("Remove the key.",)),

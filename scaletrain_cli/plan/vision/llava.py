@@ -1,0 +1,178 @@
+"""Size, memory and time of LLaVA: an image tower, a projector and a language model, of which parts may be frozen.
+
+The language model is planned as if it were trained alone, on sequences that contain the tokens of the images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+from scaletrain_cli.plan import architecture
+from scaletrain_cli.plan.catalogue.hardware import Accelerator
+from scaletrain_cli.plan.frameworks.registry import framework_of
+from scaletrain_cli.plan.memory.device_memory import against_device
+from scaletrain_cli.plan.memory.engine_memory import activation_phases
+from scaletrain_cli.plan.memory.peak import PhaseMemory, outside_allocator_bytes, peak_memory
+from scaletrain_cli.plan.memory.states import (
+    communication_buffer_bytes,
+    gradient_bytes,
+    second_gradient_bytes,
+    step_temporary_bytes,
+    weight_bytes,
+)
+from scaletrain_cli.plan.parameters import Stage, model_parameters
+from scaletrain_cli.plan.result import Layout, Memory, Network, PerStepBytes, StageMemory, Time
+from scaletrain_cli.plan.speed.step_time import mean_time, trained_stage_time
+from scaletrain_cli.plan.stages import zero_shards
+from scaletrain_cli.plan.trained_stages import TrainedStage, stage_flops_per_token, trained_stage
+from scaletrain_cli.plan.vision.image_feed import data_wait
+from scaletrain_cli.plan.vision.memory import activation_bytes
+from scaletrain_cli.plan.vision.networks import llava_tower
+from scaletrain_cli.plan.vision.operations import VisionNetwork
+from scaletrain_cli.plan.vision.states import vision_states
+from scaletrain_cli.plan.vision.step_time import network_seconds
+from scaletrain_cli.plan.vision.trained import SameStage, stages_of_run, trained_count, trained_network
+from scaletrain_cli.spec import LlavaSpec, RunSpec
+
+_PATH = "language_model."
+Value = TypeVar("Value")
+
+
+class LlavaParts(NamedTuple):
+    """What a stage of the run trains: the tower with the projector, and the language model."""
+
+    images: VisionNetwork
+    language: TrainedStage
+
+
+def llava_model(spec: RunSpec) -> LlavaSpec:
+    """Return the model section of a spec with family llava."""
+    assert isinstance(spec.model, LlavaSpec)
+    return spec.model
+
+
+def language_spec(spec: RunSpec) -> RunSpec:
+    """Return the run as one of the language model alone, of which everything trains."""
+    training = spec.training.model_copy(update={"trainable": ()})
+    return spec.model_copy(update={"model": llava_model(spec).text_config, "training": training})
+
+
+def llava_parts(spec: RunSpec, stage: Stage | None) -> LlavaParts:
+    """Return what a stage of the run trains (None: everything)."""
+    whole = llava_tower(llava_model(spec))
+    if stage is None:
+        return LlavaParts(whole, TrainedStage(1, spec.total_steps))
+    return _parts(llava_model(spec), whole, SameStage(stage))
+
+
+@lru_cache(maxsize=64)
+def _parts(model: LlavaSpec, whole: VisionNetwork, key: SameStage) -> LlavaParts:
+    images = trained_network(whole, model, key.stage)
+    phases = tuple(phase._replace(settings=_of_language(phase.settings)) for phase in key.stage.phases)
+    own = key.stage._replace(phases=phases, since=_of_language(key.stage.since))
+    reached = any(block.training != "frozen" for block in images.blocks)
+    return LlavaParts(images, trained_stage(model.text_config, own, reached=reached))
+
+
+def _of_language(named: Mapping[str, Value]) -> dict[str, Value]:
+    return {name.removeprefix(_PATH): value for name, value in named.items() if name.startswith(_PATH)}
+
+
+def llava_flops(spec: RunSpec, stage: Stage | None) -> float:
+    """Return the FLOPs of one sequence with one image, forward and backward, without recomputation."""
+    model, parts = llava_model(spec).text_config, llava_parts(spec, stage)
+    return float(model.seq_len * stage_flops_per_token(model, parts.language) + parts.images.training_flops)
+
+
+def plan_llava_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
+    """Return the memory of a data-parallel rank, in the stage of the run that needs most."""
+    fullest = max(
+        (llava_stage_memory(spec, layout, device, stage) for stage in stages_of_run(spec)), key=lambda rank: rank.peak
+    )
+    return against_device(fullest, (fullest,), framework_of(spec), device)
+
+
+def llava_stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
+    """Return the bytes in the fullest of three phases: the loss, the backward pass, the optimizer's update."""
+    training, zero, shards = spec.training, layout.zero_stage, zero_shards(layout)
+    parts, model, text = llava_parts(spec, stage), llava_model(spec), language_spec(spec)
+    element, grads = weight_bytes(training.precision), gradient_bytes(training.precision, training.grad_dtype)
+    seen = activation_bytes(parts.images, layout.micro_batch_size, element, layout.activation_checkpointing)
+    read = activation_phases(text, layout, device, parts.language)
+    count, every = trained_count(spec, stage), sum(each.numel for each in model_parameters(model))
+    block = architecture.architecture(model.text_config).block.parameters
+    buffers = communication_buffer_bytes(count, block, zero, element, grads, shards, pipeline=False, gathered=every)
+    steps = layout.gradient_accumulation_steps
+    buffers += second_gradient_bytes(count, training.precision, training.grad_dtype, zero, shards, steps)
+    update = step_temporary_bytes(count, training.precision, training.grad_dtype, zero, shards, training.optimizer.name)
+    saved = seen.kept + read.saved
+    phases = (
+        PhaseMemory(saved, read.loss, buffers, 0),
+        PhaseMemory(max(saved + read.backward, seen.backward), 0, buffers, 0),
+        PhaseMemory(0, 0, 0, update),
+    )
+    worst = max(phases, key=sum)
+    outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
+    fragmentation = int(framework_of(spec).fragmentation * sum(worst))
+    return peak_memory(vision_states(spec, layout, stage), worst, fragmentation, outside, host=0)
+
+
+def plan_llava_time(spec: RunSpec, layout: Layout, device: Accelerator, *, least: bool = False) -> tuple[Time, Network]:
+    """Return the seconds per optimizer step by cause; rates count pairs. Means over the steps if stages differ.
+
+    ``least``: without waiting for data, for lower bounds.
+    """
+    stages = stages_of_run(spec)
+    found = [llava_stage_time(spec, layout, device, stage, least=least) for stage in stages]
+    if len(found) == 1:
+        return found[0]
+    steps = tuple(TrainedStage(each.first_step, each.last_step) for each in stages if each is not None)
+    network = max((each for _, each in found), key=lambda each: each.per_step_bytes.data)
+    return mean_time(spec, steps, [time for time, _ in found]), network
+
+
+def llava_stage_time(
+    spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None, *, least: bool = False
+) -> tuple[Time, Network]:
+    """Return the same while the run trains what ``stage`` states: the language model's time and that of the images."""
+    parts, text = llava_parts(spec, stage), language_spec(spec)
+    read, network = trained_stage_time(text, layout, device, parts.language)
+    trained = trained_count(spec, stage) - _language_count(spec, stage)
+    seen = network_seconds(spec, layout, device, parts.images, trained)
+    compute, exposed = read.compute + seen.compute, read.exposed_communication + seen.exposed
+    optimizer = read.optimizer + seen.optimizer
+    step = compute + exposed + optimizer
+    waited = 0.0 if least else data_wait(spec, layout, step)
+    step += waited
+    samples, peak = layout.global_batch_size, layout.world_size * device.peak_flops(spec.training.precision)
+    flops = llava_flops(spec, stage)
+    repeated = seen.recomputed_flops + (read.hfu - read.mfu) * read.step * peak / samples
+    time = Time(
+        step=step,
+        compute=compute,
+        exposed_communication=exposed,
+        bubble=0.0,
+        optimizer=optimizer,
+        data_wait=waited,
+        tokens_per_second=samples / step,
+        tokens_per_second_per_gpu=samples / step / layout.world_size,
+        mfu=samples * flops / step / peak,
+        hfu=samples * (flops + repeated) / step / peak,
+        to_train=step * spec.total_steps,
+        samples_per_second=samples / step,
+        recompute=read.recompute + seen.recompute,
+        by_stage=read.by_stage,
+    )
+    sent = network.per_step_bytes.data + seen.sent
+    return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
+
+
+def _language_count(spec: RunSpec, stage: Stage | None) -> int:
+    """Return the parameters of the language model that train."""
+    return sum(
+        each.numel
+        for each in model_parameters(spec.model)
+        if each.name.startswith(_PATH) and (stage is None or each.name in stage.since)
+    )
