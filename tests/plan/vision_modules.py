@@ -136,7 +136,7 @@ class Vit(nn.Module):
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, spec.num_labels)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.norm(self.layers(self.patches(images)))[:, 0])
+        return self.head(self.norm(self.layers(self.patches(images))[:, 0]))
 
 
 class Clip(nn.Module):
@@ -165,5 +165,5 @@ class Clip(nn.Module):
 
     def forward(self, images: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
         seen = self.last(self.seen(self.first(self.patches(images)))[:, 0])
-        read = self.end(self.read(self.words(words) + self.positions))[:, -1]
+        read = self.end(self.read(self.words(words) + self.positions)[:, -1])
         return self.image_out(seen), self.text_out(read)

@@ -49,6 +49,8 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
         others: list[nn.Parameter] = []
         limited: Groups = []
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # of a LLaVA, what it does not compute
+                continue
             if name in limits:
                 limited.append({"params": [parameter], "weight_decay": 0.0, LIMITS: limits[name]})
                 continue

@@ -51,7 +51,12 @@ class Candidate:
     @property
     def expected_seconds(self) -> float:
         """Return seconds per step divided by the probability of not running out of memory."""
-        return self.time.step / max(1 - self.memory.out_of_memory_probability, 1e-4)
+        return self.busy_seconds / max(1 - self.memory.out_of_memory_probability, 1e-4)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Return seconds per step without waiting for data, which does not depend on the layout and may be cured."""
+        return self.time.step - self.time.data_wait
 
 
 def choose(fitting: list[Candidate], *, contrastive: bool = False) -> Candidate | None:
@@ -91,7 +96,7 @@ def best_alternatives(
 ) -> tuple[Alternative, ...]:
     """Return the other candidates and the reason against each: those that fit by step time, then the rest by memory."""
     rest = [candidate for candidate in candidates if candidate.layout != chosen.layout]
-    rest.sort(key=lambda c: (not c.memory.fits, c.time.step if c.memory.fits else c.memory.peak, simplicity(c)))
+    rest.sort(key=lambda c: (not c.memory.fits, c.busy_seconds if c.memory.fits else c.memory.peak, simplicity(c)))
     return tuple(
         Alternative(c.layout, c.time.step, c.memory.peak, c.memory.fits, reason(c, chosen, contrastive=contrastive))
         for c in rest[:MOST_ALTERNATIVES]
@@ -105,7 +110,7 @@ def reason(candidate: Candidate, chosen: Candidate, *, contrastive: bool = False
         return Reason("plan.needs-memory", {"peak": memory.peak, "capacity": memory.capacity})
     if not candidate.comfortable and chosen.comfortable:
         return Reason("plan.little-memory-left", {"share": memory.peak / memory.capacity})
-    slower = candidate.time.step / chosen.time.step
+    slower = candidate.busy_seconds / chosen.busy_seconds
     if contrastive and candidate.layout.gradient_accumulation_steps > 1 == chosen.layout.gradient_accumulation_steps:
         return Reason("plan.fewer-negatives")
     if slower > SAME_TIME:
@@ -276,7 +281,7 @@ class _Search:
             return
         timing = self.workload.time(self.spec, self._layout(point), self.device)
         self.timed += 1
-        self._push(timing[0].step, point._replace(timing=timing))
+        self._push(timing[0].step - timing[0].data_wait, point._replace(timing=timing))
 
     def _size_next(self, point: _Point, step_seconds: float) -> None:
         """Size the layout with the lowest time, keep it if it fits, and queue its variants."""

@@ -10,7 +10,7 @@ from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.vision.losses import views
 from scaletrain_cli.plan.vision.networks import autocasts
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, RunSpec
-from scaletrain_cli.spec.corpus_files import EMBEDDED
+from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
 from scaletrain_cli.spec.run import NO_DATA
 
@@ -51,7 +51,7 @@ class ImageFeed:
 def is_fed(spec: RunSpec) -> bool:
     """Return whether the engine reads and decodes the images of this run."""
     own = framework_of(spec).is_engine and not spec.code.own_program and not autocasts(spec)
-    return own and spec.unit != "tokens" and spec.data.source not in (NO_DATA, *EMBEDDED)
+    return own and spec.unit != "tokens" and spec.data.source not in (NO_DATA, SKLEARN_DIGITS)
 
 
 def core_seconds(spec: RunSpec) -> float:

@@ -107,20 +107,27 @@ def activation_bytes(whole: VisionNetwork, samples: int, element: int, checkpoin
 
     While a block runs backward, the activations of later blocks are freed and those of earlier ones are still saved. In
     addition there are gradients of the output and input of one operation, and of the block's residual connection. A
-    checkpointed block first recomputes its activations. Frozen blocks before all that train save nothing, but their
-    last output if the next operation reads it. ``samples``: images per micro-batch; ``element``: bytes per element.
+    checkpointed block first recomputes its activations; it saves its input, which may be an output that the block
+    before it saves anyway. Frozen and checkpointed blocks do not save their last output, but the next block may.
+    ``samples``: images per micro-batch; ``element``: bytes per element.
     """
     full = checkpointing == "full"
-    kept, most, entering = 0, 0, 0
+    kept, most = 0, 0
+    entering = saved = 0  # bytes of the last output: which the next block has to save, or is saved already
     for block in whole.blocks:
+        last = samples * element * block.operations[-1].kept
         if block.training == "frozen":
-            entering = samples * element * block.operations[-1].kept
+            entering, saved = last, 0
             continue
         inside = _kept(block, samples, element)
         repeated = full and block.input > 0
         each = samples * element * block.input if repeated else inside
-        kept += block.count * each + (0 if repeated else entering)
-        entering = 0
+        kept += block.count * each
+        if repeated:
+            kept -= min(saved, each)
+        elif block.operations[0].parameters:  # a mean needs no input for its backward pass
+            kept += entering
+        entering, saved = (last, 0) if repeated else (0, last)
         skipped = block.operations[-1].outputs
         gradients = samples * element * (skipped + max(operation.gradients for operation in block.operations))
         most = max(most, kept + gradients + (inside if repeated else 0))

@@ -160,7 +160,7 @@ def vit(model: VitSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
         (
             Block(build.patches(model.num_channels, model.image_size, model.patch_size, hidden, bias=True)),
             Block(layer, model.num_hidden_layers, tokens * hidden * build.stream, "block"),
-            Block((build.norm(hidden, tokens), linear(1, hidden, model.num_labels, kept=False)), place="closing"),
+            Block((build.norm(hidden, 1), linear(1, hidden, model.num_labels, kept=False)), place="closing"),
         ),
         classes=model.num_labels,
         pooled=hidden,
@@ -188,7 +188,7 @@ def clip(model: ClipSpec, *, fused: bool, autocast: bool) -> VisionNetwork:
     read = build.layer(words, text.hidden_size, text.num_attention_heads, text.intermediate_size)
     ends = (
         (build.norm(image.hidden_size, 1), linear(1, image.hidden_size, joint, bias=False, kept=False)),
-        (build.norm(text.hidden_size, words), linear(1, text.hidden_size, joint, bias=False, kept=False)),
+        (build.norm(text.hidden_size, 1), linear(1, text.hidden_size, joint, bias=False, kept=False)),
     )
     return VisionNetwork(
         (

@@ -22,7 +22,7 @@ from scaletrain_cli.plan.parameters import (
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.vision.parameters import vision_buffers
 from scaletrain_cli.plan.vision.trained import SameStage, trained_count
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import ClipSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.training import OptimizerSpec
 
@@ -55,25 +55,32 @@ def trained_tensors(spec: RunSpec, stage: Stage | None = None) -> StageTensors:
 
 @lru_cache(maxsize=64)
 def _everything(model: AnyModel, optimizer: OptimizerSpec) -> StageTensors:
-    """Return two groups: parameters with weight decay, and those without."""
-    decayed, others, unused = (list[Parameter]() for _ in range(3))
+    """Return the groups of parameters with weight decay, of those without, and of one whose values are limited."""
+    decayed, others, limited, unused = (list[Parameter]() for _ in range(4))
     for parameter in model_parameters(model):
-        kind = unused if not parameter.trains else decayed if decays(parameter, optimizer) else others
+        kind = decayed if decays(parameter, optimizer) else others
+        kind = unused if not parameter.trains else limited if _has_limits(model, parameter) else kind
         kind.append(parameter)
-    trained = tuple(_group(members) for members in (decayed, others) if members)
+    trained = tuple(_group(members) for members in (decayed, others, limited) if members)
     return StageTensors(trained, (_group(unused),) if unused else ())
 
 
+def _has_limits(model: AnyModel, parameter: Parameter) -> bool:
+    """Return whether each update is followed by a clamp of the parameter, so that it has a group of its own."""
+    return isinstance(model, ClipSpec) and model.max_logit_scale is not None and parameter.name == "logit_scale"
+
+
 @lru_cache(maxsize=64)
-def _named(model: AnyModel, key: SameStage) -> StageTensors:
+def _named(model: AnyModel, found: SameStage) -> StageTensors:
     """Return a group for each learning rate, weight decay and number of trained steps; what is frozen is one group."""
-    stage = key.stage
+    stage = found.stage
     groups: dict[object, list[Parameter]] = {}
     frozen: list[Parameter] = []
     for parameter in model_parameters(model):
         if parameter.name in stage.since:
             settings = tuple(phase.settings[parameter.name] for phase in stage.phases)
-            groups.setdefault((stage.since[parameter.name], settings), []).append(parameter)
+            key = stage.since[parameter.name], settings, _has_limits(model, parameter)
+            groups.setdefault(key, []).append(parameter)
         else:
             frozen.append(parameter)
     trained = tuple(_group(members) for members in groups.values())

@@ -1,0 +1,204 @@
+"""Plans of what the engine trains: frozen parts and stages, GradCache, BatchNorm, LLaVA, and the image loader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.plan.advice.explain import explain
+from scaletrain_cli.plan.axes import resolve_axes
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.search.engine_support import unsupported
+from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
+from scaletrain_cli.plan.vision.image_feed import core_seconds, image_feed
+from scaletrain_cli.plan.vision.trained import stage_of_step, trained_network
+from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
+from tests.plan.vision.test_vision_plan import sized, spec_of, whole
+from tests.plan.vision.test_vision_size import model_of
+
+HEAD = [{"match": ["classifier.*"]}]
+TEXT_TOWER = [{"match": ["text_*", "logit_scale"]}]
+TWO_STAGES = [
+    {"match": ["multi_modal_projector.*"], "lr": 1e-3},
+    {"match": ["language_model.*"], "start_step": 101},
+]
+
+
+def codes(plan: RunPlan) -> set[str]:
+    return {reason.code for reason in plan.warnings}
+
+
+def with_images(spec: RunSpec, **augment: Any) -> RunSpec:
+    images = ImagesSpec(augment=AugmentSpec.model_validate(augment))
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"images": images})})
+
+
+def test_blocks_below_all_that_train_save_nothing_and_have_no_backward_pass() -> None:
+    plain, head = spec_of("vit-base-patch16"), spec_of("vit-base-patch16", training__trainable=HEAD)
+    (whole_memory, whole_time), (memory, time) = (sized(spec, 64) for spec in (plain, head))
+    assert memory.activations < 0.05 * whole_memory.activations
+    assert time.compute == pytest.approx(whole_time.compute / 3, rel=0.15)
+    model: Any = head.model
+    network = trained_network(whole("vit-base-patch16"), model, stage_of_step(head, 1))
+    assert {block.training for block in network.blocks} == {"frozen", "trained"}
+    assert network.training_flops == pytest.approx(2 * network.macs, rel=1e-3)
+
+
+def test_a_frozen_tower_of_clip_costs_its_forward_pass_alone() -> None:
+    spec = spec_of("clip-vit-base-patch32", training__trainable=TEXT_TOWER)
+    model: Any = spec.model
+    network = trained_network(whole("clip-vit-base-patch32"), model, stage_of_step(spec, 1))
+    image = [block for block in network.blocks if block.tower == "image"]
+    assert {block.training for block in image} == {"frozen"}
+    assert {block.training for block in network.blocks if block.tower == "text"} == {"trained"}
+    saved = network.macs * 6 - network.training_flops
+    assert saved == 4 * sum(block.macs * block.count for block in image)
+
+
+def test_gradients_pass_through_frozen_blocks_above_one_that_trains() -> None:
+    lowest = [{"match": ["vit.encoder.layer.0.*", "classifier.*"]}]
+    plain, low = spec_of("vit-base-patch16"), spec_of("vit-base-patch16", training__trainable=lowest)
+    (whole_memory, whole_time), (memory, time) = (sized(spec, 64) for spec in (plain, low))
+    assert 0.4 < memory.activations / whole_memory.activations < 0.9
+    assert 0.55 < time.compute / whole_time.compute < 0.85
+
+
+def test_a_run_in_stages_is_planned_for_the_fullest_and_with_mean_times() -> None:
+    stages = [*HEAD, {"match": ["vit.*"], "start_step": 251}]
+    plan = make_plan(spec_of("vit-base-patch16", training__trainable=stages))
+    first, second = plan.training_stages
+    assert (first.last_step, second.first_step) == (250, 251)
+    assert plan.memory.peak == max(first.peak, second.peak)
+    assert plan.time.step == pytest.approx(0.25 * first.step_seconds + 0.75 * second.step_seconds)
+    assert plan.model.trainable_parameters == plan.model.parameters
+
+
+def test_llava_in_two_stages_trains_its_projector_and_then_its_language_model_too() -> None:
+    model = model_of("llava-1.5-7b").model_dump()
+    model["text_config"]["seq_len"] = 2048
+    raw: dict[str, Any] = {"training__global_batch_size": 128, "training__micro_batch_size": 4}
+    spec = spec_of(**raw, training__trainable=TWO_STAGES)
+    spec = spec.model_copy(update={"model": type(model_of("llava-1.5-7b")).model_validate(model)})
+    plan = make_plan(spec)
+    first, second = plan.training_stages
+    assert first.trainable_parameters == 4096 * 1024 + 4096 + 4096**2 + 4096
+    assert second.trainable_parameters == first.trainable_parameters + 6_738_939_904
+    assert plan.memory.fits
+    assert first.peak < second.peak
+    # The backward pass through a frozen language model computes one of two gradients.
+    assert 0.6 < first.step_seconds / second.step_seconds < 0.8
+    text = model_of("llava-1.5-7b").text_config.model_copy(update={"seq_len": 2048})
+    alone = workload_of(text).size(text)
+    assert plan.model.parameters - alone.parameters == 303_507_456 + first.trainable_parameters  # the image tower
+    assert plan.model.flops_per_token > 0.9 * 2048 * alone.flops_per_token
+
+
+def test_a_contrastive_batch_in_parts_repeats_each_forward_pass() -> None:
+    spec = spec_of("clip-vit-base-patch32", training__global_batch_size=8192)
+    (_, whole_step), (_, parts) = sized(spec, 1024), sized(spec, 256)
+    assert parts.recompute > 0 == whole_step.recompute
+    assert parts.compute == pytest.approx(whole_step.compute * 4 / 3, rel=0.1)
+    assert parts.hfu / parts.mfu == pytest.approx(4 / 3)
+
+
+def test_small_batches_of_batch_norm_are_warned_of() -> None:
+    def warned(**training: Any) -> set[str]:
+        changes = {f"training__{key}": value for key, value in training.items()}
+        return codes(make_plan(spec_of("resnet-50", **changes)))
+
+    few = {"plan.few-images-per-rank", "plan.few-images-of-all-ranks"}
+    alone = warned(global_batch_size=64, micro_batch_size=8, sync_batch_norm=False)
+    assert alone & few == {"plan.few-images-per-rank"}
+    assert not warned(global_batch_size=64, micro_batch_size=8, sync_batch_norm=True) & few
+    assert "plan.accumulates-with-batch-norm" in warned(global_batch_size=512, micro_batch_size=32)
+    assert not warned(global_batch_size=512, micro_batch_size=64) & {*few, "plan.accumulates-with-batch-norm"}
+    assert not codes(make_plan(spec_of("vit-base-patch16", training__micro_batch_size=8))) & few
+
+
+def test_synchronized_statistics_take_time_between_ranks() -> None:
+    apart, together = (sized(spec_of(training__sync_batch_norm=flag), 8)[1] for flag in (False, True))
+    assert together.exposed_communication > apart.exposed_communication
+    assert together.compute == apart.compute
+
+
+def test_mixed_images_need_an_even_micro_batch() -> None:
+    spec = with_images(spec_of("vit-base-patch16"), mixup=0.8)
+    axes = resolve_axes(spec)
+    assert all(size % 2 == 0 for size in micro_batch_sizes(spec, axes))
+    rules = {rule.code for rule in unsupported(spec, build_layout(spec, axes, 1, "none", 1))}
+    assert "engine-mixed-pairs" in rules
+    assert "engine-mixed-pairs" not in {r.code for r in unsupported(spec, build_layout(spec, axes, 1, "none", 2))}
+
+
+def test_few_workers_are_a_cause_of_step_time_that_enough_of_them_remove() -> None:
+    few = make_plan(spec_of(data__loader={"workers": 1}))
+    assert few.time.data_wait > few.time.compute
+    assert few.time.step == pytest.approx(
+        few.time.compute + few.time.exposed_communication + few.time.optimizer + few.time.data_wait
+    )
+    (reason,) = [reason for reason in few.warnings if reason.code == "plan.too-few-image-workers"]
+    enough = make_plan(spec_of(data__loader={"workers": reason.params["needed"]}))
+    assert enough.time.data_wait == 0
+    assert enough.layout == few.layout
+    assert "plan.too-few-image-workers" not in codes(enough)
+    assert enough.time.samples_per_second > 2 * few.time.samples_per_second
+    (loader,) = [
+        question for question in explain(spec_of(data__loader={"workers": 1}), few) if question.key == "loader"
+    ]
+    assert loader.answer is False
+    assert str(reason.params["needed"]) in loader.verdict_text
+
+
+def test_images_per_second_of_ranks_and_nodes_follow_from_the_step() -> None:
+    spec = spec_of("resnet-50", cluster__nodes=2)
+    layout = build_layout(spec, resolve_axes(spec), 1, "none", 32)
+    feed = image_feed(spec, layout, step=0.1)
+    assert feed.rank_rate == pytest.approx(512 / 16 / 0.1)
+    assert feed.node_rate == pytest.approx(8 * feed.rank_rate)
+    assert feed.read_rate == pytest.approx(110_000 * feed.node_rate)
+    assert feed.cores >= feed.node_rate * core_seconds(spec)
+    assert 250 <= feed.core_rate <= 400  # crop and flip at 224 x 224
+
+
+def test_larger_images_and_more_operations_take_more_of_a_core() -> None:
+    plain = spec_of("vit-base-patch16")
+    large = plain.model_copy(update={"model": model_of("vit-base-patch16", image_size=384)})
+    augmented = with_images(plain, rand_augment={})
+    assert core_seconds(large) > core_seconds(plain)
+    assert core_seconds(augmented) > core_seconds(plain)
+
+
+def test_slow_storage_and_few_cores_limit_the_images_of_a_step() -> None:
+    slow = make_plan(spec_of(cluster__storage_bandwidth="100MB/s"))
+    assert "plan.images-exceed-storage" in codes(slow)
+    assert slow.time.samples_per_second == pytest.approx(100e6 / 110_000, rel=0.01)
+    few = make_plan(spec_of(cluster__cpus_per_gpu=2))
+    assert "plan.too-few-cores-for-images" in codes(few)
+    assert few.time.data_wait > 0
+
+
+def test_only_the_engine_waits_for_images() -> None:
+    for changes in ({"planner__framework": "fsdp"}, {"planner__autocast": True}, {"data__source": "sklearn-digits"}):
+        assert make_plan(spec_of(**{"data__loader": {"workers": 0}, **changes})).time.data_wait == 0
+
+
+def test_advice_about_text_is_not_given_for_images() -> None:
+    for preset in ("resnet-50", "clip-vit-base-patch32"):
+        plan = make_plan(spec_of(preset))
+        topics = {check.topic for check in plan.sanity}
+        assert not topics & {"tokens per parameter", "critical batch size", "validation split"}
+        text = " ".join(map(str, [*plan.warnings, *plan.assumptions, *(check.message for check in plan.sanity)]))
+        assert "perplexity" not in text
+        assert "tokens per parameter" not in text
+
+
+def test_the_memory_of_each_layout_has_exact_states() -> None:
+    spec = spec_of("resnet-50", training__precision="fp32", training__grad_dtype="fp32")
+    memory, _ = sized(spec, 8, 0)
+    statistics = 2 * 4 * 26_560 + 8 * 53
+    assert memory.parameters == 4 * 25_557_032 + statistics
+    assert memory.optimizer_states == 8 * 25_557_032
