@@ -49,6 +49,9 @@ class ResNetSpec(Section):
         default=None,
         description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
     )
+    new_classifier: Annotated[bool, used_when(where_not("model.weights", None))] = Field(
+        default=False, description="random classifier in place of that of the weights, which may be of other classes"
+    )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each dimension that contradicts another one."""
@@ -86,6 +89,9 @@ class ConvNextSpec(Section):
     weights: ModelPath | None = Field(
         default=None,
         description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
+    )
+    new_classifier: Annotated[bool, used_when(where_not("model.weights", None))] = Field(
+        default=False, description="random classifier in place of that of the weights, which may be of other classes"
     )
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ Shape = tuple[int, ...]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FP8 = "F8_E4M3"
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_CLASSIFIER = re.compile(r"classifier\.")
 _COUNTER, _COUNTED = "I64", re.compile(r"\.num_batches_tracked$")  # of BatchNorm
 _HEAD = "lm_head.weight"
 _LARGEST_HEADER_BYTES = 100_000_000
@@ -139,7 +140,7 @@ _PARTS_OF_LLAVA = (LANGUAGE_MODEL, "vision_tower.", "multi_modal_projector.")
 
 def is_drawn(model: object, name: str) -> bool:
     """Return True if a parameter of a model with weights is random all the same: see ``model.new_classifier``."""
-    return bool(getattr(model, "new_classifier", False)) and name.startswith("classifier.")
+    return bool(getattr(model, "new_classifier", False)) and _CLASSIFIER.match(name) is not None
 
 
 def is_another_grid(name: str, stored: Shape, shape: Shape) -> bool:
@@ -288,7 +289,8 @@ class WeightDifferences:
                 continue
             header = self._files[stored]
             if header.shape != shape and not is_another_grid(name, header.shape, shape):
-                yield Problem(header.file, stored, f"the model has {list(shape)}.", str(list(header.shape)))
+                hint = "To train other classes, set model.new_classifier: true." if _CLASSIFIER.match(name) else None
+                yield Problem(header.file, stored, f"the model has {list(shape)}.", str(list(header.shape)), hint)
             if header.dtype == FP8 and scales_of(stored) in self._files:
                 self._used.add(scales_of(stored))
                 yield from self._of_scales(stored, shape)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scaletrain_cli.engine.checkpoint.export import export
+from scaletrain_cli.engine.compose import _weights
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.base import VisionModel
 from scaletrain_cli.engine.model.materialization import materialize
@@ -152,3 +153,21 @@ def test_a_config_with_another_number_of_stages_is_refused(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_stages": 2}))
     with pytest.raises(SourceError, match="num_stages = 2"):
         from_hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["basic", "convnext"])
+def test_a_new_classifier_of_other_classes_is_random_and_all_else_loaded(name: str, tmp_path: Path) -> None:
+    theirs(DIMS[name]).save_pretrained(tmp_path)
+    spec = spec_of({**DIMS[name], "num_labels": 7})
+    with pytest.raises(UsageError) as error:
+        loaded(tmp_path, spec)
+    assert all("new_classifier" in str(problem.hint) for problem in error.value.problems)
+    spec = spec.model_copy(update={"new_classifier": True, "weights": str(tmp_path)})
+    assert found_before_the_run(tmp_path, spec) == []
+    run = run_spec_of(LLAMA).model_copy(update={"model": spec})
+    model, cpu = outline(spec), torch.device("cpu")
+    materialize(model, _weights(run, model, cpu, resuming=False), cpu)
+    drawn = fresh({**DIMS[name], "num_labels": 7}, run.training.seed)
+    for key, values in load_file(tmp_path / "model.safetensors").items():
+        expected = drawn.state_dict()[key] if key.startswith("classifier.") else values
+        assert torch.equal(model.state_dict()[key], expected), key
