@@ -26,6 +26,11 @@ def rank_of_target(logits: Tensor, targets: Tensor) -> Tensor:
     return (~(logits <= own) | ((logits == own) & (classes < targets.unsqueeze(1)))).sum(1)
 
 
+def _shown(names: Sequence[str] | None, number: int) -> str | int:
+    """Return the name of a class; its number where there are no names, or fewer than the model has outputs."""
+    return number if names is None or number >= len(names) else names[number]
+
+
 class Accuracy(Measures):
     """Shares of samples whose class is among the 1 or 5 with the largest logits.
 
@@ -59,7 +64,7 @@ class Accuracy(Measures):
         metrics = {f"{self._prefix}top{k}": int(hits[k].sum()) / total for k in self._top}
         by_class = [
             {
-                "class": number if self._names is None else self._names[number],
+                "class": _shown(self._names, number),
                 "samples": samples,
                 **{f"top{k}": int(hits[k][number]) / samples if samples else None for k in self._top},
             }
@@ -125,7 +130,7 @@ class MeanAveragePrecision(Measures):
         values, counts = torch.cat(found), torch.cat(positives).tolist()
         by_class: list[dict[str, Any]] = [
             {
-                "class": number if self._names is None else self._names[number],
+                "class": _shown(self._names, number),
                 "samples": count,
                 "average_precision": rounded(float(value)) if count else None,
             }
