@@ -15,7 +15,7 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, UsageError, WrongNodesError
 from scaletrain_cli.launch.resource_checks.checks import check_external, check_on_node, has_login
-from scaletrain_cli.launch.resource_checks.files import tokenizer_problem
+from scaletrain_cli.launch.resource_checks.files import View, class_file_problems, tokenizer_problem
 from scaletrain_cli.launch.resource_checks.keys import EXTERNAL_KEYS
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
@@ -52,6 +52,10 @@ NAMES_NOTHING = {
     },
     "env.*": "values of variables",
     "checkpoint.keep_best": "a metric of an evaluation of this spec, which loading the spec checks",
+    **{
+        f"model.text_config.{key}": "what loading the spec rejects: llava has weights and adapters of the whole model"
+        for key in ("hf_config", "weights", "adapter.weights", "adapter.targets", "adapter.targets.*")
+    },
     "training.early_stopping.metric": "a metric of the validation of this spec, which loading the spec checks",
     **{
         f"evaluation.tasks.*.{key}": "text or names for the program that runs the task"
@@ -68,6 +72,8 @@ HELD_BY = {
     "model.preset": "tests/cli/test_before_a_run.py::test_init_follows_its_options_or_rejects_them",
     "model.hf_config": "tests/spec/test_model_sources.py",
     "data.sources.*.path": "tests/launch/test_source_checks.py",
+    "data.images.classes": "tests/launch/test_resource_checks.py::"
+    "test_a_file_of_class_names_must_be_readable_and_have_a_name_for_each_label",
     "data.cache.path": "tests/data/remote/test_remote_checks.py::"
     "test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted",
     "data.prepare.*.files.*": "tests/launch/test_source_checks.py",
@@ -579,3 +585,21 @@ def test_checks_write_nothing(things: Path) -> None:
     assert check_external(load_spec(SMALL, ["data.source=prepared", "model.weights=weights"])).problems
     assert sorted(things.parent.rglob("*")) == before
     assert RunDir(runs_root()).path.exists() is False
+
+
+def test_a_file_of_class_names_must_be_readable_and_have_a_name_for_each_label(tmp_path: Path) -> None:
+    def problems(name: str, *sets: str) -> list[str]:
+        model = "model={family: resnet, hidden_sizes: [64], depths: [1], num_labels: 2}"
+        spec = load_spec(SMALL, [model, "data={source: images}", f"data.images.classes={name}", *sets])
+        return [str(problem) for problem in class_file_problems(View(spec, tmp_path, {}))]
+
+    (tmp_path / "two.txt").write_text("cat\n\ndog\n", encoding="utf-8")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    assert problems("two.txt") == []
+    for name, said in (("no.txt", "No such file"), ("latin.txt", "can't decode")):
+        (problem,) = problems(name)
+        assert f"data.images.classes = {name}" in problem
+        assert said in problem
+    (problem,) = problems("two.txt", "model.num_labels=3")
+    assert "has 2 names, and model.num_labels is 3" in problem
+    assert problems("two.txt", "model.num_labels=3", "training.objective=regression") == []
