@@ -1,0 +1,28 @@
+"""Networks for images train in every layout as the models of transformers do in a plain loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.parity.comparison import Difference
+from tests.engine.ranks import on_ranks
+from tests.engine.vision.runs import Row, difference, train_plainly, train_rank
+
+LIMIT = Difference(loss=1e-5, norm=1e-5, weight=1e-5)
+ROWS = [
+    Row("vit", zero=2, ranks=2, accumulation=2, checkpointing="full"),
+    Row("vit", zero=0),
+    Row("vit", zero=1, ranks=2),
+    Row("vit", zero=3, ranks=2, checkpointing="full"),
+    Row("clip", zero=0, accumulation=2),
+    Row("clip", zero=3, ranks=2, accumulation=2, checkpointing="full"),
+    Row("clip", zero=1, ranks=2),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_layout_trains_what_a_plain_loop_trains(row: Row) -> None:
+    expected = train_plainly(row)
+    found = on_ranks(row.ranks, train_rank, row)
+    for each in found:
+        assert difference(each, expected).within(LIMIT)
