@@ -6,7 +6,6 @@ import logging
 import os
 import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,10 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identif
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import Composed, compose
-from scaletrain_cli.engine.data.batches import BatchReader, batch_number, merged_skip_ranges, padded_to
+from scaletrain_cli.engine.data.batches import BatchReader, batch_number, merged_skip_ranges
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sample_order import RunMixture, mixture_of_run, sample_order
-from scaletrain_cli.engine.data.sources import TextSequences
-from scaletrain_cli.engine.data.splits import RunData, open_data
+from scaletrain_cli.engine.data.splits import RunData, Samples, open_data, open_reader
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health import preflight
@@ -55,7 +53,7 @@ from scaletrain_cli.rundir.evaluations import MOST_WAITING
 from scaletrain_cli.rundir.journal import read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
 from scaletrain_cli.worker.signals import PreemptionFlag
 
@@ -106,7 +104,8 @@ def assemble(
     resuming = resume_point.checkpoint is not None
     trained, base = trained_at(spec, resume_point.step), identify_base(spec, ranks, long_consensus)
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
-    _check_rows(composed.objective, spec, layout, data.sequences)
+    if isinstance(spec.model, ModelSpec):
+        _check_rows(composed.objective, spec, layout, data.samples)
     stepper = build_stepper(composed, mesh, device, spec.training, list(data.sizes) if len(data.sizes) > 1 else ())
     average = _weight_average(spec, composed)
     _stop_if_preempted(flag, long_consensus)
@@ -130,16 +129,9 @@ def assemble(
         expected_seconds=record.plan.durability.save_seconds,
     )
     stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)
-    read_batches = partial(
-        BatchReader,
-        layout=layout,
-        mesh=mesh,
-        seed=spec.training.seed,
-        mask_document_starts=spec.data.loss_mask == "document_starts",
-        within_documents=spec.data.packing == "documents",
-        padded_to=padded_to(spec, layout),
-    )
-    order = sample_order(spec.training.seed, data.sizes, mixture.stages) if len(data.sizes) > 1 else None
+    training = open_reader(spec, data.samples, layout, mesh)
+    if isinstance(training, BatchReader) and len(data.sizes) > 1:
+        training = replace(training, order=sample_order(spec.training.seed, data.sizes, mixture.stages))
     step_sync = StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger)
 
     def goes_on() -> bool:
@@ -164,8 +156,8 @@ def assemble(
         average=average,
         checkpointer=checkpointer,
         data=data,
-        training=replace(read_batches(data.sequences), order=order),
-        validation={name: read_batches(sequences) for name, sequences in data.validation.items()},
+        training=training,
+        validation={name: open_reader(spec, samples, layout, mesh) for name, samples in data.validation.items()},
         validation_shares=mixture.validation_shares(data.validation),
         faults=faults,
         guard=GuardActions(
@@ -236,7 +228,7 @@ def _check_disk_space(record: RunRecord, folder: Path, ranks: Ranks, consensus: 
         raise DiskSpaceError(problem)
 
 
-def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: TextSequences | RowSequences) -> None:
+def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Samples) -> None:
     """Raise UsageError or InfeasibleError if the objective cannot train on the rows of the dataset."""
     rows = train if isinstance(train, RowSequences) else None
     pairs = rows is not None and rows.pairs

@@ -18,9 +18,9 @@ from torch import Tensor
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.compose import Composed
-from scaletrain_cli.engine.data.batches import BatchReader, StepBatch
+from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.loader import Loader
-from scaletrain_cli.engine.data.splits import RunData, sequences_validated
+from scaletrain_cli.engine.data.splits import Reader, RunData, sequences_validated
 from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
@@ -108,8 +108,8 @@ class Trainer:
     average: WeightAverage | None
     checkpointer: Checkpointer
     data: RunData
-    training: BatchReader
-    validation: dict[str, BatchReader]  # by source
+    training: Reader
+    validation: dict[str, Reader]  # by source
     validation_shares: dict[str, float]  # of the sources in the validation loss; the sum is 1
     faults: Faults
     guard: GuardActions
@@ -121,7 +121,7 @@ class Trainer:
     heartbeat: Heartbeat
     stragglers: Stragglers
     reference: ReferencePass | None  # None: the objective has no reference
-    loader: Loader[StepBatch] = field(init=False)
+    loader: Loader[Any] = field(init=False)
     metrics: MetricsLog = field(init=False)
     garbage_collection: GarbageCollection = field(default_factory=GarbageCollection)
 
@@ -250,8 +250,8 @@ class Trainer:
         if self.record.spec.training.precision == "fp16":
             measured |= {"loss_scale": scale, "skipped": float(result.skipped)}
         measured |= result.measures
-        if batches[0].step_tokens is not None:
-            measured["tokens"] = float(batches[0].step_tokens)
+        if (tokens := getattr(batches[0], "step_tokens", None)) is not None:
+            measured["tokens"] = float(tokens)
         model = self.composed.model
         routing = routing_measures(model) if getattr(model.spec, "num_experts", 0) else None
         if routing is not None:  # last, because a pipeline stage without experts has none
@@ -308,6 +308,7 @@ class Trainer:
         """
         ready = True
         if self.reference is not None:
+            assert isinstance(self.training, BatchReader)
             with self.ledger.during("restore"):
                 training = self.reference.with_reference(self.training, "train", step)
                 validation = None if training is None else self._validation_with_reference(step)
@@ -325,11 +326,12 @@ class Trainer:
             self.reference.check([batch.to(self.device) for batch in batches])
         return ready
 
-    def _validation_with_reference(self, step: int) -> dict[str, BatchReader] | None:
+    def _validation_with_reference(self, step: int) -> dict[str, Reader] | None:
         if not self.record.spec.evaluation.every:
             return self.validation
-        assert self.reference is not None
         ((name, reader),) = self.validation.items()  # pairs have one source
+        assert self.reference is not None
+        assert isinstance(reader, BatchReader)
         found = self.reference.with_reference(reader, "validation", step)
         return None if found is None else {name: found}
 
@@ -353,7 +355,7 @@ class Trainer:
         shares = self.validation_shares if len(self.validation) > 1 else {}
         whole = not self.composed.objective.masks_samples
         counts = {
-            name: sequences_validated(self.record, len(reader.sequences), shares.get(name), whole_rounds=whole)
+            name: sequences_validated(self.record, len(reader), shares.get(name), whole_rounds=whole)
             for name, reader in self.validation.items()
         }
         found = self._validate(step, counts, "validation_")
@@ -393,7 +395,7 @@ class Trainer:
         whole = sum(share * found[source] for source, share in self.validation_shares.items() if share)
         return {name: whole, **{f"{name}/{source}": loss for source, loss in found.items()}}
 
-    def _mean_loss(self, step: int, reader: BatchReader, count: int) -> float | None:
+    def _mean_loss(self, step: int, reader: Reader, count: int) -> float | None:
         """Return the mean loss over the first ``count`` sequences, in nats; None after a preemption signal."""
         total = torch.zeros((), device=self.device)
         waiting, rounds = reader.in_order(count), 0

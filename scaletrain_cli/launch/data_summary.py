@@ -14,7 +14,7 @@ from scaletrain_cli.plan.data_size import data_size
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.corpus_files import EMBEDDED
+from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
 from scaletrain_cli.spec.evaluation import LossTask
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def names_files(spec: RunSpec) -> bool:
     paths += [None if adapter is None else adapter.weights]
     paths += [task.source for task in spec.evaluation.tasks if isinstance(task, LossTask)]
     steps = any(step.step in ("contamination", "quality") for step in spec.data.prepare)
-    return steps or any(path is not None and path not in EMBEDDED and not is_reference(path) for path in paths)
+    return steps or any(path is not None and path not in EMBEDDED_SOURCES and not is_reference(path) for path in paths)
 
 
 def summarize_data(spec: RunSpec) -> DataSummary | None:

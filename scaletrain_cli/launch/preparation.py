@@ -29,7 +29,8 @@ from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
 from scaletrain_cli.rundir.shared_datasets import make_datasets_folder
 from scaletrain_cli.safe_files import create_file, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.corpus_files import EMBEDDED
+from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
+from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 
 Choice = Literal["auto", "now", "job"]
@@ -70,7 +71,9 @@ class PreparedData:
 
 def reads_prepared_data(spec: RunSpec, choice: Choice = "auto") -> bool:
     """Return whether the ranks read data that are prepared before; those of a stand-in engine if that is asked for."""
-    if spec.code.own_program or spec.env.get(MEASURES_ONLY) or spec.unit != "tokens":
+    if spec.code.own_program or spec.env.get(MEASURES_ONLY):
+        return False
+    if spec.unit != "tokens" and spec.training.objective not in LOSSES_OF:
         return False
     return choice != "auto" or (_OTHER_ENGINE not in spec.env and _OTHER_ENGINE not in os.environ)
 
@@ -120,7 +123,7 @@ def plan_preparation(
     if tasks is None:
         per_task = _SECONDS_PER_TASK * backend.preparation_cores(cluster)
         tasks = min(_MOST_TASKS, max(1, math.ceil(one_worker / per_task)))
-    if spec.training.objective != "causal_lm":
+    if spec.training.objective in ("sft", "dpo"):
         tasks = 1  # rows are prepared by one process
     params = {"seconds": max(1.0, seconds), "bytes": answer["bytes"], "workers": workers, "tasks": tasks}
     if choice == "now":
@@ -169,7 +172,7 @@ def queue_preparation(spec: RunSpec, workers: int | None) -> tuple[PreparationJo
     if plan.where == "nothing":
         return None
     tasks = plan.tasks
-    if workers is not None and spec.training.objective == "causal_lm":
+    if workers is not None and spec.training.objective not in ("sft", "dpo"):
         tasks = math.ceil(workers / backend.preparation_cores(spec.cluster))
     name = f"prepare-{re.sub(r'[^a-z0-9]+', '-', spec.name.lower())[:40].strip('-')}-{secrets.token_hex(4)}"
     folder = make_datasets_folder(root) / f".{name}"
@@ -198,7 +201,7 @@ def _unseen(spec: RunSpec, folder: Path) -> Reason | None:
         return None
     view = View(spec, folder, os.environ)
     for _, path in spec.data.paths():
-        if path not in EMBEDDED and "://" not in path and (place := view.unseen(parent_of_glob(path))):
+        if path not in EMBEDDED_SOURCES and "://" not in path and (place := view.unseen(parent_of_glob(path))):
             return Reason("preparation.unseen-path", {"path": path, "place": place})
     missing = [name for name in NEEDS if find_spec(name) is None]
     return Reason("preparation.no-packages", {"names": missing}) if missing else None

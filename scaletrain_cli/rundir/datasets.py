@@ -97,7 +97,7 @@ def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
         identity.append([step.model_dump(mode="json", exclude={"only"}) for step in steps])
     elif spec.training.objective in LOSSES_OF:
         identity += [spec.training.objective, spec.training.loss.of(spec.training.objective)]
-        identity.append(data.model_dump(mode="json", include={"on_bad", "validation_split"}))
+        identity.append(data.model_dump(mode="json", include={"format", "on_bad", "validation_split"}))
         identity.append(data.images.model_dump(mode="json", include={"fields", "classes"}))
     else:
         identity += [spec.training.objective, spec.transformer.seq_len]

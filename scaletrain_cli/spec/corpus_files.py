@@ -20,6 +20,7 @@ from typing import IO, Any, cast
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.safe_files import expand_home
+from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2, Llama 3, Llama 2 and Mistral, Qwen, Gemma.
@@ -29,6 +30,8 @@ ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 PYTHON_STDLIB = "python-stdlib"
 PYTHON_DOCSTRINGS = "python-docstrings"
 EMBEDDED = (PYTHON_STDLIB, PYTHON_DOCSTRINGS)
+# Those and the images of scikit-learn: sources that name no file.
+EMBEDDED_SOURCES = (*EMBEDDED, SKLEARN_DIGITS)
 SOURCES = f"Give {' or '.join(EMBEDDED)}, a prepared dataset, or a path or glob of files."
 FORMATS = ("txt", "md", "py", "jsonl", "parquet")
 ROW_FORMATS = ("jsonl", "json", "parquet")  # of rows for fine-tuning

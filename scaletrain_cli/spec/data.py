@@ -115,10 +115,11 @@ PACKINGS_OF: dict[str, tuple[str, ...]] = {
 
 
 class DataSpec(Section):
-    """Training data: ``python-stdlib``, ``python-docstrings``, a prepared dataset, or files (path, folder or glob).
+    """Training data: an embedded source, a prepared dataset, or files (path, folder or glob).
 
     Files are local or on the Hugging Face Hub: ``hf://datasets/org/name@revision``, with ``/path`` or ``/glob``.
-    ``python-docstrings`` are questions and answers from the standard library, for ``sft`` and ``dpo``.
+    Embedded are ``python-stdlib``, text; ``python-docstrings``, questions and answers from the standard library, for
+    ``sft`` and ``dpo``; and ``sklearn-digits``, images of digits.
     """
 
     source: DataPath | None = None
@@ -144,8 +145,21 @@ class DataSpec(Section):
     skip: tuple[tuple[Whole, Whole], ...] = Field(
         default=(), description="ranges of batches to skip: [[first, last], ...], counted from 1"
     )
-    format: Literal["auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt", "preference"] = Field(
-        default="auto", description="format of the rows; auto: by the objective and the columns of the first row"
+    format: Literal[
+        "auto",
+        "text",
+        "messages",
+        "prompt_completion",
+        "alpaca",
+        "sharegpt",
+        "preference",
+        "image_folder",
+        "webdataset",
+        "parquet",
+    ] = Field(
+        default="auto",
+        description="format of the rows, or of images; auto: by the objective and the columns of the first row, or by "
+        "the files",
     )
     fields: Annotated[FieldsSpec, _WITH_ROWS] = LEFT_OUT
     chat_template: Annotated[ModelPath | None, _WITH_ROWS] = Field(

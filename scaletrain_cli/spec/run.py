@@ -10,9 +10,11 @@ from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, 
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
+from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB
 from scaletrain_cli.spec.data import DataSpec
 from scaletrain_cli.spec.evaluation import EvaluationSpec, cluster_problems
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
+from scaletrain_cli.spec.image_files import IMAGE_FORMATS, SKLEARN_DIGITS
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.model import ModelSpec, divisors
 from scaletrain_cli.spec.quantities import (
@@ -391,6 +393,8 @@ class RunSpec(Section):
         if self.training.objective in LOSSES_OF:
             yield "training.objective", f"must be causal_lm, sft or dpo with family: {model.family}."
             return
+        if SKLEARN_DIGITS in (path for _, path in self.data.paths()):
+            yield "data.source", f"is a source of images. Use {PYTHON_STDLIB} or files with text."
         if self.training.samples is not None:
             yield "training.samples", "counts images. Set training.steps or training.tokens for a language model."
         yield from self.data.objective_inconsistencies(self.training.objective)
@@ -464,6 +468,8 @@ class RunSpec(Section):
         assert not isinstance(model, ModelSpec)
         channels, size = image_channels(model), training.micro_batch_size
         yield from ((f"data.images.{key}", message) for key, message in images.inconsistencies(channels))
+        if self.data.format not in ("auto", *IMAGE_FORMATS):
+            yield "data.format", f"must be auto, {', '.join(IMAGE_FORMATS)} with family: {model.family}."
         mixes = images.augment.mixes
         if mixes and training.objective != "classification":
             yield "data.images.augment", "mixes classes. Set mixup and cutmix to 0, or objective: classification."

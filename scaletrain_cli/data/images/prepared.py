@@ -40,6 +40,7 @@ def settings_of(spec: RunSpec, folder: Path = Path()) -> ImageSettings:
         captions=objective == "contrastive" and loss != "nt_xent",  # which compares views of one image
         validation_share=spec.data.validation_split,
         skips_bad=spec.data.on_bad == "skip",
+        format=spec.data.format,
         folder=folder,
     )
 
@@ -77,7 +78,7 @@ def prepare_image_datasets(
             or given_index(path, folder)
             or index_images(path, settings, runs_root, workers, progress, folder, key=key, failure=failure)
         )
-        _require_classes(spec, read_document(found[section.name] / DATASET) or {}, found[section.name])
+        require_outputs(spec, read_document(found[section.name] / DATASET) or {}, found[section.name])
     return found
 
 
@@ -98,12 +99,16 @@ def given_index(path: str, folder: Path) -> Path | None:
     return place if document is not None and document.get("schema") == SCHEMA else None
 
 
-def _require_classes(spec: RunSpec, document: Mapping[str, Any], index: Path) -> None:
-    """Raise UsageError if the data have more classes than the model, or targets of another size."""
+def require_outputs(spec: RunSpec, document: Mapping[str, Any], index: Path) -> None:
+    """Raise UsageError if the data have more classes than the model has outputs, or targets of another size.
+
+    Targets of several classes per image have a number for each of them.
+    """
     labels, classes = getattr(spec.model, "num_labels", None), document.get("num_classes")
     if labels is None:
         return
-    if classes is not None and classes > labels:
+    several = (document.get("settings") or {}).get("targets") == "classes"
+    if classes is not None and (classes > labels or (several and classes != labels)):
         params = {"folder": str(index), "classes": classes, "labels": labels}
         raise UsageError(Reason("images.more-classes-than-labels", params))
     size = document.get("target_size")

@@ -206,6 +206,10 @@ class BatchReader:
     within_documents: bool = False
     order: Order | None = None
 
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self.sequences)
+
     def batch(self, number: int) -> StepBatch:
         """Return this rank's part of the global batch with this number (1-based)."""
         indices = self._indices(number, self.mesh.data.rank)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.stages import recorded_changes
-from scaletrain_cli.engine.data.dataset import DatasetInfo
+from scaletrain_cli.engine.data.batches import BatchReader, padded_to
 from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
+from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks
 from scaletrain_cli.errors import ExitCode, ScaletrainError, UsageError
 from scaletrain_cli.plan.result import Layout
@@ -28,26 +29,69 @@ from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.shared_datasets import is_readable, owner_of_dataset
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 
 _HELD_BACK = "validation-held-back"
 # Sequences that are enough to validate one source of several on, in every layout.
 _ENOUGH_TO_VALIDATE = 16
 
 
+class Info(Protocol):
+    """What is stated about a prepared source. ``fingerprint``: a hash of its content, ``seal``: also of its files."""
+
+    @property
+    def schema(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def seal(self) -> str: ...
+    @property
+    def is_verified(self) -> bool: ...
+
+
+class Samples(Protocol):
+    """The sequences, rows or images of a split of a source."""
+
+    def __len__(self) -> int: ...
+
+    def part(self, first: int, count: int) -> Any:
+        """Return ``count`` of them from ``first`` on."""
+        ...
+
+
+class Reader(Protocol):
+    """Reads the batches of one rank from one or several sources."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def batch(self, number: int) -> Any:
+        """Return this rank's part of the global batch with this number (1-based)."""
+        ...
+
+    def without_groups(self) -> Any:
+        """Return a reader of the same batches without process groups, which another process can get as a pickle."""
+        ...
+
+    def in_order(self, count: int) -> Iterator[Any]:
+        """Yield this rank's micro-batches of an evaluation of the first ``count`` samples."""
+        ...
+
+
 @dataclass(frozen=True)
 class RunData:
-    """The sources of a run by name, in the order of the spec; rows and preference pairs have one.
+    """The sources of a run by name, in the order of the spec; rows, preference pairs and images have one.
 
     Sequences that are held back from training for validation are in ``validation`` only.
     """
 
-    infos: Mapping[str, DatasetInfo]
-    train: Mapping[str, TextSequences | RowSequences]
-    validation: Mapping[str, TextSequences | RowSequences]
+    infos: Mapping[str, Info]
+    train: Mapping[str, Samples]
+    validation: Mapping[str, Samples]
 
     @property
-    def dataset(self) -> DatasetInfo:
+    def dataset(self) -> Info:
         """The first source."""
         return next(iter(self.infos.values()))
 
@@ -57,8 +101,8 @@ class RunData:
         return {name: len(sequences) for name, sequences in self.train.items()}
 
     @property
-    def sequences(self) -> TextSequences | RowSequences:
-        """The training sequences of all sources, one after another."""
+    def samples(self) -> Samples:
+        """The training samples of all sources, one after another."""
         found = list(self.train.values())
         if len(found) == 1:
             return found[0]
@@ -112,22 +156,50 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
     folders, begun, problem, may_pass = consensus.follow_rank_zero((folders, begun, problem, may_pass))
     if problem is not None:
         raise ScaletrainError(problem) if may_pass else UsageError(problem)
-    opened = {
-        name: open_data_of(spec, folder, ranks.rank, ranks.world_size, begun=begun) for name, folder in folders.items()
-    }
-    for name, (info, _, _) in opened.items():
-        if info.vocab_size > spec.transformer.vocab_size:
-            params = {"folder": str(folders[name]), "token_ids": info.vocab_size}
-            raise UsageError(
-                Reason("engine.vocabulary-too-large", params | {"vocab_size": spec.transformer.vocab_size})
-            )
-    _require_one_tokenizer(folders)
-    train = {name: found for name, (_, found, _) in opened.items()}
-    validation = {name: found for name, (_, _, found) in opened.items()}
+    opened = _opened(spec, folders, ranks, begun=begun)
+    train: dict[str, Samples] = {name: found for name, (_, found, _) in opened.items()}
+    validation: dict[str, Samples] = {name: found for name, (_, _, found) in opened.items()}
     if spec.evaluation.every:
         for name in opened:
             train[name], validation[name] = _held_back(run, record, ranks, consensus, name, train, validation)
     return RunData({name: info for name, (info, _, _) in opened.items()}, train, validation)
+
+
+def _opened(
+    spec: RunSpec, folders: Mapping[str, Path], ranks: Ranks, *, begun: bool
+) -> Mapping[str, tuple[Info, Samples, Samples]]:
+    """Return info, training split and validation split of each source. Raises UsageError and CorruptDataError."""
+    if not isinstance(spec.model, ModelSpec):
+        from scaletrain_cli.engine.data.images.opening import open_images_of  # which needs Pillow
+
+        return {name: open_images_of(spec, folder) for name, folder in folders.items()}
+    opened = {
+        name: open_data_of(spec, folder, ranks.rank, ranks.world_size, begun=begun) for name, folder in folders.items()
+    }
+    for name, (info, _, _) in opened.items():
+        if info.vocab_size > spec.model.vocab_size:
+            params = {"folder": str(folders[name]), "token_ids": info.vocab_size}
+            raise UsageError(Reason("engine.vocabulary-too-large", params | {"vocab_size": spec.model.vocab_size}))
+    _require_one_tokenizer(folders)
+    return opened
+
+
+def open_reader(spec: RunSpec, samples: Samples, layout: Layout, mesh: Mesh) -> Reader:
+    """Return the reader of this rank's batches of the samples. Raises UsageError."""
+    if isinstance(samples, TextSequences | RowSequences):
+        return BatchReader(
+            samples,
+            layout=layout,
+            mesh=mesh,
+            seed=spec.training.seed,
+            mask_document_starts=spec.data.loss_mask == "document_starts",
+            within_documents=spec.data.packing == "documents",
+            padded_to=padded_to(spec, layout),
+        )
+    from scaletrain_cli.engine.data.images.opening import ImageSamples, image_reader
+
+    assert isinstance(samples, ImageSamples)
+    return image_reader(spec, samples, layout, mesh)
 
 
 def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
@@ -193,10 +265,10 @@ def _held_back(
     ranks: Ranks,
     consensus: RankConsensus,
     name: str,
-    train: Mapping[str, TextSequences | RowSequences],
-    validation: Mapping[str, TextSequences | RowSequences],
-) -> tuple[TextSequences | RowSequences, TextSequences | RowSequences]:
-    """Return the training and validation sequences of a source, after moving some if the latter are too few."""
+    train: Mapping[str, Samples],
+    validation: Mapping[str, Samples],
+) -> tuple[Samples, Samples]:
+    """Return the training and validation samples of a source, after moving some if the latter are too few."""
     source = name if len(train) > 1 else None
     sizes = len(train[name]), len(validation[name])
     count = consensus.follow_rank_zero(
@@ -279,8 +351,12 @@ def held_back_of(
 
 
 def _too_little_to_validate(record: RunRecord, source: str | None, train: int, validation: int) -> Reason:
-    layout, length = record.plan.layout, record.spec.transformer.seq_len
+    layout, spec = record.plan.layout, record.spec
     width = layout.micro_batch_size * layout.data_parallel
+    if not isinstance(spec.model, ModelSpec):
+        counts = {"unit": spec.unit, "train": train, "validation": validation, "width": width}
+        return Reason("engine.images-too-few-to-validate", counts)
+    length = spec.model.seq_len
     shown = "data.source" if source is None else f"the source {source} of data.sources"
     params = {"source": shown, "train": train, "length": length, "validation": validation}
     return Reason("engine.data-too-small-to-validate", {**params, "width": width if source is None else 1})

@@ -121,7 +121,7 @@ class _Samples:
 
     def __init__(self, spec: RunSpec, layout: Layout, run: RunDir | None, data: RunData, tokenizer: Any) -> None:
         self._spec, self._layout, self._data, self._tokenizer = spec, layout, data, tokenizer
-        self._sequences = data.sequences
+        self._sequences: Any = data.samples
         self._order = None
         if len(data.sizes) > 1:
             events = [] if run is None else read_events(run)

@@ -23,6 +23,7 @@ from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import (
     EMBEDDED,
+    EMBEDDED_SOURCES,
     FORMATS,
     ROW_FORMATS,
     NoCorpusError,
@@ -495,7 +496,7 @@ def not_checked(view: View) -> Iterator[Reason]:
     spec = view.spec
     own = spec.code.own_program
     paths = {
-        **{key: None if own or path in EMBEDDED else path for key, path in spec.data.paths()},
+        **{key: None if own or path in EMBEDDED_SOURCES else path for key, path in spec.data.paths()},
         "data.tokenizer.path": None if own else spec.data.tokenizer.path,
         "data.chat_template": None if own else spec.data.chat_template,
         "model.weights": None if own or view.begun else getattr(spec.model, "weights", None),

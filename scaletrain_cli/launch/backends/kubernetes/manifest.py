@@ -32,7 +32,7 @@ from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, documents_of
 from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.corpus_files import EMBEDDED
+from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
 
 
 def documents_for(run: RunDir, record: RunRecord) -> dict[str, str | bytes]:
@@ -130,7 +130,7 @@ def _about_files(spec: RunSpec) -> Iterator[Reason]:
     kubernetes = spec.cluster.kubernetes
     mounted = [kubernetes.runs.path, *(volume.path for volume in kubernetes.volumes)]
     paths = {
-        **{key: None if path in EMBEDDED else path for key, path in spec.data.paths()},
+        **{key: None if path in EMBEDDED_SOURCES else path for key, path in spec.data.paths()},
         "data.tokenizer.path": spec.data.tokenizer.path,
         "data.chat_template": spec.data.chat_template,
         "model.weights": getattr(spec.model, "weights", None),
