@@ -45,6 +45,7 @@ from scaletrain_cli.rundir.evaluations import is_lower_better
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 _STEPS_BETWEEN_COLLECTIONS = 50
@@ -282,13 +283,16 @@ class Trainer:
             name = "resumed"
             restored = self.checkpointer.restore(begin.checkpoint)
             self.guard.load_state_dict(restored["guard"])
+        kernel = {}
+        if isinstance(self.record.spec.model, ModelSpec):
+            kernel["attention"] = attention_kernel_of(self.record.spec, self.record.plan.layout, self.device)
         self._report(
             name,
             step=begin.step,
             attempt=self.attempt,
             lost_steps=begin.lost_steps,
             passed_over=begin.passed_over,
-            attention=attention_kernel_of(self.record.spec, self.record.plan.layout, self.device),
+            **kernel,
         )
         for info in self.data.infos.values():
             if not info.is_verified:

@@ -528,7 +528,7 @@ def _paths_of_steps(spec: RunSpec) -> dict[str, str]:
 def not_recorded(view: View) -> Iterator[Reason]:
     """Yield a note on settings of a new run that its prepared rows do not record, or that cannot be compared here."""
     source = view.spec.data.source
-    own = view.spec.code.own_program or view.spec.training.objective == "causal_lm" or source in EMBEDDED
+    own = view.spec.code.own_program or view.spec.training.objective not in ("sft", "dpo") or source in EMBEDDED
     if source is None or own or view.begun or is_reference(source) or view.unseen(parent_of_glob(source)):
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -545,7 +545,7 @@ def not_read(view: View) -> Iterator[Reason]:
         return
     if view.unseen(parent_of_glob(source)) or (view.folder / expand_home(source) / "dataset.json").is_file():
         return
-    if view.spec.training.objective == "causal_lm":
+    if view.spec.training.objective not in ("sft", "dpo"):
         return
     with contextlib.suppress(UsageError):
         left_out = find_files(source, view.folder, ROW_FORMATS).not_read

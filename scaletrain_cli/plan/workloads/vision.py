@@ -22,9 +22,10 @@ from scaletrain_cli.plan.vision.step_time import plan_vision_time, vision_stage_
 from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count, trained_network
 from scaletrain_cli.plan.workloads.base import Workload
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import ClipSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.run import AnyModel
+from scaletrain_cli.spec.vision_model import LlavaSpec
 
 
 class VisionWorkload(Workload):
@@ -111,8 +112,11 @@ class VisionWorkload(Workload):
             yield Rule("training.micro_batch_size", given, "engine-cached-batch-norm", fix=fix)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield that the engine cannot train vision networks, and the settings that it has not for them."""
-        yield Rule("model.family", spec.model.family, "engine-text-only")
+        """Yield what the engine does not train, and the settings that it has not for vision networks."""
+        if isinstance(spec.model, LlavaSpec):
+            yield Rule("model.family", spec.model.family, "engine-no-answers")
+        if isinstance(spec.model, ClipSpec) and spec.data.tokenizer.kind != "file":
+            yield Rule("data.tokenizer.kind", spec.data.tokenizer.kind, "engine-captions-tokenizer")
         if spec.training.precision == "fp8":
             yield Rule("training.precision", "fp8", "engine-vision-fp8")
         if spec.planner.autocast:

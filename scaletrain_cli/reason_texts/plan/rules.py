@@ -152,7 +152,12 @@ _ENGINE = {
         "(GradCache), which BatchNorm makes inexact",
         ("Use {per_rank}, or model.norm: group.",),
     ),
-    "engine-text-only": Text("this engine trains only language models", ("Use llama or gpt.",)),
+    "engine-no-answers": Text(
+        "this engine does not train models that answer questions about images", ("Use a language model, or clip.",)
+    ),
+    "engine-captions-tokenizer": Text(
+        "captions need the tokenizer of the text tower", ("Use {{kind: file, path: tokenizer.json}}.",)
+    ),
     "engine-family-no-experts": Text("this engine's {family} models have no experts", ("Use 0, or family: llama.",)),
     "engine-family-differs": Text("this engine's {family} models have {built}", ("Remove the key.",)),
     "engine-no-grouped-queries": Text(

@@ -61,10 +61,11 @@ def test_a_plan_counts_images_and_goes_through_json(preset: str) -> None:
     assert json.loads(json.dumps(plan.to_json()))["layout"]["tensor_parallel"] == 1
 
 
-def test_the_engine_rejects_vision_networks() -> None:
-    spec = spec_of()
+def test_the_engine_rejects_clip_without_the_tokenizer_of_its_captions() -> None:
+    assert not submittable(spec_of(), make_plan(spec_of()))
+    spec = spec_of("clip-vit-base-patch32")
     reasons = submittable(spec, make_plan(spec))
-    assert any("resnet" in reason.text and "only language models" in reason.text for reason in reasons)
+    assert any("captions need the tokenizer" in reason.text for reason in reasons)
 
 
 def test_a_plan_says_what_its_numbers_mean() -> None:
