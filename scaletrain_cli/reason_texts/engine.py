@@ -111,15 +111,6 @@ TEXTS: dict[str, Text] = {
         "and one round of validation takes {width}",
         ("Add images, or submit the run with a smaller batch or with evaluation.every: 0.",),
     ),
-    "outputs-differ": Text(
-        "the images of data.source have {targets} classes or numbers, and model.num_labels is {outputs}",
-        ("Set model.num_labels to {targets}.",),
-    ),
-    "other-end-of-captions": Text(
-        "the captions of data.tokenizer.path = {path} end with the token id {found}, and the eos_token_id of the text "
-        "tower is {eos_token_id}",
-        ("Set model.text_config.eos_token_id to {found}, or use the tokenizer of the weights.",),
-    ),
     "vocabulary-too-large": Text(
         "{folder} has {token_ids} token ids and model.vocab_size is {vocab_size}",
         ("Set model.vocab_size to at least {token_ids}.",),
