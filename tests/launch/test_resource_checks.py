@@ -133,7 +133,17 @@ HELD_BY = {
 }
 ON_SLURM = "cluster.scheduler=slurm"
 # Row, what is set, the key that the refusal names, what it says.
+_IMAGES = (
+    "model={family: resnet, embedding_size: 8, hidden_sizes: [16], depths: [1], num_channels: 1, image_size: 8}",
+    "data.source=sklearn-digits",
+)
 CASES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    (
+        "data.images.classes",
+        (*_IMAGES, "data.images.classes=nowhere.txt"),
+        "data.images.classes",
+        "cannot be read: No such file or directory",
+    ),
     ("data.source", ("data.source=nowhere",), "data.source", "no such file or folder"),
     ("data.source", ("data.source=nowhere/*.jsonl",), "data.source", "no file matches"),
     ("data.source", ("data.source=~nobody-of-this-name/a.txt",), "data.source", "no such file or folder"),
