@@ -342,6 +342,7 @@ class RunSpec(Section):
         yield from (
             self._transformer_inconsistencies() if isinstance(self.model, ModelSpec) else self._vision_inconsistencies()
         )
+        yield from self._group_inconsistencies()
         if self.training.early_stopping.patience and not self.evaluation.every:
             yield "training.early_stopping.patience", "requires a validation loss. Set evaluation.every above 0."
         elif self.training.early_stopping.patience:
@@ -354,6 +355,15 @@ class RunSpec(Section):
         if both:
             yield "secret_env", f"{', '.join(both)} is also in env, where its value is visible; remove it from env."
         yield from self.cluster.section.run_inconsistencies(env=self.env, secret_env=self.secret_env)
+
+    def _group_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        for number, group in enumerate(self.training.trainable):
+            for key in ("start_step", "end_step"):
+                if (step := getattr(group, key)) is not None and step > self.total_steps:
+                    yield (
+                        f"training.trainable.{number}.{key}",
+                        f"must not exceed the {self.total_steps} steps of the run.",
+                    )
 
     def _evaluation_inconsistencies(self) -> Iterator[tuple[str, str]]:
         if not isinstance(self.model, ModelSpec):
@@ -405,13 +415,6 @@ class RunSpec(Section):
             for key in ("hidden_dropout", "attention_dropout"):
                 if getattr(model, key):
                     yield f"model.{key}", "must be 0 with training.objective: dpo, whose reference has no dropout."
-        for number, group in enumerate(self.training.trainable):
-            for key in ("start_step", "end_step"):
-                if (step := getattr(group, key)) is not None and step > self.total_steps:
-                    yield (
-                        f"training.trainable.{number}.{key}",
-                        f"must not exceed the {self.total_steps} steps of the run.",
-                    )
         if self.planner.autocast:
             yield "planner.autocast", "must be false for a language model, which is planned with 16-bit weights."
         trains_tokenizer = self.data.source != NO_DATA and not self.data.may_be_prepared  # else checked with the files
@@ -448,10 +451,6 @@ class RunSpec(Section):
             yield "training.precision", f"must be bf16, fp16, tf32 or fp32: {family} has no layers in fp8."
         if self.training.cross_entropy != "auto":
             yield "training.cross_entropy", f"must be auto: {family} has no logits of tokens."
-        if self.training.trainable:
-            yield "training.trainable", f"must be empty: {family} is planned with all parameters trained."
-        if self.training.optimizer.layer_decay != 1:
-            yield "training.optimizer.layer_decay", f"must be 1: {family} is planned with one learning rate."
         axes = ("tensor", "pipeline", "sequence", "context", "expert")
         for key in (*(f"{axis}_parallel" for axis in axes), "virtual_pipeline"):
             if getattr(self.layout, key) not in ("auto", 1):

@@ -17,13 +17,12 @@ from scaletrain_cli.spec.run import NO_DATA
 # An image of ImageNet's training set: 1,281,167 images in 138 GiB (image-net.org, ILSVRC 2012).
 IMAGE_BYTES = 110_000
 # Decoding such an image by Pillow takes 1.4 to 2.8 ms of one core: 537 to 726 images a second on Zen 4 and 5, 577 on
-# Xeon 8581C, 360 and 551 on Neoverse N1 and V2 (arXiv:2605.08731, ImageNet's validation set). Proportional to bytes.
+# Xeon 8581C, 360 and 551 on Neoverse N1 and V2 (arXiv:2605.08731, ImageNet's validation set).
 _DECODE_SECONDS = 1.75e-3
-# Crop, resize, flip and copy to the batch, by pixels of the result: 1.3 ms at 224 x 224, with which one core gets 250
-# to 400 images a second. An estimate.
-_PIXEL_SECONDS = 26e-9
-# One operation of RandAugment or color jitter on the result: 0.4 ms at 224 x 224. An estimate.
-_OPERATION_SECONDS = 8e-9
+# By pixels of the result, ``benchmarks/image_loader.py`` on a 2-core x86 machine, at 224 x 224: crop, resize, flip and
+# copy to the batch take 1.0 ms, four color changes 0.5 ms, two operations of RandAugment, of which half
+# are applied, 0.85 ms.
+_PIXEL_SECONDS, _COLOR_SECONDS, _OPERATION_SECONDS = 20e-9, 2.6e-9, 17e-9
 _COLORS = 4  # brightness, contrast, saturation and hue
 # Reader processes are counted on to be busy this share of the time; a thread shares Python's lock with the training.
 _BUSY_SHARE, _THREAD_SHARE = 0.8, 0.5
@@ -60,15 +59,15 @@ def core_seconds(spec: RunSpec) -> float:
     side: int = getattr(model, "image_size", 0)
     found: ImagesSpec = getattr(spec.data, "images", ImagesSpec())
     pixels = side**2
-    each = pixels * (_PIXEL_SECONDS + _OPERATION_SECONDS * _operations(found.augment))
-    return _DECODE_SECONDS + views(spec) * each
+    return _DECODE_SECONDS + views(spec) * pixels * _seconds_per_pixel(found.augment)
 
 
-def _operations(augment: AugmentSpec) -> float:
-    """Return the mean number of operations on the pixels of an image."""
+def _seconds_per_pixel(augment: AugmentSpec) -> float:
+    """Return the seconds that a pixel of the result takes, with the mean number of drawn operations."""
     drawn, jitter = augment.rand_augment, augment.color_jitter
-    count = 0.0 if drawn is None else drawn.num_ops * drawn.probability
-    return count + (0 if jitter is None else _COLORS)
+    operations = 0.0 if drawn is None else drawn.num_ops * drawn.probability
+    colors = 0 if jitter is None else _COLORS
+    return _PIXEL_SECONDS + _OPERATION_SECONDS * operations + _COLOR_SECONDS * colors
 
 
 def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:

@@ -9,6 +9,7 @@ import pytest
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.plan.advice.explain import explain
 from scaletrain_cli.plan.axes import resolve_axes
+from scaletrain_cli.plan.parameters import stage_at
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
@@ -65,6 +66,20 @@ def test_gradients_pass_through_frozen_blocks_above_one_that_trains() -> None:
     (whole_memory, whole_time), (memory, time) = (sized(spec, 64) for spec in (plain, low))
     assert 0.4 < memory.activations / whole_memory.activations < 0.9
     assert 0.55 < time.compute / whole_time.compute < 0.85
+
+
+def test_a_spec_of_images_may_set_what_trains_in_which_steps_and_rates_by_layer() -> None:
+    spec = spec_of("vit-base-patch16", training__trainable=HEAD, training__optimizer={"layer_decay": 0.75})
+    assert not [key for key, _ in spec.inconsistencies() if key.startswith("training")]
+    late = spec_of("vit-base-patch16", training__trainable=[{**HEAD[0], "start_step": 1001}])
+    assert "training.trainable.0.start_step" in dict(late.inconsistencies())
+    rates = {settings.lr_factor for settings in stage_at(spec, 1).settings_at(1).values()}
+    assert rates == {1.0}
+    whole_model = spec_of("vit-base-patch16", training__optimizer={"layer_decay": 0.75})
+    by_name = stage_at(whole_model, 1).settings_at(1)
+    assert by_name["vit.encoder.layer.11.output.dense.weight"].lr_factor == pytest.approx(0.75)
+    assert by_name["vit.embeddings.cls_token"].lr_factor == pytest.approx(0.75**13)
+    assert by_name["vit.embeddings.position_embeddings"].weight_decay == 0
 
 
 def test_a_run_in_stages_is_planned_for_the_fullest_and_with_mean_times() -> None:
