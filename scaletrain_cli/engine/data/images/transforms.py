@@ -58,6 +58,16 @@ class Box(NamedTuple):
 NO_BOX = Box(0, 0, 0, 0)
 
 
+def _between(draw: np.random.Generator, low: float, high: float) -> float:
+    """Return a uniform number. Several times as fast as ``Generator.uniform`` for one number."""
+    return low + (high - low) * draw.random()
+
+
+def _below(draw: np.random.Generator, count: int) -> int:
+    """Return a uniform whole number from 0 to ``count - 1``."""
+    return int(draw.random() * count)
+
+
 def crop_box(height: int, width: int, draw: np.random.Generator, spec: RandomResizedCropSpec) -> Box:
     """Return a random part of an image: its share of the area is uniform, and so is the logarithm of width / height.
 
@@ -66,10 +76,10 @@ def crop_box(height: int, width: int, draw: np.random.Generator, spec: RandomRes
     """
     lowest, highest = map(math.log, spec.ratio)
     for _ in range(_TRIES):
-        area, ratio = height * width * draw.uniform(*spec.scale), math.exp(draw.uniform(lowest, highest))
+        area, ratio = height * width * _between(draw, *spec.scale), math.exp(_between(draw, lowest, highest))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            return Box(int(draw.integers(height - h + 1)), int(draw.integers(width - w + 1)), h, w)
+            return Box(_below(draw, height - h + 1), _below(draw, width - w + 1), h, w)
     low, high = spec.ratio
     w, h = min(width, max(1, round(height * high))), min(height, max(1, round(width / low)))
     return Box((height - h) // 2, (width - w) // 2, h, w)
@@ -256,10 +266,10 @@ def erased_box(height: int, width: int, draw: np.random.Generator, spec: RandomE
         return NO_BOX
     lowest, highest = map(math.log, spec.ratio)
     for _ in range(_TRIES):
-        area, ratio = height * width * draw.uniform(*spec.scale), math.exp(draw.uniform(lowest, highest))
+        area, ratio = height * width * _between(draw, *spec.scale), math.exp(_between(draw, lowest, highest))
         h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < h < height and 0 < w < width:
-            return Box(int(draw.integers(height - h + 1)), int(draw.integers(width - w + 1)), h, w)
+            return Box(_below(draw, height - h + 1), _below(draw, width - w + 1), h, w)
     return NO_BOX
 
 
