@@ -33,6 +33,11 @@ KUBERNETES = "tests/launch/backends/kubernetes"
 # Text of a spec that names nothing outside it.
 NAMES_NOTHING = {
     **dict.fromkeys(("model.adapter.targets", "model.adapter.targets.*"), "names of modules of the model"),
+    **{
+        f"model.text_config.{key}": "must be left out, see LlavaSpec"
+        for key in ("weights", "adapter.weights", "adapter.targets", "adapter.targets.*")
+    },
+    "model.text_config.hf_config": "read with the spec, see model.hf_config",
     **dict.fromkeys(("training.trainable.*.match", "training.trainable.*.match.*"), "names of parameters"),
     "name": "the run's own",
     **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
