@@ -101,7 +101,7 @@ class LlavaWorkload(Workload):
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
         """Yield that the engine cannot train this family, and the settings that it has not for it."""
-        yield Rule("model.family", spec.model.family, "engine-text-only")
+        yield Rule("model.family", spec.model.family, "engine-no-answers")
         if spec.training.precision == "fp8":
             yield Rule("training.precision", "fp8", "engine-vision-fp8")
 
