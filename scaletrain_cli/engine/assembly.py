@@ -106,6 +106,8 @@ def assemble(
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
     if isinstance(spec.model, ModelSpec):
         _check_rows(composed.objective, spec, layout, data.samples)
+    else:
+        _name_classes(composed.objective, data.samples)
     stepper = build_stepper(composed, mesh, device, spec.training, list(data.sizes) if len(data.sizes) > 1 else ())
     average = _weight_average(spec, composed)
     _stop_if_preempted(flag, long_consensus)
@@ -238,6 +240,15 @@ def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Samp
         raise UsageError(Reason("engine.pairs-need-dpo", {"objective": spec.training.objective}))
     if rows is not None and rows.weighted and layout.cross_entropy == "liger":
         raise InfeasibleError(Reason("engine.liger-without-weights"))
+
+
+def _name_classes(objective: Objective, train: Samples) -> None:
+    """Give the names of the classes of images to the objective, which measures accuracy by class."""
+    from scaletrain_cli.engine.data.images.opening import ImageSamples  # which needs Pillow
+    from scaletrain_cli.engine.objectives.images import ImageObjective
+
+    if isinstance(objective, ImageObjective) and isinstance(train, ImageSamples):
+        objective.class_names = train.images.class_names
 
 
 def _require_same_data(

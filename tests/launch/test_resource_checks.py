@@ -58,7 +58,7 @@ NAMES_NOTHING = {
     "env.*": "values of variables",
     "checkpoint.keep_best": "a metric of an evaluation of this spec, which loading the spec checks",
     **{
-        f"model.text_config.{key}": "what loading the spec rejects: llava has weights and adapters of the whole model"
+        f"model.text_config.{key}": "what loading the spec reads or rejects: llava has weights of the whole model"
         for key in ("hf_config", "weights", "adapter.weights", "adapter.targets", "adapter.targets.*")
     },
     "training.early_stopping.metric": "a metric of the validation of this spec, which loading the spec checks",
@@ -77,8 +77,6 @@ HELD_BY = {
     "model.preset": "tests/cli/test_before_a_run.py::test_init_follows_its_options_or_rejects_them",
     "model.hf_config": "tests/spec/test_model_sources.py",
     "data.sources.*.path": "tests/launch/test_source_checks.py",
-    "data.images.classes": "tests/launch/test_resource_checks.py::"
-    "test_a_file_of_class_names_must_be_readable_and_have_a_name_for_each_label",
     "data.cache.path": "tests/data/remote/test_remote_checks.py::"
     "test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted",
     "data.prepare.*.files.*": "tests/launch/test_source_checks.py",
