@@ -23,7 +23,7 @@ from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.engine.parity.comparison import Difference
 from tests.engine.parity.layouts import local_pieces
 
-STEPS, RATE, BATCH = 20, 3.0e-3, 16
+STEPS, RATE, BATCH = 20, 5.0e-4, 16
 EPS = 1.0e-4  # the gradient of a bias of keys is 0: Adam would make steps of its rounding errors
 MODELS = {
     "resnet": "{family: resnet, embedding_size: 8, hidden_sizes: [16, 32], depths: [1, 2], num_labels: 5,"

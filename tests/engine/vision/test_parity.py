@@ -10,6 +10,11 @@ from tests.engine.vision.runs import Row, difference, train_plainly, train_rank
 
 LIMIT = Difference(loss=1e-5, norm=1e-5, weight=1e-5)
 ROWS = [
+    Row("resnet", zero=2, ranks=2, accumulation=2, checkpointing="full"),
+    Row("resnet", zero=0),
+    Row("resnet", zero=3, ranks=2),
+    Row("convnext", zero=1, ranks=2, accumulation=2),
+    Row("convnext", zero=3, ranks=2, checkpointing="full"),
     Row("vit", zero=2, ranks=2, accumulation=2, checkpointing="full"),
     Row("vit", zero=0),
     Row("vit", zero=1, ranks=2),
@@ -20,7 +25,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if number == 0 else pytest.mark.long) for number, row in enumerate(ROWS)],
+    ids=str,
+)
 def test_a_layout_trains_what_a_plain_loop_trains(row: Row) -> None:
     expected = train_plainly(row)
     found = on_ranks(row.ranks, train_rank, row)
