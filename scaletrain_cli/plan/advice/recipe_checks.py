@@ -72,7 +72,8 @@ def critical_batch_tokens(parameters: int, tokens: float) -> float:
 def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
     """Yield the learning rate compared with the published recipe at this batch size, or with fine-tuning."""
     if starts_from_weights(spec):
-        yield check_rate(spec)
+        if workload_of(spec.model).counts_tokens:  # the published rates are of language models
+            yield check_rate(spec)
         return
     optimizer, batch = spec.training.optimizer, spec.training.global_batch_size * spec.units_per_sample
     recipe = published_recipe(spec.model.preset)

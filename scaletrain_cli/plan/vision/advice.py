@@ -38,7 +38,7 @@ def loader_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reaso
         yield Reason("plan.images-exceed-storage", {**rates, "wait": time.data_wait})
     workers, cores = spec.data.loader.workers, spec.cluster.cpus_per_gpu
     needs = {"given": workers, "needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
-    if workers < feed.workers:
+    if workers < feed.workers and time.data_wait:
         yield Reason(
             "plan.too-few-image-workers", {**needs, "wait": time.data_wait, "share": time.data_wait / time.step}
         )

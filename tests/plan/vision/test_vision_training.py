@@ -211,6 +211,19 @@ def test_advice_about_text_is_not_given_for_images() -> None:
         assert "tokens per parameter" not in text
 
 
+def test_fine_tuned_language_models_are_no_measure_of_weights_of_images() -> None:
+    spec = spec_of("vit-base-patch16", training__optimizer={"lr": 1e-3})
+    tuned = spec.model_copy(update={"model": spec.model.model_copy(update={"weights": "/models/vit"})})
+    assert not {check.topic for check in make_plan(tuned).sanity} & {"learning rate", "weight decay"}
+
+
+def test_what_the_engine_does_not_train_has_a_text() -> None:
+    spec = spec_of("llava-tiny", training__global_batch_size=16)
+    rules = unsupported(spec, build_layout(spec, resolve_axes(spec), 1, "none", 1))
+    assert rules
+    assert all(rule.message and not rule.message.startswith("plan.") for rule in rules)
+
+
 def test_the_memory_of_each_layout_has_exact_states() -> None:
     spec = spec_of("resnet-50", training__precision="fp32", training__grad_dtype="fp32")
     memory, _ = sized(spec, 8, 0)
