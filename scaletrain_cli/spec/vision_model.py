@@ -1,4 +1,4 @@
-"""Dimensions of vision networks under their Hugging Face names; planned, not trained by this engine."""
+"""Dimensions of vision networks under their Hugging Face names."""
 
 import math
 from collections.abc import Iterator
