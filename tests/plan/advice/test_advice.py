@@ -51,7 +51,8 @@ def test_assumptions_are_those_of_the_framework() -> None:
 def test_units_of_vision_networks_are_images() -> None:
     text = text_of(make_plan(spec_of("resnet-50")))
     assert "per parameter" not in text
-    assert "images; reading and decoding" in text
+    assert "image loader: " in text
+    assert "tokens" not in text.replace("tokens_per_second", "")
 
 
 def test_a_cap_of_scores_is_warned_of_with_its_cost() -> None:

@@ -33,7 +33,7 @@ ORDER = [
     "compile",
     "micro_batch",
 ]
-ORDER += ["bubble", "communication", "winner"]
+ORDER += ["bubble", "communication", "winner", "loader"]
 
 
 def explained(spec: RunSpec) -> tuple[RunPlan, dict[str, Question]]:
