@@ -15,7 +15,7 @@ from scaletrain_cli.plan.data_size import data_size
 from scaletrain_cli.plan.result import ModelSize, Sanity
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 
 # Learning rates of large models are lower in Tulu 3 and QLoRA; "large" begins between their 13B and 33B.
 _LARGE_PARAMETERS = 30e9
@@ -60,8 +60,8 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "c_attn"}
 def check_fine_tuning(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
     """Yield the checks of a language model that starts from weights, without its learning rate."""
     yield from _epochs(spec)
-    if not starts_from_weights(spec) or not isinstance(spec.model, ModelSpec):
-        return  # the published settings are of language models
+    if not starts_from_weights(spec):
+        return
     yield from _batch(spec)
     yield from _weight_decay(spec)
     yield from _adapter(spec, size)

@@ -145,7 +145,7 @@ def check_recipe(spec: RunSpec, layout: Layout, size: ModelSize, device: Acceler
         *check_critical_batch(spec, size.parameters),
         *check_learning_rate(spec),
         *check_what_trains(spec, size),
-        *check_fine_tuning(spec, size),
+        *(check_fine_tuning(spec, size) if workload_of(spec.model).counts_tokens else ()),
         _warmup(spec),
         *_data(spec, size),
         *_validation(spec),
