@@ -295,8 +295,9 @@ class RunSpec(Section):
         """Return the model of a transformer. Raises UsageError for a vision network."""
         if isinstance(self.model, ModelSpec):
             return self.model
-        problem = Problem("run spec", "model.family", "is not a language model.", self.model.family)
-        raise UsageError(f"{self.model.family} can be planned, but not used here", (problem,))
+        family = self.model.family
+        problem = Problem(self.where("model.family"), "model.family", "must be that of a language model here.", family)
+        raise UsageError(f"{family} is not a language model", (problem,))
 
     @property
     def weights(self) -> str | None:

@@ -206,7 +206,7 @@ def test_contradictions_in_a_network_are_reported_beside_invalid_sections() -> N
 
 
 def test_a_vision_network_is_rejected_where_a_language_model_is_required() -> None:
-    with pytest.raises(UsageError, match="resnet can be planned, but not used here"):
+    with pytest.raises(UsageError, match="resnet is not a language model"):
         _ = load(VISION).transformer
 
 
