@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from scaletrain_cli.spec.quantities import NonNegative, Positive, Text, Whole, not_a_switch
+from scaletrain_cli.spec.quantities import NonNegative, Positive, Text, not_a_switch
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where_not
 
 Probability = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
@@ -61,7 +61,7 @@ class ColorJitterSpec(Section):
 class RandAugmentSpec(Section):
     """RandAugment (arXiv:1909.13719): operations drawn from 15, with a common magnitude from 0 to 10."""
 
-    num_ops: Whole = Field(default=2, le=16, description="operations per image")
+    num_ops: Annotated[int, Field(strict=True, ge=1, le=16)] = Field(default=2, description="operations per image")
     magnitude: Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=10)] = 9.0
     magnitude_std: NonNegative = Field(default=0.5, description="standard deviation of the magnitude of an operation")
     probability: Probability = Field(default=0.5, description="of each operation")

@@ -14,6 +14,7 @@ from scaletrain_cli.text import did_you_mean
 
 # From nothing to everything, both included: a share of the lines, of the words or of the characters of a document.
 Share = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
+_Hundred = Annotated[int, Field(strict=True, ge=1, le=100)]
 SomeShare = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)]
 Number = Annotated[float, BeforeValidator(not_a_switch), Field(ge=-1e12, le=1e12)]
 Language = Annotated[str, Matching(r"[a-z]{2,3}", 3, "must be a language code of ISO 639, such as en")]
@@ -233,7 +234,7 @@ class ContaminationSpec(PreparationStep):
     step: Literal["contamination"]
     files: Annotated[_Texts, Field(description="txt or jsonl files or globs; a line of a jsonl file is one item")]
     fields: _Texts = Field(default=("text",), description="columns of jsonl files; each is an item of its own")
-    ngram: Whole = Field(default=13, le=100, description="words; shorter items match as a whole")
+    ngram: _Hundred = Field(default=13, description="words; shorter items match as a whole")
     min_item_words: Whole = Field(default=8, description="shorter items are left out: they occur everywhere")
     action: Literal["cut", "drop"] = Field(
         default="cut", description="cut: remove the match with its surroundings; drop: remove the document"
@@ -270,9 +271,11 @@ class DuplicatesSpec(PreparationStep):
     similarity: Annotated[float, BeforeValidator(not_a_switch), Field(ge=0.3, le=1)] = Field(
         default=0.8, description="least Jaccard similarity of near duplicates"
     )
-    ngram: Whole = Field(default=5, le=100, description="words of a sequence; shorter texts are compared exactly")
-    bands: Whole = Field(default=20, le=1000, description="more bands find more pairs, and need more space")
-    rows: Whole = Field(default=8, le=100, description="hashes of a band; more find fewer pairs of low similarity")
+    ngram: _Hundred = Field(default=5, description="words of a sequence; shorter texts are compared exactly")
+    bands: Annotated[int, Field(strict=True, ge=1, le=1000)] = Field(
+        default=20, description="more bands find more pairs, and need more space"
+    )
+    rows: _Hundred = Field(default=8, description="hashes of a band; more find fewer pairs of low similarity")
     across_sources: bool = Field(default=True, description="false: duplicates are removed within each source alone")
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.hub_files import DataPath
-from scaletrain_cli.spec.quantities import Bytes, Matching, Text, Whole, WholeOrZero, not_a_switch
+from scaletrain_cli.spec.quantities import Bytes, Matching, Text, not_a_switch
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.text import did_you_mean
 
@@ -76,11 +76,18 @@ class StageSpec(Section):
         return int(Fraction(repr(self.start)) * total_steps) + 1  # 0.29 as it is written, not the nearest float
 
 
+MOST_WORKERS = 64  # processes of each rank that read
+
+
 class LoaderSpec(Section):
     """Settings of the reading of batches. They never change the contents of a batch."""
 
-    workers: WholeOrZero = Field(default=0, le=64, description="processes of each rank that read; 0: a thread")
-    prefetch: Whole = Field(default=2, le=1024, description="number of batches that are read ahead")
+    workers: Annotated[int, Field(strict=True, ge=0, le=MOST_WORKERS)] = Field(
+        default=0, description="processes of each rank that read; 0: a thread"
+    )
+    prefetch: Annotated[int, Field(strict=True, ge=1, le=1024)] = Field(
+        default=2, description="number of batches that are read ahead"
+    )
     pin_memory: bool = Field(default=True, description="copy batches to GPUs from page-locked memory, asynchronously")
 
 

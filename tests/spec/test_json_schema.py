@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from scaletrain_cli.spec import json_schema, presets, starting_spec
+from scaletrain_cli.spec.section import Section
 from tests.spec.samples import RECIPES, SPEC, load
 from tests.spec.test_round_trip import FULL
 
@@ -75,3 +80,37 @@ def test_the_schema_rejects_common_mistakes(changes: dict[str, Any]) -> None:
 def test_the_schema_lists_all_presets() -> None:
     offered = json_schema()["$defs"]["ModelSpec"]["properties"]["preset"]["enum"]
     assert set(presets()) < set(offered)
+
+
+def sections(base: type[Section] = Section) -> Iterator[type[Section]]:
+    for section in base.__subclasses__():
+        if section.__module__.startswith("scaletrain_cli.spec."):
+            yield section
+        yield from sections(section)
+
+
+def bounds(schema: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The maxima and minima that the schema of a key states for a number."""
+    for each in (schema, *schema.get("anyOf", ())):
+        if each.get("type") in ("integer", "number"):
+            yield from ((name, each[name]) for name in ("maximum", "minimum") if name in each)
+
+
+def test_each_bound_that_the_schema_states_is_enforced() -> None:
+    found = 0
+    for section in sections():
+        for key, schema in section.model_json_schema()["properties"].items():
+            for name, bound in bounds(schema):
+                found += 1
+                value = bound + (1 if name == "maximum" else -1)
+                with pytest.raises(ValidationError) as caught:
+                    section.model_validate({key: value})
+                assert key in {error["loc"][0] for error in caught.value.errors() if error["loc"]}, (section, key)
+    assert found > 200
+
+
+def test_no_key_has_two_bounds_of_one_kind_of_which_pydantic_keeps_the_last() -> None:
+    for section in sections():
+        for key, field in section.model_fields.items():
+            kinds = Counter(type(one) for one in field.metadata if isinstance(one, Ge | Gt | Le | Lt | MinLen | MaxLen))
+            assert not [kind.__name__ for kind, count in kinds.items() if count > 1], (section, key)

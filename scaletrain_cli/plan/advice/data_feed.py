@@ -11,6 +11,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Time
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.sources import MOST_WORKERS
 
 _SMALL_VOCABULARY = 2**16  # token ids of two bytes
 _WEIGHT_BYTES = 4  # of each token of rows, fp32
@@ -65,7 +66,7 @@ def data_feed(spec: RunSpec, layout: Layout, step_seconds: float) -> DataFeed:
         node_first_bytes=replicas * rate * max(size, _CHUNK_BYTES),
         remote_first_bytes=replicas * rate * max(size, _BLOCK_BYTES),
         reader_seconds=seconds,
-        workers=0 if busy <= _BUSY_SHARE else math.ceil(busy / _BUSY_SHARE),
+        workers=0 if busy <= _BUSY_SHARE else min(MOST_WORKERS, math.ceil(busy / _BUSY_SHARE)),
     )
 
 

@@ -14,7 +14,12 @@ def loader_questions(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
     """Yield the question whether reading and decoding keep up with the step, for runs that read images."""
     if spec.unit == "tokens":
         return
-    from scaletrain_cli.plan.vision.image_feed import image_feed, is_fed, waits_for_storage  # only for images
+    from scaletrain_cli.plan.vision.image_feed import (  # only for images
+        allowed_workers,
+        image_feed,
+        is_fed,
+        waits_for_storage,
+    )
 
     if not is_fed(spec):
         return
@@ -30,9 +35,12 @@ def loader_questions(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
         Row("read by a node, of the step", round(feed.read_rate * busy)),
         Row("waiting for data", seconds=time.data_wait, share=time.data_wait / time.step),
     )
-    given = {"workers": spec.data.loader.workers, "needed": feed.workers}
+    given = {"workers": spec.data.loader.workers, "needed": allowed_workers(spec, feed)}
     if waits_for_storage(spec, feed):
         verdict = Reason("plan.storage-is-too-slow", {"needed": feed.read_rate})
+    elif time.data_wait and given["workers"] >= given["needed"]:
+        cores = {"needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
+        verdict = Reason("plan.cores-are-too-few", cores)
     elif time.data_wait:
         verdict = Reason("plan.workers-are-too-few", given)
     else:

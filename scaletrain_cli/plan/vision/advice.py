@@ -6,13 +6,21 @@ from collections.abc import Iterator
 
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Time
-from scaletrain_cli.plan.vision.image_feed import IMAGE_BYTES, image_feed, is_fed, storage_bandwidth, waits_for_storage
+from scaletrain_cli.plan.vision.image_feed import (
+    IMAGE_BYTES,
+    allowed_workers,
+    image_feed,
+    is_fed,
+    storage_bandwidth,
+    waits_for_storage,
+)
 from scaletrain_cli.plan.vision.losses import caches_gradients, views
 from scaletrain_cli.plan.vision.networks import vision_model
 from scaletrain_cli.plan.vision.parameters import vision_buffers
 from scaletrain_cli.plan.vision.step_time import synchronizes_batch_norm
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.sources import MOST_WORKERS
 
 # BatchNorm's error grows below this number of images (arXiv:1803.08494, figure 5).
 _FEW_IMAGES = 16
@@ -38,10 +46,11 @@ def loader_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reaso
         yield Reason("plan.images-exceed-storage", {**rates, "wait": time.data_wait})
     workers, cores = spec.data.loader.workers, spec.cluster.cpus_per_gpu
     needs = {"given": workers, "needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
-    if workers < feed.workers and time.data_wait:
-        yield Reason(
-            "plan.too-few-image-workers", {**needs, "wait": time.data_wait, "share": time.data_wait / time.step}
-        )
+    wait = {"wait": time.data_wait, "share": time.data_wait / time.step}
+    if workers < (allowed := allowed_workers(spec, feed)) and time.data_wait:
+        yield Reason("plan.too-few-image-workers", {**needs, **wait, "needed": allowed})
+    if feed.workers > MOST_WORKERS and time.data_wait:
+        yield Reason("plan.image-workers-beyond-limit", {**needs, **wait, "most": MOST_WORKERS})
     if cores != "auto" and cores < feed.workers:
         yield Reason("plan.too-few-cores-for-images", {**needs, "cores": cores})
 

@@ -13,6 +13,7 @@ from scaletrain_cli.spec import ClipSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
 from scaletrain_cli.spec.run import NO_DATA
+from scaletrain_cli.spec.sources import MOST_WORKERS
 
 # An image of ImageNet's training set: 1,281,167 images in 138 GiB (image-net.org, ILSVRC 2012).
 IMAGE_BYTES = 110_000
@@ -86,6 +87,12 @@ def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:
         read_rate=read / step,
         wait=max(0.0, images * seconds / _cores(spec) - step, read / storage_bandwidth(spec) - step),
     )
+
+
+def allowed_workers(spec: RunSpec, feed: ImageFeed) -> int:
+    """Return the workers of each rank to set: those that suffice, at most the cores of a rank and the spec's limit."""
+    cores = spec.cluster.cpus_per_gpu
+    return min(feed.workers, MOST_WORKERS, MOST_WORKERS if cores == "auto" else cores)
 
 
 def data_wait(spec: RunSpec, layout: Layout, step: float) -> float:

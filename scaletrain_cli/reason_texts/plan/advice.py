@@ -45,6 +45,11 @@ _WARNINGS = {
         "{core_rate:,.0f}; a step waits {wait:seconds} ({share:.0%} of it) for images. Set data.loader.workers to "
         "{needed}"
     ),
+    "image-workers-beyond-limit": Text(
+        "a rank needs {rate:,.0f} images/s, which takes {needed} processes that decode and augment about "
+        "{core_rate:,.0f} each, more than the {most} that data.loader.workers allows; a step waits {wait:seconds} "
+        "({share:.0%} of it) with {given}. Prepare smaller images, or set fewer augmentations in data.images.augment"
+    ),
     "too-few-cores-for-images": Text(
         "cluster.cpus_per_gpu = {cores}: a rank needs {rate:,.0f} images/s, which takes {needed} cores that decode and "
         "augment about {core_rate:,.0f} each. Set it to {needed} or more, or prepare smaller images"
@@ -184,6 +189,10 @@ _ASSUMPTIONS = {
     "images-by-node": Text("{node_rate:,.0f} images/s and node, {cores} cores"),
     "loader-keeps-up": Text("yes: data.loader.workers = {workers} of each rank, and {needed} would do"),
     "workers-are-too-few": Text("no: data.loader.workers = {workers}; {needed} would do"),
+    "cores-are-too-few": Text(
+        "no: a rank needs {rate:,.0f} images/s, which takes {needed} cores that decode and augment about "
+        "{core_rate:,.0f} each"
+    ),
     "storage-is-too-slow": Text("no: each node has to read {needed:bytes}/s"),
     "assumes-vision-data": Text("data: {samples:.3g} {unit}; reading and decoding are assumed to keep up"),
     "assumes-storage": Text(

@@ -13,7 +13,7 @@ from scaletrain_cli.plan.parameters import stage_at
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
-from scaletrain_cli.plan.vision.image_feed import core_seconds, image_feed
+from scaletrain_cli.plan.vision.image_feed import allowed_workers, core_seconds, image_feed
 from scaletrain_cli.plan.vision.trained import stage_of_step, trained_network
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
@@ -230,3 +230,17 @@ def test_the_memory_of_each_layout_has_exact_states() -> None:
     statistics = 2 * 4 * 26_560 + 8 * 53
     assert memory.parameters == 4 * 25_557_032 + statistics
     assert memory.optimizer_states == 8 * 25_557_032
+
+
+def test_workers_are_advised_up_to_the_limit_of_the_spec_and_the_cores_of_a_rank() -> None:
+    few = make_plan(spec_of(cluster__cpus_per_gpu=2, data__loader={"workers": 1}))
+    (reason,) = [reason for reason in few.warnings if reason.code == "plan.too-few-image-workers"]
+    assert reason.params["needed"] == 2
+    enough = make_plan(spec_of(cluster__cpus_per_gpu=2, data__loader={"workers": 2}))
+    assert "plan.too-few-image-workers" not in codes(enough)
+    assert "plan.too-few-cores-for-images" in codes(enough)
+    heavy = with_images(spec_of(data__loader={"workers": 64}), rand_augment={"num_ops": 16, "probability": 1})
+    slow = heavy.model_copy(update={"model": heavy.model.model_copy(update={"image_size": 1024})})
+    feed = image_feed(slow, make_plan(heavy).layout, step=0.1)
+    assert feed.workers > 64
+    assert allowed_workers(slow, feed) == 64
