@@ -12,11 +12,14 @@ from scaletrain_cli.data.images.samples import ImageSample
 from scaletrain_cli.engine.data.images.captions import caption_tokenizer
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.images.transforms import ImageTransform
+from scaletrain_cli.engine.data.permutation import permute
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import ClipSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.vision_model import LlavaSpec, image_channels
+
+_ORDER = 0x0696D616765  # key of the order of samples, the same for every run, so that all validate on the same
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,10 @@ class ImagesInfo:
 
 @dataclass(frozen=True)
 class ImageSamples:
-    """``count`` samples of a split, from number ``first`` on."""
+    """``count`` samples of a split, from number ``first`` on of a fixed pseudo-random order of the whole split.
+
+    Files are often in the order of their classes; here the first and the last samples are a random part of the split.
+    """
 
     images: IndexedImages
     first: int
@@ -44,10 +50,10 @@ class ImageSamples:
         """Return a sample, counted from 0. Raises CorruptDataError if it is not what was indexed."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} of {self.count}")
-        return self.images.read(self.first + index)
+        return self.images.read(permute(self.first + index, size=len(self.images), key=_ORDER))
 
     def part(self, first: int, count: int) -> ImageSamples:
-        """Return ``count`` samples from ``first`` on."""
+        """Return ``count`` samples from ``first`` on, in the same order."""
         return replace(self, first=self.first + first, count=count)
 
 

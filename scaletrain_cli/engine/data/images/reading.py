@@ -103,7 +103,7 @@ class ImageBatchReader:
     def round(self, number: int, count: int) -> ImageStepBatch:
         """Return this rank's micro-batch of a round (1-based) of an evaluation of the first ``count`` samples.
 
-        They are in the order of the files and as in evaluation. In a last round that is not full, other samples stand
+        They are in the order of the sources and not augmented. In a last round that is not full, other samples stand
         in for those that are missing: ``real`` is False for them.
         """
         size = self.layout.micro_batch_size
