@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 _TRUE = ("1", "ON", "YES", "TRUE")
 _NOTES = ".scaletrain"
 _CHUNK_BYTES = 1 << 22
+_IN_SNAPSHOT = re.compile(r"/((?:models|datasets|spaces)--[^/]+/snapshots/[0-9a-f]{40}(?:/.*)?)$", re.DOTALL)
 FOLDER_MODE = 0o777  # less the umask, as huggingface_hub creates its folders: a cache is often shared
 # The variables that this module reads; spec.env passes them on to the nodes.
 VARIABLES = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE")
@@ -64,6 +66,12 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder of the cache. Reads no file."""
     cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     return _expanded(cache, environment) if cache else _home(environment) / "hub"
+
+
+def path_in_cache(path: str) -> str:
+    """Return the part of a path below the cache that holds it; empty for one that is not in a snapshot of the hub."""
+    match = _IN_SNAPSHOT.search(path)
+    return "" if match is None else match[1]
 
 
 def endpoint_of(environment: Mapping[str, str]) -> str:

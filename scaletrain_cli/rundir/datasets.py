@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.hub.cache import path_in_cache
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import DATASET, is_readable
@@ -96,6 +97,7 @@ def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
         steps = [step for step in data.prepare if step.only is None or section.name in step.only]
         identity.append([step.model_dump(mode="json", exclude={"only"}) for step in steps])
     elif spec.training.objective in LOSSES_OF:
+        identity[0] = path_in_cache(section.path) or section.path  # nodes may have caches of the hub at other places
         identity += [spec.training.objective, spec.training.loss.of(spec.training.objective)]
         identity.append(data.model_dump(mode="json", include={"format", "on_bad", "validation_split"}))
         identity.append(data.images.model_dump(mode="json", include={"fields", "classes"}))

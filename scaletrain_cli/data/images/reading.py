@@ -29,6 +29,7 @@ from scaletrain_cli.data.sources.libraries import require
 from scaletrain_cli.data.sources.places import PlaceError, RemoteFile, is_remote, read_range
 from scaletrain_cli.data.token_files import LocalFile
 from scaletrain_cli.errors import DoNotRequeueError, UsageError
+from scaletrain_cli.hub.cache import cache_folder, path_in_cache
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
@@ -449,6 +450,18 @@ class _CachedStream(io.RawIOBase):
         return len(content)
 
 
+def _in_cache_here(path: str) -> str:
+    """Return the path of the same file of the hub in the cache of this machine, if it is there; else ``path``.
+
+    An index may be built on a machine whose cache is at another place than that of the nodes.
+    """
+    if below := path_in_cache(path):
+        here = cache_folder(os.environ) / below
+        if here.exists():
+            return str(here)
+    return path
+
+
 def _images_of(folder: Path, document: Mapping[str, Any], settings: ImageSettings, cache: BlockCache | None) -> _Images:
     """Return what reads the images of an index. Raises CorruptDataError if files.json is damaged."""
     found = read_document(folder / FILES) or {}
@@ -456,8 +469,8 @@ def _images_of(folder: Path, document: Mapping[str, Any], settings: ImageSetting
         if "embedded" in found:
             return _Shards([str(folder / found["embedded"])], ", ")
         if document["format"] == FOLDER:
-            return _LooseImages(str(found["root"]))
-        files = [RemoteFile(str(path), int(size), str(etag)) for path, size, etag in found["shards"]]
+            return _LooseImages(_in_cache_here(str(found["root"])))
+        files = [RemoteFile(_in_cache_here(str(path)), int(size), str(etag)) for path, size, etag in found["shards"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptDataError(folder / FILES, f"it lacks a value: {error}") from error
     is_far = any(is_remote(file.path) for file in files)

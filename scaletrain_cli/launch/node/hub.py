@@ -38,6 +38,7 @@ from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.safe_files import create_file, make_folder
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.hub_files import HubUse, hub_uses, may_be_frozen, with_local_files
+from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.text import bytes_text
 
 _NOTE_SECONDS = 10.0
@@ -122,13 +123,13 @@ def _is_of_this_node(spec: RunSpec, cache: Path) -> bool:
 
 
 def _uses_of_node(run: RunDir, spec: RunSpec, node_rank: int) -> list[HubUse]:
-    """Return the references whose files this node reads: only rank 0 prepares data.
+    """Return the references whose files this node reads: text and rows are read once, by rank 0, images by each rank.
 
     Initial weights are read until the first checkpoint; those of a frozen base at each start, because checkpoints
     without it are smaller.
     """
     without_weights = has_committed(run) and not may_be_frozen(spec)
-    skipped = {"source"} if node_rank else set()
+    skipped = {"source"} if node_rank and spec.training.objective not in LOSSES_OF else set()
     skipped |= {"weights"} if without_weights else set()
     skipped |= {"adapter"} if has_committed(run) else set()
     return [use for use in hub_uses(spec) if use.purpose not in skipped]
