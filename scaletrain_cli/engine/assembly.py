@@ -59,6 +59,8 @@ from scaletrain_cli.worker.signals import PreemptionFlag
 
 logger = logging.getLogger(__name__)
 
+_TARGETS_READ = 512  # by which the spread of the targets of a regression is known well enough
+
 
 def assemble(
     run: RunDir, record: RunRecord, ranks: Ranks, attempt: int, flag: PreemptionFlag, heartbeat: Heartbeat
@@ -107,7 +109,7 @@ def assemble(
     if isinstance(spec.model, ModelSpec):
         _check_rows(composed.objective, spec, layout, data.samples)
     else:
-        _name_classes(composed.objective, data.samples)
+        _describe_classes(composed.objective, data.samples)
     stepper = build_stepper(composed, mesh, device, spec.training, list(data.sizes) if len(data.sizes) > 1 else ())
     average = _weight_average(spec, composed)
     _stop_if_preempted(flag, long_consensus)
@@ -168,7 +170,7 @@ def assemble(
             ranks,
             long_consensus,
             checkpointer,
-            _guard(spec),
+            _guard(spec, layout, composed.objective, data.samples),
             rollbacks,
             ledger,
             heartbeat,
@@ -242,13 +244,14 @@ def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Samp
         raise InfeasibleError(Reason("engine.liger-without-weights"))
 
 
-def _name_classes(objective: Objective, train: Samples) -> None:
-    """Give the names of the classes of images to the objective, which measures accuracy by class."""
+def _describe_classes(objective: Objective, train: Samples) -> None:
+    """Tell the objective the names of the classes of images, and if an image may have several."""
     from scaletrain_cli.engine.data.images.opening import ImageSamples  # which needs Pillow
     from scaletrain_cli.engine.objectives.images import ImageObjective
 
     if isinstance(objective, ImageObjective) and isinstance(train, ImageSamples):
         objective.class_names = train.images.class_names
+        objective.several_labels = train.images.num_classes is not None and not train.images.has_one_class
 
 
 def _require_same_data(
@@ -313,16 +316,34 @@ def _checkpoint_schedule(record: RunRecord) -> CheckpointSchedule:
     return CheckpointSchedule(record.spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
 
 
-def _guard(spec: RunSpec) -> Guard:
+def _guard(spec: RunSpec, layout: Layout, objective: Objective, train: Samples) -> Guard:
     pairs = spec.training.objective == "dpo"
     fresh = spec.weights is None and not pairs
     return Guard(
         factor=spec.guard.spike.factor,
         patience=spec.guard.spike.patience,
         fresh_warmup_steps=spec.training.schedule.warmup_steps if fresh else None,
-        # The loss of pairs falls from here towards 0; a batch of three times a loss near 0 is no spike.
-        least_loss=first_loss(spec.training.dpo) if pairs else 0.0,
+        least_loss=_least_loss(spec, layout, objective, train),
     )
+
+
+def _least_loss(spec: RunSpec, layout: Layout, objective: Objective, train: Samples) -> float:
+    """Return what the loss falls from towards 0; three times a loss near 0 is no spike. 0 for the loss of tokens."""
+    if spec.training.objective == "dpo":
+        return first_loss(spec.training.dpo)
+    if isinstance(spec.model, ModelSpec):
+        return 0.0
+    from scaletrain_cli.engine.data.images.opening import ImageSamples  # which needs Pillow
+    from scaletrain_cli.engine.objectives.images import ImageObjective
+
+    if not isinstance(objective, ImageObjective):
+        return 0.0
+    targets = None
+    if spec.training.objective == "regression" and isinstance(train, ImageSamples):
+        apart = -(-len(train) // _TARGETS_READ)
+        labels = [train.images.label(train.first + number) for number in range(0, len(train), apart)]
+        targets = torch.tensor(labels, dtype=torch.float32)
+    return objective.uninformed_loss(layout.global_batch_size, targets)
 
 
 def _stop_if_preempted(flag: PreemptionFlag, long_consensus: RankConsensus) -> None:

@@ -38,6 +38,7 @@ from scaletrain_cli.spec.image_files import FOLDER, TABLES
 _MOST_OPEN = 64  # files of a process
 _MOST_TABLES = 8
 _MOST_ROWS_BYTES = 64 << 20  # of decoded groups of rows, beside the one that is read
+_ENDS = 1 << 17  # numbers of a file that are read at a time
 _READS = 4  # of remote bytes that are not those of the index
 _PAUSE_SECONDS = 0.2
 # Errors of a store that mean that the images are no longer those that were indexed.
@@ -101,6 +102,20 @@ class IndexedImages:
         """The number of classes; None for an index without classes."""
         count = self._files.document["num_classes"]
         return None if count is None else int(count)
+
+    @property
+    def has_one_class(self) -> bool:
+        """True if each sample has exactly one class, also where the index allows several."""
+        files = self._files
+        if files.targets != "classes":
+            return files.targets == "class"
+        assert files.ends is not None
+        for first in range(0, files.samples, _ENDS):
+            count = min(_ENDS, files.samples - first)
+            ends = np.frombuffer(files.ends.read(first * 8, (first + count) * 8), "<i8")
+            if not np.array_equal(ends, np.arange(first + 1, first + count + 1)):
+                return False
+        return True
 
     def read(self, index: int) -> ImageSample:
         """Return one sample.

@@ -16,7 +16,7 @@ from scaletrain_cli.engine.evaluation.classification import Accuracy, MeanAverag
 from scaletrain_cli.engine.evaluation.measures import Figures, MeanLoss, Measures, sum_over
 from scaletrain_cli.engine.evaluation.regression import Errors
 from scaletrain_cli.engine.evaluation.retrieval import Retrieval
-from scaletrain_cli.engine.losses import LOSSES, LossSettings
+from scaletrain_cli.engine.losses import LOSSES, LossSettings, uninformed_loss
 from scaletrain_cli.engine.losses.grad_cache import Outputs, joined
 from scaletrain_cli.engine.objectives.base import Joined, Objective
 from scaletrain_cli.engine.parallel.mesh import Mesh
@@ -49,11 +49,13 @@ class PreparedImages(NamedTuple):
 class ImageObjective(Objective):
     """A loss of ``training.loss`` over the outputs of a network for images.
 
-    ``class_names``: in the order of the labels; None: classes are shown by their numbers.
+    ``class_names``: in the order of the labels; None: classes are shown by their numbers. ``several_labels``: an image
+    may have none or several of the classes, and not exactly one.
     """
 
     masks_samples = True
     class_names: Sequence[str] | None = None
+    several_labels = False
     _validation_loss: MeanLoss | None = None  # None: no validation is in progress
     _measures: Measures | None = None
 
@@ -95,6 +97,14 @@ class ImageObjective(Objective):
         if self._validation_loss is None:
             return self._loss(outputs, batch.targets, self._settings, self.mesh.data)
         return self._observed(self._validation_loss, outputs, batch)
+
+    def uninformed_loss(self, samples: int, targets: Tensor | None) -> float:
+        """Return the loss of a model that knows nothing about its images, of steps with that many samples.
+
+        ``targets``: of some samples, [samples, values], for a regression.
+        """
+        name, one_class = self.training.loss.of(self.training.objective), not self.several_labels
+        return uninformed_loss(name, self.training.loss, samples, self._classes, one_class=one_class, targets=targets)
 
     def begin_validation(self) -> None:
         self._validation_loss, self._measures = MeanLoss(), None
