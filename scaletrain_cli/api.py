@@ -331,7 +331,7 @@ class PreparedResume:
         record, run = self.record, self.run.directory
         data = prepare_data(record.spec, prepare, on_preparation, record.working_folder, run.path.parent, run)
         if self.report.checkpoint is not None:
-            require_same_data(record.spec, self.report.checkpoint, data.datasets)
+            require_same_data(record.spec, self.report.checkpoint, data.datasets, Path(record.working_folder))
         data.record(run)
         done = resume_run(
             run,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from scaletrain_cli.data.images.compatibility import require_same_tokenizer
 from scaletrain_cli.data.stages import sources_before
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identify_base
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
@@ -273,6 +274,7 @@ def _require_same_data(
             if saved is None:
                 raise UsageError(Reason("engine.checkpoint-without-data", {"checkpoint": checkpoint.path.name}))
             data.require_same(checkpoint.path.name, saved, trained)
+            require_same_tokenizer(record.spec, checkpoint.path.name, saved)
         except UsageError as error:
             problem = error.reason
     if problem := consensus.follow_rank_zero(problem):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from scaletrain_cli.data.images.compatibility import require_same_tokenizer
 from scaletrain_cli.data.stages import planned_stages
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.resource_checks.files import View
@@ -35,8 +36,12 @@ def require_usable(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) ->
         planned_stages(spec.data, sequences, spec.total_steps, spec.training.global_batch_size)
 
 
-def require_same_data(spec: RunSpec, checkpoint: Checkpoint, datasets: Iterable[Entry]) -> None:
-    """Raise UsageError if a source of the checkpoint has another dataset now, as the ranks would."""
+def require_same_data(spec: RunSpec, checkpoint: Checkpoint, datasets: Iterable[Entry], folder: Path = Path()) -> None:
+    """Raise UsageError if a source of the checkpoint has another dataset now, or its captions another tokenizer.
+
+    The ranks check the same. ``folder``: the base of relative paths. A tokenizer that is not visible here is left to
+    the ranks.
+    """
     saved = read_client_state(checkpoint.path) or {}
     trained = saved.get("sources") or {spec.data.all_sources[0].name: saved.get("dataset")}
     found = {str(entry["source"]): entry.get("fingerprint") for entry in datasets}
@@ -45,6 +50,9 @@ def require_same_data(spec: RunSpec, checkpoint: Checkpoint, datasets: Iterable[
         if isinstance(fingerprint, str) and isinstance(now, str) and now != fingerprint:
             params = {"checkpoint": checkpoint.path.name, "saved": fingerprint[:12], "found": now[:12]}
             raise UsageError(Reason("engine.data-of-checkpoint-differs", params))
+    path = spec.data.tokenizer.path
+    if path is not None and os.path.isfile(folder / expand_home(path)):
+        require_same_tokenizer(spec, checkpoint.path.name, saved, folder)
 
 
 def size_problems(spec: RunSpec, sequences: Mapping[str, int]) -> Iterator[Problem]:

@@ -45,6 +45,10 @@ TEXTS: dict[str, Text] = {
     "caption-tokenizer-unreadable": Text(
         "{path} cannot be read as a tokenizer: {error}", ("Set data.tokenizer.path to a tokenizer.json",)
     ),
+    "caption-tokenizer-differs": Text(
+        "{checkpoint} was trained on captions of another tokenizer than {path} is now: SHA-256 {saved}, now {found}",
+        ("Restore the tokenizer.json that data.tokenizer.path names, or start a new run",),
+    ),
     "caption-token-absent": Text(
         "{path} has no token {token}, which begins, ends or pads captions",
         ("Put the tokenizer_config.json of the tokenizer beside it, which names its tokens, or use CLIP's tokenizer",),

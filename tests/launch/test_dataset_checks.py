@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scaletrain_cli.data.images.compatibility import caption_tokenizer_digest
 from scaletrain_cli.errors import InfeasibleError, UsageError
 from scaletrain_cli.launch.data_summary import _infeasible
 from scaletrain_cli.launch.dataset_checks import dataset_problems, require_same_data, require_usable
@@ -56,6 +58,27 @@ def test_a_checkpoint_of_other_data_is_refused_before_the_queue(several: bool, t
             require_same_data(spec, checkpoint, found)
     (tmp_path / "state.json").unlink()
     require_same_data(spec, checkpoint, found)  # one of another engine
+
+
+@pytest.mark.parametrize("saved", ["same", "other", None])
+def test_a_checkpoint_of_captions_with_another_tokenizer_is_refused(saved: str | None, tmp_path: Path) -> None:
+    clip = ("model={family: clip, preset: clip-vit-base-patch32}", "data.source=pairs", "data.tokenizer.kind=file")
+    spec = make_spec(*clip, "data.tokenizer.path=tokenizer.json", "evaluation.every=0")
+    (tmp_path / "tokenizer.json").write_text("the same")
+    digest = hashlib.sha256(b"the same").hexdigest()
+    assert caption_tokenizer_digest(spec, tmp_path) == digest
+    stated = {} if saved is None else {"caption_tokenizer": digest if saved == "same" else "0" * 64}
+    (tmp_path / "state.json").write_text(json.dumps({"client": {"dataset": "d", **stated}}))
+    checkpoint = Checkpoint(tmp_path, 1, 1, True, 1, {})
+    if saved != "other":
+        require_same_data(spec, checkpoint, [], tmp_path)
+        return
+    with pytest.raises(
+        UsageError, match=r"another tokenizer than .*tokenizer\.json is now: SHA-256 000000000000"
+    ) as bad:
+        require_same_data(spec, checkpoint, [], tmp_path)
+    assert "or start a new run" in str(bad.value)
+    require_same_data(spec, checkpoint, [], tmp_path / "elsewhere")  # what the nodes alone see, the ranks check
 
 
 def test_a_dataset_without_a_sequence_is_a_problem_of_the_spec_and_epochs_of_the_plan(tmp_path: Path) -> None:

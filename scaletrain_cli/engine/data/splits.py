@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from scaletrain_cli.data.images.compatibility import caption_tokenizer_digest
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.stages import recorded_changes
@@ -83,12 +84,14 @@ class Reader(Protocol):
 class RunData:
     """The sources of a run by name, in the order of the spec; rows, preference pairs and images have one.
 
-    Sequences that are held back from training for validation are in ``validation`` only.
+    Sequences that are held back from training for validation are in ``validation`` only. ``caption_tokenizer``: the
+    SHA-256 of the tokenizer.json that encodes captions, None without captions.
     """
 
     infos: Mapping[str, Info]
     train: Mapping[str, Samples]
     validation: Mapping[str, Samples]
+    caption_tokenizer: str | None = None
 
     @property
     def dataset(self) -> Info:
@@ -113,6 +116,8 @@ class RunData:
         found: dict[str, Any] = {"dataset": self.dataset.fingerprint, "dataset_seal": self.dataset.seal}
         if len(self.infos) > 1:
             found["sources"] = {name: info.fingerprint for name, info in self.infos.items()}
+        if self.caption_tokenizer is not None:
+            found["caption_tokenizer"] = self.caption_tokenizer
         return found
 
     def require_same(self, checkpoint: str, saved: Mapping[str, Any], trained: Collection[str]) -> None:
@@ -162,7 +167,8 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
     if spec.evaluation.every:
         for name in opened:
             train[name], validation[name] = _held_back(run, record, ranks, consensus, name, train, validation)
-    return RunData({name: info for name, (info, _, _) in opened.items()}, train, validation)
+    infos = {name: info for name, (info, _, _) in opened.items()}
+    return RunData(infos, train, validation, caption_tokenizer_digest(spec))
 
 
 def _opened(
