@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Literal, get_args
 
 from scaletrain_cli.errors import ScaletrainError, UsageError
+from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.engine_process import run_engine_command
@@ -27,9 +29,10 @@ from scaletrain_cli.rundir.datasets import Entry, datasets_file, record_datasets
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
 from scaletrain_cli.rundir.shared_datasets import make_datasets_folder
-from scaletrain_cli.safe_files import create_file, make_folder, replace_file
+from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
+from scaletrain_cli.spec.image_files import SKLEARN_DIGITS, TABLE_SUFFIX
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 
@@ -39,6 +42,7 @@ NEEDS = ("numpy", "tokenizers")
 ENGINE_COMMAND = "prepare-job"
 _LONGEST_HERE_SECONDS = 300.0
 _MOST_WORKERS_HERE = 4  # of a machine that other users share, as login nodes are
+_MOST_LOOKED_AT = 1000  # files of a folder
 _SECONDS_PER_TASK, _MOST_TASKS = 1800.0, 64
 # A stand-in for the engine, whose data are its own.
 _OTHER_ENGINE = "SCALETRAIN_ENGINE"
@@ -203,8 +207,37 @@ def _unseen(spec: RunSpec, folder: Path) -> Reason | None:
     for _, path in spec.data.paths():
         if path not in EMBEDDED_SOURCES and "://" not in path and (place := view.unseen(parent_of_glob(path))):
             return Reason("preparation.unseen-path", {"path": path, "place": place})
-    missing = [name for name in NEEDS if find_spec(name) is None]
+    missing = [package for module, package in _needs(spec, folder).items() if find_spec(module) is None]
     return Reason("preparation.no-packages", {"names": missing}) if missing else None
+
+
+def _needs(spec: RunSpec, folder: Path) -> dict[str, str]:
+    """Return the modules that the preparation of a spec imports, each with the name of its package."""
+    found = {name: name for name in NEEDS}
+    if spec.training.objective in LOSSES_OF:
+        found["PIL"] = "pillow"
+    paths = [path for _, path in spec.data.paths()]
+    if SKLEARN_DIGITS in paths:
+        found["sklearn"] = "scikit-learn"
+    if any("://" in path and not is_reference(path) for path in paths):
+        found["obstore"] = "obstore"
+    formats = {spec.data.format, *(section.format for section in spec.data.all_sources)}
+    if "parquet" in formats or any(_names_tables(path, folder) for path in paths):
+        found["pyarrow"] = "pyarrow"
+    if any(step.step == "language" for step in spec.data.prepare):
+        found["py3langid"] = "py3langid"
+    if any(step.step == "duplicates" and step.near for step in spec.data.prepare):
+        found["rensa"] = "rensa"
+    return found
+
+
+def _names_tables(path: str, folder: Path) -> bool:
+    """Return whether a path names parquet files: by its suffix, or as a folder here that begins with some."""
+    if path.endswith(f".{TABLE_SUFFIX}"):
+        return True
+    if "://" in path or not (place := folder / expand_home(path)).is_dir():
+        return False
+    return any(each.suffix == f".{TABLE_SUFFIX}" for each in islice(place.rglob("*"), _MOST_LOOKED_AT))
 
 
 def workers_here(spec: RunSpec) -> int:

@@ -18,6 +18,7 @@ from tests.launch.conftest import ENGINE, make_spec
 
 SLURM = ("cluster.scheduler=slurm",)
 PODS = ("cluster.scheduler=kubernetes",)
+IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}",)
 TASKS = "cluster.slurm.preparation.tasks=7"
 
 
@@ -80,6 +81,31 @@ def test_what_this_machine_cannot_see_is_prepared_by_a_job(monkeypatch: pytest.M
         plan_preparation(make_spec(), Path("/runs"), "job")
     with pytest.raises(UsageError, match=r"cannot run a preparation job\. Run the command without --submit"):
         queue_preparation(make_spec(), None)
+
+
+@pytest.mark.parametrize(
+    ("source", "missing", "settings"),
+    [
+        ("shards", "pillow", IMAGES),
+        ("sklearn-digits", "scikit-learn", IMAGES),
+        ("tables", "pyarrow", IMAGES),
+        ("https://a.b/{0..9}.tar", "obstore", IMAGES),
+        ("tables/data", "pyarrow", ()),
+        ("python-stdlib", "py3langid", ("data.prepare=[{step: language, keep: [en]}]",)),
+    ],
+)
+def test_data_whose_library_is_not_installed_here_are_prepared_by_a_job(
+    source: str, missing: str, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("shards/a.tar", "tables/data/a.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(b"")
+    absent = {"pillow": "PIL", "scikit-learn": "sklearn"}.get(missing, missing)
+    monkeypatch.setattr(preparation, "find_spec", lambda name: None if name == absent else name)
+    path = source if "://" in source or "-" in source else tmp_path / source
+    plan = plan_preparation(make_spec(*SLURM, *settings, f"data.source={path}"), tmp_path / "runs")
+    assert plan.where == "job"
+    assert f"{missing} not installed here" in str(plan.why)
 
 
 def test_a_submission_prepares_its_data_first_and_one_that_cannot_leaves_no_run(
