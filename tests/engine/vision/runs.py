@@ -17,6 +17,7 @@ from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import materialize, stored_buffers
 from scaletrain_cli.engine.optim.optimizers import set_rates
 from scaletrain_cli.engine.parallel.mesh import build_mesh
+from scaletrain_cli.engine.stages import trained_at
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import RunSpec, parse_spec
@@ -60,11 +61,13 @@ class Row:
     accumulation: int = 1
     checkpointing: str = "none"
     overrides: tuple[str, ...] = ()
+    trainable: tuple[str, ...] = ()  # parts of the names of what trains; empty: everything
 
     def __str__(self) -> str:
         words = [self.family, f"ZeRO-{self.zero}", f"{self.ranks} ranks"]
         words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         words += [f"checkpointing {self.checkpointing}"] if self.checkpointing != "none" else []
+        words += [f"trains {', '.join(self.trainable)}"] if self.trainable else []
         return ", ".join([*words, *self.overrides])
 
     @property
@@ -83,7 +86,9 @@ class Row:
             checkpointing=self.checkpointing,
             ranks=self.ranks,
         )
-        return parse_spec(text, file="images.yaml", base_dir=None, overrides=self.overrides)  # type: ignore[arg-type]
+        chosen = ", ".join(f'{{match: "*{word}*"}}' for word in self.trainable)
+        overrides = (*self.overrides, f"training.trainable=[{chosen}]") if chosen else self.overrides
+        return parse_spec(text, file="images.yaml", base_dir=None, overrides=overrides)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def train_rank(row: Row) -> Trained:
     layout = make_plan(spec).layout
     assert (layout.zero_stage, layout.gradient_accumulation_steps) == (row.zero, row.accumulation)
     mesh, device = build_mesh(layout), torch.device("cpu")
-    composed = compose(spec, layout, mesh, device)
+    composed = compose(spec, layout, mesh, device, trained=trained_at(spec, 1))
     stepper = build_stepper(composed, mesh, device, spec.training)
     losses: list[float] = []
     norms: list[float] = []
@@ -144,15 +149,19 @@ def whole_weights(composed: Composed, layout: Any) -> dict[str, Tensor]:
 def train_plainly(row: Row) -> Trained:
     """The same run in one process: a model of transformers, torch's AdamW, and the losses written out."""
     spec = row.spec()
-    ours = outline(spec.model)
-    materialize(ours, ours.first_weights(spec.training.seed, torch.device("cpu")), torch.device("cpu"))
-    model = reference_model(row.family, spec, ours.state_dict())
+    model = reference_model(row.family, spec, first_weights(row))
+    if row.trainable:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(word in name for word in row.trainable))
     optimizer = torch.optim.AdamW(decay_groups(model), lr=RATE, betas=spec.training.optimizer.betas, eps=EPS)
     mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in normalization(row.family))
     losses: list[float] = []
     norms: list[float] = []
     width = row.micro_batch_size * row.ranks
     model.train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and not module.weight.requires_grad:
+            module.eval()
     for step in range(1, STEPS + 1):
         whole, total = global_batch(row.family, step), 0.0
         chunks = [part(whole, first, width) for first in range(0, BATCH, width)]
@@ -180,11 +189,21 @@ def train_plainly(row: Row) -> Trained:
     return Trained(losses, norms, under_file_names(model))
 
 
+def first_weights(row: Row) -> dict[str, Tensor]:
+    """The weights and running statistics that a run begins with."""
+    spec = row.spec()
+    ours = outline(spec.model)
+    materialize(ours, ours.first_weights(spec.training.seed, torch.device("cpu")), torch.device("cpu"))
+    return ours.state_dict()
+
+
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Weight decay for matrices and convolutions, but not for positions and class tokens."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         plain = parameter.dim() > 1 and not any(word in name for word in ("position_embedding", "cls_token"))
         (decayed if plain else others).append(parameter)
     return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

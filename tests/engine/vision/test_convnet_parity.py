@@ -6,10 +6,11 @@ The loop has the images of all ranks in one micro-batch, so that its BatchNorm h
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.engine.parity.comparison import Difference
 from tests.engine.ranks import on_ranks
-from tests.engine.vision.runs import Row, difference, train_plainly, train_rank
+from tests.engine.vision.runs import Row, difference, first_weights, train_plainly, train_rank
 
 LIMIT = Difference(loss=1e-5, norm=1e-5, weight=1e-5)
 # For steps of one micro-batch. With seed 42 an activation is so near to 0 then that already the model of transformers
@@ -34,3 +35,14 @@ def test_a_layout_trains_what_a_plain_loop_trains(row: Row) -> None:
     expected = train_plainly(row)
     for found in on_ranks(row.ranks, train_rank, row):
         assert difference(found, expected).within(LIMIT)
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.long)])
+def test_frozen_batch_norms_keep_their_statistics_and_normalize_by_them(zero: int) -> None:
+    row = Row("resnet", zero=zero, ranks=2, accumulation=2, checkpointing="full", trainable=("stages.1", "classifier"))
+    expected, first = train_plainly(row), first_weights(row)
+    frozen = [name for name in first if not any(word in name for word in row.trainable)]
+    assert any(name.endswith("running_mean") for name in frozen)
+    for found in on_ranks(row.ranks, train_rank, row):
+        assert difference(found, expected).within(LIMIT)
+        assert [name for name in frozen if not torch.equal(found.weights[name], first[name])] == []

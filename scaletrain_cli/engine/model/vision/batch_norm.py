@@ -32,9 +32,9 @@ class Statistics(NamedTuple):
 class BatchNorm2d(nn.Module):
     """Normalizes each channel of images [batch, channels, height, width], in fp32, and returns the dtype of its input.
 
-    In training by the mean and the variance over images and pixels, of all ranks of ``axis``; in evaluation by the
-    running ones. These are buffers that keep fp32 when a model is cast, because they would stall in 16 bits.
-    ``update_statistics`` updates them.
+    In training by the mean and the variance over images and pixels, of all ranks of ``axis``; in evaluation, and while
+    neither weight nor bias trains, by the running ones. These are buffers that keep fp32 when a model is cast, because
+    they would stall in 16 bits. ``update_statistics`` updates them.
     """
 
     running_mean: Tensor
@@ -51,13 +51,18 @@ class BatchNorm2d(nn.Module):
         self.register_buffer("running_var", torch.ones(channels, dtype=torch.float32))
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
 
+    @property
+    def uses_batch(self) -> bool:
+        """True if images are normalized by the statistics of their batch, which the running ones follow."""
+        return self.training and (self.weight.requires_grad or self.bias.requires_grad)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalized images times ``weight`` plus ``bias``. Keep the statistics of the batch in training.
 
         A recomputed forward pass overwrites them with the same ones, after ``update_statistics`` has used them.
         """
         weight, bias = self.weight.float(), self.bias.float()
-        if not self.training:
+        if not self.uses_batch:
             return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, eps=self.eps)
         if self.axis.group is not None:
             over_ranks: tuple[Tensor, Statistics] = self._over_ranks(x, weight, bias)
@@ -166,12 +171,12 @@ def batch_norms(model: nn.Module) -> Iterator[BatchNorm2d]:
 @torch.no_grad()
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def update_statistics(model: nn.Module) -> None:
-    """Move the running statistics of the batch norms in training towards those of the latest batch.
+    """Move the running statistics of the batch norms that train towards those of the latest batch.
 
     Called at the end of a model's forward pass, so that a block that activation checkpointing recomputes in the
     backward pass counts once. ``num_batches_tracked`` counts the updates.
     """
-    norms = [norm for norm in batch_norms(model) if norm.training and norm.latest is not None]
+    norms = [norm for norm in batch_norms(model) if norm.uses_batch and norm.latest is not None]
     for momentum in {norm.momentum for norm in norms}:
         chosen = [(norm, norm.latest) for norm in norms if norm.momentum == momentum and norm.latest is not None]
         running = [buffer for norm, _ in chosen for buffer in (norm.running_mean, norm.running_var)]

@@ -59,6 +59,20 @@ def test_alone_it_equals_torchs() -> None:
     assert torch.equal(ours().eval()(x), torchs().eval()(x))
 
 
+def test_a_frozen_one_is_that_of_torch_in_evaluation() -> None:
+    x, gradient = whole_batch()
+    norm, expected = ours(), torchs().eval()
+    for each in (norm, expected):
+        each.requires_grad_(False)
+        each.running_mean.copy_(torch.linspace(2, 4, CHANNELS))
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    found = trained(norm, x, gradient)
+    torch.testing.assert_close(found, trained(expected, x, gradient), atol=0, rtol=0)
+    assert all(torch.equal(found[name], buffer) for name, buffer in before.items())
+    norm.bias.requires_grad_(True)
+    assert not torch.equal(trained(norm, x, gradient)["running_mean"], before["running_mean"])
+
+
 SPLITS = {1: [6], 2: [4, 2], 3: [3, 2, 1]}  # numbers of images by rank
 
 
