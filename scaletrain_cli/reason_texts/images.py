@@ -29,6 +29,21 @@ TEXTS: dict[str, Text] = {
         "has {count:whole} images as separate objects, each of which would be a request to the store",
         ("Pack the images into tar shards, or give a local folder",),
     ),
+    "shards-mix-splits": Text(
+        "{named} names the {split} split and {other} names none, so that it is not clear which files to train on",
+        ("Give a glob of the files to read, such as folder/*train*.tar, or put the split into the name of each file",),
+    ),
+    "shard-of-two-splits": Text(
+        "{file} names several splits: {splits:list}", ("Rename it, or give a glob without it",)
+    ),
+    "no-training-split": Text(
+        "has files of the splits {splits:list}, and none of a training split",
+        ("Give a glob of the files to read, or put train into the names of those to train on",),
+    ),
+    "folders-mix-splits": Text(
+        "has folders for a training and a validation split, and {other} lies in neither",
+        ("Move it into a split, or give the path of the folder to read",),
+    ),
     "too-many-names": Text("{path} stands for more than {most:whole} files"),
     "no-scikit-learn": Text(
         "{source} requires scikit-learn, which is not installed", ("Run: pip install scikit-learn",)

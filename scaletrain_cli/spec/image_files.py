@@ -83,18 +83,38 @@ def _values(text: str) -> Iterator[str] | None:
 def split_of_folder(name: str) -> str:
     """Return the split that the first folder of a relative path names: train, validation or test; else empty."""
     first, separator, _ = name.partition("/")
-    return _SPLITS.get(first.lower(), "") if separator else ""
+    return _only(_named_splits(first)) if separator else ""
 
 
-def split_of_file(name: str) -> str:
-    """Return the split that the folders or the beginning of the name of a shard say, as ``train-00000-of-00010``."""
-    *folders, last = name.split("/")
-    beginning = re.split(r"[-_.]", last.lower(), maxsplit=1)[0]
-    found = [_SPLITS[part.lower()] for part in (*folders, beginning) if part.lower() in _SPLITS]
-    return found[-1] if found else ""
+def splits_of_file(name: str) -> tuple[str, ...]:
+    """Return the splits that a path below a source names: those of its last part that names one.
+
+    A word counts where no letter is beside it: train in ``cc3m-train-0001.tar``, ``train2017/a.tar`` and
+    ``a_train.parquet``, not in ``trainable.tar``. A name with words of two splits has both.
+    """
+    found = (_named_splits(part) for part in reversed(name.split("/")))
+    return next((splits for splits in found if splits), ())
 
 
 def splits_by_folder(first_folders: Collection[str]) -> bool:
-    """Return True if the first folders of images are splits, one of them for training, and none is a class."""
-    named = [_SPLITS.get(name.lower(), "") for name in first_folders]
-    return TRAIN in named and all(named)
+    """Return True if the first folders of images are splits, one of them for training, and none is a class.
+
+    Folders such as ``bullet_train`` are classes unless another one names a validation split.
+    """
+    named = {name: _only(_named_splits(name)) for name in first_folders}
+    whole = all(name.lower() in _SPLITS for name in first_folders)
+    return TRAIN in named.values() and all(named.values()) and (whole or VALIDATION in named.values())
+
+
+def mixes_splits_and_classes(first_folders: Collection[str]) -> bool:
+    """Return True if some first folders are a training and a validation split, and others name none."""
+    named = {_SPLITS.get(name.lower(), "") for name in first_folders}
+    return {TRAIN, VALIDATION, ""} <= named
+
+
+def _named_splits(part: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_SPLITS[word] for word in re.findall(r"[^\W\d_]+", part.lower()) if word in _SPLITS))
+
+
+def _only(splits: tuple[str, ...]) -> str:
+    return splits[0] if len(splits) == 1 else ""

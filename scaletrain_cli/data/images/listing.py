@@ -33,9 +33,10 @@ from scaletrain_cli.spec.image_files import (
     expanded_braces,
     format_of_file,
     is_hidden,
-    split_of_file,
+    mixes_splits_and_classes,
     split_of_folder,
     splits_by_folder,
+    splits_of_file,
 )
 
 # A process that is killed loses no more than a unit.
@@ -124,7 +125,7 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
     names = by_format[chosen]
     left_out = Counter(Path(name).suffix or name for name in others)
     if chosen != FOLDER:
-        kept, tests = _with_splits([(name, split_of_file(name)) for name in names])
+        kept, tests = _with_splits(names, key, path)
         files = tuple((local_file(Path(root, name), chosen), split) for name, split in kept)
         state = _hashed(f"{os.path.relpath(file.path, root)} {file.state}" for file, _ in files)
         size = sum(file.size for file, _ in files)
@@ -132,7 +133,11 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
     beside = reads_beside(settings)
     left_out -= Counter({f".{suffix}": left_out[f".{suffix}"] for suffix in beside})
     described = [name for name in others if name.rpartition(".")[2] in beside]
-    total, has_splits = len(names), splits_by_folder({_first_folder(name) for name in names})
+    firsts = {_first_folder(name) for name in names}
+    if mixes_splits_and_classes(firsts):
+        other = next(name for name in names if not split_of_folder(name))
+        raise _unusable(key, path, Reason("images.folders-mix-splits", {"other": other}))
+    total, has_splits = len(names), splits_by_folder(firsts)
     if has_splits:
         names = [name for name in names if split_of_folder(name) != TEST]
     total_size = _Size()
@@ -219,7 +224,7 @@ def _remote(path: str, settings: ImageSettings, key: str, seconds: float | None)
     chosen = _format(by_format, others, settings, key, path)
     if chosen == FOLDER:
         raise _unusable(key, path, Reason("images.remote-folder", {"count": len(by_format[FOLDER])}))
-    kept, tests = _with_splits([(name, split_of_file(name)) for name in by_format[chosen]])
+    kept, tests = _with_splits(by_format[chosen], key, path)
     remote = [(RemoteFile(below[name], *found[below[name]]), split) for name, split in kept]
     files = tuple((SourceFile(file.path, file.size, chosen, etag=file.etag), split) for file, split in remote)
     state = _hashed(f"{file.path} {file.size} {file.etag}" for file, _ in files)
@@ -268,18 +273,29 @@ def _format(
     raise _unusable(key, path, Reason("images.no-images", {"format": "auto", "found": []}))
 
 
-def _with_splits(shards: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], int]:
+def _with_splits(names: Sequence[str], key: str, path: str) -> tuple[list[tuple[str, str]], int]:
     """Return the shards that are read, each with its split, and the number of those of a test split.
 
     Without a validation split in the names of the shards, one is drawn from all samples, and no shard has a split.
+    Raises UsageError if it is not clear which shards are for training.
     """
-    splits = {split for _, split in shards}
-    if TRAIN not in splits or "" in splits:
-        return [(name, "") for name, _ in shards], 0
-    kept = [(name, split) for name, split in shards if split != TEST]
+    found = {name: splits_of_file(name) for name in names}
+    if (double := next((name for name in names if len(found[name]) > 1), None)) is not None:
+        raise _unusable(key, path, Reason("images.shard-of-two-splits", {"file": double, "splits": found[double]}))
+    splits = {split for each in found.values() for split in each}
+    other = next((name for name in names if not found[name]), None)
+    if splits and other is not None:
+        named = next(name for name in names if found[name])
+        params = {"named": named, "split": found[named][0], "other": other}
+        raise _unusable(key, path, Reason("images.shards-mix-splits", params))
+    if len(splits) > 1 and TRAIN not in splits:
+        raise _unusable(key, path, Reason("images.no-training-split", {"splits": sorted(splits)}))
+    if len(splits) < 2:  # all of them are what the user asks for
+        return [(name, "") for name in names], 0
+    kept = [(name, found[name][0]) for name in names if TEST not in found[name]]
     if VALIDATION not in splits:
         kept = [(name, "") for name, _ in kept]
-    return kept, len(shards) - len(kept)
+    return kept, len(names) - len(kept)
 
 
 def _counts(left_out: Mapping[str, int], tests: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from scaletrain_cli.data.images.index import find_indexed
 from scaletrain_cli.data.images.reading import IndexedImages, open_images
 from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.spec.image_files import splits_by_folder
 from tests.data.images.pictures import image_bytes, index, write_folder, write_shard, write_shards, write_table
 
 ALL = ImageSettings(validation_share=0.0)
@@ -231,7 +232,11 @@ def test_the_embedded_source_names_the_missing_library(tmp_path: Path, monkeypat
         (["train-0.tar", "validation-0.tar", "test-0.tar"], (1, 1)),
         (["train/0.tar", "val/0.tar", "val/1.tar"], (1, 2)),
         (["train-0.tar", "test-0.tar"], (1, 0)),  # drawn from the training data, here none
-        (["a-0.tar", "validation-0.tar"], (2, 0)),  # not all shards have a split
+        (["cc3m-train-0.tar", "cc3m-val-0.tar", "cc3m_test.tar"], (1, 1)),
+        (["sets/a.train.0.tar", "sets/a.dev2017.0.tar"], (1, 1)),
+        (["train/part-0.tar", "train/part-1.tar", "valid/part-0.tar"], (2, 1)),
+        (["cc3m-val-0.tar", "cc3m-val-1.tar"], (2, 0)),  # all of them are given
+        (["trainable-0.tar", "evaluation-0.tar"], (2, 0)),
     ],
 )
 def test_names_of_shards_say_their_split(names: list[str], splits: tuple[int, int], tmp_path: Path) -> None:
@@ -239,6 +244,30 @@ def test_names_of_shards_say_their_split(names: list[str], splits: tuple[int, in
         write_shard(tmp_path / "data" / name, [(f"{seed}.jpg", image_bytes(seed)), (f"{seed}.cls", b"0")])
     opened = open_images(index(tmp_path / "data", tmp_path / "runs"))
     assert (len(opened["train"]), len(opened["validation"])) == splits
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["a-0.tar", "validation-0.tar"], r"validation-0\.tar names the validation split and a-0\.tar names none"),
+        (["cc3m-0.tar", "cc3m-val-0.tar"], r"cc3m-val-0\.tar names the validation split and cc3m-0\.tar names none"),
+        (["test-0.tar", "val-0.tar"], "none of a training split"),
+        (["train-and-val.tar", "train.tar"], r"train-and-val\.tar names several splits: train"),
+        (["train/a/0.jpg", "val/a/0.jpg", "more/a/0.jpg"], r"more/a/0\.jpg lies in neither"),
+    ],
+)
+def test_files_with_and_without_a_split_are_refused(names: list[str], problem: str, tmp_path: Path) -> None:
+    for seed, name in enumerate(names):
+        write_shard(tmp_path / "data" / name, [(f"{seed}.jpg", image_bytes(seed)), (f"{seed}.cls", b"0")])
+    with pytest.raises(UsageError, match=problem):
+        index(tmp_path / "data", tmp_path / "runs")
+
+
+def test_folders_whose_names_contain_a_split_are_classes_unless_one_is_for_validation() -> None:
+    assert splits_by_folder({"imagenet-train", "imagenet-val"})
+    assert splits_by_folder({"train", "test"})
+    assert not splits_by_folder({"bullet-train", "freight-train"})
+    assert not splits_by_folder({"train", "bus"})
 
 
 def test_a_split_by_hash_depends_on_the_key_alone(tmp_path: Path) -> None:
