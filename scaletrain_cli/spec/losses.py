@@ -38,7 +38,7 @@ class LossSpec(Section):
     temperature: Annotated[Positive, used_when(where(_NAME, "nt_xent"))] = Field(
         default=0.1, description="nt_xent: divisor of the similarities"
     )
-    chunk_size: Annotated[Whole, used_when(where(_NAME, "auto", "info_nce", "sigmoid", "nt_xent"))] = Field(
+    chunk_size: Annotated[Whole, used_when(where("training.objective", "contrastive"))] = Field(
         default=4096, description="contrastive losses: features that a row is compared with at a time"
     )
 

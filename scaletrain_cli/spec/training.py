@@ -249,7 +249,9 @@ class TrainingSpec(Section):
         description="norm: global norm; value: each element; adaptive: global norm against its history (ZClip)",
     )
     label_smoothing: Fraction = 0.0
-    sync_batch_norm: Annotated[SwitchOrAuto, used_when(where("model.family", "resnet"))] = Field(
+    sync_batch_norm: Annotated[
+        SwitchOrAuto, used_when(where("model.family", "resnet")), used_when(where("model.norm", "batch"))
+    ] = Field(
         default="auto",
         description="statistics of BatchNorm over all data-parallel ranks; auto: with a micro-batch below 32",
     )

@@ -22,6 +22,7 @@ GPT = SPEC.replace("family: llama", "family: gpt")
 SFT = ("training.objective=sft", "data.source=python-docstrings")
 DPO = ("training.objective=dpo", "data.source=python-docstrings")
 IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}",)
+GROUP_NORM = ("model={family: resnet, hidden_sizes: [128], depths: [1], norm: group}",)
 VIT = ("model={preset: vit-base-patch16}",)
 TOWER = "{hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1, intermediate_size: 8}"
 CLIP = (f"model={{family: clip, vision_config: {TOWER}, text_config: {TOWER}}}",)
@@ -84,12 +85,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         IMAGES,
         VIEWS,
     ),
-    "training.loss.chunk_size": (
-        "64",
-        (*IMAGES, "training.loss.name=bce"),
-        VIEWS,
-    ),
-    "training.sync_batch_norm": ("true", (), IMAGES),
+    "training.loss.chunk_size": ("64", IMAGES, VIEWS),
+    "training.sync_batch_norm": ("true", GROUP_NORM, IMAGES),
     "training.dpo": ("{beta: 0.2}", SFT, DPO),
     "training.dpo.label_smoothing": (
         "0.2",
@@ -185,6 +182,12 @@ def test_the_line_in_the_file_is_named_and_the_command_ends_with_2() -> None:
     ended = scaletrain("validate", SMALL, "--set", "training.optimizer={name: sgd, momentum: 0.8}")
     assert ended.code == ExitCode.USAGE
     assert "momentum = 0.8: has no effect with training.optimizer.name = sgd. Remove it, or set" in ended.err
+
+
+def test_synchronized_batch_norm_needs_a_resnet() -> None:
+    for given, now in (((), "llama"), (VIT, "vit")):
+        refused = str(error(SPEC, *given, "training.sync_batch_norm=true"))
+        assert f"has no effect with model.family = {now}. Remove it, or set model.family to resnet." in refused
 
 
 def test_keys_of_a_preset_without_effect_are_not_reported() -> None:
