@@ -141,3 +141,28 @@ class MeanAveragePrecision(Measures):
         if len(with_positives):
             metrics["mean_average_precision"] = rounded(float(with_positives.mean()))
         return Figures(metrics, {"samples": samples, "classes": by_class})
+
+
+class LabelMeasures(Measures):
+    """Mean average precision, and accuracy as well if every sample of all ranks has exactly one label."""
+
+    def __init__(self, classes: int, names: Sequence[str] | None = None) -> None:
+        self._precision, self._accuracy = MeanAveragePrecision(classes, names), Accuracy(classes, names)
+        self._others = 0  # samples without a label, or with several
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Add samples: logits [samples, classes], labels alike, positive above 0.5."""
+        self._precision.add(logits, labels)
+        positive = labels > 0.5
+        one = positive.sum(1) == 1
+        self._others += int((~one).sum())
+        self._accuracy.add(logits[one], positive[one].int().argmax(1))
+
+    def result(self, axis: Axis) -> Figures | None:
+        found, accuracy = self._precision.result(axis), self._accuracy.result(axis)
+        others = int(sum_over(torch.tensor([self._others]), axis))
+        if found is None or accuracy is None or others:
+            return found
+        pairs = zip(accuracy.details["classes"], found.details["classes"], strict=True)
+        classes = [of_class | precision for of_class, precision in pairs]
+        return Figures(accuracy.metrics | found.metrics, accuracy.details | {"classes": classes})

@@ -12,14 +12,21 @@ from torch import Tensor
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
 from scaletrain_cli.engine.data.images.mixing import finish
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
-from scaletrain_cli.engine.evaluation.classification import Accuracy, MeanAveragePrecision
-from scaletrain_cli.engine.evaluation.measures import Figures, MeanLoss, Measures, sum_over
+from scaletrain_cli.engine.evaluation.classification import Accuracy, LabelMeasures
+from scaletrain_cli.engine.evaluation.measures import (
+    Figures,
+    MeanLoss,
+    Measures,
+    in_sample_order,
+    rows_of_all,
+    sum_over,
+)
 from scaletrain_cli.engine.evaluation.regression import Errors
 from scaletrain_cli.engine.evaluation.retrieval import Retrieval
 from scaletrain_cli.engine.losses import LOSSES, LossSettings, uninformed_loss
 from scaletrain_cli.engine.losses.grad_cache import Outputs, joined
 from scaletrain_cli.engine.objectives.base import Joined, Objective
-from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.vision_model import image_channels
 
@@ -146,11 +153,9 @@ class Classification(_WithTargets):
     """Cross-entropy, or binary cross-entropy of each class by itself."""
 
     def _measure(self, outputs: Tensor, targets: Tensor) -> None:
-        several = targets.is_floating_point()
-        if self._measures is None:
-            kind = MeanAveragePrecision if several else Accuracy
-            self._measures = kind(outputs.shape[1], self.class_names)
-        assert isinstance(self._measures, MeanAveragePrecision if several else Accuracy)
+        kind = LabelMeasures if targets.is_floating_point() else Accuracy
+        self._measures = self._measures or kind(outputs.shape[1], self.class_names)
+        assert isinstance(self._measures, kind)
         self._measures.add(outputs, targets)
 
 
@@ -180,34 +185,67 @@ class Contrastive(ImageObjective, Joined):
         # the copy of a scalar, a parameter, remains when ZeRO-3 has released it
         return tuple(each.clone() if each is not None and each.dim() == 0 else each for each in outputs)
 
+    def begin_validation(self) -> None:
+        super().begin_validation()
+        self._waiting: list[_Pairs] = []
+
     def take_validation_loss(self) -> float | None:
+        self._add_global_batch()
         if isinstance(self._measures, Retrieval):
             self._measures.next_source()
         return super().take_validation_loss()
 
     def _observed(self, mean: MeanLoss, outputs: Any, batch: PreparedImages) -> Tensor:
-        loss = self._loss(outputs, None, self._settings, self.mesh.data)
-        # samples that stand in for missing ones would be wrong negatives
-        mean.add(loss, len(batch.samples) * int(self._is_whole(batch.real)))
+        # the micro-batches of a global batch follow each other, in every layout
+        self._waiting.append(_Pairs(self.features(None, outputs, batch), batch.samples, batch.real))
+        if sum(len(each.samples) for each in self._waiting) * self.mesh.data.size >= self.training.global_batch_size:
+            self._add_global_batch()
         limit = self._spec.evaluation.retrieval_pairs
-        if batch.tokens is None or limit == 0:
-            return loss
-        self._measures = self._measures or Retrieval(limit)
-        assert isinstance(self._measures, Retrieval)
-        assert batch.content is not None
-        features = outputs.image, outputs.text
-        self._measures.add(features, (batch.content, batch.tokens), batch.samples, batch.real)
-        return loss
+        if batch.tokens is not None and limit > 0:
+            self._measures = self._measures or Retrieval(limit)
+            assert isinstance(self._measures, Retrieval)
+            assert batch.content is not None
+            features = outputs.image, outputs.text
+            self._measures.add(features, (batch.content, batch.tokens), batch.samples, batch.real)
+        return torch.zeros((), device=batch.samples.device)  # take_validation_loss has the loss
 
-    def _is_whole(self, real: Tensor | None) -> bool:
-        """Return True if no rank has a sample in this round that stands in for a missing one. Collective."""
-        if real is None:
-            return True
-        missing = sum_over((~real).sum().view(1), self.mesh.data)
-        return int(missing) == 0
+    def _add_global_batch(self) -> None:
+        """Add the loss over the samples that wait, of all micro-batches and ranks, to that of the validation.
+
+        Samples that stand in for missing ones are left out: they would be wrong negatives. Collective.
+        """
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        assert self._validation_loss is not None
+        axis = self.mesh.data
+        samples = torch.cat([each.samples for each in waiting])
+        real = torch.cat([torch.ones_like(each.samples).bool() if each.real is None else each.real for each in waiting])
+        if int(sum_over((~real).sum().view(1), axis)) == 0:
+            self._validation_loss.add(self.joined_loss([each.features for each in waiting]), len(samples))
+            return
+        # ranks have different numbers of samples: the first rank computes the loss of all of them
+        order = in_sample_order(rows_of_all(samples[real], axis))
+        parts: list[Tensor | None] = []
+        for part in joined([each.features for each in waiting]):
+            if part is not None and part.dim() > 0:
+                part = rows_of_all(part[real].float(), axis)[order].to(part.device)
+            parts.append(part)
+        if axis.rank == 0:
+            loss = self._loss(self._outputs(tuple(parts)), None, self._settings, Axis())
+            self._validation_loss.add(loss, len(order))
 
     def joined_loss(self, features: Sequence[Outputs]) -> Tensor:
         """Return the loss over the features of all micro-batches of a step. Collective."""
-        parts = joined(features, self._views)
-        outputs = parts[0] if len(parts) == 1 else self._pairs(*parts)
-        return self._loss(outputs, None, self._settings, self.mesh.data)
+        return self._loss(self._outputs(joined(features, self._views)), None, self._settings, self.mesh.data)
+
+    def _outputs(self, parts: Outputs) -> Any:
+        return parts[0] if len(parts) == 1 else self._pairs(*parts)
+
+
+class _Pairs(NamedTuple):
+    """Features of a micro-batch of a validation, and the numbers of its samples. ``real``: None: all are counted."""
+
+    features: Outputs
+    samples: Tensor
+    real: Tensor | None

@@ -45,10 +45,14 @@ def outputs_of(kind: str) -> tuple[Any, Tensor | None]:
         return logits, torch.randint(0, CLASSES, (COUNT,), generator=generator)
     if kind == "labels":
         return logits, (torch.rand(COUNT, CLASSES, generator=generator) < 0.3).float()
+    if kind == "one label":
+        return logits, F.one_hot(torch.arange(COUNT) % CLASSES, CLASSES).float()
     return logits, torch.randn(COUNT, CLASSES, generator=generator)
 
 
-def validated(overrides: tuple[str, ...], kind: str, rank: int, ranks: int, group: Any = None) -> tuple[Any, ...]:
+def validated(
+    overrides: tuple[str, ...], kind: str, rank: int, ranks: int, group: Any = None, size: int = SIZE
+) -> tuple[Any, ...]:
     """Run a validation of one rank; return loss, metrics and details."""
     objective = build_objective(spec_of(*overrides), Mesh(data=Axis(ranks, rank, group)))
     assert isinstance(objective, ImageObjective)
@@ -58,8 +62,8 @@ def validated(overrides: tuple[str, ...], kind: str, rank: int, ranks: int, grou
     images = torch.randint(0, 256, (COUNT, 3, 8, 8), dtype=torch.uint8, generator=generator)
     tokens = torch.arange(COUNT).view(-1, 1)
     objective.begin_validation()
-    for first in range(rank * SIZE, -(-COUNT // (SIZE * ranks)) * SIZE * ranks, SIZE * ranks):
-        places = torch.arange(first, first + SIZE)
+    for first in range(rank * size, -(-COUNT // (size * ranks)) * size * ranks, size * ranks):
+        places = torch.arange(first, first + size)
         rows = places.clamp(max=COUNT - 1)
         pairs = kind == "pairs"
         batch = ImageMicroBatch(
@@ -67,21 +71,21 @@ def validated(overrides: tuple[str, ...], kind: str, rank: int, ranks: int, grou
             places,
             None if pairs else targets[rows],
             tokens[rows] if pairs else None,
-            real=None if COUNT % (SIZE * ranks) == 0 else places < COUNT,
+            real=None if COUNT % (size * ranks) == 0 else places < COUNT,
         )
         found: Any = outputs[rows]
         if pairs:
             image, text = (F.normalize(each[rows].float(), dim=1) for each in (outputs, targets + outputs))
-            found = ClipFeatures(image, text, torch.tensor(2.0), None)
+            found = ClipFeatures(image, text, torch.tensor(2.0), torch.tensor(-1.0))
         objective.loss(None, found, objective.prepared(batch))
     loss = objective.take_validation_loss()
     figures = objective.end_validation()
     return loss, figures.metrics, figures.details
 
 
-def validated_on_rank(overrides: tuple[str, ...], kind: str) -> tuple[Any, ...]:
+def validated_on_rank(overrides: tuple[str, ...], kind: str, size: int = SIZE) -> tuple[Any, ...]:
     group = torch.distributed.group.WORLD
-    return validated(overrides, kind, torch.distributed.get_rank(), torch.distributed.get_world_size(), group)
+    return validated(overrides, kind, torch.distributed.get_rank(), torch.distributed.get_world_size(), group, size)
 
 
 RUNS = [
@@ -118,6 +122,36 @@ def test_retrieval_of_pairs_is_the_same_on_any_number_of_ranks() -> None:
         assert [each[1:] for each in found] == [alone[1:]] * ranks
         assert all(each[0] > 0 for each in found)
     assert validated((CLIP, "evaluation.retrieval_pairs=0"), "pairs", 0, 1)[1] == {}
+
+
+def test_accuracy_of_several_losses_is_the_same_where_each_image_has_one_class() -> None:
+    classes = F.one_hot(torch.arange(COUNT) % CLASSES, CLASSES)
+    right = (outputs_of("one label")[0].argmax(1) == classes.argmax(1)).double().mean()
+    loss, metrics, details = validated(("training.loss=bce",), "one label", 0, 1)
+    assert metrics.keys() == {"mean_average_precision", "top1", "top5"}
+    assert metrics["top1"] == pytest.approx(float(right))
+    for found in on_ranks(2, validated_on_rank, ("training.loss=bce",), "one label"):
+        assert found == (pytest.approx(loss), metrics, details)
+    assert all({"top1", "average_precision"} <= each.keys() for each in details["classes"])
+
+
+@pytest.mark.parametrize("loss", ["info_nce", "sigmoid"])
+def test_a_contrastive_validation_loss_compares_the_pairs_of_a_global_batch_in_every_layout(loss: str) -> None:
+    overrides = (CLIP, "training.global_batch_size=12", f"training.loss={loss}", "model.logit_bias_init_value=-1")
+    outputs, other = outputs_of("pairs")
+    assert other is not None
+    images, texts = F.normalize(outputs, dim=1).double(), F.normalize(other + outputs, dim=1).double()
+    total = 0.0
+    for first in range(0, COUNT, 12):  # 12 pairs, and the 9 that are left
+        logits = torch.tensor(2.0).double().exp() * images[first : first + 12] @ texts[first : first + 12].T
+        own = torch.arange(len(logits))
+        if loss == "info_nce":
+            total += len(own) * float(F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+        else:
+            total -= float(F.logsigmoid((2 * torch.eye(len(own)) - 1) * (logits - 1)).sum())
+    alone = [validated(overrides, "pairs", 0, 1, size=size)[0] for size in (2, 4)]
+    ranks = on_ranks(2, validated_on_rank, overrides, "pairs", 2 if loss == "sigmoid" else 6)
+    assert [*alone, *(each[0] for each in ranks)] == pytest.approx([total / COUNT] * 4, rel=1e-5)
 
 
 def test_the_classes_have_their_names_and_training_is_not_observed() -> None:
