@@ -40,12 +40,13 @@ from scaletrain_cli.engine.process_group import Ranks, StepDecision
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.engine.step_sync import StepSync
-from scaletrain_cli.errors import ExitCode
+from scaletrain_cli.errors import ExitCode, UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.evaluations import is_lower_better
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.spec import ModelSpec
+from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 _STEPS_BETWEEN_COLLECTIONS = 50
@@ -193,6 +194,8 @@ class Trainer:
             measured = self.evaluate(state.step, self.metrics)
         if measured is None:
             return False
+        if not state.validations:
+            check_metrics(self.record.spec, measured)
         state.validations.append(measured)
         state.evaluation_due = False
         if self._should_stop_early(state):
@@ -455,6 +458,22 @@ class Trainer:
 
     def _report(self, name: str, **details: Any) -> None:
         report_event(self.run, self.ranks.rank, name, **details)
+
+
+def check_metrics(spec: RunSpec, measured: Mapping[str, float]) -> None:
+    """Raise UsageError if the validation has not measured the metric of early stopping or of ``keep_best``.
+
+    A loss that is not finite is not an error: then the other measures are left out.
+    """
+    stopping = spec.training.early_stopping
+    metrics = {"checkpoint.keep_best": spec.checkpoint.keep_best or ""}
+    if stopping.patience:
+        metrics["training.early_stopping.metric"] = stopping.metric
+    for key, metric in metrics.items():
+        missing = metric.startswith("validation_") and metric not in measured  # others are of evaluation.tasks
+        if missing and math.isfinite(measured["validation_loss"]):
+            names = sorted(name for name in measured if name.startswith("validation_"))
+            raise UsageError(Reason("engine.metric-not-measured", {"key": key, "metric": metric, "names": names}))
 
 
 def _values(validations: Iterable[Mapping[str, float]], metric: str) -> list[float]:

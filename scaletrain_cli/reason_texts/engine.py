@@ -34,6 +34,11 @@ TEXTS: dict[str, Text] = {
         "allows; the weights are unchanged",
         ("Lower the learning rate or inspect the batch; bf16 needs no loss scale.",),
     ),
+    # Validation.
+    "metric-not-measured": Text(
+        "{key}: {metric} is not a measure of the validation of these data, which has {names:list}",
+        ("Use one of them. With training.loss: bce, top1 and top5 need data with exactly one class per image.",),
+    ),
     # Preference pairs.
     "reference-missing": Text(
         "{path}: the reference log-probabilities are missing or damaged, or an earlier version computed them and "

@@ -140,20 +140,22 @@ class EvaluationSpec(Section):
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "tasks", f"has several tasks with the name {name}. Give each another name."
 
-    def metric_names(self, objective: str, loss: str) -> tuple[str, ...]:
+    def metric_names(self, objective: str, loss: str, outputs: int) -> tuple[str, ...]:
         """Return the names of metrics that can be known before the first evaluation; of lm_eval the prefixes.
 
-        ``objective``, ``loss``: of the run, by the names of ``training``.
+        ``objective``, ``loss``: of the run, by the names of ``training``. ``outputs``: numbers that a model of images
+        has for each image. With ``bce``, top-1 and top-5 are measured only where each image has one class.
         """
         ends = {"loss": ("/loss", "/perplexity"), "generation": (), "lm_eval": ("/",)}
         of_tasks = tuple(f"{task.name}{end}" for task in self.tasks for end in ends[task.kind])
-        measures = ("loss", *self._measures(objective, loss)) if self.every else ()
+        measures = ("loss", *self._measures(objective, loss, outputs)) if self.every else ()
         return (*(f"validation_{name}" for name in measures), *of_tasks)
 
-    def _measures(self, objective: str, loss: str) -> tuple[str, ...]:
+    def _measures(self, objective: str, loss: str, outputs: int) -> tuple[str, ...]:
         """Return the names of what a validation measures beside the loss."""
         if objective == "classification":
-            return ("top1", "top5", *(("mean_average_precision",) if loss == "bce" else ()))
+            top5 = ("top5",) if outputs > 5 else ()
+            return ("top1", *top5, *(("mean_average_precision",) if loss == "bce" else ()))
         if objective == "regression":
             return ("mae", "rmse")
         if objective != "contrastive" or loss == "nt_xent":

@@ -376,9 +376,8 @@ class RunSpec(Section):
 
     def _metric_names(self) -> tuple[str, ...]:
         objective = self.training.objective
-        return self.evaluation.metric_names(
-            objective, self.training.loss.of(objective) if objective in LOSSES_OF else ""
-        )
+        loss = self.training.loss.of(objective) if objective in LOSSES_OF else ""
+        return self.evaluation.metric_names(objective, loss, getattr(self.model, "num_labels", 0))
 
     def _early_stopping_inconsistencies(self, metric: str) -> Iterator[tuple[str, str]]:
         names = [name for name in self._metric_names() if name.startswith("validation_")]

@@ -5,7 +5,12 @@ import math
 import pytest
 
 from scaletrain_cli.engine.optim.schedules import should_stop
+from scaletrain_cli.engine.trainer import check_metrics
+from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec.training import EarlyStoppingSpec
+from tests.spec.samples import SPEC, load
+
+IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}",)
 
 
 @pytest.mark.parametrize(
@@ -37,3 +42,16 @@ def test_small_improvements_add_up() -> None:
 
 def test_a_patience_of_zero_turns_early_stopping_off() -> None:
     assert not should_stop([1.0] * 50, EarlyStoppingSpec(patience=0))
+
+
+def test_a_metric_that_the_first_validation_lacks_ends_the_run() -> None:
+    spec = load(SPEC, *IMAGES, "training.loss=bce", "checkpoint.keep_best=validation_top1")
+    with pytest.raises(UsageError, match=r"checkpoint\.keep_best: validation_top1 .* has validation_loss\."):
+        check_metrics(spec, {"validation_loss": 0.7})
+    stopping = ("training.early_stopping={patience: 2, metric: validation_top1}", "training.loss=bce")
+    with pytest.raises(UsageError, match=r"training\.early_stopping\.metric: validation_top1"):
+        check_metrics(
+            load(SPEC, *IMAGES, *stopping), {"validation_loss": 0.7, "validation_mean_average_precision": 0.5}
+        )
+    check_metrics(spec, {"validation_loss": 0.7, "validation_top1": 0.5})
+    check_metrics(spec, {"validation_loss": math.nan})  # the guard acts on a run that diverges
