@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import BatchReader
-from scaletrain_cli.engine.data.loader import Loader
+from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, Round, rounds_reader
 from scaletrain_cli.engine.data.splits import Reader, RunData, sequences_validated
 from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.faults import Faults
@@ -264,7 +264,7 @@ class Trainer:
 
     def _following(self, step: int) -> list[int]:
         """Return the batches of the steps after ``step`` that are read ahead."""
-        last = min(step + self.record.spec.data.loader.prefetch, self.record.spec.total_steps)
+        last = min(step + self.record.spec.data.loader.read_ahead, self.record.spec.total_steps)
         return [self.guard.batch_number(later) for later in range(step + 1, last + 1)]
 
     def _enter_stage(self, step: int, rate: float) -> None:
@@ -317,13 +317,16 @@ class Trainer:
         if self.reference is not None:
             assert isinstance(self.training, BatchReader)
             with self.ledger.during("restore"):
-                training = self.reference.with_reference(self.training, "train", step)
-                validation = None if training is None else self._validation_with_reference(step)
-            ready = training is not None and validation is not None
-            self.training, self.validation = training or self.training, validation or self.validation
+                own = self.reference.with_reference(self.training, "train", step)
+                others = None if own is None else self._validation_with_reference(step)
+            ready = own is not None and others is not None
+            self.training, self.validation = own or self.training, others or self.validation
         settings = self.record.spec.data.loader
+        by_round = {name: rounds_reader(reader.without_groups()) for name, reader in self.validation.items()}
+        validation = {name: found for name, found in by_round.items() if found is not None}
+        training = self.training.without_groups().batch
         self.loader = Loader(
-            self.training.without_groups().batch,
+            BatchesAndRounds(training, validation) if validation else training,
             self.device,
             workers=settings.workers,
             pin_memory=settings.pin_memory,
@@ -392,7 +395,7 @@ class Trainer:
         """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""
         found = {}
         for source, reader in self.validation.items():
-            loss = self._mean_loss(step, reader, counts[source])
+            loss = self._mean_loss(step, self._evaluated(step, source, reader, counts[source]))
             if loss is None:
                 return None
             found[source] = loss
@@ -402,10 +405,27 @@ class Trainer:
         whole = sum(share * found[source] for source, share in self.validation_shares.items() if share)
         return {name: whole, **{f"{name}/{source}": loss for source, loss in found.items()}}
 
-    def _mean_loss(self, step: int, reader: Reader, count: int) -> float | None:
-        """Return the mean loss over the first ``count`` sequences, in nats; None after a preemption signal."""
+    def _evaluated(self, step: int, source: str, reader: Reader, count: int) -> Iterator[Any]:
+        """Yield this rank's micro-batches of an evaluation of the first ``count`` samples of a source.
+
+        Images are read and decoded ahead by the loader of the training batches, as many micro-batches as it reads for
+        training; the last rounds are followed by the batches of the next steps.
+        """
+        by_round = rounds_reader(reader)
+        if by_round is None:
+            yield from reader.in_order(count)
+            return
+        ahead, size = self.record.spec.data.loader.read_ahead, self.record.plan.layout.gradient_accumulation_steps
+        rounds = [Round(source, number, count) for number in range(1, by_round.rounds(count) + 1)]
+        for place, request in enumerate(rounds, 1):
+            later = rounds[place : place + ahead * size]
+            then = self._following(step)[: ahead - -(-len(later) // size)]
+            yield from self.loader.take(request, [*later, *then]).micro_batches()
+
+    def _mean_loss(self, step: int, waiting: Iterator[Any]) -> float | None:
+        """Return the mean loss over micro-batches, in nats; None after a preemption signal."""
         total = torch.zeros((), device=self.device)
-        waiting, rounds = reader.in_order(count), 0
+        rounds = 0
         # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
         while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
             if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:

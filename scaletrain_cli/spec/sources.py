@@ -86,9 +86,14 @@ class LoaderSpec(Section):
         default=0, description="processes of each rank that read; 0: a thread"
     )
     prefetch: Annotated[int, Field(strict=True, ge=1, le=1024)] = Field(
-        default=2, description="number of batches that are read ahead"
+        default=2, description="number of batches that are read ahead; at least one for each worker"
     )
     pin_memory: bool = Field(default=True, description="copy batches to GPUs from page-locked memory, asynchronously")
+
+    @property
+    def read_ahead(self) -> int:
+        """The number of batches that are read ahead: with fewer than ``workers``, some of these would be idle."""
+        return max(self.prefetch, self.workers)
 
 
 def _cache_size(value: int) -> int:

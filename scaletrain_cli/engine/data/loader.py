@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,27 +36,68 @@ class _Arrival(NamedTuple):
     copied: torch.cuda.Event | None  # on the copying stream, after the copies; None without a GPU
 
 
+class Round(NamedTuple):
+    """A round of an evaluation of the first ``samples`` of a source. ``number``: of the round, from 1 on."""
+
+    source: str
+    number: int
+    samples: int
+
+
+class RoundReader(Protocol):
+    """Reads any round of an evaluation by its number alone."""
+
+    def rounds(self, count: int) -> int:
+        """Return the rounds in which ``count`` samples are evaluated."""
+        ...
+
+    def round(self, number: int, count: int) -> Any:
+        """Return this rank's part of a round (1-based)."""
+        ...
+
+
+def rounds_reader(reader: object) -> RoundReader | None:
+    """Return a reader that reads rounds by their numbers; None for one that reads evaluations in order only."""
+    return cast(RoundReader, reader) if hasattr(reader, "round") else None
+
+
+@dataclass(frozen=True)
+class BatchesAndRounds:
+    """Reads batches of training by their numbers, and rounds of validation, so that one loader reads both."""
+
+    training: Callable[[int], Any]
+    validation: Mapping[str, RoundReader]
+
+    def __call__(self, request: int | Round) -> Any:
+        """Return a batch or a round."""
+        if isinstance(request, Round):
+            return self.validation[request.source].round(request.number, request.samples)
+        return self.training(request)
+
+
 class Loader(Generic[Batch]):
     """Reads batches by number ahead of their use; ``read`` must be a pure function of the number.
+
+    Other values that can be pickled and hashed may name batches as well as numbers do.
 
     ``workers``: processes that read, to which ``read`` is pickled; 0: a thread of this process reads. ``pin_memory``:
     on a GPU the copies go from page-locked memory on a separate stream, in parallel with the computation.
     """
 
     def __init__(
-        self, read: Callable[[int], Batch], device: torch.device, *, workers: int = 0, pin_memory: bool = True
+        self, read: Callable[[Any], Batch], device: torch.device, *, workers: int = 0, pin_memory: bool = True
     ) -> None:
         self._device, self._pin = device, pin_memory
         self._processes = ReaderProcesses(read, workers) if workers else None
-        self._read: Callable[[int], Batch] = read if self._processes is None else self._processes.take
+        self._read: Callable[[Any], Batch] = read if self._processes is None else self._processes.take
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         # the current GPU is a setting per thread
         choose_gpu = partial(torch.cuda.set_device, device) if on_gpu else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed", initializer=choose_gpu)
-        self._ahead: dict[int, Future[_Arrival]] = {}
+        self._ahead: dict[Hashable, Future[_Arrival]] = {}
 
-    def take(self, number: int, following: Sequence[int] = ()) -> Batch:
+    def take(self, number: Hashable, following: Sequence[Hashable] = ()) -> Batch:
         """Return a batch, and read the ``following`` ones ahead. Raises the error of the read of this batch.
 
         Batches that were read ahead and are neither are discarded.
@@ -87,7 +129,7 @@ class Loader(Generic[Batch]):
         if self._processes is not None:
             self._processes.close()
 
-    def _fetch(self, number: int) -> _Arrival:
+    def _fetch(self, number: Hashable) -> _Arrival:
         batch = self._read(number)
         if self._stream is None:
             return _Arrival(batch, None)

@@ -2,8 +2,9 @@
 
 A process is a program of its own, not a fork: threads and locks of the rank are not copied, and its memory does not
 grow as pages of the rank are written. It is given a function ``read(number) -> batch`` once, as a pickle, and then
-numbers. Tensors come back through anonymous files in memory, which need no room in /dev/shm, leave nothing behind when
-a process is killed, and are three times as fast as a socket. The kernel ends a process when its rank ends.
+numbers, or other values that name batches. Tensors come back through anonymous files in memory, which need no room in
+/dev/shm, leave nothing behind when a process is killed, and are three times as fast as a socket. The kernel ends a
+process when its rank ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -32,7 +33,7 @@ from scaletrain_cli.errors import ScaletrainError
 from scaletrain_cli.own_processes import python_command
 from scaletrain_cli.reasons import Reason
 
-Read = Callable[[int], Any]
+Read = Callable[[Any], Any]
 logger = logging.getLogger(__name__)
 
 _SLOTS = 2  # batches that a process may have read before the rank takes the first of them
@@ -60,7 +61,7 @@ class ReaderTraceback(Exception):
 class _Reply:
     """A batch in a slot of a process, or the error of its read. ``sizes``: bytes of each buffer of the pickle."""
 
-    number: int
+    number: Hashable
     slot: int
     content: bytes
     sizes: tuple[int, ...] = ()
@@ -78,7 +79,7 @@ class _Process:
     connection: Connection
     slots: tuple[int, ...]  # file descriptors
     free: list[int] = field(default_factory=lambda: list(range(_SLOTS)))
-    requested: set[int] = field(default_factory=set)
+    requested: set[Hashable] = field(default_factory=set)
     started: bool = False
 
 
@@ -92,8 +93,8 @@ class ReaderProcesses:
     def __init__(self, read: Read, count: int) -> None:
         """Raises the error of pickling ``read``."""
         self._read, self._program = read, _dumps(read)
-        self._wanted: tuple[int, ...] = ()
-        self._arrived: dict[int, tuple[_Process, _Reply]] = {}
+        self._wanted: tuple[Hashable, ...] = ()
+        self._arrived: dict[Hashable, tuple[_Process, _Reply]] = {}
         self._restarts = 0
         self._given_up: ReaderKilledError | None = None
         self._closed = False
@@ -104,11 +105,11 @@ class ReaderProcesses:
         """The process ids."""
         return [each.process.pid for each in self._processes]
 
-    def want(self, numbers: Sequence[int]) -> None:
+    def want(self, numbers: Sequence[Hashable]) -> None:
         """Set the batches to read, in the order in which they are taken; others are discarded."""
         self._wanted = tuple(numbers)
 
-    def take(self, number: int) -> Any:
+    def take(self, number: Hashable) -> Any:
         """Return a batch. Raises the error of its read, and ReaderKilledError."""
         while not self._closed:
             if self._given_up is not None:
@@ -140,7 +141,7 @@ class ReaderProcesses:
                 os.close(slot)
         self._processes = []
 
-    def _request(self, number: int) -> None:
+    def _request(self, number: Hashable) -> None:
         """Ask for the batches that are wanted and not yet asked for, as far as there are free slots."""
         wanted = self._wanted
         order = dict.fromkeys((number, *wanted))
@@ -161,12 +162,12 @@ class ReaderProcesses:
             with contextlib.suppress(OSError):  # it is dead, which ``wait`` reports
                 process.connection.send((each, process.free.pop()))
 
-    def _is_read(self, number: int) -> bool:
+    def _is_read(self, number: Hashable) -> bool:
         """Return True if a process that has started reads a batch, or will read it."""
         readers = [each for each in self._processes if number in each.requested] or self._processes
         return any(each.started for each in readers)
 
-    def _discard(self, number: int) -> _Process:
+    def _discard(self, number: Hashable) -> _Process:
         process, reply = self._arrived.pop(number)
         process.free.append(reply.slot)
         return process
@@ -341,7 +342,7 @@ def serve(descriptor: int, slots: Sequence[int]) -> None:
             connection.send(reply)
 
 
-def _read_into(descriptor: int, slot: int, number: int, read: Read) -> _Reply:
+def _read_into(descriptor: int, slot: int, number: Hashable, read: Read) -> _Reply:
     buffers: list[pickle.PickleBuffer] = []
     content = _dumps(read(number), buffers)
     views = [buffer.raw() for buffer in buffers]

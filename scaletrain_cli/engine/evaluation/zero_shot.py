@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +15,13 @@ from torch import Tensor
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
 from scaletrain_cli.engine.data.images.captions import CaptionTokenizer
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
+from scaletrain_cli.engine.data.loader import Loader
 from scaletrain_cli.engine.evaluation.classification import Accuracy
 from scaletrain_cli.engine.evaluation.measures import Figures, in_sample_order, rows_of_all, slices_of
 from scaletrain_cli.engine.parallel.mesh import Axis
 
 _PROMPTS_AT_A_TIME = 64
+_ROUNDS_AHEAD = 2
 
 
 def prompts_of(classes: Sequence[str], templates: Sequence[str]) -> list[str]:
@@ -84,11 +88,17 @@ class ZeroShot:
 
         features = class_features(self.classes, self.templates, encode, self.axis).to(self.device)
         accuracy = Accuracy(len(self.classes), self.classes, prefix="zero_shot_")
-        for batch in self.reader.in_order(len(self.reader)):
-            if not goes_on():
-                return None
-            on_device = batch.to(self.device)
-            assert on_device.targets is not None
-            image = F.normalize(forward(pixels(on_device), None).image.float(), dim=1)
-            accuracy.add(image @ features.T, on_device.targets, on_device.real)
+        count = len(self.reader)
+        rounds = range(1, self.reader.rounds(count) + 1)
+        # A thread that reads ahead: processes would take seconds to start for each evaluation.
+        read = partial(self.reader.without_groups().round, count=count)
+        with contextlib.closing(Loader(read, self.device)) as loader:
+            for number in rounds:
+                if not goes_on():
+                    return None
+                (batch,) = loader.take(number, rounds[number : number + _ROUNDS_AHEAD]).micro_batches()
+                on_device = batch.to(self.device)
+                assert on_device.targets is not None
+                image = F.normalize(forward(pixels(on_device), None).image.float(), dim=1)
+                accuracy.add(image @ features.T, on_device.targets, on_device.real)
         return accuracy.result(self.axis) or Figures({}, {})

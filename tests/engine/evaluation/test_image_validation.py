@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from scaletrain_cli.engine.compose import compose
+from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader
 from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import StepDecision
@@ -47,7 +49,10 @@ def validated(ranks: int, zero: int) -> tuple[Figures | None, Figures]:
     trainer.record = SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout))
     trainer.step_sync = SimpleNamespace(agree=lambda step: (StepDecision.CONTINUE, []))
     trainer.heartbeat = SimpleNamespace(beat=lambda *_: None)
-    with torch.no_grad():
+    trainer.guard = SimpleNamespace(batch_number=lambda step: step)
+    own = images.without_groups()
+    trainer.loader = Loader(BatchesAndRounds(own.batch, {"source": own}), device)
+    with torch.no_grad(), contextlib.closing(trainer.loader):
         found = trainer._validate(1, {"source": COUNT}, "validation_")
         again = trainer._validate(1, {"source": COUNT}, "validation_")
     assert again == found  # nothing of the first validation is left

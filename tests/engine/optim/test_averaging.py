@@ -144,7 +144,7 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
             plan=SimpleNamespace(layout=SimpleNamespace(micro_batch_size=1, data_parallel=1, global_batch_size=1)),
             spec=SimpleNamespace(evaluation=SimpleNamespace(batches=1)),
         ),
-        validation={"source": SimpleNamespace(sequences=[0])},
+        validation={"source": [0]},
         validation_shares={"source": 1.0},
         average=average,
         stepper=SimpleNamespace(take_measures=dict),
@@ -153,7 +153,8 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
                 masks_samples=False, begin_validation=lambda: None, end_validation=lambda: Figures({"top1": 0.5}, {})
             )
         ),
-        _mean_loss=lambda step, reader, count: 1.0,
+        _evaluated=lambda step, source, reader, count: iter(()),
+        _mean_loss=lambda step, waiting: 1.0,
     )
     stand_in._validation_losses = partial(Trainer._validation_losses, stand_in)
     stand_in._validate = partial(Trainer._validate, stand_in)
