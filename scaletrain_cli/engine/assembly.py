@@ -251,8 +251,8 @@ def _describe_classes(objective: Objective, train: Samples) -> None:
     from scaletrain_cli.engine.objectives.images import ImageObjective
 
     if isinstance(objective, ImageObjective) and isinstance(train, ImageSamples):
-        objective.class_names = train.images.class_names
-        objective.several_labels = train.images.num_classes is not None and not train.images.has_one_class
+        several = train.images.num_classes is not None and not train.images.has_one_class
+        objective.describe_classes(train.images.class_names, several_labels=several)
 
 
 def _require_same_data(

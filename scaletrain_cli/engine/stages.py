@@ -80,7 +80,7 @@ class StageSwitch:
     def _build(self, step: int) -> None:
         """Replace the engine by that of another stage, with the present weights in the dtype of the forward pass."""
         self.stage = trained_at(self.spec, step)
-        weights, composed = WeightsOfModel(self.composed.model), self.composed
+        weights, composed, objective = WeightsOfModel(self.composed.model), self.composed, self.composed.objective
         _destroy(composed.engine)
         composed.engine = composed.optimizer = composed.stage = composed.model = None  # type: ignore[assignment]
         _free_memory()
@@ -88,6 +88,7 @@ class StageSwitch:
         built = compose(
             self.spec, self.layout, self.mesh, self.device, swap_folder=folder, trained=stage, source=weights
         )
+        built.objective.continue_from(objective)
         composed.replace_by(built)
         self.stepper.engine_was_built()
         self.checkpointer.engine_was_built()

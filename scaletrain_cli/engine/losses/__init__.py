@@ -28,6 +28,7 @@ class LossSettings:
 
     spec: LossSpec = field(default_factory=LossSpec)
     label_smoothing: float = 0.0
+    several_labels: bool = False  # an image may have none or several of the classes, and not exactly one
 
 
 # outputs of the model, targets (None for contrastive losses), settings, data-parallel ranks -> scalar, fp32
@@ -40,7 +41,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor, settings: LossSettings, axis
 
 def _bce(logits: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:
     spec = settings.spec
-    return binary_cross_entropy(logits, targets, settings.label_smoothing, spec.pos_weight, spec.target_threshold)
+    return binary_cross_entropy(
+        logits,
+        targets,
+        settings.label_smoothing,
+        spec.pos_weight,
+        spec.target_threshold,
+        several_labels=settings.several_labels,
+    )
 
 
 def _mse(predictions: Tensor, targets: Tensor, settings: LossSettings, axis: Axis) -> Tensor:

@@ -2,8 +2,9 @@
 
 Targets are classes, [batch] int64, or one number per class, [batch, classes]: the shares of a mixed image or its
 labels. Smoothing by s turns the target t of one of C classes into (1 - s) t + s / C (arXiv:1512.00567, section 7): a
-class becomes 1 - s + s / C and every other one s / C. Smoothing before mixing gives the same, so targets that are given
-as numbers must not be smoothed yet. Logits of 16 bits are computed with in fp32.
+class becomes 1 - s + s / C and every other one s / C. Labels of which an image may have none or several are yes or no
+each by itself: one of two classes, so that t becomes (1 - s) t + s / 2. Smoothing before mixing gives the same, so
+targets that are given as numbers must not be smoothed yet. Logits of 16 bits are computed with in fp32.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ def binary_cross_entropy(
     label_smoothing: float = 0.0,
     pos_weight: float | Sequence[float] | None = None,
     target_threshold: float | None = None,
+    *,
+    several_labels: bool = False,
 ) -> Tensor:
     """Return the mean over batch and classes of -[p t log sigmoid(x) + (1 - t) log(1 - sigmoid(x))], in nats.
 
     logits: [batch, classes]. targets: [batch] int64, or [batch, classes] from 0 to 1. ``pos_weight``: p, one number or
     one per class. ``target_threshold``: smoothed targets above it become 1 and all others 0 (arXiv:2110.00476, section
-    3.1, trains with such targets). A sum over classes would be ``classes`` times as large, and so would its gradient.
-    Raises ValueError for other shapes. The mean over ranks is the loss of the global batch if all have as many rows.
+    3.1, trains with such targets). ``several_labels``: an image may have none or several of the classes, as it always
+    may if there is one; smoothing adds s / 2 to each then, and s / ``classes`` otherwise. A sum over classes would be
+    ``classes`` times as large, and so would its gradient. Raises ValueError for other shapes. The mean over ranks is
+    the loss of the global batch if all have as many rows.
     """
     logits = full_precision(logits)
     _check("bce", logits, targets)
@@ -55,7 +60,7 @@ def binary_cross_entropy(
         targets = torch.zeros_like(logits).scatter_(1, targets.unsqueeze(1), 1.0)
     targets = targets.to(logits.dtype)
     if label_smoothing:
-        targets = (1 - label_smoothing) * targets + label_smoothing / classes
+        targets = (1 - label_smoothing) * targets + label_smoothing / (2 if several_labels else max(2, classes))
     if target_threshold is not None:
         targets = (targets > target_threshold).to(logits.dtype)
     weight = None if pos_weight is None else logits.new_tensor(pos_weight)

@@ -53,6 +53,10 @@ class Objective(ABC):
         """Return the objective of a run."""
         return cls(spec.training, mesh)
 
+    def continue_from(self, other: Objective) -> None:
+        """Take over what was learned of the data by the objective of the stage before, of the same run."""
+        return
+
     def prepared(self, batch: Any) -> Inputs:
         """Return a micro-batch with the inputs of the model and the targets of the loss, on its device."""
         return batch  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,13 +57,11 @@ class PreparedImages(NamedTuple):
 class ImageObjective(Objective):
     """A loss of ``training.loss`` over the outputs of a network for images.
 
-    ``class_names``: in the order of the labels; None: classes are shown by their numbers. ``several_labels``: an image
-    may have none or several of the classes, and not exactly one.
+    ``class_names``: in the order of the labels; None: classes are shown by their numbers.
     """
 
     masks_samples = True
     class_names: Sequence[str] | None = None
-    several_labels = False
     _validation_loss: MeanLoss | None = None  # None: no validation is in progress
     _measures: Measures | None = None
 
@@ -76,6 +75,14 @@ class ImageObjective(Objective):
         self._mean, self._std = spec.data.images.normalization(spec.model.family, image_channels(spec.model))
         channels_last = getattr(spec.model, "memory_format", "contiguous_format") == "channels_last"
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def describe_classes(self, names: Sequence[str] | None, *, several_labels: bool) -> None:
+        """Set the names of the classes; ``several_labels``: an image may have none or several, and not exactly one."""
+        self.class_names, self._settings = names, replace(self._settings, several_labels=several_labels)
+
+    def continue_from(self, other: Objective) -> None:
+        if isinstance(other, ImageObjective):
+            self.describe_classes(other.class_names, several_labels=other._settings.several_labels)
 
     @classmethod
     def of(cls, spec: RunSpec, mesh: Mesh) -> Objective:
@@ -110,7 +117,7 @@ class ImageObjective(Objective):
 
         ``targets``: of some samples, [samples, values], for a regression.
         """
-        name, one_class = self.training.loss.of(self.training.objective), not self.several_labels
+        name, one_class = self.training.loss.of(self.training.objective), not self._settings.several_labels
         return uninformed_loss(name, self.training.loss, samples, self._classes, one_class=one_class, targets=targets)
 
     def begin_validation(self) -> None:

@@ -193,3 +193,14 @@ def _grow(dataset: Path, count: int) -> None:
         file.finish()
     document = json.loads((dataset / "dataset.json").read_text()) | {"train_samples": count}
     (dataset / "dataset.json").write_text(json.dumps(document | {"seal": seal_of(document)}))
+
+
+@pytest.mark.parametrize(("labels", "one"), [([[1], [0], [2]], True), ([[1], [0, 2], [1]], False), ([[1], []], False)])
+def test_an_index_of_several_classes_knows_if_each_image_has_exactly_one(
+    labels: list[list[int]], one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scaletrain_cli.data.images.reading._ENDS", 2)
+    images = [image_bytes(number) for number in range(len(labels))]
+    write_table(tmp_path / "source" / "a.parquet", {"image": images, "label": labels})
+    built = index(tmp_path / "source", tmp_path / "runs", ImageSettings(targets="classes", validation_share=0.0))
+    assert open_images(built)["train"].has_one_class is one

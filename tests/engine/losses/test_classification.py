@@ -99,6 +99,22 @@ def test_targets_above_the_threshold_count_as_one_after_smoothing() -> None:
         assert binary_cross_entropy(x, targets, smoothing, target_threshold=threshold).item() == expected.item()
 
 
+def test_labels_of_which_an_image_may_have_several_are_smoothed_as_one_of_two_classes_each() -> None:
+    x, smoothing = logits(torch.float64), 0.1
+    several = (torch.rand(ROWS, CLASSES, generator=torch.Generator().manual_seed(2)) > 0.5).double()
+    two = torch.stack((torch.zeros_like(x), x), 1)  # sigmoid(x) = softmax([0, x])_1
+    expected = F.cross_entropy(two, several.long(), label_smoothing=smoothing)
+    same(binary_cross_entropy(x, several, smoothing, several_labels=True), expected, x, 1e-12)
+    settings = LossSettings(LossSpec(name="bce"), smoothing, several_labels=True)
+    assert LOSSES["bce"](x, several, settings, Axis()).item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_one_output_is_smoothed_as_one_of_two_classes() -> None:
+    x, targets = logits(torch.float64, classes=1), torch.tensor([[0.0], [1.0]] * (ROWS // 2), dtype=torch.float64)
+    expected = F.binary_cross_entropy_with_logits(x, 0.8 * targets + 0.1)
+    assert binary_cross_entropy(x, targets, 0.2).item() == pytest.approx(expected.item(), abs=1e-12)
+
+
 def test_large_logits_and_a_single_class_have_finite_losses() -> None:
     large = logits(torch.float32, 1e4)
     for loss in (cross_entropy, binary_cross_entropy):
