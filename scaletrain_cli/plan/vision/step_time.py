@@ -152,7 +152,7 @@ def _whole(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-_FP32_BYTES = 4
+_FP64_BYTES = 8
 # Host seconds to launch one kernel of an eager network, including autograd (order of magnitude).
 _ISSUE_SECONDS = 6e-6
 
@@ -257,7 +257,6 @@ def network_seconds(
 # With this micro-batch or a larger one, the statistics of one rank are as good as those of several: the size at which
 # arXiv:1803.08494, figure 5, compares BatchNorm with GroupNorm.
 _ENOUGH_IMAGES = 32
-_SUMS, _BACKWARD_SUMS = 2, 1  # collectives of a synchronized BatchNorm
 
 
 def synchronizes_batch_norm(spec: RunSpec, layout: Layout) -> bool:
@@ -274,8 +273,9 @@ def synchronization_seconds(spec: RunSpec, layout: Layout, device: Accelerator) 
         return 0.0
     link = cluster_link(spec.cluster, device)
     widths = [buffer.shape[0] for buffer in vision_buffers(vision_model(spec)) if buffer.name.endswith("running_mean")]
-    each = sum(link.reduce(_FP32_BYTES * (width + 1), layout.data_parallel) for width in widths)
-    return layout.gradient_accumulation_steps * (_SUMS + _BACKWARD_SUMS) * each
+    # forward: sums with the number of values, then squares; backward: two sums
+    sizes = [_FP64_BYTES * values for width in widths for values in (width + 1, width, 2 * width)]
+    return layout.gradient_accumulation_steps * sum(link.reduce(size, layout.data_parallel) for size in sizes)
 
 
 def _data_seconds(
