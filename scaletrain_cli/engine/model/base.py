@@ -64,9 +64,9 @@ class VisionModel(TrainedModel):
     """A network for images, or for pairs of image and text.
 
     pixels: [images, channels, height, width], normalized, in the dtype of the weights. A network for images is called
-    with ``forward(pixels, samples=None, *, output=None)`` and returns logits [images, num_labels], or with num_labels
-    = 0 the pooled features. ``samples``: [images] int64, unique numbers of the images in the run, which key stochastic
-    depth; None in evaluation. One for pairs is called with ``forward(pixels, tokens, *, output=None)``.
+    with ``forward(pixels, samples=None, *, output=None)`` and returns [images, num_labels]: logits, predicted numbers,
+    or the features that nt_xent compares. ``samples``: [images] int64, unique numbers of the images in the run, which
+    key stochastic depth; None in evaluation. One for pairs is called with ``forward(pixels, tokens, *, output=None)``.
     """
 
     @abstractmethod

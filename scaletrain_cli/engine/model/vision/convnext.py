@@ -123,8 +123,7 @@ class ConvNextForImageClassification(VisionModel):
         super().__init__()
         self.spec = spec
         self.convnext = ConvNextModel(spec)
-        features = spec.hidden_sizes[-1]
-        self.classifier = nn.Linear(features, spec.num_labels) if spec.num_labels else nn.Identity()
+        self.classifier = nn.Linear(spec.hidden_sizes[-1], spec.num_labels)
 
     @property
     def blocks(self) -> nn.ModuleDict:
@@ -147,7 +146,7 @@ class ConvNextForImageClassification(VisionModel):
         samples: Tensor | None = None,
         output: Callable[[ConvNextForImageClassification, Tensor], Any] | None = None,
     ) -> Any:
-        """Return logits [batch, num_labels], or without classes features [batch, hidden].
+        """Return logits [batch, num_labels].
 
         ``pixels``: [batch, channels, height, width]. ``samples``: [batch], unique numbers of the images in the run,
         which the dropped paths are a function of; needed in training with ``drop_path_rate`` above 0.

@@ -124,9 +124,7 @@ class ResNetForImageClassification(VisionModel):
         super().__init__()
         self.spec = spec
         self.resnet = ResNetModel(spec)
-        features = spec.hidden_sizes[-1]
-        classifier = nn.Linear(features, spec.num_labels) if spec.num_labels else nn.Identity()
-        self.classifier = nn.Sequential(nn.Flatten(), classifier)
+        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(spec.hidden_sizes[-1], spec.num_labels))
 
     @property
     def blocks(self) -> nn.ModuleDict:
@@ -153,7 +151,7 @@ class ResNetForImageClassification(VisionModel):
         samples: Tensor | None = None,
         output: Callable[[ResNetForImageClassification, Tensor], Any] | None = None,
     ) -> Any:
-        """Return logits [batch, num_labels], or without classes features [batch, hidden].
+        """Return logits [batch, num_labels].
 
         ``pixels``: [batch, channels, height, width]. ``samples`` has no effect.
         """

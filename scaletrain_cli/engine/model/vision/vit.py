@@ -141,7 +141,7 @@ class ViTForImageClassification(VisionModel):
         super().__init__()
         self.spec = spec
         self.vit = ViTModel(spec)
-        self.classifier = nn.Linear(spec.hidden_size, spec.num_labels) if spec.num_labels else nn.Identity()
+        self.classifier = nn.Linear(spec.hidden_size, spec.num_labels)
 
     @property
     def blocks(self) -> nn.ModuleDict:
@@ -165,7 +165,7 @@ class ViTForImageClassification(VisionModel):
         samples: Tensor | None = None,
         output: Callable[[ViTForImageClassification, Tensor], Any] | None = None,
     ) -> Any:
-        """Return logits [batch, num_labels], or without classes features [batch, hidden].
+        """Return logits [batch, num_labels].
 
         ``pixels``: [batch, channels, image_size, image_size]. ``samples``: [batch], unique numbers of the images in
         the run, which the dropped paths are a function of; needed in training with ``drop_path_rate`` above 0.
