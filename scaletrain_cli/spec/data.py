@@ -23,7 +23,7 @@ from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import AnyStep, preparation_inconsistencies
 from scaletrain_cli.spec.quantities import Fraction, Matching, Text, Whole
-from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 from scaletrain_cli.spec.sources import (
     CacheSpec,
     LoaderSpec,
@@ -78,6 +78,7 @@ class TokenizerSpec(Section):
 _WITH_ROWS = used_when(where("training.objective", "sft", "dpo"))
 _WITH_TEXT = used_when(where("training.objective", "causal_lm"))
 _WITH_TEXT_OR_IMAGES = used_when(where("training.objective", "causal_lm", *LOSSES_OF))
+_WITH_WORDS = used_when(where_not("model.family", "resnet", "convnext", "vit"))
 # The name of the source in a spec with data.source.
 ONLY_SOURCE = "source"
 
@@ -137,7 +138,7 @@ class DataSpec(Section):
         description="a document or image that cannot be read ends the preparation, or is left out and counted",
     )
     images: Annotated[ImagesSpec, used_when(where("training.objective", *LOSSES_OF))] = LEFT_OUT
-    tokenizer: TokenizerSpec = LEFT_OUT
+    tokenizer: Annotated[TokenizerSpec, _WITH_WORDS] = LEFT_OUT
     validation_split: Fraction = 0.05
     loss_mask: Annotated[Literal["none", "document_starts"], _WITH_TEXT] = Field(
         default="none", description="document_starts: exclude the first token of each document from the loss"

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.quantities import NonNegative, Positive, Text, not_a_switch
-from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where_not
+from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
 Probability = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1)]
 Color = Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=4)]
@@ -31,12 +31,19 @@ def _share_of_area(value: tuple[float, float]) -> tuple[float, float]:
 AreaRange = Annotated[Range, AfterValidator(_share_of_area)]
 
 
+_WITH_CLASSES = used_when(where("training.objective", "classification"))
+_WITH_LABELS = used_when(where("training.objective", "classification", "regression"))
+_WITH_CAPTIONS = used_when(where("model.family", "clip"))
+
+
 class ImageFieldsSpec(Section):
     """Columns of parquet files, or suffixes of the members of a tar shard, with the parts of a sample."""
 
     image: Text = Field(default="auto", description="auto: jpg, jpeg, png or webp in tar shards; image in parquet")
-    label: Text = Field(default="auto", description="auto: cls in tar shards, label in parquet, or the folder")
-    caption: Text = Field(
+    label: Annotated[Text, _WITH_LABELS] = Field(
+        default="auto", description="auto: cls in tar shards, label in parquet, or the folder"
+    )
+    caption: Annotated[Text, _WITH_CAPTIONS] = Field(
         default="auto",
         description="auto: txt in tar shards, caption or text in parquet; json:KEY: a key of a JSON member",
     )
@@ -107,7 +114,7 @@ class ImagesSpec(Section):
     """Images of training: their fields, normalization, size in evaluation, decoder and augmentation."""
 
     fields: ImageFieldsSpec = LEFT_OUT
-    classes: Text | None = Field(
+    classes: Annotated[Text | None, _WITH_CLASSES] = Field(
         default=None, description="file with a class name per line, in the order of the labels; null: sorted folders"
     )
     mean: Color | None = Field(

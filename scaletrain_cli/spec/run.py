@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, 
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
-from scaletrain_cli.spec.corpus_files import PYTHON_STDLIB
+from scaletrain_cli.spec.corpus_files import EMBEDDED, PYTHON_STDLIB
 from scaletrain_cli.spec.data import DataSpec
 from scaletrain_cli.spec.evaluation import EvaluationSpec, cluster_problems
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
@@ -439,9 +439,14 @@ class RunSpec(Section):
         if self.training.objective not in allowed:
             yield "training.objective", f"must be {' or '.join(allowed)} with family: {family}."
         yield from self._image_inconsistencies()
-        for key in ("sources", "prepare"):
-            if getattr(self.data, key):
-                yield f"data.{key}", f"must be empty: {family} is not trained on text."
+        if self.data.prepare:
+            yield "data.prepare", f"must be empty: {family} is not trained on text."
+        if self.data.sources:
+            yield "data.sources", "must be empty: images have one source. Set data.source."
+        for key, path in self.data.paths():
+            if path in EMBEDDED:
+                message = f"is a source of text. Use {SKLEARN_DIGITS}, or files with images, with family: {family}."
+                yield key, message
         if self.training.tokens is not None:
             yield "training.tokens", f"counts tokens of text. Set training.samples with family: {family}."
         if self.training.samples is not None and self.training.schedule.warmup_steps > self.total_steps:
@@ -474,6 +479,8 @@ class RunSpec(Section):
             yield "data.images.augment", "mixes classes. Set mixup and cutmix to 0, or objective: classification."
         if mixes and size != "auto" and size % 2:
             yield "training.micro_batch_size", "must be even with mixup or cutmix, which mix pairs of images."
+        if mixes and training.global_batch_size % 2:
+            yield "training.global_batch_size", "must be even with mixup or cutmix, which mix pairs of images."
         if training.objective == "contrastive":
             name, pairs = training.loss.of("contrastive"), isinstance(model, ClipSpec)
             allowed = ("auto", "info_nce", "sigmoid") if pairs else ("nt_xent",)

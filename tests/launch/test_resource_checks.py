@@ -615,4 +615,3 @@ def test_a_file_of_class_names_must_be_readable_and_have_a_name_for_each_label(t
         assert said in problem
     (problem,) = problems("two.txt", "model.num_labels=3")
     assert "has 2 names, and model.num_labels is 3" in problem
-    assert problems("two.txt", "model.num_labels=3", "training.objective=regression") == []

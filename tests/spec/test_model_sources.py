@@ -160,10 +160,11 @@ def test_every_key_of_a_transformers_config_is_used_or_known_to_have_no_effect(f
         whole |= {"sliding_window": None, "num_experts_per_tok": 6 if family == "deepseek_v2" else None}
     assert len(whole) > 15
     write_config(tmp_path, whole)
-    load(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)
+    start = START.replace(", tokenizer: {vocab_size: 512}", "") if family in ("resnet", "convnext", "vit") else START
+    load(f"{start}model: {{hf_config: .}}\n", base_dir=tmp_path)
     for key in ("something_new", *OTHERWISE.get(family, {})):
         write_config(tmp_path, whole | {key: OTHERWISE.get(family, {}).get(key, "x")})
-        assert f"has {key} = " in (reported := problem(f"{START}model: {{hf_config: .}}\n", base_dir=tmp_path)) or (
+        assert f"has {key} = " in (reported := problem(f"{start}model: {{hf_config: .}}\n", base_dir=tmp_path)) or (
             f"has the unsupported key {key}." in reported or f"and {key} = " in reported
         ), key
 

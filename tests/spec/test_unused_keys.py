@@ -21,11 +21,11 @@ from tests.spec.samples import PROJECT, RECIPES, SPEC, error, load, problem
 GPT = SPEC.replace("family: llama", "family: gpt")
 SFT = ("training.objective=sft", "data.source=python-docstrings")
 DPO = ("training.objective=dpo", "data.source=python-docstrings")
-IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}",)
-GROUP_NORM = ("model={family: resnet, hidden_sizes: [128], depths: [1], norm: group}",)
-VIT = ("model={preset: vit-base-patch16}",)
+IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}", "data.source=pictures")
+GROUP_NORM = ("model={family: resnet, hidden_sizes: [128], depths: [1], norm: group}", "data.source=pictures")
+VIT = ("model={preset: vit-base-patch16}", "data.source=pictures")
 TOWER = "{hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1, intermediate_size: 8}"
-CLIP = (f"model={{family: clip, vision_config: {TOWER}, text_config: {TOWER}}}",)
+CLIP = (f"model={{family: clip, vision_config: {TOWER}, text_config: {TOWER}}}", "data.source=pictures")
 VIEWS = (*IMAGES, "training.objective=contrastive", "training.loss.name=nt_xent", "evaluation.every=0")
 EXPERTS = ("model.num_experts=2", "model.num_experts_per_tok=1")
 TWO_SOURCES = "[{name: web, path: /w, weight: 1}, {name: code, path: /c, weight: 1}]"
@@ -63,6 +63,10 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "data.on_bad": ("skip", SFT, ()),
     "model.new_classifier": ("true", VIT, (*VIT, "model.weights=w")),
     "data.images": ("{crop_ratio: 0.9}", (), IMAGES),
+    "data.images.fields.label": ("target", CLIP, IMAGES),
+    "data.images.fields.caption": ("text", IMAGES, CLIP),
+    "data.images.classes": ("names.txt", CLIP, IMAGES),
+    "data.tokenizer": ("{vocab_size: 99}", (*IMAGES, "data.tokenizer.vocab_size=32000"), ()),
     "data.images.augment.mix_probability": ("0.5", IMAGES, (*IMAGES, "data.images.augment.mixup=0.2")),
     "data.images.augment.switch_probability": ("0.3", IMAGES, (*IMAGES, "data.images.augment.cutmix=1")),
     "data.cache": ("{size: 1GB}", SFT, ()),

@@ -235,3 +235,22 @@ def complaints(text: str) -> list[Any]:
 )
 def test_the_schema_describes_vision_networks(model: str, fine: bool) -> None:
     assert (not complaints(with_model(model))) == fine
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.source=python-stdlib", "is a source of text. Use sklearn-digits, or files with images"),
+        ("data.source=python-docstrings", "is a source of text. Use sklearn-digits, or files with images"),
+        ("data={sources: [{name: a, path: a/}]}", "must be empty: images have one source. Set data.source."),
+        ("training={global_batch_size: 255, steps: 9}", "must be even with mixup or cutmix"),
+    ],
+)
+def test_data_that_a_vision_network_cannot_read_are_rejected(override: str, expected: str) -> None:
+    given = problem(VISION, override, "data.images.augment.mixup=0.2")
+    assert expected in given
+
+
+def test_micro_batches_of_mixed_images_are_even() -> None:
+    spec = load(VISION, "data.images.augment.cutmix=1", "training.global_batch_size=198", "cluster.gpus_per_node=1")
+    assert make_plan(spec).layout.micro_batch_size % 2 == 0

@@ -215,7 +215,7 @@ def class_file_problems(view: View) -> Iterator[Problem]:
         yield view.problem(key, Reason("checks.classes-unreadable", {"said": said}), path)
         return
     labels = getattr(view.spec.model, "num_labels", None)
-    if view.spec.training.objective == "classification" and len(names) != labels:
+    if len(names) != labels:
         yield view.problem(key, Reason("checks.classes-differ", {"names": len(names), "labels": labels}), path)
 
 
