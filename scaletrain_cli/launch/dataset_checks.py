@@ -6,8 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from scaletrain_cli.data.images.compatibility import require_same_tokenizer
+from scaletrain_cli.data.images.compatibility import require_outputs, require_same_tokenizer
 from scaletrain_cli.data.stages import planned_stages
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.resource_checks.files import View
@@ -18,14 +19,25 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.losses import LOSSES_OF
 
 
 def require_usable(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) -> None:
-    """Check the prepared text of a run. ``datasets``: of its sources, as a run records them; others are not checked.
+    """Check the prepared text or images of a run.
+
+    ``datasets``: of its sources, as a run records them; others are not checked.
 
     Raises UsageError for a source without a sequence to train on, and InfeasibleError if the epochs of some sources
-    leave nothing for the others.
+    leave nothing for the others. Of images: if the model has too few outputs, or there are too few to validate on.
     """
+    if spec.training.objective in LOSSES_OF:
+        for entry in datasets:
+            folder = runs_root / "datasets" / str(entry["folder"])
+            with contextlib.suppress(OSError):
+                document = read_document(folder / DATASET) or {}
+                require_outputs(spec, document, folder)
+                _require_enough_to_validate(spec, document)
+        return
     if spec.training.objective != "causal_lm":
         return
     sequences = _train_sequences(spec, runs_root, datasets)
@@ -34,6 +46,22 @@ def require_usable(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) ->
         raise UsageError(Reason("checks.spec-unusable", {"problems": len(problems)}), problems)
     if all(source.name in sequences for source in spec.data.all_sources):
         planned_stages(spec.data, sequences, spec.total_steps, spec.training.global_batch_size)
+
+
+def _require_enough_to_validate(spec: RunSpec, document: Mapping[str, Any]) -> None:
+    """Raise UsageError if images are too few in every layout of the spec, as the ranks would.
+
+    The ranks validate on samples for training where those of the validation split do not fill a micro-batch of all
+    replicas, and need as many to train on.
+    """
+    train, validation = document.get("train_samples"), document.get("validation_samples")
+    micro = spec.training.micro_batch_size
+    width = min(spec.world_size * (micro if isinstance(micro, int) else 1), spec.training.global_batch_size)
+    if not spec.evaluation.every or not isinstance(train, int) or not isinstance(validation, int):
+        return
+    if validation < width and train < 2 * width:
+        counts = {"unit": spec.unit, "train": train, "validation": validation, "width": width}
+        raise UsageError(Reason("engine.images-too-few-to-validate", counts))
 
 
 def require_same_data(spec: RunSpec, checkpoint: Checkpoint, datasets: Iterable[Entry], folder: Path = Path()) -> None:

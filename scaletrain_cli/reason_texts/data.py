@@ -25,8 +25,8 @@ TEXTS: dict[str, Text] = {
     "image-unreadable": Text(
         "{place}: the image cannot be decoded: {problem}",
         (
-            "Restore the file from a copy, or set data.on_bad: skip and prepare the data again with "
-            "`scaletrain data prepare`, which leaves such images out",
+            "Restore the file from a copy and resume the run, or start a new run with data.on_bad: skip, which leaves "
+            "such images out",
         ),
     ),
     "torchvision-absent": Text(

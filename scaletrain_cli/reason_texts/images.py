@@ -65,6 +65,14 @@ TEXTS: dict[str, Text] = {
         "the targets in {folder} have {numbers:whole} numbers, and model.num_labels = {labels:whole}",
         ("Set model.num_labels to the numbers of a target",),
     ),
+    "index-of-other-settings": Text(
+        "{folder} is an index that was made with {key} = {found}, and the spec has {value}",
+        ("Set {key} to {found}, or give the source of the images as data.source",),
+    ),
+    "index-of-other-targets": Text(
+        "{folder} is an index that was made for {found}, and has not what training.loss = {loss} needs of a sample",
+        ("Give the source of the images as data.source, which is then indexed for this loss",),
+    ),
     "index-not-stored": Text(
         "the index cannot be stored: {folder} exists and cannot be read", ("Remove it, or ask its owner to remove it",)
     ),

@@ -7,10 +7,104 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.images.samples import ImageSettings, Targets, class_names, image_settings
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import DATASET
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec import ClipSpec, RunSpec
+from scaletrain_cli.spec import ClipSpec, DataSpec, RunSpec
+
+SCHEMA = "scaletrain.images/v1"
+_TARGETS: dict[str, Targets] = {"classification": "class", "regression": "numbers", "contrastive": "none"}
+_READ_FOR = {"class": "cross_entropy", "classes": "bce", "numbers": "regression", "none": "contrastive losses"}
+_DEFAULT_SHARE = DataSpec.model_fields["validation_split"].default
+_MOST_NAMES = 5  # of classes, in a message
+
+
+def settings_of(spec: RunSpec, folder: Path = Path()) -> ImageSettings:
+    """Return how the sources of a spec are read: what its loss needs of a sample. Raises UsageError.
+
+    ``folder``: the base of relative paths.
+    """
+    targets, captions = _read_parts(spec)
+    return image_settings(
+        spec.data.images,
+        targets,
+        captions=captions,
+        validation_share=spec.data.validation_split,
+        skips_bad=spec.data.on_bad == "skip",
+        format=spec.data.format,
+        folder=folder,
+    )
+
+
+def given_index(path: str, folder: Path) -> Path | None:
+    """Return the folder that a path names if it is an index itself."""
+    place = folder / expand_home(path)
+    document = read_document(place / DATASET)
+    return place if document is not None and document.get("schema") == SCHEMA else None
+
+
+def require_settings(spec: RunSpec, document: Mapping[str, Any], index: Path, folder: Path = Path()) -> None:
+    """Raise UsageError if an index that a spec names as its source was made for other settings.
+
+    Settings with their default value ask for nothing. ``document``: dataset.json. ``folder``: the base of the path of
+    data.images.classes.
+    """
+    made, images, data = document.get("settings") or {}, spec.data.images, spec.data
+    targets, captions = _read_parts(spec)
+    read = made.get("targets", targets)
+    if (targets != "none" and read != targets) or (captions and not made.get("captions", captions)):
+        params = {"folder": str(index), "loss": spec.training.loss.of(spec.training.objective)}
+        raise UsageError(Reason("images.index-of-other-targets", params | {"found": _READ_FOR[read]}))
+    given = {
+        "data.format": (data.format, "auto", made.get("format")),
+        "data.images.fields.image": (images.fields.image, "auto", made.get("image")),
+        "data.validation_split": (data.validation_split, _DEFAULT_SHARE, made.get("validation_share")),
+        "data.on_bad": (data.on_bad, "stop", "skip" if made.get("skips_bad") else "stop"),
+    }
+    if targets != "none":
+        given["data.images.fields.label"] = images.fields.label, "auto", made.get("label")
+    if captions:
+        given["data.images.fields.caption"] = images.fields.caption, "auto", made.get("caption")
+    if given["data.format"][0] == document.get("format"):
+        del given["data.format"]
+    if images.classes is not None and targets in ("class", "classes") and document.get("classes") is not None:
+        names = ", ".join(class_names(images.classes, folder)[:_MOST_NAMES])
+        given["data.images.classes"] = names, "", ", ".join(document["classes"][:_MOST_NAMES])
+        if list(class_names(images.classes, folder)) == document["classes"]:
+            del given["data.images.classes"]
+    for key, (value, default, found) in given.items():
+        if value not in (default, found):
+            params = {"folder": str(index), "key": key, "value": str(value), "found": str(found)}
+            raise UsageError(Reason("images.index-of-other-settings", params))
+
+
+def _read_parts(spec: RunSpec) -> tuple[Targets, bool]:
+    """Return the targets that the loss of a spec needs, and True if it needs captions."""
+    objective = spec.training.objective
+    loss = spec.training.loss.of(objective)
+    captions = objective == "contrastive" and loss != "nt_xent"  # which compares views of one image
+    return "classes" if loss == "bce" else _TARGETS[objective], captions
+
+
+def require_outputs(spec: RunSpec, document: Mapping[str, Any], index: Path) -> None:
+    """Raise UsageError if the data have more classes than the model has outputs, or targets of another size.
+
+    Targets of several classes per image have a number for each of them.
+    """
+    labels, classes = getattr(spec.model, "num_labels", None), document.get("num_classes")
+    if labels is None:
+        return
+    several = (document.get("settings") or {}).get("targets") == "classes"
+    if classes is not None and (classes > labels or (several and classes != labels)):
+        params = {"folder": str(index), "classes": classes, "labels": labels}
+        raise UsageError(Reason("images.more-classes-than-labels", params))
+    size = document.get("target_size")
+    if size is not None and size != labels:
+        params = {"folder": str(index), "numbers": size, "labels": labels}
+        raise UsageError(Reason("images.targets-differ-from-labels", params))
 
 
 def caption_tokenizer_digest(spec: RunSpec, folder: Path = Path()) -> str | None:

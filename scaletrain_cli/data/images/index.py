@@ -30,6 +30,7 @@ import numpy as np
 
 from scaletrain_cli.data.chunk_hashes import HashedFile
 from scaletrain_cli.data.drafts import draft_of, write_whole
+from scaletrain_cli.data.images.compatibility import SCHEMA
 from scaletrain_cli.data.images.digits import DigitsUnit
 from scaletrain_cli.data.images.listing import Listing, list_source
 from scaletrain_cli.data.images.samples import Bad, Found, ImageSettings, Unit
@@ -55,7 +56,6 @@ from scaletrain_cli.rundir.shared_datasets import (
 from scaletrain_cli.safe_files import create_file, make_folder, open_new
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 
-SCHEMA = "scaletrain.images/v1"
 # Raised with every change of the index of equal images.
 _VERSION = "images/v1"
 # ``file``: its number in files.json. ``offset``: of the first byte of the image; in a table the number of the group of

@@ -205,7 +205,7 @@ def template_problems(view: View) -> Iterator[Problem]:
 def class_file_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.images.classes``."""
     path, key = view.spec.data.images.classes, "data.images.classes"
-    if view.spec.code.own_program or path is None or view.unseen(path):
+    if view.spec.code.own_program or path is None or view.prepared or view.unseen(path):
         return
     try:
         with open_to_read(view.folder / expand_home(path)) as file:
@@ -499,6 +499,7 @@ def not_checked(view: View) -> Iterator[Reason]:
         **{key: None if own or path in EMBEDDED_SOURCES else path for key, path in spec.data.paths()},
         "data.tokenizer.path": None if own else spec.data.tokenizer.path,
         "data.chat_template": None if own else spec.data.chat_template,
+        "data.images.classes": None if own or view.prepared else spec.data.images.classes,
         "model.weights": None if own or view.begun else getattr(spec.model, "weights", None),
         "model.adapter.weights": None if own or view.begun else _adapter_weights(spec),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,

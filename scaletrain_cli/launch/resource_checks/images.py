@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from scaletrain_cli.errors import Problem, ScaletrainError
+from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.shared_datasets import DATASET
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.resource_checks.files import View
@@ -21,17 +23,24 @@ _WITH_CAUSE = {"images.source-unusable": "problem", "remote.of-key": "cause"}  #
 
 def image_problems(view: View, source: str) -> Iterator[Problem]:
     """Yield the problems of ``data.source``. Reads the names of files and the schema of one table."""
+    from scaletrain_cli.data.images.compatibility import given_index, require_outputs, require_settings, settings_of
+
+    if (index := given_index(source, view.folder)) is not None:
+        document = read_document(index / DATASET) or {}
+        try:
+            require_settings(view.spec, document, index, view.folder)
+            require_outputs(view.spec, document, index)
+        except UsageError as error:
+            yield view.problem("data.source", error.reason or recorded(error.message), source)
+        return
     if find_spec("numpy") is None:  # on a login node; the preparation needs it, and checks the same
         return
     from scaletrain_cli.data.images.listing import list_source
-    from scaletrain_cli.data.images.prepared import given_index, settings_of
 
     here = view.spec.cluster.traits.runs_here or view.on_node
     if here and find_spec("PIL") is None:
         params: dict[str, object] = {"module": "PIL", "command": install_command("vision")}
         yield view.problem("data.source", Reason("sources.library-missing", params), source)
-        return
-    if given_index(source, view.folder) is not None:
         return
     try:
         settings = settings_of(view.spec, view.folder)

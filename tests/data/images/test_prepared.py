@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.images.prepared import settings_of
+from scaletrain_cli.data.images.compatibility import settings_of
 from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.resource_checks.files import View, row_problems
+from scaletrain_cli.launch.dataset_checks import require_usable
+from scaletrain_cli.launch.resource_checks.files import View, class_file_problems, row_problems
 from scaletrain_cli.rundir.datasets import entries_of, record_datasets
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.data.images.pictures import ignore, write_folder, write_shards
@@ -76,6 +77,71 @@ def test_more_classes_than_labels_are_an_error(tmp_path: Path) -> None:
     run = spec(tmp_path, f"data.source={source}", "model.num_labels=4")
     with pytest.raises(UsageError, match=r"have 5 classes, and model\.num_labels = 4"):
         prepare_run_datasets(run, tmp_path / "runs", {}, 1, ignore)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("data.validation_split=0.5", r"with data\.validation_split = 0\.25, and the spec has 0\.5"),
+        ("data.on_bad=skip", r"with data\.on_bad = stop, and the spec has skip"),
+        ("data.images.fields.label=json:classes", r"with data\.images\.fields\.label = auto, and the spec has json"),
+        ("training.loss=bce", r"made for cross_entropy, and has not what training\.loss = bce needs"),
+        ("data.images.classes=names.txt", r"with data\.images\.classes = a, b, and the spec has x, y"),
+    ],
+)
+def test_an_index_of_other_settings_is_refused_as_the_source(override: str, problem: str, tmp_path: Path) -> None:
+    write_folder(tmp_path / "two", [f"{kind}/{number}.jpg" for kind in "ab" for number in range(8)])
+    runs = tmp_path / "runs"
+    made = prepare_run_datasets(spec(tmp_path, f"data.source={tmp_path / 'two'}"), runs, {}, 1, ignore)["source"]
+    (tmp_path / "names.txt").write_text("x\ny\n")
+    given = (f"data.source={made}", "model.num_labels=2")
+    assert find_run_datasets(spec(tmp_path, *given, "data.format=image_folder"), runs, {}) == {"source": made}
+    other = spec(tmp_path, *given, override)
+    with pytest.raises(UsageError, match=problem):
+        find_run_datasets(other, runs, {}, tmp_path)
+    (found,) = row_problems(View(other, tmp_path, {}))
+    assert re.search(problem, found.message)
+
+
+def test_a_recorded_index_needs_no_file_of_classes(tmp_path: Path) -> None:
+    write_folder(tmp_path / "two", [f"{kind}/{number}.jpg" for kind in "ab" for number in range(8)])
+    (tmp_path / "names.txt").write_text("a\nb\n")
+    run = spec(tmp_path, f"data.source={tmp_path / 'two'}", f"data.images.classes={tmp_path / 'names.txt'}")
+    made = prepare_run_datasets(run, tmp_path / "runs", {}, 1, ignore)
+    (tmp_path / "names.txt").unlink()
+    with pytest.raises(UsageError, match=r"names\.txt cannot be read"):
+        find_run_datasets(run, tmp_path / "runs", {})
+    assert find_run_datasets(run, tmp_path / "runs", made) == made
+    assert prepare_run_datasets(run, tmp_path / "runs", made, 1, ignore) == made
+    assert len(list(class_file_problems(View(run, tmp_path, {})))) == 1
+    assert list(class_file_problems(View(run, tmp_path, {}, prepared=("source",)))) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "document", "problem"),
+    [
+        ("model.num_labels=4", {"num_classes": 5}, "have 5 classes"),
+        ("model.num_labels=5", {"num_classes": 5}, ""),
+        ("training.objective=regression", {"target_size": 3}, "have 3 numbers"),
+        ("training.loss=bce", {"num_classes": 4, "settings": {"targets": "classes"}}, "have 4 classes"),
+        ("evaluation.every=5", {"validation_samples": 7, "train_samples": 15}, "too small to validate on"),
+        ("evaluation.every=5", {"validation_samples": 7, "train_samples": 16}, ""),
+        ("evaluation.every=5", {"validation_samples": 8, "train_samples": 9}, ""),
+        ("evaluation.every=0", {"validation_samples": 0, "train_samples": 9}, ""),
+    ],
+)
+def test_prepared_images_that_a_run_cannot_use_are_refused_before_the_queue(
+    override: str, document: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "datasets/d"
+    folder.mkdir(parents=True)
+    (folder / "dataset.json").write_text(json.dumps(document))
+    entries = [{"source": "source", "folder": "d"}]
+    if not problem:
+        require_usable(spec(tmp_path, override), tmp_path, entries)
+        return
+    with pytest.raises(UsageError, match=problem):
+        require_usable(spec(tmp_path, override), tmp_path, entries)
 
 
 def test_prepare_prints_the_counts_and_the_folder(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scaletrain_cli.data.block_cache import block_cache
-from scaletrain_cli.data.images.prepared import require_outputs
+from scaletrain_cli.data.images.compatibility import require_outputs
 from scaletrain_cli.data.images.reading import IndexedImages, open_images
 from scaletrain_cli.data.images.samples import ImageSample
 from scaletrain_cli.engine.data.images.captions import caption_tokenizer
