@@ -63,7 +63,7 @@ _BESIDE = (
     "chat_template.json",
     TEMPLATE,
 )
-_BESIDE_IMAGES = ("txt", "cls")  # captions and classes
+_BESIDE_IMAGES = ("txt", "cls", "json")  # captions and classes
 _SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]*)://")
 _TEMPLATES = (".jinja", ".jinja2", ".j2")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
@@ -288,7 +288,8 @@ def _source_files(
     elif in_folder:
         kept = ((f, PurePosixPath(f.path.removeprefix(below))) for f in in_folder)
         found = [f for f, name in kept if not _is_hidden(name) and not is_about_the_corpus(Path(name))]
-        kinds = tuple(kind for kind in kinds if kind != "json")  # often a description of the files beside it
+        if SHARD_SUFFIX not in kinds:  # of text often a description of the files beside it; of images their captions
+            kinds = tuple(kind for kind in kinds if kind != "json")
     else:
         found = [f for f in listing.files if path_matches(PurePosixPath(f.path).parts, PurePosixPath(path).parts)]
     formats = [*kinds, *(kind for kind in COMPRESSED if kind[:-3] in kinds)]

@@ -62,3 +62,13 @@ def test_each_node_fetches_images_and_only_the_first_one_text(tmp_path: Path) ->
     text = images.model_copy(update={"training": images.training.model_copy(update={"objective": "causal_lm"})})
     for wanted, counts in ((images, [1, 1]), (text, [1, 0])):
         assert [len(_uses_of_node(RunDir(tmp_path), wanted, rank)) for rank in (0, 1)] == counts
+
+
+def test_captions_beside_images_are_fetched_with_them(hub: Hub, tmp_path: Path) -> None:
+    write_folder(tmp_path / "all/loose", ["cat/1.jpg", "dog/2.png"])
+    for name in ("cat/1.json", "cat/1.txt", "cat/1.cls"):
+        (tmp_path / "all/loose" / name).write_text("{}")
+    hub.add("org/pictures", files_below(tmp_path / "all"), kind="dataset")
+    fetched = fetched_spec(spec(tmp_path, "data.source=hf://datasets/org/pictures/loose"), "data")
+    found = {path.name for path in Path(str(fetched.data.source)).rglob("*.*")}
+    assert found == {"1.jpg", "1.json", "1.txt", "1.cls", "2.png"}
