@@ -44,6 +44,13 @@ TEXTS: dict[str, Text] = {
         "has folders for a training and a validation split, and {other} lies in neither",
         ("Move it into a split, or give the path of the folder to read",),
     ),
+    "no-numbers-beside": Text(
+        "has no file with the numbers of a target beside its images, with a suffix of {suffixes:list}",
+        (
+            "Write the target of a.jpg to a.cls, as 1.5 or [1.5, 2], or set data.images.fields.label to the suffix of "
+            "such files",
+        ),
+    ),
     "too-many-names": Text("{path} stands for more than {most:whole} files"),
     "no-scikit-learn": Text(
         "{source} requires scikit-learn, which is not installed", ("Run: pip install scikit-learn",)

@@ -18,11 +18,15 @@ LABEL, CAPTION = ("cls",), ("txt",)
 
 @dataclass(frozen=True)
 class FolderUnit:
-    """Files below ``root`` by their relative paths. ``has_splits``: the first folder is a split, the next a class."""
+    """Files below ``root`` by their relative paths. ``has_splits``: the first folder is a split, the next a class.
+
+    ``labels_beside``: labels are in files beside the images; else the folder of an image is its class.
+    """
 
     root: str
     names: tuple[str, ...]
     has_splits: bool
+    labels_beside: bool = False
 
     def samples(self, settings: ImageSettings) -> Iterator[Found | Bad]:
         """Yield the image of each file."""
@@ -46,7 +50,7 @@ class FolderUnit:
         if len(image) > MOST_IMAGE_BYTES:
             return Bad(path, Reason("images.file-too-large", {"most": MOST_IMAGE_BYTES}))
         label: object = class_of_path(name, self.has_splits)
-        if settings.label != "auto" or settings.targets not in ("class", "none"):
+        if self.labels_beside:
             label = _beside(path, Member.of(settings.label, LABEL))
         caption = _beside(path, Member.of(settings.caption, CAPTION)) if settings.captions else None
         split = split_of_folder(name) if self.has_splits else ""
@@ -62,11 +66,17 @@ def class_of_path(name: str, has_splits: bool) -> str | None:
 def reads_beside(settings: ImageSettings) -> tuple[str, ...]:
     """Return the suffixes of files beside the images that are read."""
     found: list[str] = []
-    if settings.targets != "none" and (settings.label != "auto" or settings.targets != "class"):
-        found += Member.of(settings.label, LABEL).suffixes
+    found += label_suffixes(settings)
     if settings.captions:
         found += Member.of(settings.caption, CAPTION).suffixes
     return tuple(dict.fromkeys(found))
+
+
+def label_suffixes(settings: ImageSettings) -> tuple[str, ...]:
+    """Return the suffixes of the files beside images that may have their labels; empty if the folder is the class."""
+    if settings.targets == "none" or (settings.label == "auto" and settings.targets == "class"):
+        return ()
+    return Member.of(settings.label, LABEL).suffixes
 
 
 def _beside(path: str, member: Member) -> object:

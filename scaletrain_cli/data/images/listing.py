@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletrain_cli.data.images.digits import CLASS_NAMES, DigitsUnit
-from scaletrain_cli.data.images.folders import FolderUnit, class_of_path, reads_beside
+from scaletrain_cli.data.images.folders import FolderUnit, class_of_path, label_suffixes, reads_beside
 from scaletrain_cli.data.images.samples import ImageSettings, Unit
 from scaletrain_cli.data.images.shards import ShardUnit
 from scaletrain_cli.data.images.tables import names_of_classes, table_units
@@ -60,6 +60,7 @@ class Listing:
     names: tuple[str, ...] = ()
     shards: tuple[tuple[SourceFile, str], ...] = ()
     has_splits: bool = False
+    labels_beside: bool = False  # in files beside the images
     left_out: Mapping[str, int] | None = None
     bytes: int = 0  # of the files
 
@@ -70,7 +71,7 @@ class Listing:
         if self.format == FOLDER:
             starts = range(0, len(self.names), _FILES_OF_A_UNIT)
             parts = (self.names[start : start + _FILES_OF_A_UNIT] for start in starts)
-            return tuple(FolderUnit(self.root, part, self.has_splits) for part in parts)
+            return tuple(FolderUnit(self.root, part, self.has_splits, self.labels_beside) for part in parts)
         if self.format == SHARDS:
             return tuple(ShardUnit(number, file, split) for number, (file, split) in enumerate(self.shards))
         return tuple(
@@ -90,7 +91,7 @@ class Listing:
             return CLASS_NAMES
         if self.format == TABLES:
             return names_of_classes(self.shards[0][0], settings)
-        if self.format == FOLDER and settings.targets == "class" and settings.label == "auto":
+        if self.format == FOLDER and not self.labels_beside:
             found = {class_of_path(name, self.has_splits) for name in self.names}
             return tuple(sorted(name for name in found if name is not None))
         return ()
@@ -133,6 +134,11 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
     beside = reads_beside(settings)
     left_out -= Counter({f".{suffix}": left_out[f".{suffix}"] for suffix in beside})
     described = [name for name in others if name.rpartition(".")[2] in beside]
+    suffixes = label_suffixes(settings)
+    labels_beside = any(name.rpartition(".")[2] in suffixes for name in described)
+    if settings.targets == "numbers" and not labels_beside:
+        raise _unusable(key, path, Reason("images.no-numbers-beside", {"suffixes": suffixes}))
+    labels_beside = labels_beside or settings.label != "auto"
     firsts = {_first_folder(name) for name in names}
     if mixes_splits_and_classes(firsts):
         other = next(name for name in names if not split_of_folder(name))
@@ -147,7 +153,7 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
     if has_splits and len(folders) == 1:  # for training: the validation split is drawn from it
         root, has_splits = os.path.join(root, *folders), False
         names = [name.partition("/")[2] for name in names]
-    return Listing(FOLDER, place, state, root, tuple(names), (), has_splits, left, total_size.bytes)
+    return Listing(FOLDER, place, state, root, tuple(names), (), has_splits, labels_beside, left, total_size.bytes)
 
 
 def _first_folder(name: str) -> str:

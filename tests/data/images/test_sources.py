@@ -270,6 +270,26 @@ def test_folders_whose_names_contain_a_split_are_classes_unless_one_is_for_valid
     assert not splits_by_folder({"train", "bus"})
 
 
+def test_with_several_classes_per_image_a_folder_is_a_list_of_one_class_unless_files_have_lists(tmp_path: Path) -> None:
+    settings = ImageSettings(targets="classes", validation_share=0.0)
+    write_folder(tmp_path / "data", ["ant/0.jpg", "bee/0.jpg"])
+    samples = train(index(tmp_path / "data", tmp_path / "runs", settings))
+    assert [samples.read(number).label for number in range(2)] == [(1.0, 0.0), (0.0, 1.0)]
+    for name, classes in (("ant", "[0, 2]"), ("bee", "[1]")):
+        (tmp_path / "data" / name / "0.cls").write_text(classes)
+    samples = train(index(tmp_path / "data", tmp_path / "runs", settings))
+    assert [samples.read(number).label for number in range(2)] == [(1.0, 0.0, 1.0), (0.0, 1.0, 0.0)]
+
+
+def test_folders_have_no_targets_of_numbers(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data", ["ant/0.jpg"])
+    settings = ImageSettings(targets="numbers", validation_share=0.0)
+    with pytest.raises(UsageError, match="no file with the numbers of a target beside its images"):
+        index(tmp_path / "data", tmp_path / "runs", settings)
+    (tmp_path / "data/ant/0.cls").write_text("[1.5, 2]")
+    assert train(index(tmp_path / "data", tmp_path / "runs", settings)).read(0).label == (1.5, 2.0)
+
+
 def test_a_split_by_hash_depends_on_the_key_alone(tmp_path: Path) -> None:
     settings = ImageSettings(validation_share=0.3)
     opened = open_images(index(write_shards(tmp_path / "a", 1, 40), tmp_path / "runs", settings))
