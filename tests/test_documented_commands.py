@@ -121,6 +121,7 @@ PARSED: dict[str, str] = {
     "scaletrain plan hf://meta-llama/Llama-3.1-8B --gpus 8 --gpu h100-sxm-80gb": "requires the Hugging Face Hub",
     "scaletrain init hf://meta-llama/Llama-3.1-8B tuned.yaml": "requires the Hugging Face Hub",
     "scaletrain checkpoint average RUN --last 5 -o DIR": "needs checkpoints; tests/cli/test_checkpoint.py makes them",
+    "scaletrain train recipes/vision-digits-cpu.yaml": "trains for a minute; tests/drills runs it",
     "scaletrain train sft-tiny-cpu.yaml": "trains for minutes; tests/drills/test_tiny_recipes.py runs it",
     "scaletrain train lora-tiny-cpu.yaml": "trains for minutes; tests/drills/test_tiny_recipes.py runs it",
     **dict.fromkeys(

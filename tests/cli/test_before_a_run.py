@@ -97,7 +97,8 @@ def test_init_chooses_the_scheduler_found_on_this_machine(tmp_path: Path, monkey
 def test_init_copies_recipes_and_lists_them() -> None:
     ended = scaletrain("init", "--list")
     assert ended.code == 0
-    assert ended.out.startswith("recipes: gpt2-124m-a100, llama-10m-cpu, ")
+    assert ended.out.startswith("recipes: clip-b32-kubernetes-spot, clip-b32-slurm, ")
+    assert "gpt2-124m-a100, llama-10m-cpu, " in ended.out
     assert {line.partition(":")[0] for line in ended.out.splitlines()} == {"recipes", "presets", "accelerators"}
     assert scaletrain("init", "--recipe", "llama-7b-h100", "a.yaml").code == 0
     assert Path("a.yaml").read_text() == (PROJECT / "recipes" / "llama-7b-h100.yaml").read_text()
@@ -106,7 +107,7 @@ def test_init_copies_recipes_and_lists_them() -> None:
     assert sorted(path.name for path in Path("own").iterdir()) == ["run.yaml", "train.py"]
     wrong = scaletrain("init", "--recipe", "LLaMA-7b")
     assert wrong.code == ExitCode.USAGE
-    assert "Did you mean llama-7b-h100? Known: gpt2-124m-a100," in wrong.err
+    assert "Did you mean llama-7b-h100? Known: clip-b32-kubernetes-spot," in wrong.err
     beside = scaletrain("init", "--recipe", "llama-7b-h100", "--nodes", "3", "b.yaml")
     assert "--recipe copies a complete spec" in beside.err
 

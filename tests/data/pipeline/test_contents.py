@@ -18,6 +18,7 @@ from scaletrain_cli.data.pipeline.claims import Timing
 from scaletrain_cli.data.pipeline.contents import shared_reading
 from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.data.sources.records import SourceFile
+from tests.waiting import wait_until
 
 QUICK = Timing(heartbeat_seconds=0.05, stale_seconds=5.0, poll_seconds=0.02)
 
@@ -66,7 +67,9 @@ def test_three_processes_at_once_read_each_byte_once(
 
     def counted(given: FileRange) -> str:
         ranges[given.path, given.start] += 1
-        together.wait(0.05)
+        if not together.is_set():  # none ends before all have begun
+            wait_until(lambda: together.is_set() or len([*(tmp_path / "data").rglob("workers/*")]) == 3, "all read")
+            together.set()
         return hash_range(given)
 
     monkeypatch.setattr(contents, "hash_range", counted)

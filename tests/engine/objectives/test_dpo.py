@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.batches import BatchReader
-from scaletrain_cli.engine.objectives import OBJECTIVES
+from scaletrain_cli.engine.objectives import OBJECTIVES, OF_IMAGES
 from scaletrain_cli.engine.objectives.dpo import first_loss, preference_loss
 from scaletrain_cli.engine.objectives.reference import ReferenceFile, ReferencePass, reference_key
 from scaletrain_cli.engine.parallel.mesh import build_mesh
@@ -61,7 +61,7 @@ def test_a_model_that_equals_its_reference_has_a_known_loss(loss: Any) -> None:
 
 
 def test_every_objective_of_the_spec_is_in_the_registry() -> None:
-    assert list(TrainingSpec.model_fields["objective"].annotation.__args__) == list(OBJECTIVES)  # type: ignore[union-attr]
+    assert list(TrainingSpec.model_fields["objective"].annotation.__args__) == [*OBJECTIVES, *OF_IMAGES]  # type: ignore[union-attr]
 
 
 def a_pass(folder: Path, spec: RunSpec, turns: int | None = None) -> tuple[ReferencePass, BatchReader]:
