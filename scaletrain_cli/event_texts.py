@@ -127,6 +127,13 @@ def _validation_held_back(event: Event) -> str:
     return f"{part} are used for validation: the validation split is too small"
 
 
+def _batch_norm_images(event: Event) -> str:
+    return (
+        f"BatchNorm normalizes {counted(event['now'], 'image')} together from step {event['step'] + 1} on, and "
+        f"{event['before']:,} before: the layout has changed, and the loss may"
+    )
+
+
 def _mixture(event: Event) -> str:
     stages = [
         ", ".join(f"{name} {percent_text(share)}" for name, share in stage["shares"].items())
@@ -214,6 +221,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "data-of-another-user": lambda event: f"{event['folder']} was prepared by {event['owner']}",
     "validation-held-back": _validation_held_back,
     "unverified-data": lambda event: f"the dataset has no hashes ({event['schema']}), so its files are not verified",
+    "batch-norm-images": _batch_norm_images,
     "damaged-data": lambda event: f"{event['file']}: {event['problem']}; the run stops",
     "stragglers": _stragglers,
     "data-wait": _data_wait,

@@ -44,6 +44,11 @@ from scaletrain_cli.event_texts import event_sentence
             "the last 16 of 4,000 training sequences are used for validation: the validation split is too small",
         ),
         (
+            {"event": "batch-norm-images", "step": 40, "before": 16, "now": 8},
+            "BatchNorm normalizes 8 images together from step 41 on, and 16 before: the layout has changed, and the "
+            "loss may",
+        ),
+        (
             {"event": "damaged-data", "file": "/d/train.bin", "problem": "chunk 3 has changed"},
             "/d/train.bin: chunk 3 has changed; the run stops",
         ),

@@ -36,6 +36,7 @@ from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.schedules import learning_rate, should_stop
+from scaletrain_cli.engine.parallel.batch_norm import images_of_statistics
 from scaletrain_cli.engine.process_group import Ranks, StepDecision
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
@@ -280,12 +281,13 @@ class Trainer:
 
     def resume(self) -> LoopState:
         """Restore the checkpoint of the resume point, if any, and return where the loop starts."""
-        begin, name = self.resume_point, "started"
+        begin, name, before = self.resume_point, "started", None
         self.heartbeat.beat(begin.step, "restore")
         if begin.checkpoint is not None:
             name = "resumed"
             restored = self.checkpointer.restore(begin.checkpoint)
             self.guard.load_state_dict(restored["guard"])
+            before = restored.get("batch_norm_images")  # earlier versions do not write it
         kernel = {}
         if isinstance(self.record.spec.model, ModelSpec):
             kernel["attention"] = attention_kernel_of(self.record.spec, self.record.plan.layout, self.device)
@@ -297,6 +299,8 @@ class Trainer:
             passed_over=begin.passed_over,
             **kernel,
         )
+        if before is not None and before != (now := self._images_of_statistics()):
+            self._report("batch-norm-images", step=begin.step, before=before, now=now)
         for info in self.data.infos.values():
             if not info.is_verified:
                 self._report("unverified-data", schema=info.schema)
@@ -345,12 +349,19 @@ class Trainer:
         found = self.reference.with_reference(reader, "validation", step)
         return None if found is None else {name: found}
 
+    def _images_of_statistics(self) -> int | None:
+        if isinstance(self.record.spec.model, ModelSpec):
+            return None
+        return images_of_statistics(self.composed.model, self.record.spec, self.record.plan.layout)
+
     def save(self, step: int, *, wait: bool) -> None:
         """Start a checkpoint of the state after ``step`` steps; with ``wait``, return when it is committed."""
         self.step_sync.save_begins(step)
         with self.ledger.during("save"):
             self.heartbeat.beat(step, "save")
             state = {"step": step, **self.data.to_checkpoint(), "guard": self.guard.state_dict()}
+            if (images := self._images_of_statistics()) is not None:
+                state["batch_norm_images"] = images
             self.checkpointer.save(step, state, wait=wait)
         self.ledger.write()
 

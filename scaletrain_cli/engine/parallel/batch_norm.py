@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.materialization import stored_buffers
+from scaletrain_cli.engine.model.vision.batch_norm import batch_norms
 from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
 # Micro-batches from here on have statistics that are as good as those of all ranks (arXiv:1803.08494, figure 1).
@@ -19,6 +21,15 @@ def synchronizes(spec: RunSpec, micro_batch_size: int, data_parallel: int) -> bo
     setting = spec.training.sync_batch_norm
     wanted = micro_batch_size < _ENOUGH_IMAGES if setting == "auto" else setting
     return data_parallel > 1 and wanted
+
+
+def images_of_statistics(model: nn.Module, spec: RunSpec, layout: Layout) -> int | None:
+    """Return the number of images that a BatchNorm layer normalizes together in training; None without such layers."""
+    if not any(True for _ in batch_norms(model)):
+        return None
+    ranks = layout.data_parallel if synchronizes(spec, layout.micro_batch_size, layout.data_parallel) else 1
+    views = 2 if spec.training.loss.name == "nt_xent" else 1
+    return views * layout.micro_batch_size * ranks
 
 
 def synchronize(model: nn.Module, axis: Axis) -> None:

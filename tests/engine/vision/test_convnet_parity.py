@@ -5,9 +5,14 @@ The loop has the images of all ranks in one micro-batch, so that its BatchNorm h
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.parallel.batch_norm import images_of_statistics
+from scaletrain_cli.plan import make_plan
 from tests.engine.parity.comparison import Difference
 from tests.engine.ranks import on_ranks
 from tests.engine.vision.runs import Row, difference, first_weights, train_plainly, train_rank
@@ -35,6 +40,17 @@ def test_a_layout_trains_what_a_plain_loop_trains(row: Row) -> None:
     expected = train_plainly(row)
     for found in on_ranks(row.ranks, train_rank, row):
         assert difference(found, expected).within(LIMIT)
+
+
+def test_the_number_of_images_normalized_together_is_that_of_the_synchronized_ranks() -> None:
+    found = []
+    for row in (Row("resnet", zero=0), Row("resnet", zero=0, ranks=2, accumulation=2), Row("convnext", zero=0)):
+        for flag in ("auto", "false"):
+            spec = replace(
+                row, overrides=(f"training.sync_batch_norm={flag}",) if row.family == "resnet" else ()
+            ).spec()
+            found.append(images_of_statistics(outline(spec.model), spec, make_plan(spec).layout))
+    assert found == [16, 16, 8, 4, None, None]
 
 
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.long)])
