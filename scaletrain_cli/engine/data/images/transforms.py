@@ -91,6 +91,9 @@ def resized_crop(image: Image.Image, box: Box, size: int, resampling: Image.Resa
     return part.resize((size, size), resampling)
 
 
+_LONGEST_SIDES = 32  # of the shorter side: up to this, an image is resized before it is cropped
+
+
 def center_crop(image: Image.Image, size: int, crop_ratio: float, resampling: Image.Resampling) -> Image.Image:
     """Return the center of the image, whose shorter side is first resized to ``size / crop_ratio`` pixels.
 
@@ -98,9 +101,13 @@ def center_crop(image: Image.Image, size: int, crop_ratio: float, resampling: Im
     """
     shorter = math.floor(round(size / crop_ratio, 6))
     scaled = [shorter * side // min(image.size) for side in image.size]
+    left, top = (round((side - size) / 2) for side in scaled)
+    if max(scaled) > _LONGEST_SIDES * shorter:  # would take gigabytes as a whole
+        across, down = image.width / scaled[0], image.height / scaled[1]
+        box = (left * across, top * down, (left + size) * across, (top + size) * down)
+        return image.resize((size, size), resampling, box=box)
     if tuple(scaled) != image.size:
         image = image.resize((scaled[0], scaled[1]), resampling)
-    left, top = (round((side - size) / 2) for side in scaled)
     return image.crop((left, top, left + size, top + size))
 
 

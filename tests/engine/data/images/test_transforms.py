@@ -315,3 +315,12 @@ def test_evaluation_has_no_random_change_and_training_all_that_are_set() -> None
     assert plain.erased(KEY) == NO_BOX
     gray = smooth(50, 60, 1)
     assert ImageTransform.of(images, 32, (0.5,)).training(gray, KEY).shape == (32, 32, 1)
+
+
+def test_the_center_of_a_very_long_image_is_that_of_the_whole_and_takes_little_memory() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 400, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    found = np.asarray(center_crop(image, 32, 0.875, Image.Resampling.BICUBIC)).astype(int)
+    whole = image.resize((3600, 36), Image.Resampling.BICUBIC).crop((1784, 2, 1816, 34))
+    assert np.abs(found - np.asarray(whole)).max() <= 2
+    assert center_crop(Image.new("RGB", (60_000, 1)), 224, 0.875, Image.Resampling.BICUBIC).size == (224, 224)
