@@ -206,11 +206,12 @@ def test_early_stopping_needs_a_validation_loss() -> None:
 def test_a_metric_that_no_validation_of_the_run_has_is_rejected(labels: int, loss: str, metric: str) -> None:
     model = f"model={{family: resnet, hidden_sizes: [64], depths: [1], num_labels: {labels}}}"
     stopping = f"training.early_stopping={{patience: 2, metric: {metric}}}"
-    changes = (model, f"training.loss.name={loss}", stopping, f"checkpoint.keep_best={metric}")
+    digits = "data={source: sklearn-digits}"
+    changes = (model, digits, f"training.loss.name={loss}", stopping, f"checkpoint.keep_best={metric}")
     refused = {one.key: one.message for one in problems(SPEC, *changes)}
     assert refused.keys() == {"training.early_stopping.metric", "checkpoint.keep_best"}
     assert "Use validation_loss or validation_top1" in refused["training.early_stopping.metric"]
-    load(SPEC, model.replace(f": {labels}", ": 6"), "checkpoint.keep_best=validation_top5")
+    load(SPEC, digits, model.replace(f": {labels}", ": 6"), "checkpoint.keep_best=validation_top5")
 
 
 def test_a_warm_up_longer_than_the_training_is_rejected() -> None:

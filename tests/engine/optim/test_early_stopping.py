@@ -10,7 +10,7 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec.training import EarlyStoppingSpec
 from tests.spec.samples import SPEC, load
 
-IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}",)
+IMAGES = ("model={family: resnet, hidden_sizes: [64], depths: [1]}", "data={source: sklearn-digits}")
 
 
 @pytest.mark.parametrize(
