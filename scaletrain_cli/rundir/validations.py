@@ -1,4 +1,4 @@
-"""What the evaluations of the training job measure beside the loss: ``evaluations/validation-N.json`` and names.
+"""Measures of the validations of a training job beside the loss: ``evaluations/validation-N.json``, and their names.
 
 The figures of the whole split are ``validation_<name>`` in metrics.jsonl; the file of a step also has those of each
 class, and sample answers.

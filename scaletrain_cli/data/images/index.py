@@ -122,7 +122,7 @@ def index_images(
 
 @dataclass(frozen=True)
 class _Job:
-    """What is built: ``work`` holds the parts of it meanwhile, and afterwards a note with the key of the index."""
+    """The index to build. The folder ``work`` holds its parts, and after the build a note with the key of the index."""
 
     listing: Listing
     settings: ImageSettings

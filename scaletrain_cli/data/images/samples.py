@@ -1,4 +1,4 @@
-"""What is read of a source of images: samples, and the settings that decide which parts a sample has."""
+"""Samples of a source of images, and the settings that decide which parts a sample has."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ImageSource(Protocol):
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """How a source is read; all that its index depends on beside its files.
+    """Settings of the reading of a source: all that its index depends on beside the files.
 
     ``image``, ``label``, ``caption``: as ImageFieldsSpec. ``class_names``: of a file; empty: those of the source.
     """

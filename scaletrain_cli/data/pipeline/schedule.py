@@ -16,8 +16,8 @@ from scaletrain_cli.safe_files import make_folder
 
 Progress = Callable[[str, int, int], None]
 
-# Listing the results of many units is slow on some file systems. The pause before the next listing is this multiple of
-# the duration of the last one, at most so many seconds.
+# Listing the results of many units is slow on some file systems. The pause before the next listing is a multiple of the
+# duration of the last one, and never longer than ``_LONGEST_WAIT`` seconds.
 _TIMES_A_LOOK, _LONGEST_WAIT = 20, 30.0
 
 

@@ -38,7 +38,7 @@ _ENOUGH_TO_VALIDATE = 16
 
 
 class Info(Protocol):
-    """What is stated about a prepared source. ``fingerprint``: a hash of its content, ``seal``: also of its files."""
+    """A description of a prepared source. ``fingerprint``: a hash of its content; ``seal``: one of its files, too."""
 
     @property
     def schema(self) -> str: ...

@@ -24,7 +24,7 @@ from scaletrain_cli.spec.losses import LossSpec
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What a loss reads of ``training``. Losses of other names ignore settings that are not theirs."""
+    """The settings of a loss from ``training``. A loss ignores the settings of other losses."""
 
     spec: LossSpec = field(default_factory=LossSpec)
     label_smoothing: float = 0.0

@@ -32,7 +32,7 @@ from scaletrain_cli.plan.vision.memory import activation_bytes
 from scaletrain_cli.plan.vision.networks import llava_tower
 from scaletrain_cli.plan.vision.operations import VisionNetwork
 from scaletrain_cli.plan.vision.states import vision_states
-from scaletrain_cli.plan.vision.step_time import network_seconds
+from scaletrain_cli.plan.vision.step_time import StepSeconds, network_seconds, time_of_samples
 from scaletrain_cli.plan.vision.trained import SameStage, stages_of_run, trained_count, trained_network
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 
@@ -41,7 +41,7 @@ Value = TypeVar("Value")
 
 
 class LlavaParts(NamedTuple):
-    """What a stage of the run trains: the tower with the projector, and the language model."""
+    """The parts of the model in a stage of the run: the tower with the projector, and the language model."""
 
     images: VisionNetwork
     language: TrainedStage
@@ -143,28 +143,11 @@ def llava_stage_time(
     seen = network_seconds(spec, layout, device, parts.images, trained)
     compute, exposed = read.compute + seen.compute, read.exposed_communication + seen.exposed
     optimizer = read.optimizer + seen.optimizer
-    step = compute + exposed + optimizer
-    waited = 0.0 if least else data_wait(spec, layout, step)
-    step += waited
+    waited = 0.0 if least else data_wait(spec, layout, compute + exposed + optimizer)
+    seconds = StepSeconds(compute, exposed, optimizer, waited, read.recompute + seen.recompute, read.by_stage)
     samples, peak = layout.global_batch_size, layout.world_size * device.peak_flops(spec.training.precision)
-    flops = llava_flops(spec, stage)
     repeated = seen.recomputed_flops + (read.hfu - read.mfu) * read.step * peak / samples
-    time = Time(
-        step=step,
-        compute=compute,
-        exposed_communication=exposed,
-        bubble=0.0,
-        optimizer=optimizer,
-        data_wait=waited,
-        tokens_per_second=samples / step,
-        tokens_per_second_per_gpu=samples / step / layout.world_size,
-        mfu=samples * flops / step / peak,
-        hfu=samples * (flops + repeated) / step / peak,
-        to_train=step * spec.total_steps,
-        samples_per_second=samples / step,
-        recompute=read.recompute + seen.recompute,
-        by_stage=read.by_stage,
-    )
+    time = time_of_samples(spec, layout, device, seconds, llava_flops(spec, stage), repeated)
     sent = network.per_step_bytes.data + seen.sent
     return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
 

@@ -194,29 +194,55 @@ def vision_stage_time(
     exposed = blocking + overlapping - hidden + synchronization_seconds(spec, layout, device)
     updated = count if layout.zero_stage == 0 else -(-count // zero_shards(layout))
     optimizer = memory_seconds(updated * profile.optimizer, 1, on.rate)
-    step = compute + exposed + optimizer
-    waited = 0.0 if least else data_wait(spec, layout, step)
-    step += waited
-    samples, peak = layout.global_batch_size, layout.world_size * device.peak_flops(training.precision)
-    flops = images * whole.training_flops
     repeated = images * 2 * whole.macs * ((1 if full else 0) + (1 if again else 0))
-    time = Time(
+    seconds = StepSeconds(
+        compute,
+        exposed,
+        optimizer,
+        waited=0.0 if least else data_wait(spec, layout, compute + exposed + optimizer),
+        recompute=micro_batches * ((forward if full else 0.0) + again),
+        by_stage=(StageTime(forward=forward, backward=passes - forward),),
+    )
+    time = time_of_samples(spec, layout, device, seconds, images * whole.training_flops, repeated)
+    return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of a step by cause. ``recompute``: of ``compute``, those of repeated forward passes."""
+
+    compute: float
+    exposed: float
+    optimizer: float
+    waited: float
+    recompute: float
+    by_stage: tuple[StageTime, ...]
+
+
+def time_of_samples(
+    spec: RunSpec, layout: Layout, device: Accelerator, seconds: StepSeconds, flops: float, repeated: float
+) -> Time:
+    """Return the time of a data-parallel step whose samples take the place of tokens.
+
+    ``flops``: of a sample; ``repeated``: further ones of a sample for recomputation.
+    """
+    step = seconds.compute + seconds.exposed + seconds.optimizer + seconds.waited
+    samples, peak = layout.global_batch_size, layout.world_size * device.peak_flops(spec.training.precision)
+    return Time(
         step=step,
-        compute=compute,
-        exposed_communication=exposed,
+        compute=seconds.compute,
+        exposed_communication=seconds.exposed,
         bubble=0.0,
-        optimizer=optimizer,
-        data_wait=waited,
+        optimizer=seconds.optimizer,
+        data_wait=seconds.waited,
         tokens_per_second=samples / step,
         tokens_per_second_per_gpu=samples / step / layout.world_size,
         mfu=samples * flops / step / peak,
         hfu=samples * (flops + repeated) / step / peak,
         to_train=step * spec.total_steps,
         samples_per_second=samples / step,
-        recompute=micro_batches * ((forward if full else 0.0) + again),
-        by_stage=(StageTime(forward=forward, backward=passes - forward),),
+        recompute=seconds.recompute,
+        by_stage=seconds.by_stage,
     )
-    return time, Network(PerStepBytes(tensor=0, pipeline=0, data=sent, sequence=0, expert=0))
 
 
 class NetworkSeconds(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a stage of a run trains of a vision network: the blocks that save activations and have a backward pass."""
+"""The part of a vision network that a stage of a run trains: blocks that save activations and run backward."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import Rule
@@ -11,8 +10,8 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.parameters import base_names, model_parameters
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
+from scaletrain_cli.plan.parameters import Stage, model_parameters
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, Time
 from scaletrain_cli.plan.vision import advice
 from scaletrain_cli.plan.vision.llava import (
     language_spec,
@@ -23,14 +22,13 @@ from scaletrain_cli.plan.vision.llava import (
     plan_llava_time,
 )
 from scaletrain_cli.plan.vision.networks import llava_tower
-from scaletrain_cli.plan.vision.trained import stages_of_run, trained_count
-from scaletrain_cli.plan.workloads.base import Workload
+from scaletrain_cli.plan.workloads.vision import ImageWorkload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.run import AnyModel
 
 
-class LlavaWorkload(Workload):
+class LlavaWorkload(ImageWorkload):
     """A vision-language model; samples are sequences with one image each."""
 
     def size(self, model: AnyModel) -> ModelSize:
@@ -41,44 +39,17 @@ class LlavaWorkload(Workload):
         flops = language.seq_len * architecture.training_flops_per_token(language) + llava_tower(model).training_flops
         return ModelSize(every, every - idle, float(flops))
 
-    def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
-        """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run."""
-        left_out = base_names(spec)
-        stored = sum(each.numel for each in model_parameters(spec.model) if each.name not in left_out)
-        trained = [trained_count(spec, stage) for stage in stages_of_run(spec)]
-        return [(count, stored - count) for count in trained]
+    def stage_flops(self, spec: RunSpec, stage: Stage | None) -> float:
+        """Return the training FLOPs per sequence with an image in a stage of the run."""
+        return llava_flops(spec, stage)
 
-    def training_size(self, spec: RunSpec) -> ModelSize:
-        """Return the size, with the parameters of the stage that trains most, and the mean FLOPs over the steps."""
-        stages = stages_of_run(spec)
-        flops = 0.0
-        for stage in stages:
-            share = 1.0 if stage is None else (stage.last_step - stage.first_step + 1) / spec.total_steps
-            flops += share * llava_flops(spec, stage)
-        trained = max(trained_count(spec, stage) for stage in stages)
-        return replace(self.size(spec.model), trainable_parameters=trained, flops_per_token=flops)
+    def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
+        """Return the memory of a rank in a stage of the run."""
+        return llava_stage_memory(spec, layout, device, stage)
 
-    def training_stages(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TrainingStage, ...]:
-        """Return memory and time of each stage of the run; empty if all steps train the same parameters."""
-        stages = stages_of_run(spec)
-        if len(stages) == 1:
-            return ()
-        return tuple(
-            TrainingStage(
-                stage.first_step,
-                stage.last_step,
-                trained_count(spec, stage),
-                llava_stage_memory(spec, layout, device, stage).peak,
-                llava_stage_time(spec, layout, device, stage)[0].step,
-            )
-            for stage in stages
-            if stage is not None
-        )
-
-    def stages_alike(self, spec: RunSpec) -> tuple[int, bool]:
-        """Return the number of stages of the run, and whether all blocks train alike."""
-        stages = stages_of_run(spec)
-        return len(stages), stages == (None,)
+    def stage_time(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> Time:
+        """Return the time of a step in a stage of the run."""
+        return llava_stage_time(spec, layout, device, stage)[0]
 
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
         """Return the memory of a data-parallel rank; all ranks are alike."""
@@ -108,10 +79,6 @@ class LlavaWorkload(Workload):
     def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
         """Yield warnings about the image loader."""
         return advice.loader_warnings(spec, layout, time)
-
-    def feed_assumptions(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-        """Yield the images per second that the plan needs, and what they need of processors and storage."""
-        return advice.feed_assumptions(spec, layout, time)
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
         """Yield where the figures for activations, logits, time, FLOPs and data come from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,8 +11,8 @@ from scaletrain_cli.plan.catalogue.hardware import Accelerator
 from scaletrain_cli.plan.frameworks.base import Framework
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.memory.states import weight_bytes
-from scaletrain_cli.plan.parameters import base_names, model_parameters
-from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, Time, TrainingStage
+from scaletrain_cli.plan.parameters import Stage, base_names, model_parameters
+from scaletrain_cli.plan.result import Layout, Memory, ModelSize, Network, StageMemory, Time, TrainingStage
 from scaletrain_cli.plan.vision import advice
 from scaletrain_cli.plan.vision.image_feed import is_fed
 from scaletrain_cli.plan.vision.losses import caches_gradients, is_contrastive
@@ -25,16 +26,22 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClipSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.images import ImagesSpec
 from scaletrain_cli.spec.run import AnyModel
-from scaletrain_cli.spec.vision_model import LlavaSpec
 
 
-class VisionWorkload(Workload):
-    """A vision network; samples are images, or pairs of image and text."""
+class ImageWorkload(Workload):
+    """A model of images. A stage of its run may train only parts of it."""
 
-    def size(self, model: AnyModel) -> ModelSize:
-        """Return parameters, and training FLOPs per image or pair."""
-        assert not isinstance(model, ModelSpec)
-        return vision_size(model)
+    @abstractmethod
+    def stage_flops(self, spec: RunSpec, stage: Stage | None) -> float:
+        """Return the training FLOPs per sample in a stage of the run; None: everything trains."""
+
+    @abstractmethod
+    def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
+        """Return the memory of a rank in a stage of the run; all ranks are alike."""
+
+    @abstractmethod
+    def stage_time(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> Time:
+        """Return the time of a step in a stage of the run."""
 
     def stored_parameters(self, spec: RunSpec) -> list[tuple[int, int]]:
         """Return the parameters in a checkpoint, (those that train, frozen ones), for each stage of the run.
@@ -48,13 +55,13 @@ class VisionWorkload(Workload):
 
     def training_size(self, spec: RunSpec) -> ModelSize:
         """Return the size, with the parameters of the stage that trains most, and the mean FLOPs over the steps."""
-        model, stages = vision_model(spec), stages_of_run(spec)
-        trained = max(trained_count(spec, stage) for stage in stages)
+        stages = stages_of_run(spec)
         flops = 0.0
         for stage in stages:
             share = 1.0 if stage is None else (stage.last_step - stage.first_step + 1) / spec.total_steps
-            flops += share * trained_network(network(model), model, stage).training_flops
-        return replace(self.size(model), trainable_parameters=trained, flops_per_token=flops)
+            flops += share * self.stage_flops(spec, stage)
+        trained = max(trained_count(spec, stage) for stage in stages)
+        return replace(self.size(spec.model), trainable_parameters=trained, flops_per_token=flops)
 
     def training_stages(self, spec: RunSpec, layout: Layout, device: Accelerator) -> tuple[TrainingStage, ...]:
         """Return memory and time of each stage of the run; empty if all steps train the same parameters."""
@@ -66,8 +73,8 @@ class VisionWorkload(Workload):
                 stage.first_step,
                 stage.last_step,
                 trained_count(spec, stage),
-                stage_memory(spec, layout, device, stage).peak,
-                vision_stage_time(spec, layout, device, stage)[0].step,
+                self.stage_memory(spec, layout, device, stage).peak,
+                self.stage_time(spec, layout, device, stage).step,
             )
             for stage in stages
             if stage is not None
@@ -77,6 +84,32 @@ class VisionWorkload(Workload):
         """Return the number of stages of the run, and whether all blocks train alike."""
         stages = stages_of_run(spec)
         return len(stages), stages == (None,)
+
+    def feed_assumptions(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
+        """Yield the images per second that the plan needs, and what they need of processors and storage."""
+        return advice.feed_assumptions(spec, layout, time)
+
+
+class VisionWorkload(ImageWorkload):
+    """A vision network; samples are images, or pairs of image and text."""
+
+    def stage_flops(self, spec: RunSpec, stage: Stage | None) -> float:
+        """Return the training FLOPs per image or pair in a stage of the run."""
+        model = vision_model(spec)
+        return trained_network(network(model), model, stage).training_flops
+
+    def stage_memory(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> StageMemory:
+        """Return the memory of a rank in a stage of the run."""
+        return stage_memory(spec, layout, device, stage)
+
+    def stage_time(self, spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> Time:
+        """Return the time of a step in a stage of the run."""
+        return vision_stage_time(spec, layout, device, stage)[0]
+
+    def size(self, model: AnyModel) -> ModelSize:
+        """Return parameters, and training FLOPs per image or pair."""
+        assert not isinstance(model, ModelSpec)
+        return vision_size(model)
 
     def memory(self, spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
         """Return the memory of a data-parallel rank; all ranks are alike."""
@@ -113,8 +146,6 @@ class VisionWorkload(Workload):
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
         """Yield what the engine does not train, and the settings that it has not for vision networks."""
-        if isinstance(spec.model, LlavaSpec):
-            yield Rule("model.family", spec.model.family, "engine-no-answers")
         if isinstance(spec.model, ClipSpec) and spec.data.tokenizer.kind != "file":
             yield Rule("data.tokenizer.kind", spec.data.tokenizer.kind, "engine-captions-tokenizer")
         if spec.training.precision == "fp8":
@@ -125,10 +156,6 @@ class VisionWorkload(Workload):
     def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
         """Yield warnings about BatchNorm, a second forward pass and the image loader."""
         return advice.layout_warnings(spec, layout, time)
-
-    def feed_assumptions(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
-        """Yield the images per second that the plan needs, and what they need of processors and storage."""
-        return advice.feed_assumptions(spec, layout, time)
 
     def assumptions(self, spec: RunSpec, framework: Framework, parameters: int) -> Iterator[Reason]:
         """Yield where the figures for activations, time, FLOPs and data come from."""

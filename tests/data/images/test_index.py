@@ -1,4 +1,4 @@
-"""An index has the same bytes whoever builds it, appears whole, and is found again while its source is unchanged."""
+"""An index has the same bytes for any number of processes, appears whole, and is found until its source changes."""
 
 from __future__ import annotations
 

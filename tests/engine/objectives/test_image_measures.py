@@ -1,4 +1,4 @@
-"""What validations of images and pairs measure beside the loss: the same on any number of ranks."""
+"""Measures of validations of images and pairs beside the loss are the same on any number of ranks."""
 
 from __future__ import annotations
 

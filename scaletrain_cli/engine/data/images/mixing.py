@@ -16,7 +16,7 @@ from scaletrain_cli.spec.images import AugmentSpec
 
 
 class Mix(NamedTuple):
-    """How the images of a pair are mixed with each other, both in the same way.
+    """The mix of the two images of a pair with each other, the same for both.
 
     ``weight``: of the own image and its target, 1 if the pair is not mixed. ``box``: the part that CutMix takes from
     the other image; NO_BOX: mixup.

@@ -159,7 +159,7 @@ _GREATEST_ENHANCEMENT = 0.9
 
 
 class Geometry(NamedTuple):
-    """How an operation that moves pixels resamples them, and the color of pixels from beyond the image."""
+    """The resampling of operations that move pixels, and the color of pixels from beyond the image."""
 
     resampling: Image.Resampling
     fill: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What ViT and the towers of CLIP share: attention over heads, activations, and learned positions of patches."""
+"""Parts of ViT and of both towers of CLIP: attention over heads, activations, learned positions of patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every decoder gives an image of the same kind, and one whose library is absent says so."""
+"""Every decoder gives an image of the same kind, and a missing library is a clear error."""
 
 from __future__ import annotations
 
