@@ -45,6 +45,7 @@ from scaletrain_cli.engine.stages import StageSwitch, trained_at
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
+from scaletrain_cli.engine.validation import Validation
 from scaletrain_cli.errors import ExitCode, InfeasibleError, PreemptedError, UsageError, WrongNodesError
 from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.plan.result import Layout
@@ -162,8 +163,18 @@ def assemble(
         checkpointer=checkpointer,
         data=data,
         training=training,
-        validation={name: open_reader(spec, samples, layout, mesh) for name, samples in data.validation.items()},
-        validation_shares=mixture.validation_shares(data.validation),
+        validation=Validation(
+            run,
+            record,
+            device,
+            composed,
+            stepper,
+            average,
+            readers={name: open_reader(spec, samples, layout, mesh) for name, samples in data.validation.items()},
+            shares=mixture.validation_shares(data.validation),
+            step_sync=step_sync,
+            heartbeat=heartbeat,
+        ),
         faults=faults,
         guard=GuardActions(
             run,

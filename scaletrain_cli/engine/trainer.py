@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,9 +16,8 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.resume_point import ResumePoint
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import BatchReader
-from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, Round, rounds_reader
-from scaletrain_cli.engine.data.splits import Reader, RunData, sequences_validated
-from scaletrain_cli.engine.evaluation.measures import Figures
+from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, rounds_reader
+from scaletrain_cli.engine.data.splits import Reader, RunData
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health.rollback import GuardActions
 from scaletrain_cli.engine.health.stragglers import Stragglers
@@ -35,19 +31,18 @@ from scaletrain_cli.engine.model.attention import attention_kernel_of
 from scaletrain_cli.engine.model.moe import routing_measures
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.optim.schedules import learning_rate, should_stop
+from scaletrain_cli.engine.optim.schedules import learning_rate
 from scaletrain_cli.engine.parallel.batch_norm import images_of_statistics
 from scaletrain_cli.engine.process_group import Ranks, StepDecision
 from scaletrain_cli.engine.stages import StageSwitch
 from scaletrain_cli.engine.step import Stepper
 from scaletrain_cli.engine.step_sync import StepSync
-from scaletrain_cli.errors import ExitCode, UsageError
-from scaletrain_cli.reasons import Reason
-from scaletrain_cli.rundir.evaluations import is_lower_better
+from scaletrain_cli.engine.validation import ReadAhead, Validation, check_metrics, values_of
+from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 _STEPS_BETWEEN_COLLECTIONS = 50
@@ -112,8 +107,7 @@ class Trainer:
     checkpointer: Checkpointer
     data: RunData
     training: Reader
-    validation: dict[str, Reader]  # by source
-    validation_shares: dict[str, float]  # of the sources in the validation loss; the sum is 1
+    validation: Validation
     faults: Faults
     guard: GuardActions
     deferred_metrics: DeferredMetrics
@@ -168,7 +162,7 @@ class Trainer:
             if state.evaluation_due:
                 if not self._evaluate(state):
                     continue  # preempted
-                if self._is_best(state):
+                if self.validation.is_best(state.validations):
                     self.metrics.flush()  # retention reads the loss there
                     self.save(state.step, wait=not self.record.spec.checkpoint.asynchronous)
             if state.at_last_step:
@@ -192,24 +186,25 @@ class Trainer:
     def _evaluate(self, state: LoopState) -> bool:
         """Evaluate after ``state.step`` steps, and stop early if due; return False if a preemption signal arrived."""
         with self.ledger.during("evaluation"):
-            measured = self.evaluate(state.step, self.metrics)
+            ahead = ReadAhead(self.loader, self._following(state.step))
+            measured = self.validation.measure(state.step, ahead, self.metrics)
         if measured is None:
             return False
         if not state.validations:
             check_metrics(self.record.spec, measured)
         state.validations.append(measured)
         state.evaluation_due = False
-        if self._should_stop_early(state):
+        if self.validation.stops_early(state.validations):
             state.last_step = state.step
             metric = self.record.spec.training.early_stopping.metric
-            latest = _values(state.validations[-5:], metric)
+            latest = values_of(metric, state.validations[-5:])
             self._report("stopped-early", step=state.step, metric=metric, values=latest)
         return True
 
     def _train_step(self, state: LoopState) -> None:
         """Train one optimizer step and advance ``state`` to it."""
         state.step += 1
-        state.evaluation_due = self._evaluation_follows(state.step)
+        state.evaluation_due = self.validation.is_due(state.step)
         with self.ledger.during("step"):
             self.optimizer_step(state.step)
         self.ledger.step_trained()
@@ -306,9 +301,9 @@ class Trainer:
                 self._report("unverified-data", schema=info.schema)
         self.step_sync.schedule.begin_at(begin.step)
         self.ledger.set_up_is_done()
-        due = self._evaluation_follows(begin.step) and not begin.evaluated
+        due = self.validation.is_due(begin.step) and not begin.evaluated
         state = LoopState(begin.step, self.record.spec.total_steps, due, list(begin.validations))
-        if begin.evaluated and self._should_stop_early(state):
+        if begin.evaluated and self.validation.stops_early(state.validations):
             state.last_step = state.step
         return state
 
@@ -324,9 +319,9 @@ class Trainer:
                 own = self.reference.with_reference(self.training, "train", step)
                 others = None if own is None else self._validation_with_reference(step)
             ready = own is not None and others is not None
-            self.training, self.validation = own or self.training, others or self.validation
+            self.training, self.validation.readers = own or self.training, others or self.validation.readers
         settings = self.record.spec.data.loader
-        by_round = {name: rounds_reader(reader.without_groups()) for name, reader in self.validation.items()}
+        by_round = {name: rounds_reader(reader.without_groups()) for name, reader in self.validation.readers.items()}
         validation = {name: found for name, found in by_round.items() if found is not None}
         training = self.training.without_groups().batch
         self.loader = Loader(
@@ -342,8 +337,8 @@ class Trainer:
 
     def _validation_with_reference(self, step: int) -> dict[str, Reader] | None:
         if not self.record.spec.evaluation.every:
-            return self.validation
-        ((name, reader),) = self.validation.items()  # pairs have one source
+            return self.validation.readers
+        ((name, reader),) = self.validation.readers.items()  # pairs have one source
         assert self.reference is not None
         assert isinstance(reader, BatchReader)
         found = self.reference.with_reference(reader, "validation", step)
@@ -364,109 +359,6 @@ class Trainer:
                 state["batch_norm_images"] = images
             self.checkpointer.save(step, state, wait=wait)
         self.ledger.write()
-
-    @torch.no_grad()
-    def evaluate(self, step: int, metrics: MetricsLog) -> dict[str, float] | None:
-        """Log and return the mean validation loss over the first ``evaluation.batches`` global batches, and measures.
-
-        The same sequences each time, or as many as the validation splits have. Several sources have a loss each, and
-        the whole is their mean by ``validation_shares``. None if a preemption signal arrived during the evaluation:
-        nothing is logged, and the next attempt evaluates again.
-        """
-        shares = self.validation_shares if len(self.validation) > 1 else {}
-        whole = not self.composed.objective.masks_samples
-        counts = {
-            name: sequences_validated(self.record, len(reader), shares.get(name), whole_rounds=whole)
-            for name, reader in self.validation.items()
-        }
-        found = self._validate(step, counts, "validation_")
-        if found is not None and self.average is not None and self.average.taken:  # not before the first average
-            with self.average.in_use():
-                averaged = self._validate(step, counts, "averaged_validation_")
-            found = None if averaged is None else found._replace(metrics=found.metrics | averaged.metrics)
-        if found is None:
-            return None
-        metrics.log_validation(step, sum(counts.values()), found.details, **found.metrics)
-        return found.metrics
-
-    def _validate(self, step: int, counts: dict[str, int], prefix: str) -> Figures | None:
-        """Return losses and other measures, by their names with the prefix, and details; None after a signal."""
-        objective = self.composed.objective
-        objective.begin_validation()
-        losses = self._validation_losses(step, counts, f"{prefix}loss")
-        if losses is None:
-            return None
-        figures = objective.end_validation()
-        taken = {name: value.item() for name, value in self.stepper.take_measures().items()}
-        measures = figures.metrics if prefix != "validation_" else taken | figures.metrics
-        finite = {f"{prefix}{name}": value for name, value in measures.items() if math.isfinite(value)}
-        return Figures(losses | finite, figures.details)
-
-    def _validation_losses(self, step: int, counts: dict[str, int], name: str) -> dict[str, float] | None:
-        """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""
-        found = {}
-        for source, reader in self.validation.items():
-            loss = self._mean_loss(step, self._evaluated(step, source, reader, counts[source]))
-            if loss is None:
-                return None
-            found[source] = loss
-        if len(found) == 1:
-            return {name: next(iter(found.values()))}
-        # a source without a share has no part in the whole, also if its loss is not finite
-        whole = sum(share * found[source] for source, share in self.validation_shares.items() if share)
-        return {name: whole, **{f"{name}/{source}": loss for source, loss in found.items()}}
-
-    def _evaluated(self, step: int, source: str, reader: Reader, count: int) -> Iterator[Any]:
-        """Yield this rank's micro-batches of an evaluation of the first ``count`` samples of a source.
-
-        Images are read and decoded ahead by the loader of the training batches, as many micro-batches as it reads for
-        training; the last rounds are followed by the batches of the next steps.
-        """
-        by_round = rounds_reader(reader)
-        if by_round is None:
-            yield from reader.in_order(count)
-            return
-        ahead, size = self.record.spec.data.loader.read_ahead, self.record.plan.layout.gradient_accumulation_steps
-        rounds = [Round(source, number, count) for number in range(1, by_round.rounds(count) + 1)]
-        for place, request in enumerate(rounds, 1):
-            later = rounds[place : place + ahead * size]
-            then = self._following(step)[: ahead - -(-len(later) // size)]
-            yield from self.loader.take(request, [*later, *then]).micro_batches()
-
-    def _mean_loss(self, step: int, waiting: Iterator[Any]) -> float | None:
-        """Return the mean loss over micro-batches, in nats; None after a preemption signal."""
-        total = torch.zeros((), device=self.device)
-        rounds = 0
-        # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
-        while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
-            if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
-                return None
-            self.heartbeat.beat(step, "evaluation")
-            rounds += len(batches)
-            total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
-        exact = self.composed.objective.take_validation_loss()
-        return (total / rounds).item() if exact is None else exact
-
-    def _evaluation_follows(self, step: int) -> bool:
-        every = self.record.spec.evaluation.every
-        return every > 0 and step > 0 and (step % every == 0 or step == self.record.spec.total_steps)
-
-    def _should_stop_early(self, state: LoopState) -> bool:
-        settings = self.record.spec.training.early_stopping
-        return settings.patience > 0 and should_stop(self._lowered(state, settings.metric), settings)
-
-    def _is_best(self, state: LoopState) -> bool:
-        """Return True if the newest validation has the best value of ``checkpoint.keep_best``."""
-        metric = self.record.spec.checkpoint.keep_best
-        if metric is None or metric not in state.validations[-1]:
-            return False
-        *earlier, newest = self._lowered(state, metric)
-        return newest < min(earlier, default=math.inf)
-
-    def _lowered(self, state: LoopState, metric: str) -> list[float]:
-        """Return the values of a metric of all validations that have it, negated if the greatest is the best."""
-        sign = 1.0 if is_lower_better(self.run, metric) else -1.0
-        return [sign * value for value in _values(state.validations, metric)]
 
     def _remaining_measures(self) -> list[StepMeasures]:
         """Return the measures that are not agreed on yet: none on a CPU, those of the newest step on a GPU."""
@@ -489,24 +381,3 @@ class Trainer:
 
     def _report(self, name: str, **details: Any) -> None:
         report_event(self.run, self.ranks.rank, name, **details)
-
-
-def check_metrics(spec: RunSpec, measured: Mapping[str, float]) -> None:
-    """Raise UsageError if the validation has not measured the metric of early stopping or of ``keep_best``.
-
-    A loss that is not finite is not an error: then the other measures are left out.
-    """
-    stopping = spec.training.early_stopping
-    metrics = {"checkpoint.keep_best": spec.checkpoint.keep_best or ""}
-    if stopping.patience:
-        metrics["training.early_stopping.metric"] = stopping.metric
-    for key, metric in metrics.items():
-        missing = metric.startswith("validation_") and metric not in measured  # others are of evaluation.tasks
-        if missing and math.isfinite(measured["validation_loss"]):
-            names = sorted(name for name in measured if name.startswith("validation_"))
-            raise UsageError(Reason("engine.metric-not-measured", {"key": key, "metric": metric, "names": names}))
-
-
-def _values(validations: Iterable[Mapping[str, float]], metric: str) -> list[float]:
-    """Return the values of a metric in the validations that have it."""
-    return [measured[metric] for measured in validations if metric in measured]

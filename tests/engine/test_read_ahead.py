@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader, Round
 from scaletrain_cli.engine.process_group import StepDecision
 from scaletrain_cli.engine.trainer import Trainer
+from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.spec.sources import LoaderSpec
 from tests.engine.data.images.pictures import Pictures, layout, reader
 
@@ -42,8 +43,15 @@ def trainer_with(loader: Any, settings: LoaderSpec, *, steps: int = 20, accumula
     trainer: Any = object.__new__(Trainer)
     trainer.record, trainer.loader = SimpleNamespace(spec=spec, plan=plan), loader
     trainer.guard = SimpleNamespace(batch_number=lambda step: step + 100)
-    trainer.device, trainer.heartbeat = CPU, SimpleNamespace(beat=lambda *_: None)
+    trainer.validation = object.__new__(Validation)
+    trainer.validation.record, trainer.validation.device = trainer.record, CPU
     return trainer
+
+
+def validated(trainer: Any, images: Any, count: int) -> Iterator[Any]:
+    """Return the micro-batches of a validation after step 5."""
+    ahead = ReadAhead(trainer.loader, trainer._following(5))
+    return trainer.validation._batches("source", images, count, ahead)
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ def test_the_images_of_an_evaluation_are_read_ahead_and_then_the_batches_of_the_
     images = reader(Pictures(30), at=layout(8, 1, 4), size=8)
     requests = Requests(BatchesAndRounds(images.batch, {"source": images}))
     trainer = trainer_with(requests, LoaderSpec(prefetch=2), accumulation=2)
-    found = list(trainer._evaluated(5, "source", images, 26))
+    found = list(validated(trainer, images, 26))
     for micro, expected in zip(found, images.in_order(26), strict=True):
         assert torch.equal(micro.images, expected.images)
         assert torch.equal(micro.targets, expected.targets)
@@ -106,7 +114,7 @@ def test_a_thread_reads_the_next_round_during_the_computation_of_a_round() -> No
     loader: Loader[Any] = Loader(partial(noted, read, BatchesAndRounds(images.batch, {"source": images})), CPU)
     trainer = trainer_with(loader, LoaderSpec(prefetch=2), steps=5)
     with contextlib.closing(loader):
-        waiting = trainer._evaluated(5, "source", images, 20)
+        waiting = validated(trainer, images, 20)
         for taken in range(1, 6):
             next(waiting)
             deadline = time.monotonic() + 30
@@ -120,9 +128,9 @@ def test_an_evaluation_that_is_preempted_leaves_the_loader_ready_for_training() 
     images = reader(Pictures(30), at=layout(4), size=8)
     loader: Loader[Any] = Loader(BatchesAndRounds(images.batch, {"source": images}), CPU)
     trainer = trainer_with(loader, LoaderSpec(prefetch=2))
-    trainer.step_sync = SimpleNamespace(agree=lambda step: (StepDecision.PREEMPT, []))
+    trainer.validation.step_sync = SimpleNamespace(agree=lambda step: (StepDecision.PREEMPT, []))
     with contextlib.closing(loader):
-        assert trainer._mean_loss(5, trainer._evaluated(5, "source", images, 20)) is None
+        assert trainer.validation._mean_loss(5, validated(trainer, images, 20)) is None
         assert torch.equal(loader.take(3, [4]).images, images.batch(3).images)
 
 

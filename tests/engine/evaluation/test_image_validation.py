@@ -17,7 +17,7 @@ from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.process_group import StepDecision
 from scaletrain_cli.engine.step import build_stepper
-from scaletrain_cli.engine.trainer import Trainer
+from scaletrain_cli.engine.validation import ReadAhead, Validation
 from scaletrain_cli.plan import make_plan
 from scaletrain_cli.spec import parse_spec
 from tests.engine.data.images.pictures import Pictures, reader
@@ -43,18 +43,26 @@ def validated(ranks: int, zero: int) -> tuple[Figures | None, Figures]:
     mesh = build_mesh(layout)
     composed = compose(spec, layout, mesh, device)
     images = reader(Pictures(COUNT), at=layout, rank=mesh.data.rank, size=SIZE)
-    trainer: Any = object.__new__(Trainer)
-    trainer.composed, trainer.device, trainer.validation = composed, device, {"source": images}
-    trainer.stepper = build_stepper(composed, mesh, device, spec.training)
-    trainer.record = SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout))
-    trainer.step_sync = SimpleNamespace(agree=lambda step: (StepDecision.CONTINUE, []))
-    trainer.heartbeat = SimpleNamespace(beat=lambda *_: None)
-    trainer.guard = SimpleNamespace(batch_number=lambda step: step)
     own = images.without_groups()
-    trainer.loader = Loader(BatchesAndRounds(own.batch, {"source": own}), device)
-    with torch.no_grad(), contextlib.closing(trainer.loader):
-        found = trainer._validate(1, {"source": COUNT}, "validation_")
-        again = trainer._validate(1, {"source": COUNT}, "validation_")
+    parts: Any = {
+        "run": None,
+        "record": SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout)),
+        "step_sync": SimpleNamespace(agree=lambda step: (StepDecision.CONTINUE, [])),
+        "heartbeat": SimpleNamespace(beat=lambda *_: None),
+    }
+    validation = Validation(
+        device=device,
+        composed=composed,
+        stepper=build_stepper(composed, mesh, device, spec.training),
+        average=None,
+        readers={"source": images},
+        shares={"source": 1.0},
+        **parts,
+    )
+    with torch.no_grad(), contextlib.closing(Loader(BatchesAndRounds(own.batch, {"source": own}), device)) as loader:
+        ahead = ReadAhead(loader, [2, 3])
+        found = validation._measured(1, {"source": COUNT}, "validation_", ahead)
+        again = validation._measured(1, {"source": COUNT}, "validation_", ahead)
     assert again == found  # nothing of the first validation is left
     logits, targets = [], []
     composed.engine.eval()

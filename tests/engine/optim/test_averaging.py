@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.trainer import Trainer
+from scaletrain_cli.engine.validation import Validation
 from scaletrain_cli.spec.training import AveragingSpec
 from tests.engine.optim.small_engine import run_spec, small_model, start, train, weights
 from tests.engine.ranks import on_ranks
@@ -144,8 +144,8 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
             plan=SimpleNamespace(layout=SimpleNamespace(micro_batch_size=1, data_parallel=1, global_batch_size=1)),
             spec=SimpleNamespace(evaluation=SimpleNamespace(batches=1)),
         ),
-        validation={"source": [0]},
-        validation_shares={"source": 1.0},
+        readers={"source": [0]},
+        shares={"source": 1.0},
         average=average,
         stepper=SimpleNamespace(take_measures=dict),
         composed=SimpleNamespace(
@@ -153,14 +153,15 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
                 masks_samples=False, begin_validation=lambda: None, end_validation=lambda: Figures({"top1": 0.5}, {})
             )
         ),
-        _evaluated=lambda step, source, reader, count: iter(()),
+        _batches=lambda source, reader, count, ahead: iter(()),
         _mean_loss=lambda step, waiting: 1.0,
     )
-    stand_in._validation_losses = partial(Trainer._validation_losses, stand_in)
-    stand_in._validate = partial(Trainer._validate, stand_in)
+    stand_in._losses = partial(Validation._losses, stand_in)
+    stand_in._measured = partial(Validation._measured, stand_in)
     metrics: Any = SimpleNamespace(log_validation=lambda step, size, details, **losses: logged.append(set(losses)))
+    ahead: Any = None
     for step in (2, 3):
         average.update(step)
-        assert Trainer.evaluate(stand_in, step, metrics)["validation_loss"] == 1.0
+        assert Validation.measure(stand_in, step, ahead, metrics)["validation_loss"] == 1.0
     trained = {"validation_loss", "validation_top1"}
     assert logged == [trained, trained | {f"averaged_{name}" for name in trained}]

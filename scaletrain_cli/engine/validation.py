@@ -1,0 +1,178 @@
+"""The validation during training: loss and measures over the validation splits, and what follows from them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.data.loader import Loader, Round, rounds_reader
+from scaletrain_cli.engine.data.splits import Reader, sequences_validated
+from scaletrain_cli.engine.evaluation.measures import Figures
+from scaletrain_cli.engine.metrics.reporting import MetricsLog
+from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.optim.schedules import should_stop
+from scaletrain_cli.engine.process_group import StepDecision
+from scaletrain_cli.engine.step import Stepper
+from scaletrain_cli.engine.step_sync import StepSync
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.evaluations import is_lower_better
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.worker.heartbeat import Heartbeat
+
+
+class ReadAhead(NamedTuple):
+    """What reads images before they are needed."""
+
+    loader: Loader[Any]
+    following: list[int]  # training batches of the next steps: read after the last images of a validation
+
+
+@dataclass
+class Validation:
+    """The validation splits of one rank, and what measures the model on them. Only ``measure`` is collective."""
+
+    run: RunDir
+    record: RunRecord
+    device: torch.device
+    composed: Composed
+    stepper: Stepper
+    average: WeightAverage | None
+    readers: dict[str, Reader]  # by source
+    shares: dict[str, float]  # of the sources in the validation loss; the sum is 1
+    step_sync: StepSync
+    heartbeat: Heartbeat
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the run is evaluated after ``step`` steps."""
+        every = self.record.spec.evaluation.every
+        return every > 0 and step > 0 and (step % every == 0 or step == self.record.spec.total_steps)
+
+    @torch.no_grad()
+    def measure(self, step: int, ahead: ReadAhead, metrics: MetricsLog) -> dict[str, float] | None:
+        """Log and return the mean validation loss over the first ``evaluation.batches`` global batches, and measures.
+
+        The same sequences each time, or as many as the validation splits have. Several sources have a loss each, and
+        the whole is their mean by ``shares``. None if a preemption signal arrived during the evaluation: nothing is
+        logged, and the next attempt evaluates again.
+        """
+        shares = self.shares if len(self.readers) > 1 else {}
+        whole = not self.composed.objective.masks_samples
+        counts = {
+            name: sequences_validated(self.record, len(reader), shares.get(name), whole_rounds=whole)
+            for name, reader in self.readers.items()
+        }
+        found = self._measured(step, counts, "validation_", ahead)
+        if found is not None and self.average is not None and self.average.taken:  # not before the first average
+            with self.average.in_use():
+                averaged = self._measured(step, counts, "averaged_validation_", ahead)
+            found = None if averaged is None else found._replace(metrics=found.metrics | averaged.metrics)
+        if found is None:
+            return None
+        metrics.log_validation(step, sum(counts.values()), found.details, **found.metrics)
+        return found.metrics
+
+    def _measured(self, step: int, counts: dict[str, int], prefix: str, ahead: ReadAhead) -> Figures | None:
+        """Return losses and other measures, by their names with the prefix, and details; None after a signal."""
+        objective = self.composed.objective
+        objective.begin_validation()
+        losses = self._losses(step, counts, f"{prefix}loss", ahead)
+        if losses is None:
+            return None
+        figures = objective.end_validation()
+        taken = {name: value.item() for name, value in self.stepper.take_measures().items()}
+        measures = figures.metrics if prefix != "validation_" else taken | figures.metrics
+        finite = {f"{prefix}{name}": value for name, value in measures.items() if math.isfinite(value)}
+        return Figures(losses | finite, figures.details)
+
+    def _losses(self, step: int, counts: dict[str, int], name: str, ahead: ReadAhead) -> dict[str, float] | None:
+        """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""
+        found = {}
+        for source, reader in self.readers.items():
+            loss = self._mean_loss(step, self._batches(source, reader, counts[source], ahead))
+            if loss is None:
+                return None
+            found[source] = loss
+        if len(found) == 1:
+            return {name: next(iter(found.values()))}
+        # a source without a share has no part in the whole, also if its loss is not finite
+        whole = sum(share * found[source] for source, share in self.shares.items() if share)
+        return {name: whole, **{f"{name}/{source}": loss for source, loss in found.items()}}
+
+    def _batches(self, source: str, reader: Reader, count: int, ahead: ReadAhead) -> Iterator[Any]:
+        """Yield this rank's micro-batches of an evaluation of the first ``count`` samples of a source.
+
+        Images are read and decoded ahead by the loader of the training batches, as many micro-batches as it reads for
+        training; the last rounds are followed by the batches of the next steps.
+        """
+        by_round = rounds_reader(reader)
+        if by_round is None:
+            yield from reader.in_order(count)
+            return
+        most, size = self.record.spec.data.loader.read_ahead, self.record.plan.layout.gradient_accumulation_steps
+        rounds = [Round(source, number, count) for number in range(1, by_round.rounds(count) + 1)]
+        for place, request in enumerate(rounds, 1):
+            later = rounds[place : place + most * size]
+            then = ahead.following[: most - -(-len(later) // size)]
+            yield from ahead.loader.take(request, [*later, *then]).micro_batches()
+
+    def _mean_loss(self, step: int, waiting: Iterator[Any]) -> float | None:
+        """Return the mean loss over micro-batches, in nats; None after a preemption signal."""
+        total = torch.zeros((), device=self.device)
+        rounds = 0
+        # As many micro-batches at a time as a training step has, so that a pipeline is filled as well.
+        while batches := list(itertools.islice(waiting, self.record.plan.layout.gradient_accumulation_steps)):
+            if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
+                return None
+            self.heartbeat.beat(step, "evaluation")
+            rounds += len(batches)
+            total += len(batches) * self.stepper.validation_loss([batch.to(self.device) for batch in batches])
+        exact = self.composed.objective.take_validation_loss()
+        return (total / rounds).item() if exact is None else exact
+
+    def stops_early(self, validations: Sequence[Mapping[str, float]]) -> bool:
+        """Return True if ``training.early_stopping`` ends the training after these validations of the run."""
+        settings = self.record.spec.training.early_stopping
+        return settings.patience > 0 and should_stop(self._lowered(validations, settings.metric), settings)
+
+    def is_best(self, validations: Sequence[Mapping[str, float]]) -> bool:
+        """Return True if the newest validation has the best value of ``checkpoint.keep_best``."""
+        metric = self.record.spec.checkpoint.keep_best
+        if metric is None or metric not in validations[-1]:
+            return False
+        *earlier, newest = self._lowered(validations, metric)
+        return newest < min(earlier, default=math.inf)
+
+    def _lowered(self, validations: Sequence[Mapping[str, float]], metric: str) -> list[float]:
+        """Return the values of a metric of all validations that have it, negated if the greatest is the best."""
+        sign = 1.0 if is_lower_better(self.run, metric) else -1.0
+        return [sign * value for value in values_of(metric, validations)]
+
+
+def check_metrics(spec: RunSpec, measured: Mapping[str, float]) -> None:
+    """Raise UsageError if the validation has not measured the metric of early stopping or of ``keep_best``.
+
+    A loss that is not finite is not an error: then the other measures are left out.
+    """
+    stopping = spec.training.early_stopping
+    metrics = {"checkpoint.keep_best": spec.checkpoint.keep_best or ""}
+    if stopping.patience:
+        metrics["training.early_stopping.metric"] = stopping.metric
+    for key, metric in metrics.items():
+        missing = metric.startswith("validation_") and metric not in measured  # others are of evaluation.tasks
+        if missing and math.isfinite(measured["validation_loss"]):
+            names = sorted(name for name in measured if name.startswith("validation_"))
+            raise UsageError(Reason("engine.metric-not-measured", {"key": key, "metric": metric, "names": names}))
+
+
+def values_of(metric: str, validations: Iterable[Mapping[str, float]]) -> list[float]:
+    """Return the values of a metric in the validations that have it."""
+    return [measured[metric] for measured in validations if metric in measured]
