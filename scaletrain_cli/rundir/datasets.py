@@ -18,7 +18,7 @@ from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import DATASET, is_readable
 from scaletrain_cli.safe_files import make_folder
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.sources import SourceSpec
 
@@ -102,8 +102,10 @@ def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
         identity.append(data.model_dump(mode="json", include={"format", "on_bad", "validation_split"}))
         identity.append(data.images.model_dump(mode="json", include={"fields", "classes"}))
     else:
-        identity += [spec.training.objective, spec.transformer.seq_len]
-        identity.append(data.model_dump(mode="json", include=_OF_ROWS))
+        identity += [spec.training.objective, spec.language_model.seq_len]
+        identity.append(data.settings_of_rows(_OF_ROWS))
+        if isinstance(spec.model, LlavaSpec):
+            identity += [data.images.folder, data.on_bad, spec.model.image_token_index, spec.model.tokens_per_image]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 

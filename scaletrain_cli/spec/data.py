@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,6 +78,7 @@ class TokenizerSpec(Section):
 _WITH_ROWS = used_when(where("training.objective", "sft", "dpo"))
 _WITH_TEXT = used_when(where("training.objective", "causal_lm"))
 _WITH_TEXT_OR_IMAGES = used_when(where("training.objective", "causal_lm", *LOSSES_OF))
+_WITH_IMAGES_IN_ROWS = used_when(where("model.family", "llava"))
 _WITH_WORDS = used_when(where_not("model.family", "resnet", "convnext", "vit"))
 # The name of the source in a spec with data.source.
 ONLY_SOURCE = "source"
@@ -99,6 +100,9 @@ class FieldsSpec(Section):
     system: Text = "system"
     tools: Text = Field(default="tools", description="JSON schemas of the tools, as a list or as its JSON text")
     weight: Text = Field(default="weight", description="weight of the row in the loss; of a message: its key weight")
+    images: Annotated[Text, _WITH_IMAGES_IN_ROWS] = Field(
+        default="auto", description="llava: paths or bytes of the row's images; auto: images or image"
+    )
 
 
 Date = Annotated[str, Matching(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", 10, "must be a date: YYYY-MM-DD")]
@@ -113,6 +117,9 @@ PACKINGS_OF: dict[str, tuple[str, ...]] = {
     "sft": ("none", "best_fit", "best_fit_split"),
     "dpo": ("none",),
 }
+# What llava can read: formats with a place for an image in their text. No packing cuts an image.
+FORMATS_WITH_IMAGES = ("messages", "sharegpt", "prompt_completion")
+PACKINGS_WITH_IMAGES = ("none", "best_fit")
 
 
 class DataSpec(Section):
@@ -133,11 +140,16 @@ class DataSpec(Section):
     prepare: Annotated[tuple[AnyStep, ...], _WITH_TEXT] = Field(
         default=(), max_length=100, description="steps before tokenization, in order"
     )
-    on_bad: Annotated[Literal["stop", "skip"], _WITH_TEXT_OR_IMAGES] = Field(
+    on_bad: Annotated[
+        Literal["stop", "skip"],
+        used_when(where("training.objective", "causal_lm", *LOSSES_OF), where("model.family", "llava")),
+    ] = Field(
         default="stop",
         description="a document or image that cannot be read ends the preparation, or is left out and counted",
     )
-    images: Annotated[ImagesSpec, used_when(where("training.objective", *LOSSES_OF))] = LEFT_OUT
+    images: Annotated[
+        ImagesSpec, used_when(where("training.objective", *LOSSES_OF), where("model.family", "llava"))
+    ] = LEFT_OUT
     tokenizer: Annotated[TokenizerSpec, _WITH_WORDS] = LEFT_OUT
     validation_split: Fraction = 0.05
     loss_mask: Annotated[Literal["none", "document_starts"], _WITH_TEXT] = Field(
@@ -249,6 +261,13 @@ class DataSpec(Section):
         if self.loss_on == "last_assistant" and self.format in ("prompt_completion", "text"):
             yield "loss_on", f"must be assistant or all with format: {self.format}, which has no turns."
 
+    def settings_of_rows(self, names: Collection[str]) -> dict[str, Any]:
+        """Return settings that decide what prepared rows are, as JSON values: those of earlier versions for theirs."""
+        found = self.model_dump(mode="json", include=set(names))
+        if self.fields.images == FieldsSpec.model_fields["images"].default:
+            del found["fields"]["images"]
+        return found
+
     def recorded_fields(self) -> str:
         """Return ``fields`` as dataset.json records them."""
         return json.dumps(self.fields.model_dump(exclude_defaults=True), sort_keys=True)
@@ -288,6 +307,15 @@ class DataSpec(Section):
             fields, recorded = self.recorded_fields(), str(prepared.get("fields") or "")
             if fields != recorded:
                 yield "fields", fields, recorded
+
+    def conversation_inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, message) for each setting that rows with images cannot have."""
+        if self.format not in ("auto", *FORMATS_WITH_IMAGES):
+            yield "data.format", f"must be auto or {' or '.join(FORMATS_WITH_IMAGES)} with family: llava."
+        if self.packing not in PACKINGS_WITH_IMAGES:
+            yield "data.packing", f"must be {' or '.join(PACKINGS_WITH_IMAGES)} with family: llava."
+        if self.truncation == "keep_end":
+            yield "data.truncation", "must be keep_start, drop or refuse with family: llava. An image comes first."
 
     def objective_inconsistencies(self, objective: str) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, message) for each setting that contradicts ``training.objective``."""

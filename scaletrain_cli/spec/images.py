@@ -31,6 +31,8 @@ def _share_of_area(value: tuple[float, float]) -> tuple[float, float]:
 AreaRange = Annotated[Range, AfterValidator(_share_of_area)]
 
 
+_WITHOUT_ROWS = used_when(where_not("model.family", "llava"))
+_WITH_ROWS = used_when(where("model.family", "llava"))
 _WITH_CLASSES = used_when(where("training.objective", "classification"))
 _WITH_LABELS = used_when(where("training.objective", "classification", "regression"))
 _WITH_CAPTIONS = used_when(where("model.family", "clip"))
@@ -113,7 +115,10 @@ class AugmentSpec(Section):
 class ImagesSpec(Section):
     """Images of training: their fields, normalization, size in evaluation, decoder and augmentation."""
 
-    fields: ImageFieldsSpec = LEFT_OUT
+    folder: Annotated[Text | None, _WITH_ROWS] = Field(
+        default=None, description="llava: folder of the images that rows name; null: the folder of the file of rows"
+    )
+    fields: Annotated[ImageFieldsSpec, _WITHOUT_ROWS] = LEFT_OUT
     classes: Annotated[Text | None, _WITH_CLASSES] = Field(
         default=None, description="file with a class name per line, in the order of the labels; null: sorted folders"
     )
@@ -122,18 +127,27 @@ class ImagesSpec(Section):
     )
     std: Color | None = Field(default=None, description="of each channel; null: that of the family, 0.5 without RGB")
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    crop_ratio: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1)] = Field(
+    crop_ratio: Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1), _WITHOUT_ROWS] = Field(
         default=0.875, description="evaluation: share of the resized image that is cropped at its center"
+    )
+    aspect: Annotated[Literal["crop", "pad"], _WITH_ROWS] = Field(
+        default="crop",
+        description="llava: crop: the center, as wide as the shorter side; pad: the whole image, with the mean color "
+        "around it up to a square (LLaVA-1.5)",
     )
     decoder: Literal["auto", "pillow", "torchvision"] = Field(
         default="auto", description="auto: pillow, whose pixels do not depend on the installation"
     )
-    augment: AugmentSpec = LEFT_OUT
+    augment: Annotated[AugmentSpec, _WITHOUT_ROWS] = LEFT_OUT
 
     def normalization(self, family: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return mean and standard deviation of each channel, for a family of networks."""
         mean, std = NORMALIZATION[family] if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
         return self.mean or mean, self.std or std
+
+    def crop_ratio_of(self, family: str) -> float:
+        """Return ``crop_ratio``, which a LLaVA does not have: its crop is as wide as the shorter side."""
+        return 1.0 if family == "llava" else self.crop_ratio
 
     def inconsistencies(self, channels: int) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one. ``channels``: of the model's images."""

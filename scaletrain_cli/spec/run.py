@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, 
 
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
-from scaletrain_cli.spec.corpus_files import EMBEDDED, PYTHON_STDLIB
+from scaletrain_cli.spec.corpus_files import EMBEDDED, EMBEDDED_SOURCES, PYTHON_STDLIB
 from scaletrain_cli.spec.data import DataSpec
 from scaletrain_cli.spec.evaluation import EvaluationSpec, cluster_problems
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
@@ -198,13 +198,13 @@ MODELS: dict[str, type[Section]] = {"transformer": ModelSpec, **VISION}
 FAMILIES = [*BUILT_IN_FAMILIES, *VISION]
 
 
-# The objectives of each family of networks for images, its default first.
+# The objectives of each family of models of images, its default first.
 OBJECTIVES_OF: dict[str, tuple[str, ...]] = {
     "resnet": ("classification", "regression", "contrastive"),
     "convnext": ("classification", "regression", "contrastive"),
     "vit": ("classification", "regression", "contrastive"),
     "clip": ("contrastive",),
-    "llava": ("causal_lm",),
+    "llava": ("sft",),
 }
 
 
@@ -261,7 +261,7 @@ class RunSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _objective_by_family(cls, value: Any) -> Any:
-        """Set the objective of a network for images where it is left out; causal_lm stood there in earlier versions."""
+        """Set the objective of a model of images where it is left out; causal_lm stood there in earlier versions."""
         model = value.get("model") if isinstance(value, dict) else None
         default = OBJECTIVES_OF.get(model_kind(model), ("",))[0]
         training = value.get("training") if default else None
@@ -300,14 +300,22 @@ class RunSpec(Section):
         raise UsageError(f"{family} is not a language model", (problem,))
 
     @property
+    def language_model(self) -> ModelSpec:
+        """Return the model that predicts tokens: a transformer, or that of a LLaVA. Raises UsageError without one."""
+        return self.model.text_config if isinstance(self.model, LlavaSpec) else self.transformer
+
+    @property
     def weights(self) -> str | None:
         """Return the path of the initial weights; None if they are random."""
         return getattr(self.model, "weights", None)
 
     @property
     def unit(self) -> str:
-        """Return the unit of training data and throughput: ``tokens``, ``images``, or ``pairs`` of image and text."""
-        return {"transformer": "tokens", "clip": "pairs", "llava": "pairs"}.get(model_kind(self.model), "images")
+        """Return the unit of training data and throughput: ``tokens``, ``images``, or ``pairs`` of image and text.
+
+        ``sequences`` of a LLaVA, which have any number of images.
+        """
+        return {"transformer": "tokens", "clip": "pairs", "llava": "sequences"}.get(model_kind(self.model), "images")
 
     @property
     def samples(self) -> str:
@@ -442,9 +450,11 @@ class RunSpec(Section):
         if self.data.prepare:
             yield "data.prepare", f"must be empty: {family} is not trained on text."
         if self.data.sources:
-            yield "data.sources", "must be empty: images have one source. Set data.source."
+            yield "data.sources", "must be empty: images and rows have one source. Set data.source."
         for key, path in self.data.paths():
-            if path in EMBEDDED:
+            if isinstance(self.model, LlavaSpec) and path in EMBEDDED_SOURCES:
+                yield key, f"has no conversations about images. Use files with rows, with family: {family}."
+            elif path in EMBEDDED:
                 message = f"is a source of text. Use {SKLEARN_DIGITS}, or files with images, with family: {family}."
                 yield key, message
         if self.training.tokens is not None:
@@ -472,6 +482,9 @@ class RunSpec(Section):
         assert not isinstance(model, ModelSpec)
         channels, size = image_channels(model), training.micro_batch_size
         yield from ((f"data.images.{key}", message) for key, message in images.inconsistencies(channels))
+        if isinstance(model, LlavaSpec):
+            yield from self.data.conversation_inconsistencies()
+            return
         if self.data.format not in ("auto", *IMAGE_FORMATS):
             yield "data.format", f"must be auto, {', '.join(IMAGE_FORMATS)} with family: {model.family}."
         mixes = images.augment.mixes

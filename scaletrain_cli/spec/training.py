@@ -221,7 +221,7 @@ class TrainingSpec(Section):
         default="causal_lm",
         description="causal_lm: next token of text; sft: weighted tokens of examples; dpo: preference pairs; "
         "classification, the default of networks for images, and regression: labels of images; contrastive, the "
-        "default of clip: pairs of image and text, or two views of an image",
+        "default of clip: pairs of image and text, or two views of an image. llava has sft",
     )
     dpo: Annotated[DPOSpec, used_when(where("training.objective", "dpo"))] = LEFT_OUT
     loss: Annotated[LossSpec, used_when(where("training.objective", *LOSSES_OF))] = LEFT_OUT
@@ -230,7 +230,9 @@ class TrainingSpec(Section):
     micro_batch_size: AutoWhole = "auto"
     steps: Whole | None = None
     tokens: Count | None = None
-    samples: Count | None = Field(default=None, description="images or pairs of the whole run, in place of steps")
+    samples: Count | None = Field(
+        default=None, description="images, pairs, or sequences of llava, of the whole run, in place of steps"
+    )
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "bf16"
     grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: Annotated[LossScaleSpec, used_when(where("training.precision", "fp16"))] = LEFT_OUT

@@ -81,6 +81,7 @@ HELD_BY = {
     "test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted",
     "data.prepare.*.files.*": "tests/launch/test_source_checks.py",
     "data.prepare.*.bad_words": "tests/launch/test_source_checks.py",
+    "data.images.folder": "tests/launch/test_row_checks.py::test_the_folder_of_images_must_exist",
     "data.chat_template": "tests/launch/test_row_checks.py::test_a_chat_template_that_cannot_be_read_is_a_problem",
     "code.path": "tests/launch/code/test_snapshot.py",
     "code.on_nodes": "tests/launch/node/test_code.py::test_code_in_the_image_is_verified_and_run_in_place",

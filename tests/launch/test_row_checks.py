@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import sentences
-from scaletrain_cli.launch.resource_checks.files import View, not_recorded, row_problems, template_problems
+from scaletrain_cli.launch.resource_checks.files import (
+    View,
+    image_folder_problems,
+    not_recorded,
+    row_problems,
+    template_problems,
+)
 from tests.spec.samples import SPEC, load
 
 ANSWERED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -158,3 +164,11 @@ def test_prepared_rows_are_checked_for_their_length_objective_and_packing(tmp_pa
     prepared(tmp_path)
     (text,) = row_problems(view(tmp_path, source, "model.seq_len=2"))
     assert "was prepared for objective causal_lm" in text.message
+
+
+def test_the_folder_of_images_must_exist(tmp_path: Path) -> None:
+    given = view(tmp_path, "model={preset: llava-tiny}", "data.images.folder=pictures")
+    (found,) = image_folder_problems(given)
+    assert str(found).startswith("--set data.images.folder = pictures: there is no such folder")
+    (tmp_path / "pictures").mkdir()
+    assert list(image_folder_problems(given)) == []

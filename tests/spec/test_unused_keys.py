@@ -26,6 +26,7 @@ GROUP_NORM = ("model={family: resnet, hidden_sizes: [128], depths: [1], norm: gr
 VIT = ("model={preset: vit-base-patch16}", "data.source=pictures")
 TOWER = "{hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1, intermediate_size: 8}"
 CLIP = (f"model={{family: clip, vision_config: {TOWER}, text_config: {TOWER}}}", "data.source=pictures")
+LLAVA = ("model={preset: llava-tiny}", "data.source=chats.jsonl")
 VIEWS = (*IMAGES, "training.objective=contrastive", "training.loss.name=nt_xent", "evaluation.every=0")
 EXPERTS = ("model.num_experts=2", "model.num_experts_per_tok=1")
 TWO_SOURCES = "[{name: web, path: /w, weight: 1}, {name: code, path: /c, weight: 1}]"
@@ -63,6 +64,11 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "data.on_bad": ("skip", SFT, ()),
     "model.new_classifier": ("true", VIT, (*VIT, "model.weights=w")),
     "data.images": ("{crop_ratio: 0.9}", (), IMAGES),
+    "data.images.folder": ("pictures", IMAGES, LLAVA),
+    "data.images.fields": ("{image: photo}", LLAVA, IMAGES),
+    "data.images.crop_ratio": ("0.9", LLAVA, IMAGES),
+    "data.images.aspect": ("pad", IMAGES, LLAVA),
+    "data.images.augment": ("{horizontal_flip: 0}", LLAVA, IMAGES),
     "data.images.fields.label": ("target", CLIP, IMAGES),
     "data.images.fields.caption": ("text", IMAGES, CLIP),
     "data.images.classes": ("names.txt", CLIP, IMAGES),
@@ -71,6 +77,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "data.images.augment.switch_probability": ("0.3", IMAGES, (*IMAGES, "data.images.augment.cutmix=1")),
     "data.cache": ("{size: 1GB}", SFT, ()),
     "data.fields": ("{messages: chat}", (), SFT),
+    "data.fields.images": ("photos", SFT, LLAVA),
     "data.chat_template": ("chat.jinja", (), DPO),
     "data.chat_template_date": ("2025-01-01", (), SFT),
     "data.loss_on": ("all", DPO, SFT),

@@ -103,7 +103,9 @@ def image_files(spec: RunSpec) -> dict[str, bytes]:
     tower: Any = getattr(model, "vision_config", model)
     images, size = spec.data.images, tower.image_size
     mean, std = images.normalization(model.family, _COLORS)
-    shorter = math.floor(round(size / images.crop_ratio, 6))  # as in engine.data.images.transforms.center_crop
+    shorter = math.floor(
+        round(size / images.crop_ratio_of(model.family), 6)
+    )  # as in engine.data.images.transforms.center_crop
     config = {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,

@@ -76,6 +76,8 @@ class MicroBatch(NamedTuple):
     step_tokens: positions that all replicas compute in the step of this micro-batch, padding included; None for text.
     real: [rows, local length] bool, False for padding; None: every token is one of the data.
     sources: [rows] int64, number of the source of each sequence; None: there is only one.
+    images: [images, channels, height, width] uint8, those of all rows in the order of their tokens, row by row, and
+    not normalized; no image at all is [0, ...]. None: the rows of this model have none.
     """
 
     tokens: Tensor
@@ -91,6 +93,7 @@ class MicroBatch(NamedTuple):
     step_tokens: int | None = None
     real: Tensor | None = None
     sources: Tensor | None = None
+    images: Tensor | None = None
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, TokenContext]:
@@ -114,6 +117,9 @@ class StepBatch(NamedTuple):
     all. The ``segments`` of a micro-batch with fewer documents than another one have empty ones at their end.
     ``lengths``: to how many tokens the rows of each micro-batch are padded, where that is less than the length of the
     tensors; None: all are as long.
+    ``images``: [images of all micro-batches, height, width, channels] uint8, one micro-batch after another, of which
+    each has as many as ``image_counts`` says; pixels lie as decoders write them, and micro-batches are views in the
+    order of channels-last images.
     """
 
     tokens: Tensor
@@ -130,6 +136,8 @@ class StepBatch(NamedTuple):
     step_tokens: int | None = None
     real: Tensor | None = None
     sources: Tensor | None = None
+    images: Tensor | None = None
+    image_counts: tuple[int, ...] | None = None
 
     def micro_batches(self) -> list[MicroBatch]:
         """Return the micro-batches, in the order of accumulation."""
@@ -147,6 +155,11 @@ class StepBatch(NamedTuple):
             length = self.lengths[number] * values.shape[-1] // max(self.lengths)
             return values[number, ..., :length].contiguous()
 
+        images: Sequence[Tensor | None] = [None] * len(self.tokens)
+        if self.images is not None:
+            assert self.image_counts is not None
+            images = torch.split(self.images.permute(0, 3, 1, 2), list(self.image_counts))
+
         return [
             MicroBatch(
                 tokens=cut(self.tokens, i),
@@ -162,6 +175,7 @@ class StepBatch(NamedTuple):
                 step_tokens=self.step_tokens,
                 real=None if self.real is None else cut(self.real, i),
                 sources=part(self.sources, i),
+                images=images[i],
             )
             for i in range(len(self.tokens))
         ]

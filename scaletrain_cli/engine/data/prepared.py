@@ -63,7 +63,7 @@ def open_data_of(
 
     Raises UsageError, and CorruptDataError if a file has changed since it was written.
     """
-    seq_len, objective = spec.transformer.seq_len, spec.training.objective
+    seq_len, objective = spec.language_model.seq_len, spec.training.objective
     try:
         document = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

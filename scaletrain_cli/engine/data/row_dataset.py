@@ -98,13 +98,11 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
     source = expand_home(data.only_source)
     if (source / "dataset.json").is_file():
         return source
-    settings = data.model_dump(
-        mode="json", include={"format", "fields", "chat_template_date", "loss_on", "truncation", "packing"}
-    )
+    settings = data.settings_of_rows({"format", "fields", "chat_template_date", "loss_on", "truncation", "packing"})
     identity = [
         SCHEMA,
         spec.training.objective,
-        str(spec.transformer.seq_len),
+        str(spec.language_model.seq_len),
         rows_content(data.only_source, runs_root),
         tokenizer_identity(data.tokenizer),
         _template_hash(template_files(data)),
@@ -225,7 +223,7 @@ class _Spool:
 
 def build_rows(spec: RunSpec, folder: Path) -> None:
     """Write the rows of a spec below ``folder``. Raises UsageError."""
-    data, objective, seq_len = spec.data, spec.training.objective, spec.transformer.seq_len
+    data, objective, seq_len = spec.data, spec.training.objective, spec.language_model.seq_len
     files, tally = template_files(data), Tally()
     raw = tokenizer_of(data, objective)
     create_file(folder / "tokenizer.json", raw.to_str(pretty=True))

@@ -23,7 +23,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     """Return rows and counts, given SPEC_JSON RUNS_ROOT FIRST COUNT; rows count from 1. Raises UsageError."""
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     first, count = int(arguments[2]), int(arguments[3])
-    data, objective, seq_len = spec.data, spec.training.objective, spec.transformer.seq_len
+    data, objective, seq_len = spec.data, spec.training.objective, spec.language_model.seq_len
     if (expand_home(data.only_source) / "dataset.json").is_file():
         raise UsageError(Reason("data.prepared-not-shown", {"source": data.source}))
     tokenizer, is_own = _tokenizer(spec, Path(arguments[1]))

@@ -30,7 +30,7 @@ from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.shared_datasets import is_readable, owner_of_dataset
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 
 _HELD_BACK = "validation-held-back"
 # Sequences that are enough to validate one source of several on, in every layout.
@@ -175,7 +175,7 @@ def _opened(
     spec: RunSpec, folders: Mapping[str, Path], ranks: Ranks, *, begun: bool
 ) -> Mapping[str, tuple[Info, Samples, Samples]]:
     """Return info, training split and validation split of each source. Raises UsageError and CorruptDataError."""
-    if not isinstance(spec.model, ModelSpec):
+    if is_of_images(spec):
         from scaletrain_cli.engine.data.images.opening import open_images_of  # which needs Pillow
 
         return {name: open_images_of(spec, folder) for name, folder in folders.items()}
@@ -183,9 +183,10 @@ def _opened(
         name: open_data_of(spec, folder, ranks.rank, ranks.world_size, begun=begun) for name, folder in folders.items()
     }
     for name, (info, _, _) in opened.items():
-        if info.vocab_size > spec.model.vocab_size:
-            params = {"folder": str(folders[name]), "token_ids": info.vocab_size}
-            raise UsageError(Reason("engine.vocabulary-too-large", params | {"vocab_size": spec.model.vocab_size}))
+        most = spec.language_model.vocab_size
+        if info.vocab_size > most:
+            params = {"folder": str(folders[name]), "token_ids": info.vocab_size, "vocab_size": most}
+            raise UsageError(Reason("engine.vocabulary-too-large", params))
     _require_one_tokenizer(folders)
     return opened
 
@@ -359,10 +360,10 @@ def held_back_of(
 def _too_little_to_validate(record: RunRecord, source: str | None, train: int, validation: int) -> Reason:
     layout, spec = record.plan.layout, record.spec
     width = layout.micro_batch_size * layout.data_parallel
-    if not isinstance(spec.model, ModelSpec):
+    if is_of_images(spec):
         counts = {"unit": spec.unit, "train": train, "validation": validation, "width": width}
         return Reason("engine.images-too-few-to-validate", counts)
-    length = spec.model.seq_len
+    length = spec.language_model.seq_len
     shown = "data.source" if source is None else f"the source {source} of data.sources"
     params = {"source": shown, "train": train, "length": length, "validation": validation}
     return Reason("engine.data-too-small-to-validate", {**params, "width": width if source is None else 1})

@@ -76,4 +76,4 @@ def _sequences(spec: RunSpec, dataset: Mapping[str, Any]) -> int:
     """Return the number of training sequences, rows or pairs of a dataset."""
     if "train_rows" in dataset:
         return int(dataset["train_rows"]) // (2 if dataset.get("objective") == "dpo" else 1)
-    return max(0, (int(dataset["train_tokens"]) - 1) // spec.transformer.seq_len)
+    return max(0, (int(dataset["train_tokens"]) - 1) // spec.language_model.seq_len)

@@ -59,7 +59,7 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     return {
         "step": step,
         "batch": number,
-        "seq_len": spec.transformer.seq_len,
+        "seq_len": spec.language_model.seq_len,
         "layout": {
             "data_parallel": layout.data_parallel,
             "micro_batch_size": layout.micro_batch_size,

@@ -28,6 +28,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     adapter_problems,
     class_file_problems,
     evaluation_problems,
+    image_folder_problems,
     not_checked,
     not_read,
     not_recorded,
@@ -186,7 +187,8 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     checks = [weights_problems, adapter_problems, checkpoint_problems]
     prepared = any((expand_home(path) / "dataset.json").is_file() for _, path in spec.data.paths())
     if node_rank == 0 or prepared:  # every node reads prepared data, and one node is enough to check other files
-        checks += [text_problems, row_problems, tokenizer_problems, template_problems, class_file_problems]
+        checks += [text_problems, row_problems, tokenizer_problems, template_problems]
+        checks += [class_file_problems, image_folder_problems]
     problems = [found for check in checks for found in check(view)]
     if code_folder is None and spec.code.engine is not None:
         problems += _installed_problems(view)
@@ -368,6 +370,7 @@ _FILE_CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     tokenizer_problems,
     template_problems,
     class_file_problems,
+    image_folder_problems,
     weights_problems,
     adapter_problems,
     evaluation_problems,
@@ -378,6 +381,7 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     tokenizer_problems,
     template_problems,
     class_file_problems,
+    image_folder_problems,
     weights_problems,
     hub_problems,
     cache_problems,

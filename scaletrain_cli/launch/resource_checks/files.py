@@ -219,6 +219,15 @@ def class_file_problems(view: View) -> Iterator[Problem]:
         yield view.problem(key, Reason("checks.classes-differ", {"names": len(names), "labels": labels}), path)
 
 
+def image_folder_problems(view: View) -> Iterator[Problem]:
+    """Yield the problem of ``data.images.folder``, if there is no such folder."""
+    path = view.spec.data.images.folder
+    if view.spec.code.own_program or path is None or view.prepared or view.unseen(path):
+        return
+    if not (view.folder / expand_home(path)).is_dir():
+        yield view.problem("data.images.folder", Reason("checks.no-folder", {"path": path}), path)
+
+
 def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
     """Return the problem of a tokenizer.json, or of a tokenizer file of another library; None for a valid one."""
     from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
@@ -500,6 +509,7 @@ def not_checked(view: View) -> Iterator[Reason]:
         "data.tokenizer.path": None if own else spec.data.tokenizer.path,
         "data.chat_template": None if own else spec.data.chat_template,
         "data.images.classes": None if own or view.prepared else spec.data.images.classes,
+        "data.images.folder": None if own or view.prepared else spec.data.images.folder,
         "model.weights": None if own or view.begun else getattr(spec.model, "weights", None),
         "model.adapter.weights": None if own or view.begun else _adapter_weights(spec),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,

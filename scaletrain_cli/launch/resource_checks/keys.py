@@ -145,6 +145,14 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         _UNSEEN,
     ),
     _row(
+        "data.images.folder",
+        "the folder of the images that rows name",
+        "exists",
+        _SUBMIT,
+        f"{_FILES}image_folder_problems",
+        f"{_UNSEEN}; the images: {_PREPARATION}",
+    ),
+    _row(
         "code.path",
         "a folder of a git working tree",
         "exists, is in a git working tree, within max_size, has no submodules",
