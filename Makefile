@@ -75,7 +75,8 @@ test: setup slurm-packages ## Run the tests, with a real Slurm where the machine
 test-long: setup slurm-packages ## Run the tests that `make test` leaves out: drills that take their time
 	$(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Less of it: make drills ARGS='--kills 20 --requests 8'. The page in docs: ARGS='--write docs/survival.md'.
+# Less of it: make drills ARGS='--kills 20 --requests 8', or parts by name: ARGS='vision-kills elastic'.
+# The page in docs: ARGS='--write docs/survival.md', which keeps the sections of parts that do not run.
 drills: setup ## Hurt real runs by the hundred: kills, signals, damaged files, full disks, other sizes; print a table
 	@$(BIN)/python -m tests.drills.campaign $(ARGS)
 

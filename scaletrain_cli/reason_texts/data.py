@@ -57,6 +57,11 @@ TEXTS: dict[str, Text] = {
         "{path} has {found:whole} tokens and model.text_config.vocab_size is {vocab_size:whole}",
         ("Set the tokenizer of the model, or a larger vocab_size",),
     ),
+    "caption-end-not-largest": Text(
+        "{path} ends captions with {token}, number {id}, and with model.text_config.eos_token_id = 2, as in configs "
+        "before transformers 4.31, the model takes the largest token, number {expected}, as the end",
+        ("Use a tokenizer whose end token is its largest, and is not number 2", "Use the tokenizer of the model"),
+    ),
     "caption-end-differs": Text(
         "{path} ends captions with {token}, number {id}, and with model.text_config.eos_token_id = {eos_token_id} the "
         "model looks for number {expected}",

@@ -12,7 +12,7 @@ from scaletrain_cli.worker.checkpoint_commit import staging_path
 from tests.drills.campaign.damages import damage_files
 from tests.drills.campaign.elastic import reshard
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun
-from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES, kill
+from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES, kill, text_specs
 from tests.drills.campaign.requests import request
 from tests.drills.training_runs import drill_spec
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.drill
 
 @pytest.mark.long  # test_nothing_is_lost kills a run, too; this is about the campaign that `make drills` prints
 def test_kills_at_random_times_lose_nothing(dataset: Path, chance: random.Random) -> None:
-    found = kill(dataset, 3, chance, {"stage 2": ZERO_STAGES["stage 2"]})
+    found = kill(text_specs(dataset, {"stage 2": ZERO_STAGES["stage 2"]}), 3, chance)
     assert found.kills >= 3
     assert found.failed_resumes == []
     assert found.different == []
@@ -30,7 +30,7 @@ def test_kills_at_random_times_lose_nothing(dataset: Path, chance: random.Random
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FINE_TUNING)
 def test_kills_of_fine_tuning_at_random_times_lose_nothing(kind: str, dataset: Path, chance: random.Random) -> None:
-    found = kill(dataset, 2, chance, {kind: FINE_TUNING[kind]})
+    found = kill(text_specs(dataset, {kind: FINE_TUNING[kind]}), 2, chance)
     assert found.kills >= 2
     assert found.failed_resumes == []
     assert found.different == []

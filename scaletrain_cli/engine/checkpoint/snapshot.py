@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from scaletrain_cli.engine.checkpoint.shard_file import OPAQUE, Entry, Slice
 from scaletrain_cli.engine.model.materialization import Matrix, matrices_of, stored_buffers
 from scaletrain_cli.engine.optim.averaging import WeightAverage
-from scaletrain_cli.engine.optim.deepspeed_optimizer import in_memory, master_weights, use_master_weights
+from scaletrain_cli.engine.optim.deepspeed_optimizer import (
+    counter_names,
+    in_memory,
+    master_weights,
+    use_master_weights,
+)
 from scaletrain_cli.engine.parallel.expert import is_sharded_over_experts
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh, shard_spec_of
 from scaletrain_cli.errors import UsageError
@@ -99,6 +104,10 @@ class ShardedState:
         """Return the optimizer's states of a weight that ``weight`` yielded; empty before its first update."""
         states: dict[str, Any] = self._optimizer.state[weight]
         return states
+
+    def counter_names(self) -> set[str]:
+        """Return the names of the optimizer's states that are counters."""
+        return counter_names(self._optimizer)
 
     def place_of_counts(self, weight: Tensor) -> torch.device | None:
         """Return the device of the tensor that counts a weight's steps; None if the optimizer counts without one."""
@@ -328,16 +337,13 @@ class Snapshot:
         The first call allocates the buffers; call it once before the first save.
         """
         entries: list[Entry] = []
-        counts = Counts({}, {})
+        counts, counters = Counts({}, {}), self._states.counter_names()
         for shard in self._states.shards:
             with self._states.weight(shard) as weight:
-                for kind, values in self._kinds(shard, weight):
+                for kind, values in self._kinds(shard, weight, counters):
                     entries += self._copied(shard, kind, values)
-                own = {
-                    name: float(value)
-                    for name, value in self._states.optimizer_states(weight).items()
-                    if not isinstance(value, Tensor) or value.dim() == 0
-                }
+                states = self._states.optimizer_states(weight)
+                own = {name: float(value) for name, value in states.items() if name in counters}
             counts = counts.with_shard(shard, own)
         if self._frozen is None:
             self._frozen = [entry for shard in self._states.frozen for entry in self._of_frozen(shard)]
@@ -362,9 +368,9 @@ class Snapshot:
                 f"{kind}/{part.name}", self._buffer(f"{place}/{part.name}", values).copy_(values, non_blocking=True)
             )
 
-    def _kinds(self, shard: FlatShard, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _kinds(self, shard: FlatShard, weight: Tensor, counters: Container[str]) -> Iterator[tuple[str, Tensor]]:
         yield WEIGHT, weight.detach()
-        states = {name: value for name, value in self._states.optimizer_states(weight).items() if _is_tensor(value)}
+        states = {name: value for name, value in self._states.optimizer_states(weight).items() if name not in counters}
         elementwise = is_elementwise(states, weight)
         for name, value in sorted(states.items()):  # sorted, so that equal states make equal files
             yield (name if elementwise else f"{OPAQUE}/{shard.index}/{name}"), value
@@ -460,7 +466,3 @@ def _set_count(states: dict[str, Any], name: str, count: float, place: torch.dev
 def is_elementwise(states: dict[str, Tensor], weight: Tensor) -> bool:
     """Return True if every state has one value per weight; bitsandbytes' 8-bit states have scales per block."""
     return all(state.numel() == weight.numel() for state in states.values())
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from scaletrain_cli.engine.model.base import TrainedModel
+from scaletrain_cli.engine.optim.deepspeed_optimizer import counter_names
 
 
 class SavedActivations:
@@ -102,8 +103,9 @@ def model_state_bytes(engine: Any) -> ModelStateBytes:
     # Stage 3 offloads gradients with the optimizer; stages 1 and 2 only those that they have copied to the host.
     gradients += counted.add(_held(wrapper, _GRADIENTS), away=states_away and engine.zero_optimization_stage() == 3)
     states = counted.add(masters, away=states_away)
-    elementwise = (tensor for tensor in _tensors(list(inner.state.values())) if tensor.ndim)  # not Adam's step counters
-    states += counted.add(elementwise, away=states_away)
+    counters = counter_names(inner)
+    elementwise = [[each for name, each in state.items() if name not in counters] for state in inner.state.values()]
+    states += counted.add(_tensors(elementwise), away=states_away)
     return ModelStateBytes(held, gradients, states, counted.host)
 
 

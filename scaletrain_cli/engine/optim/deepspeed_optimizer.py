@@ -40,6 +40,20 @@ def master_weights(engine: Any) -> list[Tensor]:
     return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
 
 
+def counter_names(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the names of the states that count steps and are the same for all elements of a weight.
+
+    All other states have a value for each element, also of a weight without dimensions, whose states have none either:
+    those are told from counters by the states of other weights.
+    """
+    found = {"step"}
+    for weight, states in optimizer.state.items():
+        found |= {
+            name for name, each in states.items() if not isinstance(each, Tensor) or each.dim() == 0 < weight.dim()
+        }
+    return found
+
+
 @torch.no_grad()
 def use_master_weights(engine: Any) -> None:
     """Copy the present master weights into the model on every rank, as after a step. Collective."""

@@ -52,7 +52,7 @@ def reshard(dataset: Path) -> Elastic:
     for name, links in CHAINS.items():
         run = ForkedRun.create(spec, noting_samples)
         for number, (settings, last) in enumerate(links):
-            _resize(run, [f"{key}={value}" for key, value in settings.items()])
+            resize(run, [f"{key}={value}" for key, value in settings.items()])
             if number:
                 _hold_states_together(run, name, found)
             if last < STEPS and number < len(links) - 1:
@@ -66,7 +66,7 @@ def reshard(dataset: Path) -> Elastic:
     return found
 
 
-def _resize(run: ForkedRun, overrides: list[str]) -> None:
+def resize(run: ForkedRun, overrides: list[str]) -> None:
     """Plan the run again as `scaletrain resume` does, without a scheduler."""
     resize = replan(run.run, overrides)
     if resize.changes:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.launch.preparation import prepare_data
+from scaletrain_cli.spec import RunSpec
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun, strays
 from tests.drills.training_runs import drill_spec
+from tests.drills.vision_runs import vision_spec
 
 _KILLS_PER_RUN = 5
 _SLOW_SAVE = "slow-save seconds=0.15"
@@ -41,12 +43,39 @@ FINE_TUNING: dict[str, dict[str, Any]] = {
 }
 
 
-def kill(dataset: Path, kills: int, chance: random.Random, kinds: Mapping[str, dict[str, Any]] = ZERO_STAGES) -> Kills:
+_EMA = "{name: ema, every: 1, decay: 0.9}"
+# By name the family and its settings. The micro-batches of CLIP share one InfoNCE loss (GradCache).
+_VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "ResNet with synchronized BatchNorm, EMA, mixup, a reader process, ZeRO-1": (
+        "resnet",
+        {"layout__zero_stage": 1, "training__averaging": _EMA, "data__loader__workers": 1},
+    ),
+    "ViT with layer decay, ZeRO-3": (
+        "vit",
+        {"layout__zero_stage": 3, "training__optimizer__layer_decay": 0.75, "training__micro_batch_size": 6},
+    ),
+    "CLIP with accumulation": ("clip", {}),
+}
+
+
+def text_specs(dataset: Path, kinds: Mapping[str, dict[str, Any]]) -> dict[str, RunSpec]:
+    """Return the spec of each kind of run on text, from its overrides."""
+    return {name: drill_spec(dataset, checkpoint__every=5, **overrides) for name, overrides in kinds.items()}
+
+
+def vision_specs(pairs: Path) -> dict[str, RunSpec]:
+    """Return the spec of each kind of run on images. ``pairs``: folder of ``draw_pairs``."""
+    return {
+        name: vision_spec(family, pairs, checkpoint__every=5, **overrides)
+        for name, (family, overrides) in _VISION.items()
+    }
+
+
+def kill(specs: Mapping[str, RunSpec], kills: int, chance: random.Random) -> Kills:
     """Kill ranks ``kills`` times over all kinds of runs; each run is killed a few times and then finishes."""
     found = Kills()
-    for name, overrides in kinds.items():
-        wanted = found.kills + -(-kills // len(kinds))
-        spec = drill_spec(dataset, checkpoint__every=5, **overrides)
+    for name, spec in specs.items():
+        wanted = found.kills + -(-kills // len(specs))
         prepare_data(spec)
         undisturbed = ForkedRun.create(spec)
         undisturbed.attempts_to_end(_SLOW_SAVE)

@@ -11,6 +11,7 @@ from torch import nn
 
 from scaletrain_cli.engine.deepspeed_engine import prepare_deepspeed
 from scaletrain_cli.engine.metrics.memory_measurement import ModelStateBytes, watching_model_states
+from tests.engine.optim.small_engine import Scale
 from tests.engine.ranks import on_ranks
 
 RANKS = 2
@@ -24,10 +25,12 @@ CASES += [("bf16", grads, stage) for grads in ("fp32", "bf16") for stage in (1, 
 def train_two_steps(precision: str, grad_dtype: str, stage: int) -> ModelStateBytes:
     import deepspeed
 
-    model = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(LAYERS)))
+    scales = [Scale()] if stage == 0 else []  # whose states have no dimensions
+    model = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(LAYERS)), *scales)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,  # DeepSpeed cannot clip a parameter without dimensions
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     if precision == "bf16":
@@ -35,7 +38,7 @@ def train_two_steps(precision: str, grad_dtype: str, stage: int) -> ModelStateBy
         config["data_types"] = {"grad_accum_dtype": grad_dtype}
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)
     batch = torch.ones(1, SIZE, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -74,7 +77,7 @@ def test_every_byte_is_accounted_for(index: int, counted: list[list[ModelStateBy
     precision, grad_dtype, stage = CASES[index]
     ranks = [of_rank[index] for of_rank in counted]
     weight, gradient = (4 if dtype == "fp32" else 2 for dtype in (precision, grad_dtype))
-    whole, part = MATRICES + BIASES, {0: 0, 1: FLAT // RANKS, 2: FLAT // RANKS, 3: SHARDS}[stage]
+    whole, part = MATRICES + BIASES + (stage == 0), {0: 0, 1: FLAT // RANKS, 2: FLAT // RANKS, 3: SHARDS}[stage]
     states = 8 * whole if stage == 0 else 12 * part
     parameters = {0: whole, 1: FLAT, 2: FLAT, 3: SHARDS}[stage] * weight
     assert {(held.parameters, held.optimizer_states, held.host) for held in ranks} == {(parameters, states, 0)}

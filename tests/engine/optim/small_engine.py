@@ -77,11 +77,23 @@ def layout_of(spec: RunSpec, zero_stage: int, accumulation: int = 1, replicas: i
     )
 
 
-def small_model(width: int = 32) -> nn.Module:
-    """Return a model with matrices, biases and a norm, and the same weights each time."""
+class Scale(nn.Module):
+    """Multiplies by a parameter without dimensions, as CLIP's logit scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * self.scale
+
+
+def small_model(width: int = 32, *, scaled: bool = False) -> nn.Module:
+    """Return a model with matrices, biases and a norm, and the same weights each time; ``scaled``: and a scalar."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), nn.LayerNorm(width), nn.Linear(width, 4))
+        last = [Scale()] if scaled else []
+        return nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), nn.LayerNorm(width), nn.Linear(width, 4), *last)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -91,11 +103,18 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def start(
-    spec: RunSpec, zero_stage: int, *, accumulation: int = 1, clip: float = 0.0, folder: Path = Path(), width: int = 32
+    spec: RunSpec,
+    zero_stage: int,
+    *,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    folder: Path = Path(),
+    width: int = 32,
+    scaled: bool = False,
 ) -> Small:
     """Return DeepSpeed's engine around the small model, on this rank."""
     layout = layout_of(spec, zero_stage, accumulation, dist.get_world_size())
-    model = small_model(width)
+    model = small_model(width, scaled=scaled)
     optimizer = build_optimizer(spec, model, layout, torch.device("cpu"))
     prepare_deepspeed(torch.device("cpu"))
     import deepspeed

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scaletrain_cli.engine.optim.deepspeed_optimizer import counter_names
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, parameter_groups
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.spec.training import OptimizerSpec
@@ -154,3 +155,17 @@ def test_a_matrix_that_zero_3_has_partitioned_has_weight_decay() -> None:
     decayed, others = parameter_groups(model, OptimizerSpec(weight_decay=0.1))
     assert decayed["params"][0] is model.weight
     assert others["params"][0] is model.bias
+
+
+@pytest.mark.parametrize("sizes", [[(3, 2), ()], [()]])
+def test_counters_are_told_from_the_states_of_a_weight_without_dimensions(sizes: list[tuple[int, ...]]) -> None:
+    weights = [nn.Parameter(torch.ones(size)) for size in sizes]
+    for optimizer, expected in (
+        (torch.optim.AdamW(weights, amsgrad=True), {"step"}),
+        (torch.optim.NAdam(weights), {"step", "mu_product"} if len(sizes) > 1 else {"step"}),
+        (torch.optim.SGD(weights, lr=0.1, momentum=0.9), {"step"}),
+    ):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert counter_names(optimizer) == expected

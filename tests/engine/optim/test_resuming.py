@@ -27,7 +27,7 @@ def resumed(optimizer: str, precision: str, stage: int, folder: Path) -> list[tu
     )
 
     def begin() -> tuple[Small, WeightAverage]:
-        small = start(spec, stage, width=512, clip=1.0)
+        small = start(spec, stage, width=512, clip=1.0 if stage else 0.0, scaled=True)
         return small, WeightAverage(small.engine, spec.training.averaging, 6)
 
     def go(small: Small, average: WeightAverage, steps: range) -> None:
@@ -56,6 +56,7 @@ def resumed(optimizer: str, precision: str, stage: int, folder: Path) -> list[tu
 @pytest.mark.parametrize(
     ("optimizer", "precision", "stage"),
     [
+        ("adamw", "fp32", 0),
         ("momentum", "fp32", 2),
         ("adamw_8bit", "fp32", 1),
         ("adamw_8bit", "bf16", 3),

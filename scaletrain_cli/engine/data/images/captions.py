@@ -73,6 +73,8 @@ def caption_tokenizer(path: Path, positions: int, vocab_size: int, eos_token_id:
     expected = found - 1 if eos_token_id == OLD_EOS else eos_token_id  # the largest token marks the end then
     if expected not in (None, ids[1]):
         params = {"path": str(path), "token": end, "id": ids[1], "expected": expected}
+        if eos_token_id == OLD_EOS:
+            raise UsageError(Reason("data.caption-end-not-largest", params))
         raise UsageError(Reason("data.caption-end-differs", params | {"eos_token_id": eos_token_id}))
     return CaptionTokenizer(path, positions, *ids)
 
