@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identif
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import Composed, compose
-from scaletrain_cli.engine.data.batches import BatchReader, batch_number, merged_skip_ranges
+from scaletrain_cli.engine.data.batches import batch_number, merged_skip_ranges
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sample_order import RunMixture, mixture_of_run, sample_order
 from scaletrain_cli.engine.data.splits import RunData, Samples, open_data, open_reader
@@ -135,9 +134,8 @@ def assemble(
         expected_seconds=record.plan.durability.save_seconds,
     )
     stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)
-    training = open_reader(spec, data.samples, layout, mesh)
-    if isinstance(training, BatchReader) and len(data.sizes) > 1:
-        training = replace(training, order=sample_order(spec.training.seed, data.sizes, mixture.stages))
+    order = sample_order(spec.training.seed, data.sizes, mixture.stages) if len(data.sizes) > 1 else None
+    training = open_reader(spec, data.samples, layout, mesh, order)
     step_sync = StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger)
 
     def goes_on() -> bool:
@@ -258,12 +256,11 @@ def _check_rows(objective: Objective, spec: RunSpec, layout: Layout, train: Samp
 
 def _describe_classes(objective: Objective, train: Samples) -> None:
     """Tell the objective the names of the classes of images, and if an image may have several."""
-    from scaletrain_cli.engine.data.images.opening import ImageSamples  # which needs Pillow
+    from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
     from scaletrain_cli.engine.objectives.images import ImageObjective
 
-    if isinstance(objective, ImageObjective) and isinstance(train, ImageSamples):
-        several = train.images.num_classes is not None and not train.images.has_one_class
-        objective.describe_classes(train.images.class_names, several_labels=several)
+    if isinstance(objective, ImageObjective) and isinstance(train, ImageSamples | JoinedImages):
+        objective.describe_classes(train.class_names, several_labels=train.several_labels)
 
 
 def _require_same_data(
@@ -346,15 +343,15 @@ def _least_loss(spec: RunSpec, layout: Layout, objective: Objective, train: Samp
         return first_loss(spec.training.dpo)
     if isinstance(spec.model, ModelSpec):
         return 0.0
-    from scaletrain_cli.engine.data.images.opening import ImageSamples  # which needs Pillow
+    from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
     from scaletrain_cli.engine.objectives.images import ImageObjective
 
     if not isinstance(objective, ImageObjective):
         return 0.0
     targets = None
-    if spec.training.objective == "regression" and isinstance(train, ImageSamples):
+    if spec.training.objective == "regression" and isinstance(train, ImageSamples | JoinedImages):
         apart = -(-len(train) // _TARGETS_READ)
-        labels = [train.images.label(train.first + number) for number in range(0, len(train), apart)]
+        labels = [train.label(number) for number in range(0, len(train), apart)]
         targets = torch.tensor(labels, dtype=torch.float32)
     return objective.uninformed_loss(layout.global_batch_size, targets)
 

@@ -8,7 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.data.images.compatibility import require_outputs, require_same_tokenizer
+from scaletrain_cli.data.images.compatibility import (
+    require_outputs,
+    require_same_classes,
+    require_same_tokenizer,
+)
 from scaletrain_cli.data.stages import planned_stages
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.launch.resource_checks.files import View
@@ -28,15 +32,11 @@ def require_usable(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) ->
     ``datasets``: of its sources, as a run records them; others are not checked.
 
     Raises UsageError for a source without a sequence to train on, and InfeasibleError if the epochs of some sources
-    leave nothing for the others. Of images: if the model has too few outputs, or there are too few to validate on.
+    leave nothing for the others. Of images: if the model has too few outputs, the classes of two sources differ, or
+    there are too few to validate on.
     """
     if spec.training.objective in LOSSES_OF:
-        for entry in datasets:
-            folder = runs_root / "datasets" / str(entry["folder"])
-            with contextlib.suppress(OSError):
-                document = read_document(folder / DATASET) or {}
-                require_outputs(spec, document, folder)
-                _require_enough_to_validate(spec, document)
+        _require_usable_images(spec, runs_root, datasets)
         return
     if spec.training.objective != "causal_lm":
         return
@@ -48,7 +48,21 @@ def require_usable(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) ->
         planned_stages(spec.data, sequences, spec.total_steps, spec.training.global_batch_size)
 
 
-def _require_enough_to_validate(spec: RunSpec, document: Mapping[str, Any]) -> None:
+def _require_usable_images(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) -> None:
+    documents: dict[str, Mapping[str, Any]] = {}
+    for entry in datasets:
+        folder = runs_root / "datasets" / str(entry["folder"])
+        with contextlib.suppress(OSError):
+            document = documents[str(entry["source"])] = read_document(folder / DATASET) or {}
+            require_outputs(spec, document, folder)
+            _require_enough_to_validate(spec, document, str(entry["source"]))
+    require_same_classes({name: document.get("classes") for name, document in documents.items()})
+    sizes = {name: size for name, each in documents.items() if isinstance(size := each.get("train_samples"), int)}
+    if all(source.name in sizes for source in spec.data.all_sources):
+        planned_stages(spec.data, sizes, spec.total_steps, spec.training.global_batch_size)
+
+
+def _require_enough_to_validate(spec: RunSpec, document: Mapping[str, Any], source: str) -> None:
     """Raise UsageError if images are too few in every layout of the spec, as the ranks would.
 
     The ranks validate on samples for training where those of the validation split do not fill a micro-batch of all
@@ -57,11 +71,12 @@ def _require_enough_to_validate(spec: RunSpec, document: Mapping[str, Any]) -> N
     train, validation = document.get("train_samples"), document.get("validation_samples")
     micro = spec.training.micro_batch_size
     width = min(spec.world_size * (micro if isinstance(micro, int) else 1), spec.training.global_batch_size)
+    width = 1 if spec.data.mixes else width
     if not spec.evaluation.every or not isinstance(train, int) or not isinstance(validation, int):
         return
     if validation < width and train < 2 * width:
         counts = {"unit": spec.unit, "train": train, "validation": validation, "width": width}
-        raise UsageError(Reason("engine.images-too-few-to-validate", counts))
+        raise UsageError(Reason("engine.images-too-few-to-validate", counts | {"source": spec.data.shown(source)}))
 
 
 def require_same_data(spec: RunSpec, checkpoint: Checkpoint, datasets: Iterable[Entry], folder: Path = Path()) -> None:

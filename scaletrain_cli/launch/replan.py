@@ -23,6 +23,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec, RunSpec, changed_keys, override_spec
+from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import DuplicatesSpec
 from scaletrain_cli.spec.sources import SourceSpec
 
@@ -93,7 +94,11 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
     problems = [problem for key, values in judged.items() if (problem := _objection(key, *values)) is not None]
     if any(_is_of_sources(key) for key in judged):
         problems += _source_objections(
-            before.spec.data, spec.data, before.working_folder, _trained_sources(run, before)
+            before.spec.data,
+            spec.data,
+            before.working_folder,
+            _trained_sources(run, before),
+            reads_words=spec.training.objective not in LOSSES_OF,
         )
     if problems:
         raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
@@ -154,30 +159,31 @@ def _trained_sources(run: RunDir, record: RunRecord) -> set[str]:
 
 
 def _source_objections(
-    before: DataSpec, after: DataSpec, working_folder: str, trained: Collection[str]
+    before: DataSpec, after: DataSpec, working_folder: str, trained: Collection[str], *, reads_words: bool
 ) -> Iterator[Problem]:
     """Yield what a changed list of sources changes of the samples that the run was trained on.
 
     Sources keep their places, because the order of samples counts them. ``trained``: names of those that have given
-    samples; the others may be removed.
+    samples; the others may be removed. ``reads_words``: sources are prepared with a tokenizer.
     """
     keys = [key.removesuffix(".path") for key, _ in after.paths()]
     for number, was in enumerate(before.all_sources):
         if number >= len(after.all_sources):
-            if was.name not in trained and _is_independent(was, before, working_folder):
+            independent = not reads_words or _is_independent(was, before, working_folder)
+            if was.name not in trained and independent:
                 continue
             yield Problem.because("--set", "data.sources", Reason("launch.resume-source-removed", {"source": was.name}))
             continue
         given = after.all_sources[number]
-        for name in ("name", "path", "format", "field"):
-            old, new = getattr(was, name), getattr(given, name)
-            if old != new:
+        old, new = was.model_dump(mode="json"), given.model_dump(mode="json")
+        for name in ("name", "path", "format", "field", "fields"):
+            if old[name] != new[name]:
                 key = keys[number] if after.source is not None else f"{keys[number]}.{name}"
-                yield _fixed(key, json.dumps(old), json.dumps(new))
+                yield _fixed(key, json.dumps(old[name]), json.dumps(new[name]))
     for number, added in enumerate(after.all_sources):
         if number < len(before.all_sources) or _is_dataset(added.path, working_folder):
             continue
-        if after.tokenizer.path is None:
+        if reads_words and after.tokenizer.path is None:
             reason = Reason("launch.resume-source-and-tokenizer", {"source": added.name})
             yield Problem.because("--set", keys[number], reason)
         for place, step in enumerate(after.prepare):

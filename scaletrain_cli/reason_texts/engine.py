@@ -112,7 +112,7 @@ TEXTS: dict[str, Text] = {
         ("Add text, or submit the run with a shorter model.seq_len or with evaluation.every: 0.",),
     ),
     "images-too-few-to-validate": Text(
-        "data.source is too small to validate on: it has {train} {unit} to train on and {validation} to validate on, "
+        "{source} is too small to validate on: it has {train} {unit} to train on and {validation} to validate on, "
         "and one round of validation takes {width}",
         ("Add images, or submit the run with a smaller batch or with evaluation.every: 0.",),
     ),

@@ -64,6 +64,21 @@ TEXTS: dict[str, Text] = {
     "no-training-sample": Text(
         "has no sample for training; {validation:whole} are for validation", ("Set data.validation_split lower",)
     ),
+    "classes-differ": Text(
+        "the sources {first} and {second} have different classes: {missing_count:whole} are only in {first} "
+        "({missing:list}) and {added_count:whole} only in {second} ({added:list}), so that a class number would not "
+        "mean the same in both",
+        (
+            "Write the names of all classes to a file, one per line in the order of the labels, and set "
+            "data.images.classes to it and model.num_labels to their number",
+            "Rename the folders or labels so that both sources have the same classes",
+        ),
+    ),
+    "class-order-differs": Text(
+        "the sources {first} and {second} have the same classes in another order: class {number} is {expected} in "
+        "{first} and {found} in {second}",
+        ("Write their names to a file, one per line in the order of the labels, and set data.images.classes to it",),
+    ),
     "more-classes-than-labels": Text(
         "the data in {folder} have {classes:whole} classes, and model.num_labels = {labels:whole}",
         ("Set model.num_labels to the number of classes",),

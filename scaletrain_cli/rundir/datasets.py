@@ -101,6 +101,8 @@ def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
         identity += [spec.training.objective, spec.training.loss.of(spec.training.objective)]
         identity.append(data.model_dump(mode="json", include={"format", "on_bad", "validation_split"}))
         identity.append(data.images.model_dump(mode="json", include={"fields", "classes"}))
+        if section.fields is not None:
+            identity.append(section.fields.model_dump(mode="json"))
     else:
         identity += [spec.training.objective, spec.language_model.seq_len]
         identity.append(data.settings_of_rows(_OF_ROWS))

@@ -132,7 +132,7 @@ class DataSpec(Section):
 
     source: DataPath | None = None
     sources: tuple[SourceSpec, ...] = Field(
-        default=(), max_length=1000, description="several sources of text, in place of source"
+        default=(), max_length=1000, description="several sources of text or images, in place of source"
     )
     stages: Annotated[tuple[StageSpec, ...], used_when(where("data.mixes", True, setting="data.sources"))] = Field(
         default=(), max_length=1000, description="later weights of the sources, such as better data at the end"
@@ -211,7 +211,7 @@ class DataSpec(Section):
 
     @property
     def all_sources(self) -> tuple[SourceSpec, ...]:
-        """Return the sources of text, also for a single ``data.source``."""
+        """Return the sources, also for a single ``data.source``."""
         if self.source is None:
             return self.sources
         return (SourceSpec(name=ONLY_SOURCE, path=self.source),)
@@ -232,6 +232,10 @@ class DataSpec(Section):
             and not format_by_name(path)[0]
             for _, path in self.paths()
         )
+
+    def shown(self, source: str) -> str:
+        """Return the keys that name a source, for messages."""
+        return "data.source" if self.source is not None else f"the source {source} of data.sources"
 
     def paths(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, path) of each source."""

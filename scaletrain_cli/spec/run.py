@@ -31,7 +31,7 @@ from scaletrain_cli.spec.quantities import (
 )
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 from scaletrain_cli.spec.source import Source, key_of
-from scaletrain_cli.spec.sources import stage_order_problems
+from scaletrain_cli.spec.sources import format_inconsistencies, stage_order_problems
 from scaletrain_cli.spec.tracking import TrackingSpec
 from scaletrain_cli.spec.training import LayoutSpec, TrainingSpec
 from scaletrain_cli.spec.vision_model import (
@@ -416,9 +416,7 @@ class RunSpec(Section):
         if self.training.samples is not None:
             yield "training.samples", "counts images. Set training.steps or training.tokens for a language model."
         yield from self.data.objective_inconsistencies(self.training.objective)
-        yield from (
-            (f"data.{key}", message) for key, message in stage_order_problems(self.data.stages, self.total_steps)
-        )
+        yield from self._mixture_inconsistencies()
         if self.training.objective == "dpo":
             for key in ("hidden_dropout", "attention_dropout"):
                 if getattr(model, key):
@@ -449,8 +447,12 @@ class RunSpec(Section):
         yield from self._image_inconsistencies()
         if self.data.prepare:
             yield "data.prepare", f"must be empty: {family} is not trained on text."
-        if self.data.sources:
-            yield "data.sources", "must be empty: images and rows have one source. Set data.source."
+        pairs = isinstance(self.model, ClipSpec)
+        labels = ("label",) if self.training.objective != "contrastive" else ()
+        if self.data.sources and isinstance(self.model, LlavaSpec):
+            yield "data.sources", "must be empty: rows have one source. Set data.source."
+        else:
+            yield from self._mixture_inconsistencies("image", *labels, *(("caption",) if pairs else ()))
         for key, path in self.data.paths():
             if isinstance(self.model, LlavaSpec) and path in EMBEDDED_SOURCES:
                 yield key, f"has no conversations about images. Use files with rows, with family: {family}."
@@ -476,6 +478,14 @@ class RunSpec(Section):
             yield "layout.activation_offload", f"must be false: {family} is planned with activations on the device."
         if self.layout.activation_checkpointing == "selective":
             yield "layout.activation_checkpointing", f"must be none, full or auto with family: {family}."
+
+    def _mixture_inconsistencies(self, *parts: str) -> Iterator[tuple[str, str]]:
+        """``parts``: of a sample of images that the run reads; none for text."""
+        found = [
+            *format_inconsistencies(self.data.sources, parts),
+            *stage_order_problems(self.data.stages, self.total_steps),
+        ]
+        yield from ((f"data.{key}", message) for key, message in found)
 
     def _image_inconsistencies(self) -> Iterator[tuple[str, str]]:
         model, training, images = self.model, self.training, self.data.images

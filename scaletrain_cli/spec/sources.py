@@ -1,4 +1,4 @@
-"""Sections of ``data`` for text: its sources, the stages of their mixture, and how batches are read."""
+"""Sections of ``data`` for text and images: sources, the stages of their mixture, and how batches are read."""
 
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.hub_files import DataPath
+from scaletrain_cli.spec.image_files import FOLDER, IMAGE_FORMATS, SHARDS
 from scaletrain_cli.spec.quantities import Bytes, Matching, Text, not_a_switch
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.text import did_you_mean
@@ -18,8 +19,20 @@ SourceName = Annotated[
 ]
 Weight = Annotated[float, BeforeValidator(not_a_switch), Field(ge=0, le=1e9)]
 Epochs = Annotated[float, BeforeValidator(not_a_switch), Field(gt=0, le=1e6)]
-TextFormat = Literal[
-    "auto", "txt", "md", "code", "jsonl", "parquet", "arrow", "megatron", "npy", "raw_uint16", "raw_uint32"
+SourceFormat = Literal[
+    "auto",
+    "txt",
+    "md",
+    "code",
+    "jsonl",
+    "parquet",
+    "arrow",
+    "megatron",
+    "npy",
+    "raw_uint16",
+    "raw_uint32",
+    "image_folder",
+    "webdataset",
 ]
 
 
@@ -34,20 +47,33 @@ def _start(value: Any) -> Any:
     return value
 
 
+class SourceFieldsSpec(Section):
+    """As data.images.fields, of one source of images."""
+
+    image: Text = "auto"
+    label: Text = "auto"
+    caption: Text = "auto"
+
+
 class SourceSpec(Section):
-    """One source of text. Its share of the training samples comes from ``weight`` or from ``epochs``."""
+    """One source of text or images. Its share of the samples comes from ``weight`` or from ``epochs``."""
 
     name: SourceName = Field(description="name in weights, steps, metrics and reports")
     path: DataPath = Field(
-        description="file, folder or glob, python-stdlib, hf://datasets/org/name@revision, s3://bucket/path, gs://, "
-        "az://, https://, or a prepared dataset"
+        description="file, folder or glob, python-stdlib, sklearn-digits, hf://datasets/org/name@revision, "
+        "s3://bucket/path, gs://, az://, https://, or a prepared dataset"
     )
     weight: Weight | None = Field(default=None, description="share of the samples, in proportion to other weights")
     epochs: Epochs | None = Field(
         default=None, description="times that the source is read in the run; other sources share the rest by weight"
     )
-    format: TextFormat = Field(default="auto", description="auto: by the suffix of each file")
+    format: SourceFormat = Field(
+        default="auto", description="auto: by the suffix of each file; of images: that of data.format"
+    )
     field: Text = Field(default="text", description="column of jsonl, parquet and arrow files with the text")
+    fields: SourceFieldsSpec | None = Field(
+        default=None, description="names of the parts of a sample of images; null: data.images.fields"
+    )
 
 
 class StageSpec(Section):
@@ -123,6 +149,28 @@ def source_inconsistencies(sources: Sequence[SourceSpec]) -> Iterator[tuple[str,
             yield f"sources.{number}.weight", "or epochs is required with more than one source."
     if sources and all(source.weight == 0 for source in sources):
         yield "sources.0.weight", "must be above 0 for at least one source."
+
+
+def format_inconsistencies(sources: Sequence[SourceSpec], parts: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key relative to ``data``, message) for each setting of a source that is for other data.
+
+    ``parts``: of a sample of images that the run reads, as in SourceFieldsSpec; empty for text.
+    """
+    for number, source in enumerate(sources):
+        key = f"sources.{number}"
+        if parts:
+            for part, given in (source.fields or SourceFieldsSpec()).model_dump().items():
+                if given != "auto" and part not in parts:
+                    yield f"{key}.fields.{part}", f"has no effect: this run reads no {part}. Remove it."
+            if source.format not in ("auto", *IMAGE_FORMATS):
+                yield f"{key}.format", f"must be auto or {' or '.join(IMAGE_FORMATS)} for images."
+            if source.field != SourceSpec.model_fields["field"].default:
+                yield f"{key}.field", "is the column of a text. For images set fields."
+        else:
+            if source.format in (FOLDER, SHARDS):
+                yield f"{key}.format", "is a format of images."
+            if source.fields is not None:
+                yield f"{key}.fields", "names parts of images. For text set field."
 
 
 def stage_inconsistencies(stages: Sequence[StageSpec], sources: Sequence[SourceSpec]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.data.images.compatibility import caption_tokenizer_digest
+from scaletrain_cli.data.images.compatibility import caption_tokenizer_digest, require_same_tokenizer
 from scaletrain_cli.errors import InfeasibleError, UsageError
 from scaletrain_cli.launch.data_summary import _infeasible
 from scaletrain_cli.launch.dataset_checks import dataset_problems, require_same_data, require_usable
@@ -79,6 +79,25 @@ def test_a_checkpoint_of_captions_with_another_tokenizer_is_refused(saved: str |
         require_same_data(spec, checkpoint, [], tmp_path)
     assert "or start a new run" in str(bad.value)
     require_same_data(spec, checkpoint, [], tmp_path / "elsewhere")  # what the nodes alone see, the ranks check
+
+
+@pytest.mark.parametrize("name", ["eos_token", "pad_token", "bos_token"])
+def test_a_checkpoint_of_captions_with_other_special_tokens_is_refused(name: str, tmp_path: Path) -> None:
+    clip = ("model={family: clip, preset: clip-vit-base-patch32}", "data.source=pairs", "data.tokenizer.kind=file")
+    spec = make_spec(*clip, "data.tokenizer.path=tokenizer.json", "evaluation.every=0")
+    (tmp_path / "tokenizer.json").write_text("the same")
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"unk_token": "?", "model_max_length": 77}))
+    assert caption_tokenizer_digest(spec, tmp_path) == hashlib.sha256(b"the same").hexdigest()
+    config.write_text(json.dumps({name: "<a>"}))
+    saved = {"caption_tokenizer": caption_tokenizer_digest(spec, tmp_path)}
+    require_same_tokenizer(spec, "step-1", saved, tmp_path)
+    config.write_text(json.dumps({name: {"content": "<b>"}}))
+    with pytest.raises(UsageError, match="another tokenizer"):
+        require_same_tokenizer(spec, "step-1", saved, tmp_path)
+    config.unlink()
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({name: {"content": "<a>"}}))
+    require_same_tokenizer(spec, "step-1", saved, tmp_path)
 
 
 def test_a_dataset_without_a_sequence_is_a_problem_of_the_spec_and_epochs_of_the_plan(tmp_path: Path) -> None:

@@ -336,6 +336,17 @@ def test_a_source_may_be_removed_that_has_given_no_sample() -> None:
     assert "code is missing" in refused.value.problems[0].message
 
 
+def test_a_source_of_images_may_be_added_without_a_tokenizer_and_keeps_its_fields() -> None:
+    web = "{name: web, path: /data/web, weight: 1, fields: {label: kind}}"
+    images = ("model={family: resnet, hidden_sizes: [64], depths: [1]}", "data.source=null")
+    made = ended_run(*images, f"data.sources=[{web}]")
+    assert replan(made.run, [f"data.sources=[{web}, {BOOKS}]"]).after.revision == 1
+    for change in ("data.sources.0.fields.label=other", "data.sources.0.fields=null"):
+        with pytest.raises(UsageError) as refused:
+            replan(made.run, [change])
+        assert refused.value.problems[0].key == "data.sources.0.fields"
+
+
 def test_a_source_may_be_added_where_the_data_of_the_others_stay_the_same(tmp_path: Path) -> None:
     given = ("data.tokenizer.kind=file", "data.tokenizer.path=/d/tokenizer.json")
     more = f"data.sources=[{WEB}, {CODE}, {BOOKS}]"

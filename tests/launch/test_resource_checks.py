@@ -41,7 +41,11 @@ NAMES_NOTHING = {
     **dict.fromkeys(("training.trainable.*.match", "training.trainable.*.match.*"), "names of parameters"),
     "name": "the run's own",
     **{f"data.fields.{name}": "a column, which the check of data.source looks for" for name in FieldsSpec.model_fields},
-    **{f"data.images.fields.{name}": "a column or suffix, see data.source" for name in ImageFieldsSpec.model_fields},
+    **{
+        f"{section}.{name}": "a column or suffix, see data.source"
+        for section in ("data.images.fields", "data.sources.*.fields")
+        for name in ImageFieldsSpec.model_fields
+    },
     "data.chat_template_date": "a date",
     "data.tokenizer.pattern": "a regular expression",
     "data.tokenizer.special_tokens.*": "a token",

@@ -36,6 +36,8 @@ def test_a_stage_begins_at_a_step_or_after_a_share_of_the_run() -> None:
         ((*TWO, "data.sources.1.weight=null"), "data.sources.1.weight", "or epochs is required"),
         ((*TWO, "data.sources.1.weight=0", "data.sources.0.weight=0"), "data.sources.0.weight", "above 0"),
         ((*TWO, "data.sources.1.path=python-docstrings"), "data.sources.1.path", "rows for sft"),
+        ((*TWO, "data.sources.1.format=webdataset"), "data.sources.1.format", "is a format of images"),
+        ((*TWO, "data.sources.1.fields.label=x"), "data.sources.1.fields", "names parts of images"),
         ((*TWO, "data.stages=[{start: 1.5, weights: {web: 1}}]"), "data.stages.0.start", "below 1"),
         ((*TWO, "data.stages=[{start: 1, weights: {web: 1}}]"), "data.stages.0.start", "step from 2"),
         ((*TWO, "data.stages=[{start: true, weights: {web: 1}}]"), "data.stages.0.start", "share of the run"),

@@ -242,7 +242,9 @@ def test_the_schema_describes_vision_networks(model: str, fine: bool) -> None:
     [
         ("data.source=python-stdlib", "is a source of text. Use sklearn-digits, or files with images"),
         ("data.source=python-docstrings", "is a source of text. Use sklearn-digits, or files with images"),
-        ("data={sources: [{name: a, path: a/}]}", "must be empty: images and rows have one source. Set data.source."),
+        ("data={sources: [{name: a, path: a/, format: jsonl}]}", "must be auto or image_folder or webdataset or parq"),
+        ("data={sources: [{name: a, path: a/, field: body}]}", "is the column of a text. For images set fields."),
+        ("data={sources: [{name: a, path: a/, fields: {caption: t}}]}", "this run reads no caption"),
         ("training={global_batch_size: 255, steps: 9}", "must be even with mixup or cutmix"),
     ],
 )

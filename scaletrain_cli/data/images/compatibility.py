@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.images.samples import ImageSettings, Targets, class_names, image_settings
+from scaletrain_cli.data.tokenizers.files import special_tokens
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import ClipSpec, DataSpec, RunSpec
+from scaletrain_cli.spec.images import ImageFieldsSpec
+from scaletrain_cli.spec.sources import SourceFieldsSpec, SourceSpec
 
 SCHEMA = "scaletrain.images/v1"
 _TARGETS: dict[str, Targets] = {"classification": "class", "regression": "numbers", "contrastive": "none"}
 _READ_FOR = {"class": "cross_entropy", "classes": "bce", "numbers": "regression", "none": "contrastive losses"}
 _DEFAULT_SHARE = DataSpec.model_fields["validation_split"].default
 _MOST_NAMES = 5  # of classes, in a message
+_AROUND_CAPTIONS = ("bos_token", "eos_token", "pad_token")
 
 
-def settings_of(spec: RunSpec, folder: Path = Path()) -> ImageSettings:
-    """Return how the sources of a spec are read: what its loss needs of a sample. Raises UsageError.
+def settings_of(spec: RunSpec, section: SourceSpec, folder: Path = Path()) -> ImageSettings:
+    """Return how a source of a spec is read: what the loss needs of a sample. Raises UsageError.
 
     ``folder``: the base of relative paths.
     """
@@ -34,7 +39,8 @@ def settings_of(spec: RunSpec, folder: Path = Path()) -> ImageSettings:
         captions=captions,
         validation_share=spec.data.validation_split,
         skips_bad=spec.data.on_bad == "skip",
-        format=spec.data.format,
+        format=_format_of(spec, section),
+        fields=section.fields,
         folder=folder,
     )
 
@@ -46,28 +52,36 @@ def given_index(path: str, folder: Path) -> Path | None:
     return place if document is not None and document.get("schema") == SCHEMA else None
 
 
-def require_settings(spec: RunSpec, document: Mapping[str, Any], index: Path, folder: Path = Path()) -> None:
+def _format_of(spec: RunSpec, section: SourceSpec) -> str:
+    return spec.data.format if section.format == "auto" else section.format
+
+
+def require_settings(
+    spec: RunSpec, section: SourceSpec, document: Mapping[str, Any], index: Path, folder: Path = Path()
+) -> None:
     """Raise UsageError if an index that a spec names as its source was made for other settings.
 
     Settings with their default value ask for nothing. ``document``: dataset.json. ``folder``: the base of the path of
     data.images.classes.
     """
     made, images, data = document.get("settings") or {}, spec.data.images, spec.data
+    fields: ImageFieldsSpec | SourceFieldsSpec = section.fields or images.fields
+    prefix = "data.images." if section.fields is None else "data.sources.*."
     targets, captions = _read_parts(spec)
     read = made.get("targets", targets)
     if (targets != "none" and read != targets) or (captions and not made.get("captions", captions)):
         params = {"folder": str(index), "loss": spec.training.loss.of(spec.training.objective)}
         raise UsageError(Reason("images.index-of-other-targets", params | {"found": _READ_FOR[read]}))
     given = {
-        "data.format": (data.format, "auto", made.get("format")),
-        "data.images.fields.image": (images.fields.image, "auto", made.get("image")),
+        "data.format": (_format_of(spec, section), "auto", made.get("format")),
+        f"{prefix}fields.image": (fields.image, "auto", made.get("image")),
         "data.validation_split": (data.validation_split, _DEFAULT_SHARE, made.get("validation_share")),
         "data.on_bad": (data.on_bad, "stop", "skip" if made.get("skips_bad") else "stop"),
     }
     if targets != "none":
-        given["data.images.fields.label"] = images.fields.label, "auto", made.get("label")
+        given[f"{prefix}fields.label"] = fields.label, "auto", made.get("label")
     if captions:
-        given["data.images.fields.caption"] = images.fields.caption, "auto", made.get("caption")
+        given[f"{prefix}fields.caption"] = fields.caption, "auto", made.get("caption")
     if given["data.format"][0] == document.get("format"):
         del given["data.format"]
     if images.classes is not None and targets in ("class", "classes") and document.get("classes") is not None:
@@ -107,19 +121,45 @@ def require_outputs(spec: RunSpec, document: Mapping[str, Any], index: Path) -> 
         raise UsageError(Reason("images.targets-differ-from-labels", params))
 
 
-def caption_tokenizer_digest(spec: RunSpec, folder: Path = Path()) -> str | None:
-    """Return the SHA-256 of the tokenizer.json that encodes the captions of a run; None for a run without captions.
+def require_same_classes(classes: Mapping[str, Sequence[str] | None]) -> None:
+    """Raise UsageError if two sources have other classes, or the same ones with other numbers.
 
-    ``folder``: the base of a relative path. Raises UsageError if it cannot be read.
+    ``classes``: the names of the classes by the name of the source, in the order of their numbers; None or empty for a
+    source that has only numbers, which then count as those of the others.
+    """
+    named = {source: list(names) for source, names in classes.items() if names}
+    for source, names in named.items():
+        first, expected = next(iter(named.items()))
+        if names == expected:
+            continue
+        params: dict[str, Any] = {"first": first, "second": source}
+        missing, added = sorted({*expected} - {*names}), sorted({*names} - {*expected})
+        if not missing and not added:
+            number = next(number for number, name in enumerate(expected) if name != names[number])
+            params |= {"number": number, "expected": expected[number], "found": names[number]}
+            raise UsageError(Reason("images.class-order-differs", params))
+        params |= {"missing": missing[:_MOST_NAMES] or ["none"], "added": added[:_MOST_NAMES] or ["none"]}
+        params |= {"missing_count": len(missing), "added_count": len(added)}
+        raise UsageError(Reason("images.classes-differ", params))
+
+
+def caption_tokenizer_digest(spec: RunSpec, folder: Path = Path()) -> str | None:
+    """Return the SHA-256 of the tokenizer that encodes the captions of a run; None for a run without captions.
+
+    It is that of tokenizer.json, and of the special tokens if the files beside it name some: begin, end and padding of
+    each caption. ``folder``: the base of a relative path. Raises UsageError if a file cannot be read.
     """
     if not isinstance(spec.model, ClipSpec) or spec.data.tokenizer.path is None:
         return None
     path = folder / expand_home(spec.data.tokenizer.path)
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(path.read_bytes())
     except OSError as error:
         problem = {"path": str(path), "error": error.strerror or str(error)}
         raise UsageError(Reason("data.caption-tokenizer-unreadable", problem)) from error
+    if names := {name: text for name, text in special_tokens(path.parent).items() if name in _AROUND_CAPTIONS}:
+        digest.update(json.dumps(names, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def require_same_tokenizer(spec: RunSpec, checkpoint: str, saved: Mapping[str, Any], folder: Path = Path()) -> None:

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec.images import ImagesSpec
+from scaletrain_cli.spec.images import ImageFieldsSpec, ImagesSpec
+from scaletrain_cli.spec.sources import SourceFieldsSpec
 
 # class: one class number; classes: any number of them, as 0 and 1 for each class; numbers: real numbers.
 Targets = Literal["none", "class", "classes", "numbers"]
@@ -74,17 +75,21 @@ def image_settings(
     validation_share: float,
     skips_bad: bool,
     format: str = "auto",
+    fields: ImageFieldsSpec | SourceFieldsSpec | None = None,
     folder: Path = Path(),
 ) -> ImageSettings:
     """Return the settings of a source of the spec. ``folder``: the base of relative paths.
 
+    ``fields``: those of the source, None for those of ``images``.
+
     Raises UsageError if the file with the names of the classes cannot be read.
     """
+    named = fields or images.fields
     return ImageSettings(
         format,
-        images.fields.image,
-        images.fields.label,
-        images.fields.caption,
+        named.image,
+        named.label,
+        named.caption,
         targets,
         captions,
         () if images.classes is None or targets not in ("class", "classes") else class_names(images.classes, folder),

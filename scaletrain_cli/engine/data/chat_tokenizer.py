@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from scaletrain_cli.data.tokenizers.files import json_object, special_tokens
 from scaletrain_cli.engine.data.chat_template import CHATML, ChatTemplate, Span, compile_template
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -19,7 +19,6 @@ from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.row_formats import Answer, Conversation, Example, Message, Pair, PlainText, RowError
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CHARACTERS_SHOWN = 20
 
 
@@ -63,17 +62,8 @@ def template_files(data: DataSpec) -> TemplateFiles:
         tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
         return TemplateFiles(tokens, given or {"default": CHATML})
     folder = expand_home(data.tokenizer.path).parent
-    return TemplateFiles(special_tokens(folder), given or _templates(folder, _object(folder / "tokenizer_config.json")))
-
-
-def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens by name, such as eos_token, that the files beside a tokenizer state.
-
-    Raises UsageError for a file that cannot be read.
-    """
-    config = _object(folder / "tokenizer_config.json")
-    named = _object(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
-    return {name: text for name in _SPECIAL if (text := _token(named.get(name))) is not None}
+    config = json_object(folder / "tokenizer_config.json")
+    return TemplateFiles(special_tokens(folder), given or _templates(folder, config))
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -90,19 +80,6 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(Reason("data.template-unreadable", {"path": str(folder), "error": str(error)})) from error
     return templates
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise UsageError(Reason("data.template-unreadable", {"path": str(path), "error": str(error)})) from error
-    return found if isinstance(found, dict) else {}
-
-
-def _token(given: Any) -> str | None:
-    text = given.get("content") if isinstance(given, dict) else given
-    return text if isinstance(text, str) else None
 
 
 class ChatTokenizer:

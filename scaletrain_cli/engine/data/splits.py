@@ -18,6 +18,7 @@ from scaletrain_cli.engine.data.batches import BatchReader, padded_to
 from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.engine.data.rows import RowSequences
+from scaletrain_cli.engine.data.sample_order import SampleOrder
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.metrics.reporting import report_event
 from scaletrain_cli.engine.parallel.mesh import Mesh
@@ -82,7 +83,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class RunData:
-    """The sources of a run by name, in the order of the spec; rows, preference pairs and images have one.
+    """The sources of a run by name, in the order of the spec; rows and preference pairs have one.
 
     Sequences that are held back from training for validation are in ``validation`` only. ``caption_tokenizer``: the
     SHA-256 of the tokenizer.json that encodes captions, None without captions.
@@ -106,10 +107,15 @@ class RunData:
     @property
     def samples(self) -> Samples:
         """The training samples of all sources, one after another."""
-        found = list(self.train.values())
+        found = tuple(self.train.values())
         if len(found) == 1:
             return found[0]
-        return JoinedSequences(tuple(each for each in found if isinstance(each, TextSequences)))
+        texts = tuple(each for each in found if isinstance(each, TextSequences))
+        if texts:
+            return JoinedSequences(texts)
+        from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
+
+        return JoinedImages(tuple(each for each in found if isinstance(each, ImageSamples)))
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return what a checkpoint states about the data that it was trained on."""
@@ -176,9 +182,9 @@ def _opened(
 ) -> Mapping[str, tuple[Info, Samples, Samples]]:
     """Return info, training split and validation split of each source. Raises UsageError and CorruptDataError."""
     if is_of_images(spec):
-        from scaletrain_cli.engine.data.images.opening import open_images_of  # which needs Pillow
+        from scaletrain_cli.engine.data.images.opening import open_sources  # which needs Pillow
 
-        return {name: open_images_of(spec, folder) for name, folder in folders.items()}
+        return open_sources(spec, folders)
     opened = {
         name: open_data_of(spec, folder, ranks.rank, ranks.world_size, begun=begun) for name, folder in folders.items()
     }
@@ -191,8 +197,10 @@ def _opened(
     return opened
 
 
-def open_reader(spec: RunSpec, samples: Samples, layout: Layout, mesh: Mesh) -> Reader:
-    """Return the reader of this rank's batches of the samples. Raises UsageError."""
+def open_reader(
+    spec: RunSpec, samples: Samples, layout: Layout, mesh: Mesh, order: SampleOrder | None = None
+) -> Reader:
+    """Return the reader of this rank's batches. ``order``: that of several sources in training. Raises UsageError."""
     if isinstance(samples, TextSequences | RowSequences):
         return BatchReader(
             samples,
@@ -202,11 +210,12 @@ def open_reader(spec: RunSpec, samples: Samples, layout: Layout, mesh: Mesh) -> 
             mask_document_starts=spec.data.loss_mask == "document_starts",
             within_documents=spec.data.packing == "documents",
             padded_to=padded_to(spec, layout),
+            order=order,
         )
-    from scaletrain_cli.engine.data.images.opening import ImageSamples, image_reader
+    from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages, image_reader
 
-    assert isinstance(samples, ImageSamples)
-    return image_reader(spec, samples, layout, mesh)
+    assert isinstance(samples, ImageSamples | JoinedImages)
+    return image_reader(spec, samples, layout, mesh, order)
 
 
 def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
@@ -351,22 +360,22 @@ def held_back_of(
         changes = recorded_changes(events)
         trained = {name for _, stages in changes for stage in stages for name in stage.shares} or {first}
         if begun and (source is None or source in trained):
-            # Trained on all sequences: with fewer, each step would get another batch. What text there is for
-            # validation fills a part of a round.
-            return (0 if validation and spec.training.objective == "causal_lm" else -1), False
+            # Trained on all sequences: with fewer, each step would get another batch. What text or images there are
+            # for validation fill a part of a round.
+            return (0 if validation and spec.training.objective not in ("sft", "dpo") else -1), False
     return (-1 if decided < width or train < 2 * decided else decided), bool(known)
 
 
 def _too_little_to_validate(record: RunRecord, source: str | None, train: int, validation: int) -> Reason:
     layout, spec = record.plan.layout, record.spec
-    width = layout.micro_batch_size * layout.data_parallel
+    width = layout.micro_batch_size * layout.data_parallel if source is None else 1
+    shown = spec.data.shown(source or spec.data.all_sources[0].name)
     if is_of_images(spec):
         counts = {"unit": spec.unit, "train": train, "validation": validation, "width": width}
-        return Reason("engine.images-too-few-to-validate", counts)
+        return Reason("engine.images-too-few-to-validate", counts | {"source": shown})
     length = spec.language_model.seq_len
-    shown = "data.source" if source is None else f"the source {source} of data.sources"
     params = {"source": shown, "train": train, "length": length, "validation": validation}
-    return Reason("engine.data-too-small-to-validate", {**params, "width": width if source is None else 1})
+    return Reason("engine.data-too-small-to-validate", {**params, "width": width})
 
 
 def sequences_validated(record: RunRecord, there: int, share: float | None, *, whole_rounds: bool = True) -> int:

@@ -57,7 +57,7 @@ def binary_cross_entropy(
     _check("bce", logits, targets)
     classes = logits.shape[1]
     if targets.dim() == 1:
-        targets = torch.zeros_like(logits).scatter_(1, targets.unsqueeze(1), 1.0)
+        targets = torch.zeros_like(logits).scatter(1, targets.unsqueeze(1), 1.0)
     targets = targets.to(logits.dtype)
     if label_smoothing:
         targets = (1 - label_smoothing) * targets + label_smoothing / (2 if several_labels else max(2, classes))

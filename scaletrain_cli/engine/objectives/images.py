@@ -26,7 +26,7 @@ from scaletrain_cli.engine.evaluation.regression import Errors
 from scaletrain_cli.engine.evaluation.retrieval import Retrieval
 from scaletrain_cli.engine.losses import LOSSES, LossSettings, uninformed_loss
 from scaletrain_cli.engine.losses.grad_cache import Outputs, joined
-from scaletrain_cli.engine.objectives.base import Joined, Objective
+from scaletrain_cli.engine.objectives.base import Joined, Objective, RowLosses
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.spec import ModelSpec, RunSpec
 from scaletrain_cli.spec.vision_model import image_channels
@@ -39,6 +39,7 @@ class PreparedImages(NamedTuple):
     ones. samples: [images] int64, numbers that key stochastic depth. targets: [batch] int64 classes, or [batch, values]
     fp32; None for pairs and views. tokens: [batch, length] int64 captions, or None. real: [batch] bool, False for
     samples that are not counted in a validation; None: all are. content: images as they were read, in a validation.
+    sources: [batch] int64, number of the source of each sample; None: there is only one.
     """
 
     pixels: Tensor
@@ -47,6 +48,7 @@ class PreparedImages(NamedTuple):
     tokens: Tensor | None
     real: Tensor | None = None
     content: Tensor | None = None
+    sources: Tensor | None = None
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor]:
@@ -104,7 +106,9 @@ class ImageObjective(Objective):
         if views > 1:
             samples = torch.cat([views * samples + view for view in range(views)])
         content = None if self._validation_loss is None else batch.images
-        return PreparedImages(finished.images, samples, finished.targets, batch.tokens, batch.real, content)
+        return PreparedImages(
+            finished.images, samples, finished.targets, batch.tokens, batch.real, content, batch.sources
+        )
 
     def loss(self, model: Any, outputs: Any, batch: PreparedImages) -> Tensor:
         """Return the loss of a micro-batch; the mean over the data-parallel ranks is that of all of them together."""
@@ -138,7 +142,25 @@ class ImageObjective(Objective):
 
 
 class _WithTargets(ImageObjective):
-    """A loss of each sample by itself."""
+    """A loss of each sample by itself, so that a step with several sources has a loss of each.
+
+    With mixup or CutMix the loss of a sample counts for the source of its own image.
+    """
+
+    def loss(self, model: Any, outputs: Tensor, batch: PreparedImages) -> Tensor:
+        found = super().loss(model, outputs, batch)
+        if self.row_losses is not None and batch.sources is not None and batch.targets is not None:
+            losses = self._of_rows(outputs.detach(), batch.targets)
+            self.row_losses.append(RowLosses(batch.sources, losses, torch.ones_like(losses)))
+        return found
+
+    def _of_rows(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each sample, [batch] fp32."""
+
+        def alone(row: Tensor, target: Tensor) -> Tensor:
+            return self._loss(row.unsqueeze(0), target.unsqueeze(0), self._settings, self.mesh.data)
+
+        return torch.vmap(alone)(outputs, targets).float()
 
     def _observed(self, mean: MeanLoss, outputs: Tensor, batch: PreparedImages) -> Tensor:
         targets = batch.targets

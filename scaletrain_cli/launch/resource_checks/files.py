@@ -97,16 +97,16 @@ def is_missing(path: str) -> bool:
 
 
 def row_problems(view: View) -> Iterator[Problem]:
-    """Yield the problems of ``data.source`` if the built-in engine reads it, except for text (sources.py)."""
+    """Yield the problems of ``data.source`` if the built-in engine reads rows from it; for text see sources.py."""
+    if view.spec.training.objective in LOSSES_OF:
+        yield from image_problems(view)
+        return
     source = view.spec.data.source
     if source is None or view.spec.code.own_program or source in EMBEDDED or is_reference(source) or view.prepared:
         return
     if view.spec.unit == "tokens" and view.spec.training.objective == "causal_lm":
         return
     if view.unseen(parent_of_glob(source)):
-        return
-    if view.spec.training.objective in LOSSES_OF:
-        yield from image_problems(view, source)
         return
     prepared = view.folder / expand_home(source)
     if (prepared / "dataset.json").is_file():

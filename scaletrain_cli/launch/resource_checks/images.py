@@ -1,16 +1,20 @@
-"""Check the source of images or pairs: its files are there, of one format, and have no more classes than the model."""
+"""Check the sources of images or pairs: their files are there, of one format, with the classes of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
+from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
+from scaletrain_cli.spec.losses import LOSSES_OF
+from scaletrain_cli.spec.shared_paths import parent_of_glob
+from scaletrain_cli.spec.sources import SourceSpec
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.resource_checks.files import View
@@ -21,17 +25,41 @@ _UNSEEN_REMOTE = ("remote.no-credentials", "remote.unavailable", "remote.profile
 _WITH_CAUSE = {"images.source-unusable": "problem", "remote.of-key": "cause"}  # the key is named already
 
 
-def image_problems(view: View, source: str) -> Iterator[Problem]:
-    """Yield the problems of ``data.source``. Reads the names of files and the schema of one table."""
+def image_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of the sources of images. Reads the names of files and the schema of a table of each."""
+    from scaletrain_cli.data.images.compatibility import require_same_classes
+
+    spec = view.spec
+    if spec.code.own_program or spec.training.objective not in LOSSES_OF:
+        return
+    classes: dict[str, Any] = {}
+    for section, (key, path) in zip(spec.data.all_sources, spec.data.paths(), strict=True):
+        if section.name in view.prepared or is_reference(path) or view.unseen(parent_of_glob(path)):
+            continue
+        problems = list(_source_problems(view, section, key, classes))
+        yield from problems
+        if problems:
+            continue
+        try:
+            require_same_classes(classes)
+        except UsageError as error:
+            yield view.problem(key, error.reason or recorded(error.message), path)
+            return
+
+
+def _source_problems(view: View, section: SourceSpec, key: str, classes: dict[str, Any]) -> Iterator[Problem]:
+    """Yield the problems of a source; add the names of its classes to ``classes``."""
     from scaletrain_cli.data.images.compatibility import given_index, require_outputs, require_settings, settings_of
 
+    source = section.path
     if (index := given_index(source, view.folder)) is not None:
         document = read_document(index / DATASET) or {}
+        classes[section.name] = document.get("classes")
         try:
-            require_settings(view.spec, document, index, view.folder)
+            require_settings(view.spec, section, document, index, view.folder)
             require_outputs(view.spec, document, index)
         except UsageError as error:
-            yield view.problem("data.source", error.reason or recorded(error.message), source)
+            yield view.problem(key, error.reason or recorded(error.message), source)
         return
     if find_spec("numpy") is None:  # on a login node; the preparation needs it, and checks the same
         return
@@ -40,24 +68,25 @@ def image_problems(view: View, source: str) -> Iterator[Problem]:
     here = view.spec.cluster.traits.runs_here or view.on_node
     if here and find_spec("PIL") is None:
         params: dict[str, object] = {"module": "PIL", "command": install_command("vision")}
-        yield view.problem("data.source", Reason("sources.library-missing", params), source)
+        yield view.problem(key, Reason("sources.library-missing", params), source)
         return
     try:
-        settings = settings_of(view.spec, view.folder)
+        settings = settings_of(view.spec, section, view.folder)
     except ScaletrainError:  # of data.images.classes, which has a check of its own
         return
     try:
-        listing = list_source(source, settings, view.folder, seconds=_LOOK_SECONDS)
+        listing = list_source(source, settings, view.folder, key, seconds=_LOOK_SECONDS)
         is_known = bool(listing.names) or not listing.shards or find_spec("pyarrow") is not None
-        classes = len(listing.class_names(settings)) if is_known else 0
+        names = listing.class_names(settings) if is_known else ()
     except ScaletrainError as error:
         reason = error.reason or recorded(error.message)
         while (name := _WITH_CAUSE.get(reason.code)) is not None:
             reason = reason.params[name]
         if reason.code not in _UNSEEN_REMOTE or view.spec.cluster.traits.runs_here:
-            yield view.problem("data.source", reason, source)
+            yield view.problem(key, reason, source)
         return
+    classes[section.name] = names
     labels = getattr(view.spec.model, "num_labels", None)
-    if labels is not None and classes > labels:
-        params = {"folder": source, "classes": classes, "labels": labels}
-        yield view.problem("data.source", Reason("images.more-classes-than-labels", params), source)
+    if labels is not None and len(names) > labels:
+        params = {"folder": source, "classes": len(names), "labels": labels}
+        yield view.problem(key, Reason("images.more-classes-than-labels", params), source)

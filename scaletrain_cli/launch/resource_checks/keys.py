@@ -89,9 +89,10 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
     ),
     _row(
         "data.sources.*.path",
-        "files of text, here, on the hub or in an object store, or a prepared dataset",
+        "files of text or images, here, on the hub or in an object store, or a prepared dataset",
         "exist, are readable, of a known format; the first documents of some decode and have the field and the columns "
-        "that data.prepare reads; prepared data are complete and fit model.vocab_size",
+        "that data.prepare reads; prepared data are complete and fit model.vocab_size; images as data.source, and all "
+        "sources have the same classes",
         _SUBMIT,
         f"{_SOURCES}check_text",
         f"{_UNSEEN}; without credentials or network here, and every document: {_PREPARATION}",

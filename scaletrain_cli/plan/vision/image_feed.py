@@ -51,7 +51,7 @@ class ImageFeed:
 def is_fed(spec: RunSpec) -> bool:
     """Return whether the engine reads and decodes the images of this run."""
     own = framework_of(spec).is_engine and not spec.code.own_program and not autocasts(spec)
-    return own and spec.unit != "tokens" and spec.data.source not in (NO_DATA, SKLEARN_DIGITS)
+    return own and spec.unit != "tokens" and any(path not in (NO_DATA, SKLEARN_DIGITS) for _, path in spec.data.paths())
 
 
 def core_seconds(spec: RunSpec) -> float:

@@ -49,7 +49,8 @@ def spec(folder: Path, *overrides: str) -> RunSpec:
 def test_the_loss_decides_what_is_read_of_a_sample(
     overrides: tuple[str, ...], targets: str, captions: bool, tmp_path: Path
 ) -> None:
-    found = settings_of(spec(tmp_path, *overrides))
+    run = spec(tmp_path, *overrides)
+    found = settings_of(run, run.data.all_sources[0])
     assert (found.targets, found.captions) == (targets, captions)
     assert (found.validation_share, found.skips_bad) == (0.25, False)
 

@@ -33,7 +33,10 @@ def digits(folder: Path, *overrides: str) -> RunSpec:
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
+        (
+            "data={sources: [{name: a, path: sklearn-digits, weight: 3}, {name: b, path: sklearn-digits, weight: 1}]}",
+            "data.stages=[{start: 5, weights: {a: 1, b: 3}}]",
+        ),
         pytest.param(
             ("training.sync_batch_norm=false", "training.averaging={name: ema, decay: 0.5}"), marks=pytest.mark.long
         ),

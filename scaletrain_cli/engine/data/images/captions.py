@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrain_cli.engine.data.chat_tokenizer import special_tokens
+from scaletrain_cli.data.tokenizers.files import special_tokens
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.vision_model import OLD_EOS

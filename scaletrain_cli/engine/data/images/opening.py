@@ -1,18 +1,20 @@
-"""Open the index of a run's images, and build the readers of its batches."""
+"""Open the indexes of a run's images, and build the readers of its batches."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scaletrain_cli.data.block_cache import block_cache
-from scaletrain_cli.data.images.compatibility import require_outputs
+from scaletrain_cli.data.images.compatibility import require_outputs, require_same_classes
 from scaletrain_cli.data.images.reading import IndexedImages, open_images
 from scaletrain_cli.data.images.samples import ImageSample
 from scaletrain_cli.engine.data.images.captions import caption_tokenizer
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.images.transforms import ImageTransform
 from scaletrain_cli.engine.data.permutation import permute
+from scaletrain_cli.engine.data.sample_order import SampleOrder
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import expand_home
@@ -46,15 +48,90 @@ class ImageSamples:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, index: int) -> ImageSample:
-        """Return a sample, counted from 0. Raises CorruptDataError if it is not what was indexed."""
+    @property
+    def sources(self) -> tuple[ImageSamples, ...]:
+        """The samples of each source: these."""
+        return (self,)
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes in the order of their numbers; None if they have none."""
+        return self.images.class_names
+
+    @property
+    def several_labels(self) -> bool:
+        """True if an image may have none or several of the classes."""
+        return self.images.num_classes is not None and not self.images.has_one_class
+
+    def label(self, index: int) -> int | tuple[float, ...] | None:
+        """Return the label of a sample, counted from 0."""
+        return self.images.label(self.place(index))
+
+    def place(self, index: int) -> int:
+        """Return the number of a sample in the order of the source, both counted from 0."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} of {self.count}")
-        return self.images.read(permute(self.first + index, size=len(self.images), key=_ORDER))
+        return permute(self.first + index, size=len(self.images), key=_ORDER)
+
+    def read(self, index: int) -> ImageSample:
+        """Return a sample, counted from 0. Raises CorruptDataError if it is not what was indexed."""
+        return self.images.read(self.place(index))
 
     def part(self, first: int, count: int) -> ImageSamples:
         """Return ``count`` samples from ``first`` on, in the same order."""
         return replace(self, first=self.first + first, count=count)
+
+
+@dataclass(frozen=True)
+class JoinedImages:
+    """The samples of several sources: those of the first one, then those of the second one, and so on.
+
+    Their classes have the same numbers, see ``require_same_classes``.
+    """
+
+    sources: tuple[ImageSamples, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes, of the first source that has some."""
+        return next((names for each in self.sources if (names := each.class_names)), None)
+
+    @property
+    def several_labels(self) -> bool:
+        """True if an image may have none or several of the classes."""
+        return any(each.several_labels for each in self.sources)
+
+    def label(self, index: int) -> int | tuple[float, ...] | None:
+        """Return the label of a sample, counted from 0 over all sources."""
+        for each in self.sources:
+            if index < len(each):
+                return each.label(index)
+            index -= len(each)
+        raise IndexError(f"sample {index} after the last one")
+
+    def part(self, first: int, count: int) -> JoinedImages:
+        """Return ``count`` samples from ``first`` on, in the same order."""
+        parts = []
+        for each in self.sources:
+            low, high = (min(max(place, 0), len(each)) for place in (first, first + count))
+            parts.append(each.part(low, high - low))
+            first -= len(each)
+        return JoinedImages(tuple(parts))
+
+
+def open_sources(
+    spec: RunSpec, folders: Mapping[str, Path]
+) -> dict[str, tuple[ImagesInfo, ImageSamples, ImageSamples]]:
+    """Return info, training split and validation split of each source, given its index by the name of the source.
+
+    Raises UsageError also if the classes of two sources differ.
+    """
+    opened = {name: open_images_of(spec, folder) for name, folder in folders.items()}
+    require_same_classes({name: train.class_names for name, (_, train, _) in opened.items()})
+    return opened
 
 
 def open_images_of(spec: RunSpec, folder: Path) -> tuple[ImagesInfo, ImageSamples, ImageSamples]:
@@ -70,8 +147,10 @@ def open_images_of(spec: RunSpec, folder: Path) -> tuple[ImagesInfo, ImageSample
     return info, train, validation
 
 
-def image_reader(spec: RunSpec, samples: ImageSamples, layout: Layout, mesh: Mesh) -> ImageBatchReader:
-    """Return the reader of this rank's batches. Raises UsageError."""
+def image_reader(
+    spec: RunSpec, samples: ImageSamples | JoinedImages, layout: Layout, mesh: Mesh, order: SampleOrder | None = None
+) -> ImageBatchReader:
+    """Return the reader of this rank's batches. ``order``: that of several sources in training. Raises UsageError."""
     model, images = spec.model, spec.data.images
     assert not isinstance(model, ModelSpec | LlavaSpec)
     size = model.vision_config.image_size if isinstance(model, ClipSpec) else model.image_size
@@ -86,7 +165,7 @@ def image_reader(spec: RunSpec, samples: ImageSamples, layout: Layout, mesh: Mes
         captions = caption_tokenizer(expand_home(path), *sizes, text.eos_token_id)
     views = 2 if spec.training.objective == "contrastive" and captions is None else 1
     return ImageBatchReader(
-        (samples,),
+        samples.sources,
         layout,
         mesh,
         spec.training.seed,
@@ -94,5 +173,6 @@ def image_reader(spec: RunSpec, samples: ImageSamples, layout: Layout, mesh: Mes
         labeled=spec.training.objective != "contrastive",
         captions=captions,
         views=views,
+        order=order,
         decoder=images.decoder,
     )
