@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from scaletrain_cli.data.images.compatibility import require_same_tokenizer
+from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.stages import sources_before
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identify_base
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
@@ -54,7 +55,7 @@ from scaletrain_cli.rundir.evaluations import MOST_WAITING
 from scaletrain_cli.rundir.journal import read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
 from scaletrain_cli.worker.signals import PreemptionFlag
 
@@ -107,7 +108,7 @@ def assemble(
     resuming = resume_point.checkpoint is not None
     trained, base = trained_at(spec, resume_point.step), identify_base(spec, ranks, long_consensus)
     composed = compose(spec, layout, mesh, device, swap_folder=swap, resuming=resuming, trained=trained)
-    if isinstance(spec.model, ModelSpec):
+    if not is_of_images(spec):
         _check_rows(composed.objective, spec, layout, data.samples)
     else:
         _describe_classes(composed.objective, data.samples)
@@ -341,7 +342,7 @@ def _least_loss(spec: RunSpec, layout: Layout, objective: Objective, train: Samp
     """Return what the loss falls from towards 0; three times a loss near 0 is no spike. 0 for the loss of tokens."""
     if spec.training.objective == "dpo":
         return first_loss(spec.training.dpo)
-    if isinstance(spec.model, ModelSpec):
+    if not is_of_images(spec):
         return 0.0
     from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages  # which needs Pillow
     from scaletrain_cli.engine.objectives.images import ImageObjective

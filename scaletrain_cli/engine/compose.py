@@ -225,6 +225,8 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
         return _sharded_transformer(spec, layout, mesh, device)
     model = outline(spec.model)
     assign_dropout_keys(model, spec.training.seed)
+    if model.language is not None:
+        choose_cross_entropy(model.language.lm_head, layout.cross_entropy, spec.training.label_smoothing, device)
     if synchronizes(spec, layout.micro_batch_size, mesh.data.size):
         synchronize(model, mesh.data)
     return model

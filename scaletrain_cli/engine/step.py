@@ -64,14 +64,15 @@ class Stepper(ABC):
         Fault injection: ``nan_gradient`` makes this rank's gradient NaN, ``factor`` multiplies the loss on all ranks.
         """
         model = self._composed.model
-        experts = isinstance(model, CausalLM) and model.spec.num_experts > 0
+        language = model.language
+        experts = language is not None and language.spec.num_experts > 0
         if experts:
             scale_router_losses(model, self.loss_scale / len(batches))
         loss, norm = self._train(batches, self._largest_norm(), nan_gradient, factor)
         if self._composed.averages_statistics:
             average_statistics(model, self._mesh.data)
         skipped = self._fp16 and step_was_skipped(self._engine)
-        if experts and model.spec.bias_update_speed:
+        if language is not None and experts and language.spec.bias_update_speed:
             finite = torch.isfinite(torch.as_tensor(norm))
             update_correction_biases(model, 0.0 if skipped else finite.to(loss.device))
         if self.adaptive_clip is not None:

@@ -42,7 +42,6 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.rundir.goodput import run_goodput
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 _STEPS_BETWEEN_COLLECTIONS = 50
@@ -284,7 +283,7 @@ class Trainer:
             self.guard.load_state_dict(restored["guard"])
             before = restored.get("batch_norm_images")  # earlier versions do not write it
         kernel = {}
-        if isinstance(self.record.spec.model, ModelSpec):
+        if self.composed.model.language is not None:
             kernel["attention"] = attention_kernel_of(self.record.spec, self.record.plan.layout, self.device)
         self._report(
             name,
@@ -345,7 +344,7 @@ class Trainer:
         return None if found is None else {name: found}
 
     def _images_of_statistics(self) -> int | None:
-        if isinstance(self.record.spec.model, ModelSpec):
+        if self.composed.model.language is not None:
             return None
         return images_of_statistics(self.composed.model, self.record.spec, self.record.plan.layout)
 

@@ -22,13 +22,14 @@ from scaletrain_cli.plan.memory.engine_states import engine_states
 from scaletrain_cli.plan.result import Layout, StageMemory
 from scaletrain_cli.plan.stages import engine_stages
 from scaletrain_cli.plan.trained_stages import stage_of_step, trained_stages
+from scaletrain_cli.plan.vision.llava import saved_llava_bytes
 from scaletrain_cli.plan.vision.memory import saved_vision_bytes
 from scaletrain_cli.plan.vision.states import vision_states
 from scaletrain_cli.plan.vision.trained import stage_of_step as vision_stage_of_step
 from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures, write_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
 
 _MODEL_STATES_AND_HOST = ("parameters", "gradients", "optimizer_states", "host")
 
@@ -117,7 +118,8 @@ def _planned(spec: RunSpec, layout: Layout, step: int, stage: int, memory: Stage
     if not isinstance(spec.model, ModelSpec):
         trained = vision_stage_of_step(spec, step)
         changing = {} if trained is None else vision_states(spec, layout, trained)._asdict()
-        saved = saved_vision_bytes(spec, layout, find_accelerator(spec.cluster), step)
+        saved_bytes = saved_llava_bytes if isinstance(spec.model, LlavaSpec) else saved_vision_bytes
+        saved = saved_bytes(spec, layout, find_accelerator(spec.cluster), step)
         return vars(memory) | changing | {"activations": saved, "host": 0}
     held = next(each for each in engine_stages(spec.model, layout.pipeline_parallel) if each.position == stage)
     states, host = engine_states(spec, layout, held, trained=stage_of_step(spec, step))

@@ -238,7 +238,7 @@ _NAMES = {
 
 def attention_kernel_of(spec: RunSpec, layout: Layout, device: torch.device) -> str:
     """Return the attention kernel for a rank's share of the heads over whole sequences."""
-    model, cut = spec.transformer, layout.tensor_parallel * layout.sequence_parallel
+    model, cut = spec.language_model, layout.tensor_parallel * layout.sequence_parallel
     heads = model.num_attention_heads // cut
     return attention_kernel(
         device,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.model.materialization import WeightSource, constant, normal, uniform
 from scaletrain_cli.engine.parallel.mesh import ShardSpec
+
+if TYPE_CHECKING:
+    from scaletrain_cli.engine.model.causal_lm import CausalLM
 
 
 class TrainedModel(nn.Module, ABC):
@@ -24,6 +27,11 @@ class TrainedModel(nn.Module, ABC):
     measured: ClassVar[str] = "forward"  # the method whose saved activations are compared with the plan
 
     @property
+    def language(self) -> CausalLM | None:
+        """The language model that is trained, alone or with an image tower; None of other models."""
+        return None
+
+    @property
     @abstractmethod
     def blocks(self) -> nn.ModuleDict:
         """The units of activation checkpointing and compilation, by a name of their own."""
@@ -31,6 +39,14 @@ class TrainedModel(nn.Module, ABC):
     @abstractmethod
     def first_weights(self, seed: int, device: torch.device) -> WeightSource:
         """Return the random weights that training begins with; ``device`` draws them."""
+
+    def limits(self) -> dict[str, tuple[float, float]]:
+        """Return the least and largest value of parameters that each update is followed by a clamp of, by name."""
+        return {}
+
+    def never_decays(self, name: str) -> bool:
+        """Return True for a parameter without weight decay although it has several dimensions, such as positions."""
+        return False
 
 
 class Initial(NamedTuple):
@@ -76,11 +92,3 @@ class VisionModel(TrainedModel):
     def first_weights(self, seed: int, device: torch.device) -> WeightSource:
         """Return the random weights that training begins with; ``device`` draws them."""
         return DrawnWeights(seed, device, self.initial)
-
-    def limits(self) -> dict[str, tuple[float, float]]:
-        """Return the least and largest value of parameters that each update is followed by a clamp of, by name."""
-        return {}
-
-    def never_decays(self, name: str) -> bool:
-        """Return True for a parameter without weight decay although it has several dimensions, such as positions."""
-        return False

@@ -56,6 +56,11 @@ class CausalLM(TrainedModel):
         )
 
     @property
+    def language(self) -> CausalLM:
+        """The model itself."""
+        return self
+
+    @property
     @abstractmethod
     def blocks(self) -> nn.ModuleDict:
         """The blocks, by their number in the whole model."""

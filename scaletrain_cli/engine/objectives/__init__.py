@@ -7,7 +7,7 @@ from scaletrain_cli.engine.objectives.dpo import DPO
 from scaletrain_cli.engine.objectives.next_token import NextToken
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plugins import load_reference
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 # Names of training.objective. sft has the loss of causal_lm: which tokens count, and how much, is in its rows.
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -23,8 +23,12 @@ OF_IMAGES = {
 }
 
 
+_WITH_IMAGES = "image_text:ImageText"  # sft of a language model that reads images
+
+
 def build_objective(spec: RunSpec, mesh: Mesh) -> Objective:
     """Return the objective of the run."""
     name = spec.training.objective
-    kind: type[Objective] = load_reference(f"{__name__}.{OF_IMAGES[name]}") if name in OF_IMAGES else OBJECTIVES[name]
+    of_images = _WITH_IMAGES if isinstance(spec.model, LlavaSpec) else OF_IMAGES.get(name)
+    kind: type[Objective] = load_reference(f"{__name__}.{of_images}") if of_images else OBJECTIVES[name]
     return kind.of(spec, mesh)

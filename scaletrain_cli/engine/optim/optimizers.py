@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scaletrain_cli.engine.model.base import VisionModel
+from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.materialization import names_of_parameters
 from scaletrain_cli.engine.parallel.tensor import VocabularyParallelEmbedding
 from scaletrain_cli.errors import UsageError
@@ -36,15 +36,15 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
 
     Without a ``stage`` all train, in two groups: those with ``settings.weight_decay``, and those with none. Matrices
     decay, norms and biases do not (GPT-3, arXiv:2005.14165, appendix B). ``settings.decay_embeddings`` decides on token
-    and position embeddings; a tied head is the token embedding. Of networks for images ``VisionModel.never_decays``
-    names further parameters, such as positions, and a parameter with ``limits`` has a group of its own. The parameters
-    of a stage are grouped by learning rate, weight decay, limits and the steps that they have trained, because ZeRO has
-    one step counter per group.
+    and position embeddings; a tied head is the token embedding. ``TrainedModel.never_decays`` names
+    further parameters, such as positions of images, and a parameter with ``limits`` has a group of its own. The
+    parameters of a stage are grouped by learning rate, weight decay, limits and the steps that they have trained,
+    because ZeRO has one step counter per group.
     """
-    limits = model.limits() if isinstance(model, VisionModel) else {}
+    limits = model.limits() if isinstance(model, TrainedModel) else {}
     if stage is None:
         kept = set() if settings.decay_embeddings else _embeddings(model)
-        never = model.never_decays if isinstance(model, VisionModel) else (lambda _: False)
+        never = model.never_decays if isinstance(model, TrainedModel) else (lambda _: False)
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         limited: Groups = []
@@ -54,7 +54,11 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
             if name in limits:
                 limited.append({"params": [parameter], "weight_decay": 0.0, LIMITS: limits[name]})
                 continue
-            decays = _is_matrix(parameter) and id(parameter) not in kept and not (name.endswith("bias") or never(name))
+            decays = (
+                _is_matrix(parameter)
+                and id(parameter) not in kept
+                and not (name.endswith("bias") or never(name))
+            )
             (decayed if decays else others).append(parameter)  # biases of experts are stacked
         groups: Groups = [{"params": decayed, "weight_decay": settings.weight_decay}]
         return [*groups, {"params": others, "weight_decay": 0.0}, *limited]

@@ -33,7 +33,7 @@ from scaletrain_cli.plan.vision.networks import llava_tower
 from scaletrain_cli.plan.vision.operations import VisionNetwork
 from scaletrain_cli.plan.vision.states import vision_states
 from scaletrain_cli.plan.vision.step_time import StepSeconds, network_seconds, time_of_samples
-from scaletrain_cli.plan.vision.trained import SameStage, stages_of_run, trained_count, trained_network
+from scaletrain_cli.plan.vision.trained import SameStage, stage_of_step, stages_of_run, trained_count, trained_network
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 _PATH = "language_model."
@@ -117,6 +117,14 @@ def llava_stage_memory(spec: RunSpec, layout: Layout, device: Accelerator, stage
     outside = outside_allocator_bytes(layout, spec.cluster.gpus_per_node, device.is_cpu)
     fragmentation = int(framework_of(spec).fragmentation * sum(worst))
     return peak_memory(vision_states(spec, layout, stage), worst, fragmentation, outside, host=0)
+
+
+def saved_llava_bytes(spec: RunSpec, layout: Layout, device: Accelerator, step: int = 1) -> int:
+    """Return the bytes that autograd saves for one micro-batch of a rank in a step, without the loss."""
+    parts, text = llava_parts(spec, stage_of_step(spec, step)), language_spec(spec)
+    element = weight_bytes(spec.training.precision)
+    seen = activation_bytes(parts.images, layout.micro_batch_size, element, layout.activation_checkpointing)
+    return seen.kept + activation_phases(text, layout, device, parts.language).saved
 
 
 def plan_llava_time(spec: RunSpec, layout: Layout, device: Accelerator, *, least: bool = False) -> tuple[Time, Network]:

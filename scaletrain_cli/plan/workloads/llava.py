@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from scaletrain_cli.plan import architecture
 from scaletrain_cli.plan.axes import Rule
@@ -22,6 +23,7 @@ from scaletrain_cli.plan.vision.llava import (
     plan_llava_time,
 )
 from scaletrain_cli.plan.vision.networks import llava_tower
+from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.plan.workloads.vision import ImageWorkload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import LlavaSpec, RunSpec
@@ -71,10 +73,15 @@ class LlavaWorkload(ImageWorkload):
         return framework.cross_entropy(text, tokens * text.units_per_sample, tensor_parallel, device_bytes)
 
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
-        """Yield that the engine cannot train this family, and the settings that it has not for it."""
-        yield Rule("model.family", spec.model.family, "engine-no-answers")
+        """Yield the settings of the language model that the engine does not have, and what it has not for images."""
+        text = language_spec(spec)
+        for rule in workload_of(text.model).engine_problems(text):
+            key = rule.key
+            yield replace(rule, key=f"model.text_config.{key[6:]}" if key.startswith("model.") else key)
         if spec.training.precision == "fp8":
             yield Rule("training.precision", "fp8", "engine-vision-fp8")
+        if spec.planner.autocast:
+            yield Rule("planner.autocast", "true", "engine-autocast")
 
     def layout_warnings(self, spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]:
         """Yield warnings about the image loader."""

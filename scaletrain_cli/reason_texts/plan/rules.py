@@ -152,9 +152,6 @@ _ENGINE = {
         "(GradCache), which BatchNorm makes inexact",
         ("Use {per_rank}, or model.norm: group.",),
     ),
-    "engine-no-answers": Text(
-        "this engine does not train models that answer questions about images", ("Use a language model, or clip.",)
-    ),
     "engine-captions-tokenizer": Text(
         "captions need the tokenizer of the text tower", ("Use {{kind: file, path: tokenizer.json}}.",)
     ),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from scaletrain_cli.engine.compose import Composed, compose
+from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import materialize, stored_buffers
@@ -20,7 +21,8 @@ from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.engine.stages import trained_at
 from scaletrain_cli.engine.step import build_stepper
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.spec import RunSpec, parse_spec
+from scaletrain_cli.spec import RunSpec, parse_spec, to_hugging_face
+from scaletrain_cli.spec.weight_files import stored_name
 from tests.engine.parity.comparison import Difference
 from tests.engine.parity.layouts import local_pieces
 
@@ -38,6 +40,11 @@ MODELS = {
     " image_size: 16, patch_size: 4},"
     " text_config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64,"
     " vocab_size: 40, max_position_embeddings: 8, eos_token_id: 39}}",
+    "llava": "{family: llava, image_token_index: 39,"
+    " vision_config: {hidden_size: 32, num_hidden_layers: 3, num_attention_heads: 2, intermediate_size: 64,"
+    " image_size: 16, patch_size: 8},"
+    " text_config: {family: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4,"
+    " num_key_value_heads: 2, intermediate_size: 64, vocab_size: 40, seq_len: 16, max_position_embeddings: 32}}",
 }
 _SPEC = """
 schema: scaletrain/v1
@@ -115,6 +122,40 @@ def global_batch(family: str, step: int) -> ImageMicroBatch:
     return ImageMicroBatch(images.to(torch.uint8), samples, tokens=words)
 
 
+def conversations(step: int) -> MicroBatch:
+    """The rows of a step with 0 to 2 images each, and none in four successive rows; labels have weights."""
+    draw = torch.Generator().manual_seed(step)
+    tokens, counts = torch.randint(39, (BATCH, 17), generator=draw), torch.randint(3, (BATCH,), generator=draw)
+    first = 4 * (step % 4)
+    counts[first : first + 4] = 0
+    for row, count in enumerate(counts.tolist()):
+        for number in range(count):
+            tokens[row, 1 + 6 * number : 5 + 6 * number] = 39
+    images = torch.randint(256, (int(counts.sum()), 3, 16, 16), generator=draw).to(torch.uint8)
+    tokens[:, 16] = counts  # to be learned
+    labels, weights = tokens[:, 1:].clone(), torch.rand(BATCH, 16, generator=draw)
+    labels[(labels == 39) | (torch.arange(16) < 4)] = -100
+    weights = weights * (labels != -100)
+    samples = torch.arange(step * BATCH, (step + 1) * BATCH)
+    return MicroBatch(tokens[:, :-1], labels, torch.arange(16), samples, weights.sum(), weights=weights, images=images)
+
+
+def rows_of(batch: MicroBatch, first: int, count: int, losses: int) -> MicroBatch:
+    """Rows of a step with their images; ``losses``: of the step, of which the mean is taken."""
+    images = (batch.tokens == 39).sum(1) // 4
+    before, own = int(images[:first].sum()), int(images[first : first + count].sum())
+    chosen = slice(first, first + count)
+    assert batch.divisor is not None and batch.weights is not None and batch.images is not None
+    return batch._replace(
+        tokens=batch.tokens[chosen],
+        labels=batch.labels[chosen],
+        samples=batch.samples[chosen],
+        divisor=batch.divisor / losses,
+        weights=batch.weights[chosen],
+        images=batch.images[before : before + own],
+    )
+
+
 def part(batch: ImageMicroBatch, first: int, count: int) -> ImageMicroBatch:
     return ImageMicroBatch(*[None if each is None else each[first : first + count] for each in batch])  # type: ignore[arg-type]
 
@@ -131,10 +172,14 @@ def train_rank(row: Row) -> Trained:
     norms: list[float] = []
     size = row.micro_batch_size
     for step in range(1, STEPS + 1):
-        whole = global_batch(row.family, step)
         set_rates(composed.optimizer, step, RATE)
         firsts = [(micro * row.ranks + mesh.data.rank) * size for micro in range(row.accumulation)]
-        result = stepper.train([part(whole, first, size) for first in firsts])
+        batches: list[Any]
+        if row.family == "llava":
+            batches = [rows_of(conversations(step), first, size, row.ranks * row.accumulation) for first in firsts]
+        else:
+            batches = [part(global_batch(row.family, step), first, size) for first in firsts]
+        result = stepper.train(batches)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
     return Trained(losses, norms, whole_weights(composed, layout))
@@ -163,6 +208,18 @@ def train_plainly(row: Row) -> Trained:
         if isinstance(module, nn.BatchNorm2d) and not module.weight.requires_grad:
             module.eval()
     for step in range(1, STEPS + 1):
+        if row.family == "llava":
+            rows = conversations(step)
+            assert rows.images is not None and rows.weights is not None
+            found = model(input_ids=rows.tokens, pixel_values=(rows.images / 255 - mean) / std)
+            each = F.cross_entropy(found.logits.transpose(1, 2), rows.labels, reduction="none")
+            loss = (each * rows.weights).sum() / rows.weights.sum()
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
         whole, total = global_batch(row.family, step), 0.0
         chunks = [part(whole, first, width) for first in range(0, BATCH, width)]
         if row.family == "clip":
@@ -186,7 +243,9 @@ def train_plainly(row: Row) -> Trained:
         if row.family == "clip":
             with torch.no_grad():
                 model.logit_scale.clamp_(0, 2.7)
-    return Trained(losses, norms, under_file_names(model))
+    files = under_file_names(model)
+    names = {name: stored_name(name, files) or name for name in first_weights(row)}
+    return Trained(losses, norms, {name: files[stored] for name, stored in names.items()})
 
 
 def first_weights(row: Row) -> dict[str, Tensor]:
@@ -210,7 +269,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def normalization(family: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    if family == "clip":
+    if family in ("clip", "llava"):
         return (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     if family == "vit":
         return (0.5,) * 3, (0.5,) * 3
@@ -230,7 +289,8 @@ def reference_model(family: str, spec: RunSpec, weights: dict[str, Tensor]) -> A
     kind, config = reference_config(family, spec)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        tensors = {name: value.contiguous() for name, value in weights.items()}
+        files = under_file_names(kind(config)) if family == "llava" else weights
+        tensors = {stored_name(name, files) or name: value.contiguous() for name, value in weights.items()}
         save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
         model, about = kind.from_pretrained(folder, output_loading_info=True)
     assert not {*about["missing_keys"], *about["unexpected_keys"]}, about
@@ -269,6 +329,8 @@ def reference_config(family: str, spec: RunSpec) -> tuple[Any, Any]:
             attention_probs_dropout_prob=0.0,
         )
         return transformers.ViTForImageClassification, config
+    if family == "llava":
+        return transformers.LlavaForConditionalGeneration, transformers.LlavaConfig(**to_hugging_face(own))
     config = transformers.CLIPConfig(
         vision_config=own.vision_config.model_dump(),
         text_config=own.text_config.model_dump() | {"bos_token_id": 0, "pad_token_id": 1},

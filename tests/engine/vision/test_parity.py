@@ -22,6 +22,10 @@ ROWS = [
     Row("clip", zero=0, accumulation=2),
     Row("clip", zero=3, ranks=2, accumulation=2, checkpointing="full"),
     Row("clip", zero=1, ranks=2),
+    Row("llava", zero=3, ranks=2, accumulation=2, checkpointing="full"),
+    Row("llava", zero=0),
+    Row("llava", zero=1, ranks=2),
+    Row("llava", zero=2, ranks=2, accumulation=2, checkpointing="full"),
 ]
 
 

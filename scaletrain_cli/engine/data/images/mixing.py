@@ -73,9 +73,7 @@ def finish(
     model; the targets of mixed images are [B, classes] float32 with the sum 1. A loss smooths them as others: smoothing
     is linear, so that it may come after mixing. The computation is in float32.
     """
-    images = batch.images.to(torch.float32, memory_format=memory_format)
-    scale, shift = (torch.tensor(each, dtype=torch.float32) for each in _affine(mean, std))
-    images = images.mul_(_by_channel(scale, images)).add_(_by_channel(shift, images))
+    images = normalized(batch.images, mean=mean, std=std, memory_format=memory_format)
     if batch.erased is not None:
         images.masked_fill_(_inside(batch.erased, images).unsqueeze(1), 0.0)
     targets = batch.targets
@@ -84,6 +82,19 @@ def finish(
         images, targets = _mixed_images(images, weight, boxes), _mixed_targets(targets, weight, classes)
     images = images.to(dtype, memory_format=memory_format)
     return batch._replace(images=images, targets=targets, erased=None, mix=None)
+
+
+def normalized(
+    images: Tensor,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> Tensor:
+    """Return uint8 images [N, C, H, W] less ``mean`` over ``std`` of each channel, float32."""
+    found = images.to(torch.float32, memory_format=memory_format)
+    scale, shift = (torch.tensor(each, dtype=torch.float32) for each in _affine(mean, std))
+    return found.mul_(_by_channel(scale, found)).add_(_by_channel(shift, found))
 
 
 def _affine(mean: Sequence[float], std: Sequence[float]) -> tuple[list[float], list[float]]:

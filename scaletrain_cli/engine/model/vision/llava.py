@@ -7,7 +7,7 @@ families that are trained alone too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ class Llava(TrainedModel):
     """
 
     spec: LlavaSpec
+    measured: ClassVar[str] = "transform"
 
     def __init__(self, spec: LlavaSpec) -> None:
         super().__init__()
@@ -67,6 +68,11 @@ class Llava(TrainedModel):
         unused = [tower.post_layernorm, *list(tower.encoder.layers.values())[self.depth :]]
         for module in unused:
             module.requires_grad_(False)
+
+    @property
+    def language(self) -> CausalLM:
+        """The language model."""
+        return self.language_model
 
     @property
     def blocks(self) -> nn.ModuleDict:
@@ -84,6 +90,10 @@ class Llava(TrainedModel):
             return tower_initial(self.spec.vision_config, name, shape)
         return Initial() if name.endswith("bias") else Initial(std=self.spec.text_config.initializer_range)
 
+    def never_decays(self, name: str) -> bool:
+        """Return True for the positions of the tower."""
+        return name.endswith(".position_embedding.weight")
+
     def image_features(self, pixels: Tensor) -> Tensor:
         """Return what replaces the image tokens, [images, tokens per image, hidden size of the language model].
 
@@ -93,30 +103,34 @@ class Llava(TrainedModel):
         chosen = hidden[:, 1:] if self.spec.vision_feature_select_strategy == "default" else hidden
         return self.multi_modal_projector(chosen)  # type: ignore[no-any-return]
 
-    def embed(self, tokens: Tensor, context: TokenContext, pixels: Tensor | None) -> Tensor:
+    def embed(self, tokens: Tensor, context: TokenContext, pixels: Tensor | None, *, sharded: bool = False) -> Tensor:
         """Return the hidden states that enter the language model; the images take the places of their tokens in order.
 
-        Raises ValueError if the number of image tokens is not that of the features; on a GPU this waits for the
-        device. In training a batch without images computes one black image without effect, so that every rank of ZeRO-3
-        visits the same modules.
+        ``sharded``: other ranks compute other batches with shards of the same weights (ZeRO-3), so that all visit the
+        same modules: a batch without images computes one black image without effect. Raises ValueError on a CPU if the
+        number of image tokens is not that of the features; on a GPU that would wait for the device, and the readers of
+        batches compare both.
         """
-        images, places = 0 if pixels is None else len(pixels), tokens == self.spec.image_token_index
+        places = tokens == self.spec.image_token_index
         hidden = self.language_model.embed(tokens.masked_fill(places, 0), context)
-        found, expected = int(places.sum()), images * self.spec.tokens_per_image
-        if found != expected:
-            raise ValueError(
-                f"the batch has {found} tokens {self.spec.image_token_index} (model.image_token_index), and {images} "
-                f"images with {self.spec.tokens_per_image} features each, which need {expected}. Write "
-                f"{self.spec.tokens_per_image} image tokens for each image, and do not cut them off."
-            )
+        images = 0 if pixels is None else len(pixels)
+        if not tokens.is_cuda:
+            require_image_tokens(self.spec, int(places.sum()), images)
         if pixels is not None and images:
-            features = self.image_features(pixels).to(hidden.dtype)
-            return hidden.masked_scatter(places.unsqueeze(-1), features)
-        if not self.training:
+            features = self.image_features(pixels).flatten(0, 1).to(hidden.dtype)
+            # with a size that is known on the host: masked_scatter waits for the device in its backward pass
+            order = torch.argsort(places.flatten().to(torch.uint8), descending=True, stable=True)[: len(features)]
+            return hidden.flatten(0, 1).index_copy(0, order, features).view_as(hidden)
+        if not sharded:
             return hidden
         vision = self.spec.vision_config
         black = hidden.new_zeros(1, vision.num_channels, vision.image_size, vision.image_size)
-        return hidden + 0.0 * self.image_features(black).sum().to(hidden.dtype)
+        return hidden + self.image_features(black)[:0].sum().to(hidden.dtype)  # 0, with a gradient of 0
+
+    def transform(self, tokens: Tensor, context: TokenContext, pixels: Tensor | None) -> Tensor:
+        """Return the hidden states after the last block of the language model, in training or validation."""
+        hidden = self.embed(tokens, context, pixels, sharded=True)
+        return self.language_model.transform(hidden, self.language_model.with_masks(context, hidden))
 
     def forward(
         self,
@@ -136,9 +150,19 @@ class Llava(TrainedModel):
             batch, length = tokens.shape
             positions, samples = (torch.arange(size, device=tokens.device) for size in (length, batch))
             context = TokenContext(positions, samples)
-        hidden = self.embed(tokens, context, pixels)
-        hidden = language.transform(hidden, language.with_masks(context, hidden))
+        hidden = self.transform(tokens, context, pixels)
         return language.loss(hidden, labels, divisor) if output is None else output(language, hidden)
+
+
+def require_image_tokens(spec: LlavaSpec, tokens: int, images: int) -> None:
+    """Raise ValueError if a batch with that many image tokens does not have a feature of its images for each."""
+    expected = images * spec.tokens_per_image
+    if tokens != expected:
+        raise ValueError(
+            f"the batch has {tokens} tokens {spec.image_token_index} (model.image_token_index), and {images} "
+            f"images with {spec.tokens_per_image} features each, which need {expected}. Write "
+            f"{spec.tokens_per_image} image tokens for each image, and do not cut them off."
+        )
 
 
 class _FirstWeights:
