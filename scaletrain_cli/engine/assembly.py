@@ -329,7 +329,7 @@ def _checkpoint_schedule(record: RunRecord) -> CheckpointSchedule:
 
 def _guard(spec: RunSpec, layout: Layout, objective: Objective, train: Samples) -> Guard:
     pairs = spec.training.objective == "dpo"
-    fresh = spec.weights is None and not pairs
+    fresh = spec.language_weights is None and not pairs
     return Guard(
         factor=spec.guard.spike.factor,
         patience=spec.guard.spike.patience,

@@ -33,6 +33,7 @@ from scaletrain_cli.engine.model.linear import use_fp8_linears
 from scaletrain_cli.engine.model.loss import choose_cross_entropy
 from scaletrain_cli.engine.model.materialization import (
     BaseWeights,
+    WeightsOfParts,
     WeightSource,
     materialize,
     named_weights,
@@ -255,6 +256,10 @@ def _attach_adapters(model: CausalLM, spec: RunSpec, mesh: Mesh) -> None:
         attach_adapters(model, own.adapter, modules_with_adapter(own), mesh, spec.training.seed, dtype)
 
 
+# The part of a LLaVA whose first weights are in files of their own.
+_MODULES = {"model.vision_weights": "vision_tower", "model.text_weights": "language_model"}
+
+
 def _weights(spec: RunSpec, model: TrainedModel, device: torch.device, resuming: bool) -> WeightSource:
     weights = drawn = model.first_weights(spec.training.seed, device)
     folder = None if spec.weights is None else expand_home(spec.weights)
@@ -268,6 +273,16 @@ def _weights(spec: RunSpec, model: TrainedModel, device: torch.device, resuming:
         base := frozenset(name for name in base_names(spec) if not is_drawn(spec.model, name))
     ):
         weights = BaseWeights(base, HuggingFaceFolder(folder, outline(spec.model)), drawn)
+    elif folder is None and not resuming and spec.initial_weights:
+        whole_model = outline(spec.model)
+        parts = {_MODULES[each.key]: each for each in spec.initial_weights}
+        weights = WeightsOfParts(
+            {
+                module: HuggingFaceFolder(expand_home(each.path), whole_model.get_submodule(module), each)
+                for module, each in parts.items()
+            },
+            drawn,
+        )
     adapter = spec.model.adapter if isinstance(spec.model, ModelSpec) else None
     if adapter is None:
         return weights

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.axes import Rule
-from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_buffers, vision_parameters
+from scaletrain_cli.plan.vision.parameters import VisionParameter, vision_buffers, vision_parameters, vision_tower
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.adapter import Adapted, AdapterSpec, adapted_modules, factor_shapes, is_adapter_parameter
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.run import FAMILIES, AnyModel
 from scaletrain_cli.spec.training import OptimizerSpec, TrainableGroup
+from scaletrain_cli.spec.vision_model import ClipVisionSpec
 
 _MOST_NEAR = 3  # names that an error suggests
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -142,8 +143,13 @@ def base_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
     return {parameter.name: parameter.shape for parameter in model_parameters(model)}
 
 
-def stored_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all that a file of weights has, by name: parameters, then buffers. Without adapters."""
+def stored_shapes(model: AnyModel | ClipVisionSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all that a file of weights has, by name: parameters, then buffers. Without adapters.
+
+    Of an image tower alone under the names of a CLIP.
+    """
+    if isinstance(model, ClipVisionSpec):
+        return {each.name: each.shape for each in vision_tower(model, "vision_model", 0)}
     if not isinstance(model, ModelSpec):
         return base_shapes(model) | {buffer.name: buffer.shape for buffer in vision_buffers(model)}
     biased = model.topk_method == "noaux_tc" and not model.has_fused_qkv

@@ -120,9 +120,9 @@ TEXTS: dict[str, Text] = {
         "{folder} has {token_ids} token ids and model.vocab_size is {vocab_size}",
         ("Set model.vocab_size to at least {token_ids}.",),
     ),
-    # The weights in model.weights.
-    "weights-invalid": Text("model.weights: {problem}"),
-    "weights-unreadable": Text("model.weights: {path} cannot be read: {error}"),
+    # The weights in model.weights, or in those of a part of the model.
+    "weights-invalid": Text("{key}: {problem}"),
+    "weights-unreadable": Text("{key}: {path} cannot be read: {error}"),
     "peft-without-adapter": Text("--format peft: the run has no model.adapter", ("Use --format merged.",)),
     "peft-dora-beside-experts": Text(
         "--format peft: PEFT does not load DoRA on {module} of this architecture, because it takes the layer for one "
@@ -142,12 +142,12 @@ TEXTS: dict[str, Text] = {
     "adapter-differs": Text(
         "model.adapter.weights: {folder} does not hold this adapter; {shown} of {differences:of difference}"
     ),
-    "weights-missing": Text("model.weights: {folder} has no {name}"),
+    "weights-missing": Text("{key}: {folder} has no {name}"),
     "weights-not-loaded": Text(
-        "model.weights: {tensors:of tensor} in {folder} are not loaded, of {layers:of layer} that predict tokens after "
+        "{key}: {tensors:of tensor} in {folder} are not loaded, of {layers:of layer} that predict tokens after "
         "the next one"
     ),
-    "weights-differ": Text("model.weights: {folder} does not hold this model; {shown} of {differences:of difference}"),
+    "weights-differ": Text("{key}: {folder} does not hold this model; {shown} of {differences:of difference}"),
     # Libraries and devices that a setting needs.
     "optimizer-needs-matrices": Text(
         "training.optimizer.name = {name} is not available in this engine, because it needs whole matrices"

@@ -165,7 +165,7 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
         return ()
     adapter, whole = getattr(spec.model, "adapter", None), spec.code.own_program and WHOLE_CHECKPOINT in spec.env
     values: tuple[tuple[str, Any, Purpose], ...] = (
-        ("model.weights", getattr(spec.model, "weights", None), "beside_weights" if whole else "weights"),
+        *((each.key, each.path, "beside_weights" if whole else "weights") for each in spec.initial_weights),
         ("model.adapter.weights", None if spec.code.own_program else getattr(adapter, "weights", None), "adapter"),
         ("data.tokenizer.path", spec.data.tokenizer.path, "tokenizer"),
         ("data.chat_template", spec.data.chat_template, "template"),
@@ -191,6 +191,8 @@ def _sources(spec: "RunSpec") -> Iterator[tuple[str, Any, Purpose]]:
 
 def may_be_frozen(spec: "RunSpec") -> bool:
     """Return True if checkpoints may lack weights of ``model.weights``, because these do not train."""
+    if getattr(spec.model, "weights", None) is None:
+        return False
     return bool(getattr(spec.model, "adapter", None) or getattr(spec.training, "trainable", None))
 
 

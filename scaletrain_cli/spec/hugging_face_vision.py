@@ -29,8 +29,8 @@ _ZERO = (0, 0.0)
 # Keys of this project only, which a config.json does not have.
 _OWN = frozenset(
     (
-        "family preset weights new_classifier memory_format max_logit_scale logit_bias_init_value norm "
-        "zero_init_residual"
+        "family preset weights vision_weights text_weights new_classifier memory_format max_logit_scale "
+        "logit_bias_init_value norm zero_init_residual"
     ).split()
 )
 # Names of stages, and of those whose images a detector reads.
@@ -149,6 +149,28 @@ def _llava(config: dict[str, Any], found: dict[str, Any], read_text: ReadText) -
     if "image_token_index" not in found and config.get("image_token_id") is not None:
         found["image_token_index"] = config["image_token_id"]
     return {**found, "vision_config": {**base, **tower}, "text_config": language}
+
+
+def read_tower(config: dict[str, Any], read: ReadText) -> dict[str, Any]:
+    """Return the keys of ``vision_config`` by the config.json of a CLIP, of its image tower, or of a LLaVA.
+
+    ``read``: returns the model keys of a config.json. Raises SourceError.
+    """
+    kind = config.get("model_type")
+    if kind == "clip_vision_model":
+        return {**vision_presets()[_DEFAULTS["clip"]]["vision_config"], **_tower(config, "vision_config")}
+    if kind not in ("clip", "llava"):
+        raise SourceError(
+            "hf_config",
+            f"has model_type = {str(kind)[:80]}, but only clip_vision_model, clip and llava have an image tower",
+        )
+    found: dict[str, Any] = read(config)["vision_config"]
+    return found
+
+
+def tower_differences(spec: ClipVisionSpec, trained: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
+    """Yield (key, ours, theirs) for each setting of an image tower that differs from that of its weights."""
+    yield from _section_differences(spec, trained, "")
 
 
 def _tower(given: Any, name: str) -> dict[str, Any]:

@@ -9,10 +9,16 @@ from typing import Any
 from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.hugging_face import from_config, read_config
 from scaletrain_cli.spec.hugging_face_architectures import ARCHITECTURES, OF_EXPERTS, TRAITS
-from scaletrain_cli.spec.hugging_face_vision import AnyVision, vision_differences, vision_to_config
+from scaletrain_cli.spec.hugging_face_vision import (
+    AnyVision,
+    read_tower,
+    tower_differences,
+    vision_differences,
+    vision_to_config,
+)
 from scaletrain_cli.spec.model import ModelSpec
 from scaletrain_cli.spec.presets import SourceError
-from scaletrain_cli.spec.vision_model import LlavaSpec
+from scaletrain_cli.spec.vision_model import ClipVisionSpec, LlavaSpec
 
 # With another value the weights would load without an error and compute something else. A key that is missing in
 # config.json is compared only if its absence has a meaning.
@@ -46,28 +52,35 @@ _ABSENCE_IS_A_VALUE = (
 _MOST_LAYERS = 10_000  # compared for their windows and experts
 
 
-def config_mismatches(folder: Path, spec: ModelSpec | AnyVision) -> Iterator[Problem]:
+def config_mismatches(folder: Path, spec: ModelSpec | AnyVision | ClipVisionSpec, path: str = "") -> Iterator[Problem]:
     """Return the differences between the weights' config.json and the spec; empty without a config.json.
 
-    Raises UsageError when it cannot be read, or is that of an architecture which the engine does not have.
+    ``path``: of ``spec`` within the model section, such as ``text_config.``. Raises UsageError when it cannot be read,
+    or is that of an architecture which the engine does not have.
     """
-    path = folder / "config.json"
-    if not path.exists():
+    file = folder / "config.json"
+    if not file.exists():
         return
     try:
-        trained = from_config(read_config(path))
+        config = read_config(file)
+        trained = read_tower(config, from_config) if isinstance(spec, ClipVisionSpec) else from_config(config)
     except SourceError as error:
-        raise UsageError(f"{path} {error}.") from error
+        raise UsageError(f"{file} {error}.") from error
 
     for key, ours, theirs in _all_differences(spec, trained):
-        hint = f"Set model.{key}: {_flow(theirs)}."
-        yield Problem(str(path), key, f"the spec has {_flow(ours)}.", _flow(theirs), hint)
+        hint = f"Set model.{path}{key}: {_flow(theirs)}."
+        yield Problem(str(file), key, f"the spec has {_flow(ours)}.", _flow(theirs), hint)
 
 
-def _all_differences(spec: ModelSpec | AnyVision, trained: dict[str, Any]) -> Iterator[tuple[str, object, object]]:
+def _all_differences(
+    spec: ModelSpec | AnyVision | ClipVisionSpec, trained: dict[str, Any]
+) -> Iterator[tuple[str, object, object]]:
     """Yield (key, ours, theirs) for each setting that differs from that of the weights."""
     if isinstance(spec, ModelSpec):
         yield from _text_differences(spec, trained)
+        return
+    if isinstance(spec, ClipVisionSpec):
+        yield from tower_differences(spec, trained)
         return
     yield from vision_differences(spec, trained)
     if isinstance(spec, LlavaSpec) and trained["family"] == spec.family:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, PrivateAttr, StringConstraints, Tag, WithJsonSchema, model_validator
 
@@ -225,6 +225,25 @@ AnyModel = Annotated[
 ]
 
 
+class InitialWeights(NamedTuple):
+    """A key with initial weights, its value, and the section of the model, or of the part of it in the files."""
+
+    key: str
+    path: str
+    model: Any
+
+    @property
+    def section(self) -> str:
+        """Return the path of the section within that of the model, such as ``text_config.``; empty for the whole."""
+        part = self.key.removeprefix("model.").removesuffix("weights").removesuffix("_")
+        return f"{part}_config." if part else ""
+
+    @property
+    def may_lack_tokens(self) -> bool:
+        """Return True if embedding and head may have fewer rows than the model, see ``model.text_weights``."""
+        return self.key == "model.text_weights"
+
+
 class RunSpec(Section):
     """The complete spec of a training run."""
 
@@ -308,6 +327,23 @@ class RunSpec(Section):
     def weights(self) -> str | None:
         """Return the path of the initial weights; None if they are random."""
         return getattr(self.model, "weights", None)
+
+    @property
+    def initial_weights(self) -> "tuple[InitialWeights, ...]":
+        """Return the files with initial weights: of the whole model, or of its parts."""
+        model, found = self.model, []
+        parts: dict[str, Any] = {"": model}
+        if isinstance(model, LlavaSpec):
+            parts |= {"vision_": model.vision_config, "text_": model.text_config}
+        for name, part in parts.items():
+            if (path := getattr(model, f"{name}weights", None)) is not None:
+                found.append(InitialWeights(f"model.{name}weights", path, part))
+        return tuple(found)
+
+    @property
+    def language_weights(self) -> str | None:
+        """Return the path of the initial weights of the language model; None if they are random, or there is none."""
+        return getattr(self.model, "text_weights", None) or self.weights
 
     @property
     def unit(self) -> str:

@@ -232,6 +232,13 @@ class LlavaSpec(Section):
         default=None,
         description="initial weights: folder of Hugging Face *.safetensors, or hf://org/name@revision; null: random",
     )
+    vision_weights: ModelPath | None = Field(
+        default=None, description="initial weights of the tower alone: those of a CLIP, of its image tower, or a LLaVA"
+    )
+    text_weights: ModelPath | None = Field(
+        default=None,
+        description="initial weights of the language model alone; rows of tokens that they lack are the mean of theirs",
+    )
 
     @property
     def tower_depth(self) -> int:
@@ -262,12 +269,15 @@ class LlavaSpec(Section):
             yield "text_config.family", "must be llama: transformers has no LLaVA with another language model."
         if self.text_config.final_logit_softcapping is not None:
             yield "text_config.final_logit_softcapping", "must be null: transformers caps no logits of a LLaVA."
+        for key in ("vision_weights", "text_weights"):
+            if self.weights is not None and getattr(self, key) is not None:
+                yield key, "must be null with model.weights, which has all parts."
         for key, usual in (("weights", None), ("adapter", None), ("quantization", "none")):
             if getattr(self.text_config, key) != usual:
                 yield f"text_config.{key}", f"has no effect in family: llava. Remove it{_MOVED.get(key, '')}."
 
 
-_MOVED = {"weights": ", and set model.weights"}
+_MOVED = {"weights": ", and set model.text_weights"}
 VisionSpec = ResNetSpec | ConvNextSpec | VitSpec | ClipSpec
 # Families of models of images, by name.
 VISION: dict[str, type[Section]] = {

@@ -138,6 +138,25 @@ LANGUAGE_MODEL = "language_model."
 _PARTS_OF_LLAVA = (LANGUAGE_MODEL, "vision_tower.", "multi_modal_projector.")
 
 
+_OF_TOWER = re.compile(
+    r"(model\.)?(vision_tower\.)?(vision_model\.)?((embeddings|encoder|pre_layrnorm|post_layernorm)\..*)"
+)
+
+
+def tower_names(files: Collection[str]) -> dict[str, str]:
+    """Return the names of CLIP's image tower in files by those of a CLIP: ``vision_model....``.
+
+    The files are those of a CLIP, of its image tower alone, or of a LLaVA.
+    """
+    matches = ((_OF_TOWER.fullmatch(name), name) for name in files if not _CONSTANTS.search(name))
+    return {f"vision_model.{match[4]}": name for match, name in matches if match is not None}
+
+
+def lacks_tokens(stored: Shape, shape: Shape) -> bool:
+    """Return True if an embedding or a head in files has fewer rows than that of the model."""
+    return len(stored) == len(shape) == 2 and stored[0] < shape[0] and stored[1] == shape[1]
+
+
 def is_drawn(model: object, name: str) -> bool:
     """Return True if a parameter of a model with weights is random all the same: see ``model.new_classifier``."""
     return bool(getattr(model, "new_classifier", False)) and _CLASSIFIER.match(name) is not None
@@ -240,6 +259,7 @@ class WeightDifferences:
     """Compares the tensors of files with those of a model. ``expected``: whole shapes by name, the embedding first.
 
     ``experts``: number of routed experts; ``config``: config.json, empty without one; ``folder``: for messages.
+    ``may_lack_tokens``: embedding and head may have fewer rows than the model.
     """
 
     def __init__(
@@ -250,7 +270,9 @@ class WeightDifferences:
         experts: int,
         config: Mapping[str, Any],
         folder: str,
+        may_lack_tokens: bool = False,
     ) -> None:
+        self._tables = {next(iter(expected)), _HEAD} if may_lack_tokens else set()
         self._expected, self._files, self._experts, self._folder = expected, files, experts, folder
         self._block, self._untrained = block_of(config), untrained_layers(config)
         self._used: set[str | None] = set()
@@ -288,7 +310,8 @@ class WeightDifferences:
                 yield Problem(self._folder, name, "is in the model but in none of the files.", hint=hint)
                 continue
             header = self._files[stored]
-            if header.shape != shape and not is_another_grid(name, header.shape, shape):
+            fits = header.shape == shape or is_another_grid(name, header.shape, shape)
+            if not fits and not (name in self._tables and lacks_tokens(header.shape, shape)):
                 hint = "To train other classes, set model.new_classifier: true." if _CLASSIFIER.match(name) else None
                 yield Problem(header.file, stored, f"the model has {list(shape)}.", str(list(header.shape)), hint)
             if header.dtype == FP8 and scales_of(stored) in self._files:

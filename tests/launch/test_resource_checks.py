@@ -80,6 +80,11 @@ HELD_BY = {
     "tracking.tensorboard.dir": "tests/tracking/test_spec.py",
     "model.preset": "tests/cli/test_before_a_run.py::test_init_follows_its_options_or_rejects_them",
     "model.hf_config": "tests/spec/test_model_sources.py",
+    **{
+        f"model.{part}_weights": "tests/engine/vision/test_weights_of_parts.py::"
+        "test_files_of_another_part_are_refused_by_the_checks_and_by_the_engine"
+        for part in ("vision", "text")
+    },
     "data.sources.*.path": "tests/launch/test_source_checks.py",
     "data.cache.path": "tests/data/remote/test_remote_checks.py::"
     "test_remote_text_and_prepared_data_that_a_run_can_use_are_accepted",

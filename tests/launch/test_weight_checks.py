@@ -15,6 +15,7 @@ from scaletrain_cli.launch.resource_checks.files import config_problems, header_
 from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import load_spec, parse_spec, to_hugging_face
+from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.weight_files import Header, peft_shapes
 from tests.cli.command_line import SMALL, Ended, scaletrain
 from tests.spec.test_vision_specs import VISION as IMAGES
@@ -146,15 +147,16 @@ def test_factors_of_another_rank_or_for_other_modules_are_refused(folder: Path) 
 def test_weights_of_models_of_images_are_compared_before_a_run(preset: str, tmp_path: Path) -> None:
     model: Any = parse_spec(IMAGES.replace("resnet-50", preset), file="run.yaml", base_dir=tmp_path).model
     headers = {name: Header("f", shape, "F32") for name, shape in stored_shapes(model).items()}
-    assert list(header_problems(headers, tmp_path, model, "weights")) == []
+    whole = InitialWeights("model.weights", "w", model)
+    assert list(header_problems(headers, tmp_path, whole, "weights")) == []
     (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(model)))
-    assert list(config_problems(tmp_path, model)) == []
+    assert list(config_problems(tmp_path, whole)) == []
     name = next(name for name in headers if "patch_embedding" in name and name.endswith("weight"))
-    (found,) = header_problems(headers | {name: Header("f", (1, 2), "F32")}, tmp_path, model, "weights")
+    (found,) = header_problems(headers | {name: Header("f", (1, 2), "F32")}, tmp_path, whole, "weights")
     assert f"{name} = [1, 2]: the model has [" in str(found)
     tower = getattr(model, "vision_config", None)
     same = {"hidden_act": "gelu_pytorch_tanh"}
     other = model.model_copy(update={"vision_config": tower.model_copy(update=same)} if tower is not None else same)
-    (differing,) = config_problems(tmp_path, other)
+    (differing,) = config_problems(tmp_path, whole._replace(model=other))
     assert "hidden_act" in str(differing)
     assert "gelu_pytorch_tanh" in str(differing)

@@ -96,7 +96,7 @@ def test_keys_of_the_section_override_the_towers_of_a_preset() -> None:
         ("{preset: llava-tiny, text_config: {preset: llama7b}}", "Did you mean llama-7b?"),
         (
             "{preset: llava-tiny, text_config: {weights: w}}",
-            "has no effect in family: llava. Remove it, and set model.w",
+            "has no effect in family: llava. Remove it, and set model.text_weights",
         ),
         ("{preset: llava-tiny, text_config: {qk_norm_scope: projection}}", "with model.text_config.qk_norm = false."),
         ("{preset: llava-tiny, text_config: {hidden_size: x}}", "model.text_config.hidden_size = x: must be a whole"),

@@ -183,7 +183,7 @@ def _longest_text(model: AnyModel) -> int | None:
 
 def _origins(spec: RunSpec) -> list[Path]:
     """Return folders that may hold files beside the tokenizer."""
-    weights, path = spec.weights, spec.data.tokenizer.path
+    weights, path = spec.language_weights, spec.data.tokenizer.path
     found = [] if weights is None else [expand_home(weights)]
     return found if path is None else [*found, expand_home(path).parent]
 

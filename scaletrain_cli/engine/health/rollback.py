@@ -24,7 +24,6 @@ from scaletrain_cli.rundir.journal import Rollback, record_rollback
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.validations import forget_newer_validations
-from scaletrain_cli.spec import ModelSpec
 from scaletrain_cli.worker.heartbeat import Heartbeat
 
 
@@ -178,9 +177,10 @@ class GuardActions:
     def _report_first_loss(self, loss: float) -> None:
         """Report whether the first loss of a new model is near that of a uniform guess, ln(vocab_size)."""
         spec = self.record.spec
-        if not isinstance(spec.model, ModelSpec) or spec.weights is not None or spec.training.objective == "dpo":
+        of_tokens = spec.training.objective in ("causal_lm", "sft")
+        if not of_tokens or spec.language_weights is not None:
             return  # not a loss of tokens, or not a new model
-        expected = math.log(spec.model.vocab_size)
+        expected = math.log(spec.language_model.vocab_size)
         self._record("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)
 
     def _record(self, name: str, **details: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -137,6 +137,24 @@ class BaseWeights:
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of a parameter."""
         return (self.base if name in self.names else self.others).read(name, whole_shape, spec)
+
+
+@dataclass(frozen=True)
+class WeightsOfParts:
+    """The parameters below some modules of a model from sources of their own, and all others from another one.
+
+    ``parts``: by the name of the module, which the names in its source do not have.
+    """
+
+    parts: Mapping[str, WeightSource]
+    others: WeightSource
+
+    def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        """Return this rank's shard of a parameter."""
+        module, _, rest = name.partition(".")
+        if module in self.parts:
+            return self.parts[module].read(rest, whole_shape, spec)
+        return self.others.read(name, whole_shape, spec)
 
 
 class WeightsOfModel:

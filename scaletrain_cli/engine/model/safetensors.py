@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from scaletrain_cli.engine.model.base import TrainedModel
 from scaletrain_cli.engine.model.fp8_files import ScaledMatrix
 from scaletrain_cli.engine.model.gpt_oss_files import read_expert
 from scaletrain_cli.engine.model.materialization import named_weights
@@ -27,6 +26,8 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from scaletrain_cli.spec.presets import SourceError
+from scaletrain_cli.spec.run import InitialWeights
+from scaletrain_cli.spec.vision_model import ClipVisionSpec
 from scaletrain_cli.spec.weight_files import (
     ExpertPlace,
     Header,
@@ -34,9 +35,11 @@ from scaletrain_cli.spec.weight_files import (
     block_of,
     is_another_grid,
     is_drawn,
+    lacks_tokens,
     scales_of,
     stacked_place,
     stored_name,
+    tower_names,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,23 +52,31 @@ _ROWS = 4096  # of a matrix that need not be read whole, at a time
 class HuggingFaceFolder:
     """``folder`` holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names.
 
-    ``model``: the whole model on the meta device. Raises UsageError that lists the differences from it.
+    ``model``: the whole model on the meta device, or the part of it that the files have; its attribute ``spec`` is
+    ``source.model``. ``source``: the key and its section; None: model.weights. Raises UsageError that lists the
+    differences.
     """
 
-    def __init__(self, folder: Path, model: TrainedModel) -> None:
-        self._folder, self._experts = folder, getattr(model.spec, "num_experts", 0)
+    def __init__(self, folder: Path, model: nn.Module, source: InitialWeights | None = None) -> None:
+        self._spec: Any = vars(model)["spec"]
+        self._source = source or InitialWeights("model.weights", str(folder), self._spec)
+        self._folder, self._experts = folder, getattr(self._spec, "num_experts", 0)
         self._files: dict[Path, Any] = {}
-        self._file_of = _index(folder)
+        self._file_of = self._index()
         config = _config(folder)
         self._block = block_of(config)
+        self._whole = named_weights(model)
         try:
-            differing = list(config_mismatches(folder, model.spec))
+            differing = list(config_mismatches(folder, self._spec, self._source.section))
         except UsageError as error:
-            raise UsageError(Reason("engine.weights-invalid", {"problem": error.reason or error.message})) from error
-        if problems := [*differing, *self._mismatches(model, config)]:
+            raise UsageError(self._reason("engine.weights-invalid", problem=error.reason or error.message)) from error
+        if problems := [*differing, *self._mismatches(config)]:
             shown = tuple(problems[:_MOST_SHOWN])
             params = {"folder": str(folder), "differences": len(problems), "shown": len(shown)}
-            raise UsageError(Reason("engine.weights-differ", params), shown)
+            raise UsageError(self._reason("engine.weights-differ", **params), shown)
+
+    def _reason(self, code: str, **params: Any) -> Reason:
+        return Reason(code, {"key": self._source.key, **params})
 
     def read(self, name: str, whole_shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         """Return this rank's shard of a parameter, as stored."""
@@ -73,18 +84,37 @@ class HuggingFaceFolder:
         if stored is None and (place := stacked_place(name, whole_shape, self._experts, self._file_of)) is not None:
             return read_expert(place, whole_shape, spec, self._named_slice, packed=self._is_packed(place))
         if stored is None:
-            raise UsageError(Reason("engine.weights-missing", {"folder": str(self._folder), "name": name}))
+            raise UsageError(self._reason("engine.weights-missing", folder=str(self._folder), name=name))
         values = self._values(stored)
         if not whole_shape:
-            return self._opened(stored).get_tensor(stored)  # type: ignore[no-any-return]  # a slice needs a dimension
+            return self._opened(stored).get_tensor(self._file_of[stored][1])  # type: ignore[no-any-return]  # a slice needs a dimension
         if is_another_grid(name, tuple(self._slice(stored).get_shape()), whole_shape):
             return resized_positions(values[:], whole_shape[-2])
+        if self._source.may_lack_tokens and lacks_tokens(tuple(self._slice(stored).get_shape()), whole_shape):
+            return _with_mean_rows(values[:], whole_shape[0])
         if spec is None:
             return values[:]  # type: ignore[no-any-return]
         before = (slice(None),) * spec.dim
         spans = [slice(first, first + length) for first, length in spec.spans(whole_shape[spec.dim])]
         parts = [values[before + (span,)] for span in spans]  # noqa: RUF005  Python 3.10 cannot unpack in an index
         return torch.cat(parts, spec.dim)
+
+    def _index(self) -> dict[str, tuple[Path, str]]:
+        """Return the file of each tensor and its name there; of an image tower by the names of a CLIP."""
+        folder = self._folder
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        try:
+            if index.exists():
+                found = {name: folder / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+            else:
+                with safe_open(single, framework="pt") as opened:
+                    found = dict.fromkeys(opened.keys(), single)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            path = index if index.exists() else single
+            params = {"path": str(path), "error": str(error) or type(error).__name__}
+            raise UsageError(self._reason("engine.weights-unreadable", **params)) from error
+        names = tower_names(found) if isinstance(self._spec, ClipVisionSpec) else {name: name for name in found}
+        return {name: (found[stored], stored) for name, stored in names.items()}
 
     def _stored(self, name: str) -> str | None:
         """Return the name of a parameter in the files; None if they do not have it."""
@@ -108,33 +138,40 @@ class HuggingFaceFolder:
     def _slice(self, stored: str) -> Any:
         """Return the tensor in its file, not yet read; shape and dtype come from the header."""
         try:
-            return self._opened(stored).get_slice(stored)
+            return self._opened(stored).get_slice(self._file_of[stored][1])
         except (OSError, SafetensorError) as error:
-            params = {"path": str(self._file_of[stored]), "error": str(error)}
-            raise UsageError(Reason("engine.weights-unreadable", params)) from error
+            params = {"path": str(self._file_of[stored][0]), "error": str(error)}
+            raise UsageError(self._reason("engine.weights-unreadable", **params)) from error
 
     def _opened(self, stored: str) -> Any:
         """Return the file of a tensor. Raises OSError and SafetensorError."""
-        path = self._file_of[stored]
+        path, _ = self._file_of[stored]
         if path not in self._files:
             self._files[path] = safe_open(path, framework="pt")
         return self._files[path]
 
-    def _mismatches(self, model: TrainedModel, config: dict[str, Any]) -> Iterator[Problem]:
-        expected = {name: shape for name, shape in named_weights(model).items() if not is_drawn(model.spec, name)}
-        headers = {name: self._header(name) for name in self._file_of if not is_drawn(model.spec, name)}
-        found = WeightDifferences(expected, headers, experts=self._experts, config=config, folder=str(self._folder))
+    def _mismatches(self, config: dict[str, Any]) -> Iterator[Problem]:
+        expected = {name: shape for name, shape in self._whole.items() if not is_drawn(self._spec, name)}
+        headers = {name: self._header(name) for name in self._file_of if not is_drawn(self._spec, name)}
+        found = WeightDifferences(
+            expected,
+            headers,
+            experts=self._experts,
+            config=config,
+            folder=str(self._folder),
+            may_lack_tokens=self._source.may_lack_tokens,
+        )
         yield from found.problems()
         head = found.unexpected_head()
         if head is not None and not self._is_tied(expected):
             yield head
         if found.not_loaded and (not dist.is_initialized() or dist.get_rank() == 0):
             params = {"tensors": len(found.not_loaded), "layers": found.untrained_layers}
-            logger.info("%s", Reason("engine.weights-not-loaded", {"folder": str(self._folder), **params}))
+            logger.info("%s", self._reason("engine.weights-not-loaded", folder=str(self._folder), **params))
 
     def _header(self, stored: str) -> Header:
         values = self._slice(stored)
-        return Header(str(self._file_of[stored]), tuple(values.get_shape()), values.get_dtype())
+        return Header(str(self._file_of[stored][0]), tuple(values.get_shape()), values.get_dtype())
 
     def _is_tied(self, expected: dict[str, tuple[int, ...]]) -> bool:
         """Return True if the head in the files is a copy of the embedding, which is the first parameter."""
@@ -154,15 +191,10 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _index(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    try:
-        if index.exists():
-            return {name: folder / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        path = index if index.exists() else single
-        params = {"path": str(path), "error": str(error) or type(error).__name__}
-        raise UsageError(Reason("engine.weights-unreadable", params)) from error
+def _with_mean_rows(table: Tensor, rows: int) -> Tensor:
+    """Return a table [fewer rows, columns] with the mean of its rows in all further ones.
+
+    A new token is then as likely as the mean of the others, and changes little in the softmax over all tokens.
+    """
+    mean = table.float().mean(0, keepdim=True).to(table.dtype)
+    return torch.cat([table, mean.expand(rows - len(table), -1)])

@@ -54,11 +54,7 @@ def parameter_groups(model: nn.Module, settings: OptimizerSpec, stage: Stage | N
             if name in limits:
                 limited.append({"params": [parameter], "weight_decay": 0.0, LIMITS: limits[name]})
                 continue
-            decays = (
-                _is_matrix(parameter)
-                and id(parameter) not in kept
-                and not (name.endswith("bias") or never(name))
-            )
+            decays = _is_matrix(parameter) and id(parameter) not in kept and not (name.endswith("bias") or never(name))
             (decayed if decays else others).append(parameter)  # biases of experts are stacked
         groups: Groups = [{"params": decayed, "weight_decay": settings.weight_decay}]
         return [*groups, {"params": others, "weight_decay": 0.0}, *limited]

@@ -38,8 +38,9 @@ from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec
 from scaletrain_cli.spec.presets import SourceError
-from scaletrain_cli.spec.run import AnyModel
+from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.shared_paths import is_shared, parent_of_glob
+from scaletrain_cli.spec.vision_model import ClipVisionSpec
 from scaletrain_cli.spec.weight_files import (
     INDEX,
     SINGLE,
@@ -50,6 +51,7 @@ from scaletrain_cli.spec.weight_files import (
     peft_differences,
     peft_shapes,
     read_headers,
+    tower_names,
 )
 
 _MOST_SHOWN = 3  # differences of weights; a wrong number of layers would list hundreds
@@ -267,39 +269,45 @@ def token_ids_of(path: Path, spec: RunSpec) -> dict[str, int]:
 
 
 def weights_problems(view: View) -> Iterator[Problem]:
-    """Yield the problems of ``model.weights``; after the first checkpoint they are not read."""
-    given = getattr(view.spec.model, "weights", None)
-    if view.spec.code.own_program or given is None or is_reference(given) or view.begun or view.unseen(given):
+    """Yield the problems of ``model.weights`` and of weights of parts; after the first checkpoint they are not read."""
+    if view.spec.code.own_program or view.begun:
         return
-    folder = view.folder / expand_home(given)
+    for weights in view.spec.initial_weights:
+        if not is_reference(weights.path) and not view.unseen(weights.path):
+            yield from (view.problem(weights.key, reason, weights.path) for reason in _folder_problems(view, weights))
+
+
+def _folder_problems(view: View, weights: InitialWeights) -> Iterator[Reason]:
+    folder = view.folder / expand_home(weights.path)
     if reason := weights_problem(folder):
-        yield view.problem("model.weights", reason, given)
+        yield reason
         return
     try:
-        differing = list(config_problems(folder, view.spec.model))
+        differing = list(config_problems(folder, weights))
     except UsageError as error:
-        why = error.message.rstrip(".")
-        yield view.problem("model.weights", Reason("checks.weights-config-unusable", {"why": why}), given)
+        yield Reason("checks.weights-config-unusable", {"why": error.message.rstrip(".")})
         return
-    for reason in differing or tensor_problems(folder, view.spec):
-        yield view.problem("model.weights", reason, given)
+    yield from differing or tensor_problems(folder, weights)
 
 
-def tensor_problems(folder: Path, spec: RunSpec) -> Iterator[Reason]:
+def tensor_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
     """Yield how the tensors of a folder of complete files differ from those of the model, by the files' headers."""
     index = folder / INDEX
     names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {SINGLE}
     headers: dict[str, Header] = {}
     for name in sorted(map(str, names)):
         headers |= read_headers(folder / name)
-    yield from header_problems(headers, folder, spec.model, str(folder))
+    yield from header_problems(headers, folder, weights, str(folder))
 
 
-def header_problems(headers: Mapping[str, Header], folder: Path, model: AnyModel, place: str) -> Iterator[Reason]:
+def header_problems(
+    headers: Mapping[str, Header], folder: Path, weights: InitialWeights, place: str
+) -> Iterator[Reason]:
     """Yield how tensors differ from those of the model. ``folder``: has config.json; ``place``: for the message.
 
     Models of families that others have added are not compared: their names are their own.
     """
+    model = weights.model
     if isinstance(model, ModelSpec) and model.family not in BUILT_IN_FAMILIES:
         return
     try:
@@ -308,7 +316,16 @@ def header_problems(headers: Mapping[str, Header], folder: Path, model: AnyModel
         config = {}
     expected = {name: shape for name, shape in stored_shapes(model).items() if not is_drawn(model, name)}
     headers = {name: header for name, header in headers.items() if not is_drawn(model, name)}
-    found = WeightDifferences(expected, headers, experts=getattr(model, "num_experts", 0), config=config, folder=place)
+    if isinstance(model, ClipVisionSpec):
+        headers = {name: headers[stored] for name, stored in tower_names(headers).items()}
+    found = WeightDifferences(
+        expected,
+        headers,
+        experts=getattr(model, "num_experts", 0),
+        config=config,
+        folder=place,
+        may_lack_tokens=weights.may_lack_tokens,
+    )
     problems = list(found.problems())
     if problems and not found.known:
         yield Reason("checks.weights-other-model", {"tensors": len(headers)})
@@ -317,9 +334,9 @@ def header_problems(headers: Mapping[str, Header], folder: Path, model: AnyModel
         yield Reason("checks.weights-differ", {"count": len(problems), "shown": shown})
 
 
-def config_problems(folder: Path, model: AnyModel) -> Iterator[Reason]:
+def config_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
     """Yield the differences between the weights' config.json and the model. Raises UsageError if it is unusable."""
-    for problem in config_mismatches(folder, model):
+    for problem in config_mismatches(folder, weights.model, weights.section):
         params = {"setting": problem.subject, "difference": problem.message.rstrip("."), "remedy": str(problem.hint)}
         yield Reason("checks.weights-config-differs", params)
 
@@ -510,7 +527,7 @@ def not_checked(view: View) -> Iterator[Reason]:
         "data.chat_template": None if own else spec.data.chat_template,
         "data.images.classes": None if own or view.prepared else spec.data.images.classes,
         "data.images.folder": None if own or view.prepared else spec.data.images.folder,
-        "model.weights": None if own or view.begun else getattr(spec.model, "weights", None),
+        **{each.key: None if own or view.begun else each.path for each in spec.initial_weights},
         "model.adapter.weights": None if own or view.begun else _adapter_weights(spec),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }

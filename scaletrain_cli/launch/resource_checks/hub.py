@@ -137,6 +137,7 @@ def _weights(
     from scaletrain_cli.hub.client import read_small_file
 
     folder = Path(local_path(use, settings, listing.commit))
+    weights = next(each for each in view.spec.initial_weights if each.key == use.key)
     if not missing:
         if reason := weights_problem(folder):
             yield reason
@@ -146,13 +147,13 @@ def _weights(
             if file.path.rpartition("/")[2] == "config.json":
                 read_small_file(listing, file, settings)
     try:
-        differing = list(config_problems(folder, view.spec.model))
+        differing = list(config_problems(folder, weights))
     except UsageError as error:
         yield Reason("checks.weights-config-unusable", {"why": error.message.rstrip(".")})
         return
     yield from differing
     if not differing and not missing:
-        yield from tensor_problems(folder, view.spec)
+        yield from tensor_problems(folder, weights)
     elif not differing:
         shards = [file for file in files if file.path.endswith(".safetensors")]
         with ThreadPoolExecutor(_REQUESTS) as pool:
@@ -162,7 +163,7 @@ def _weights(
                 yield damage_of(error)
                 return
         headers = {name: header for each in found for name, header in each.items()}
-        yield from header_problems(headers, folder, view.spec.model, use.reference.place)
+        yield from header_problems(headers, folder, weights, use.reference.place)
 
 
 def _factors(view: View, listing: Listing, file: HubFile, settings: HubSettings, here: Path | None) -> Iterator[Reason]:

@@ -68,6 +68,24 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         f"{_UNSEEN}; a head that is a copy of a tied embedding: each rank before it loads the tensors",
     ),
     _row(
+        "model.vision_weights",
+        "a folder of *.safetensors of a CLIP, of its image tower or of a LLaVA, or such a model of the hub",
+        "exists, is readable, every file is complete; config.json agrees with model.vision_config; by the headers of "
+        "the files, also on the hub: names, shapes and types of the tensors of the image tower",
+        _SUBMIT,
+        f"{_FILES}weights_problems",
+        _UNSEEN,
+    ),
+    _row(
+        "model.text_weights",
+        "a folder of *.safetensors of a language model, or such a model of the hub",
+        "exists, is readable, every file is complete; config.json agrees with model.text_config; by the headers of the "
+        "files, also on the hub: names, shapes and types of all tensors; embedding and head may have fewer rows",
+        _SUBMIT,
+        f"{_FILES}weights_problems",
+        f"{_UNSEEN}; a head that is a copy of a tied embedding: each rank before it loads the tensors",
+    ),
+    _row(
         "model.adapter.weights",
         "a folder of a PEFT adapter, or an adapter of the hub",
         "both files are readable and complete; rank, alpha, rsLoRA and DoRA agree with the spec; names and shapes of "

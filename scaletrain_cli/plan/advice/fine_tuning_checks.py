@@ -69,7 +69,7 @@ def check_fine_tuning(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
 
 def starts_from_weights(spec: RunSpec) -> bool:
     """Return whether the run is compared with fine-tuning instead of pre-training."""
-    return getattr(spec.model, "weights", None) is not None
+    return spec.language_weights is not None
 
 
 def check_rate(spec: RunSpec) -> Sanity:

@@ -23,7 +23,7 @@ from scaletrain_cli.plan.vision.llava import (
     plan_llava_time,
 )
 from scaletrain_cli.plan.vision.networks import llava_tower
-from scaletrain_cli.plan.workloads.registry import workload_of
+from scaletrain_cli.plan.workloads.text import TextWorkload
 from scaletrain_cli.plan.workloads.vision import ImageWorkload
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import LlavaSpec, RunSpec
@@ -75,7 +75,7 @@ class LlavaWorkload(ImageWorkload):
     def engine_problems(self, spec: RunSpec) -> Iterator[Rule]:
         """Yield the settings of the language model that the engine does not have, and what it has not for images."""
         text = language_spec(spec)
-        for rule in workload_of(text.model).engine_problems(text):
+        for rule in TextWorkload().engine_problems(text):
             key = rule.key
             yield replace(rule, key=f"model.text_config.{key[6:]}" if key.startswith("model.") else key)
         if spec.training.precision == "fp8":

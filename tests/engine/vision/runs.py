@@ -145,7 +145,9 @@ def rows_of(batch: MicroBatch, first: int, count: int, losses: int) -> MicroBatc
     images = (batch.tokens == 39).sum(1) // 4
     before, own = int(images[:first].sum()), int(images[first : first + count].sum())
     chosen = slice(first, first + count)
-    assert batch.divisor is not None and batch.weights is not None and batch.images is not None
+    assert batch.divisor is not None
+    assert batch.weights is not None
+    assert batch.images is not None
     return batch._replace(
         tokens=batch.tokens[chosen],
         labels=batch.labels[chosen],
@@ -210,7 +212,8 @@ def train_plainly(row: Row) -> Trained:
     for step in range(1, STEPS + 1):
         if row.family == "llava":
             rows = conversations(step)
-            assert rows.images is not None and rows.weights is not None
+            assert rows.images is not None
+            assert rows.weights is not None
             found = model(input_ids=rows.tokens, pixel_values=(rows.images / 255 - mean) / std)
             each = F.cross_entropy(found.logits.transpose(1, 2), rows.labels, reduction="none")
             loss = (each * rows.weights).sum() / rows.weights.sum()

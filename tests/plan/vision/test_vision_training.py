@@ -217,11 +217,17 @@ def test_fine_tuned_language_models_are_no_measure_of_weights_of_images() -> Non
     assert not {check.topic for check in make_plan(tuned).sanity} & {"learning rate", "weight decay"}
 
 
-def test_what_the_engine_does_not_train_has_a_text() -> None:
-    spec = spec_of("llava-tiny", training__global_batch_size=16)
-    rules = unsupported(spec, build_layout(spec, resolve_axes(spec), 1, "none", 1))
-    assert rules
-    assert all(rule.message and not rule.message.startswith("plan.") for rule in rules)
+def test_settings_of_the_language_model_that_the_engine_does_not_have_are_named() -> None:
+    spec: Any = spec_of("llava-tiny", training__global_batch_size=16)
+    layout = build_layout(spec, resolve_axes(spec), 1, "none", 1)
+    assert unsupported(spec, layout) == []
+    text = spec.model.text_config.model_copy(update={"embedding_norm": True})
+    (rule,) = unsupported(
+        spec.model_copy(update={"model": spec.model.model_copy(update={"text_config": text})}), layout
+    )
+    assert rule.key == "model.text_config.embedding_norm"
+    assert rule.message
+    assert not rule.message.startswith("plan.")
 
 
 def test_the_memory_of_each_layout_has_exact_states() -> None:

@@ -31,6 +31,7 @@ class Tower(nn.Module):
 
     def __init__(self, spec: LlavaSpec) -> None:
         super().__init__()
+        self.spec = spec.vision_config
         self.vision_model = VisionTower(spec.vision_config)
 
 

@@ -133,7 +133,7 @@ def _about_files(spec: RunSpec) -> Iterator[Reason]:
         **{key: None if path in EMBEDDED_SOURCES else path for key, path in spec.data.paths()},
         "data.tokenizer.path": spec.data.tokenizer.path,
         "data.chat_template": spec.data.chat_template,
-        "model.weights": getattr(spec.model, "weights", None),
+        **{each.key: each.path for each in spec.initial_weights},
         "model.adapter.weights": getattr(getattr(spec.model, "adapter", None), "weights", None),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }
