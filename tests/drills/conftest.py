@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from scaletrain_cli.engine.faults import VARIABLE
+from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.spec import DataSpec
 
 pytest.register_assert_rewrite("tests.drills.training_runs")
 
-from tests.drills.training_runs import Drill, submit_drill  # noqa: E402
+from tests.drills.campaign.forked_attempts import ForkedRun  # noqa: E402
+from tests.drills.training_runs import Drill, drill_spec  # noqa: E402
 from tests.prepared_text import prepared_text  # noqa: E402
 
 Undisturbed = Callable[..., Drill]
@@ -32,7 +33,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """Return the undisturbed run with these overrides; it is trained once."""
+    """Return the undisturbed run with these overrides; it is trained once, without a node agent."""
     finished: dict[str, Drill] = {}
 
     def run(**overrides: Any) -> Drill:
@@ -40,10 +41,9 @@ def undisturbed(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Undi
         if key not in finished:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("SCALETRAIN_RUNS", str(tmp_path_factory.mktemp("undisturbed")))
-                patch.delenv(VARIABLE, raising=False)  # of the drill that asks for it first
-                finished[key] = submit_drill(dataset, **overrides)
-            finished[key].wait_for_end()
-            assert finished[key].events("finished"), f"{finished[key].events()}; log: {finished[key].log()[-3000:]}"
+                forked = ForkedRun.create(drill_spec(dataset, **{"checkpoint__keep": 4, **overrides}))
+                forked.attempts_to_end()
+            finished[key] = Drill(forked.run, LocalBackend())
         return finished[key]
 
     return run

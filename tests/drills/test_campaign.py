@@ -14,6 +14,7 @@ from tests.drills.campaign.elastic import reshard
 from tests.drills.campaign.forked_attempts import Attempt, ForkedRun
 from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES, kill, text_specs
 from tests.drills.campaign.requests import request
+from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import drill_spec
 
 pytestmark = pytest.mark.drill
@@ -36,8 +37,10 @@ def test_kills_of_fine_tuning_at_random_times_lose_nothing(kind: str, dataset: P
     assert found.different == []
 
 
-def test_checkpoints_damaged_at_random_are_skipped_and_reported(dataset: Path, chance: random.Random) -> None:
-    found = damage_files(dataset, 30, chance)
+def test_checkpoints_damaged_at_random_are_skipped_and_reported(
+    undisturbed: Undisturbed, chance: random.Random
+) -> None:
+    found = damage_files(undisturbed().run, 30, chance)
     assert found.damages == 30
     assert found.wrong_restores == []
     assert found.unreported == []

@@ -15,7 +15,8 @@ from scaletrain_cli.rundir.evaluations import best_step, read_evaluations
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from tests.cli.command_line import scaletrain
-from tests.drills.training_runs import slowed, submit_drill
+from tests.drills.campaign.forked_attempts import ForkedRun
+from tests.drills.training_runs import drill_spec, slowed, submit_drill
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.drill
@@ -94,7 +95,7 @@ def test_each_checkpoint_is_evaluated_once_beside_the_training_and_the_best_one_
 
 
 def test_the_checkpoint_with_the_least_validation_loss_is_kept(dataset: Path) -> None:
-    drill = submit_drill(
+    spec = drill_spec(
         dataset,
         training__optimizer="{lr: 10.0}",  # reached so late that the loss first falls, and then rises
         training__schedule="{name: constant, warmup_steps: 40}",
@@ -104,8 +105,8 @@ def test_the_checkpoint_with_the_least_validation_loss_is_kept(dataset: Path) ->
         checkpoint__keep_best="validation_loss",
         checkpoint__every=40,
     )
-    drill.wait_for_end()
-    assert drill.events("finished"), drill.log()
+    drill = ForkedRun.create(spec)
+    drill.attempts_to_end()
     losses = {line["step"]: line["validation_loss"] for line in read_metrics(drill.run) if "validation_loss" in line}
     best = min(losses, key=lambda step: losses[step])
     assert best < 40, losses

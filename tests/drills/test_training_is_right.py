@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scaletrain_cli.engine.faults import VARIABLE
 from scaletrain_cli.launch.preparation import prepare_data
 from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.worker.failures import read_failures
+from tests.drills.campaign.forked_attempts import Attempt, ForkedRun
 from tests.drills.conftest import Undisturbed
 from tests.drills.training_runs import STEPS, drill_spec, slowed, submit_drill
 
@@ -49,10 +51,10 @@ def test_a_run_trains_on_a_corpus_of_the_user(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(json.dumps(row) for row in rows))
     settings: dict[str, Any] = {"training__steps": 6, "data__tokenizer__vocab_size": 300, "evaluation__every": 0}
-    prepare_data(drill_spec(corpus, **settings))
-    drill = submit_drill(corpus, **settings)
-    drill.wait_for_end()
-    assert drill.events("finished"), drill.log()
+    prepare_data(spec := drill_spec(corpus, **settings))
+    run = ForkedRun.create(spec)
+    run.attempts_to_end()
+    assert run.events("finished"), run.log()
 
 
 def test_a_corpus_that_is_not_there_stops_the_run_with_the_reason(tmp_path: Path) -> None:
@@ -63,17 +65,19 @@ def test_a_corpus_that_is_not_there_stops_the_run_with_the_reason(tmp_path: Path
     assert "nothing.jsonl" in ended["message"]
 
 
-def test_prepared_data_that_were_edited_between_attempts_are_rejected(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, slowed({1: 4}))
+def test_prepared_data_that_were_edited_between_attempts_are_rejected(dataset: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(dataset, tmp_path / "dataset"))
-    drill = submit_drill(copy)
-    drill.wait_for_step(3)
+    run = ForkedRun.create(drill_spec(copy))
+
+    def preempt(attempt: Attempt) -> None:
+        assert attempt.wait_for(lambda: len(read_metrics(run.run)) >= 3)
+        attempt.send(signal.SIGTERM, 0)
+
+    assert run.attempt(preempt, slowed({1: 4})).exit_codes == [75, 75]
     described: dict[str, Any] = json.loads((copy / "dataset.json").read_text())
     (copy / "dataset.json").write_text(json.dumps({**described, "fingerprint": "0" * 64}))
-    drill.preempt()
-    drill.wait_for_end()
-    ended = drill.events("attempt-ended")
-    assert [(event["exit_code"], event["reason"]) for event in ended] == [(75, "preempted"), (93, "data")]
-    assert "dataset.json" in ended[-1]["message"]
+    second = run.attempt()
+    assert second.exit_codes is None
+    failures = read_failures(run.run, second.number)
+    assert {(failure.reason, failure.exit_code) for failure in failures} == {("data", 93)}
+    assert all("dataset.json" in failure.message for failure in failures)

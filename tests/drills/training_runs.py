@@ -55,11 +55,13 @@ class Drill:
         """Return the first true result of the condition; fail if the run ends or time runs out before."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if answer := reached():
-                return answer
-            if not self.active():
+            goes_on = self.active()  # which takes longer than most conditions
+            for _ in range(20):
+                if answer := reached():
+                    return answer
+                time.sleep(0.005)
+            if not goes_on:
                 break
-            time.sleep(0.002)
         raise AssertionError(f"did not happen; events: {self.events()}; log: {self.log()[-3000:]}")
 
     def wait_for_step(self, step: int) -> None:

@@ -19,8 +19,10 @@ from pathlib import Path
 from scaletrain_cli.spec import DataSpec
 from tests.drills.campaign.damages import damage_files, fill_disks
 from tests.drills.campaign.elastic import reshard
+from tests.drills.campaign.forked_attempts import ForkedRun
 from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES, kill, text_specs, vision_specs
 from tests.drills.campaign.requests import request
+from tests.drills.training_runs import drill_spec
 from tests.drills.vision_runs import draw_pairs
 from tests.prepared_text import prepared_text
 
@@ -134,7 +136,9 @@ def _requests(dataset: Path, options: argparse.Namespace, chance: random.Random)
 
 
 def _damages(dataset: Path, options: argparse.Namespace, chance: random.Random) -> list[Line]:
-    found = damage_files(dataset, options.damages, chance)
+    undisturbed = ForkedRun.create(drill_spec(dataset, checkpoint__keep=4))
+    undisturbed.attempts_to_end()
+    found = damage_files(undisturbed.run, options.damages, chance)
     fill_disks(dataset, found)
     tried = f"{found.damages} files cut, flipped or deleted; {found.full_disks} full disks, one per write of a save"
     return [

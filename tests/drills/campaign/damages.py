@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from scaletrain_cli.rundir.checkpoints import MANIFEST, latest_valid, list_checkpoints
+from scaletrain_cli.rundir.paths import RunDir
 from tests.drills.campaign.forked_attempts import ForkedRun, strays
 from tests.drills.training_runs import drill_spec
 from tests.engine.checkpoint.whole_state import whole_state
@@ -28,15 +29,13 @@ class Damages:
     different: list[str] = field(default_factory=list)
 
 
-def damage_files(dataset: Path, damages: int, chance: random.Random) -> Damages:
-    """Damage files of a run's checkpoints ``damages`` times at random."""
+def damage_files(finished: RunDir, damages: int, chance: random.Random) -> Damages:
+    """Damage files of copies of a run's checkpoints ``damages`` times at random."""
     found = Damages()
-    undisturbed = ForkedRun.create(drill_spec(dataset, checkpoint__keep=4))
-    undisturbed.attempts_to_end()
-    committed = list_checkpoints(undisturbed.run.checkpoints)
+    committed = list_checkpoints(finished.checkpoints)
     states = {checkpoint.step: whole_state(checkpoint.path) for checkpoint in committed}
     while found.damages < damages:
-        _damage_once(undisturbed.run.checkpoints, states, found, chance)
+        _damage_once(finished.checkpoints, states, found, chance)
     print(f"  {found.damages} damages", flush=True)
     return found
 

@@ -132,7 +132,7 @@ def be_rank(path: Path, number: int) -> int:
     from scaletrain_cli.engine.__main__ import main
 
     run, rank = RunDir(path), int(os.environ["RANK"])
-    log = os.open(run.attempt(number) / f"logs/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(run.attempt(number) / f"logs/here-{rank:05}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))  # as the node agent starts it
