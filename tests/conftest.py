@@ -11,6 +11,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# Workers and ranks share the cores; threads that wait for threads of another process cost far more than they gain. Read
+# when torch and NumPy load.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
 TESTS = Path(__file__).parent
 # The folders that take longest, first: two at a time, the last file should be a short one.
 LONGEST = ("slurm_cluster", "drills", "engine")
