@@ -102,6 +102,7 @@ RUN: dict[str, Runs] = {
     "scaletrain logs RUN": Runs("logs small", "[rank 0] up"),
     "scaletrain logs RUN --follow": Runs("logs small --follow", "[rank 0] up"),
     "scaletrain explain RUN": Runs("explain small", ""),
+    "scaletrain diagnose RUN": Runs("diagnose small", "not concluded"),
     "scaletrain events RUN": Runs("events small", "submitted"),
     "scaletrain rm RUN...": Runs("rm small --dry-run", "small"),
     "scaletrain evaluation list RUN": Runs("evaluation list small", "no evaluations"),

@@ -46,8 +46,9 @@ BASE_LAYER = {
 MAY_IMPORT = {
     "__main__": {"cli"},
     "api": {"launch", "plan", "rundir", "spec"},
-    "cli": {"api", "data", "ui", "launch", "plan", "spec", "rundir", "tracking", "worker"},
-    "ui": {"data", "launch", "plan", "spec", "rundir", "worker"},
+    "cli": {"api", "data", "diagnosis", "ui", "launch", "plan", "spec", "rundir", "tracking", "worker"},
+    "ui": {"data", "diagnosis", "launch", "plan", "spec", "rundir", "worker"},
+    "diagnosis": {"plan", "spec", "rundir"},
     "launch": {"data", "plan", "spec", "rundir", "tracking", "worker"},
     "engine": {"data", "plan", "spec", "rundir", "tracking", "worker"},
     "data": {"rundir", "spec"},
@@ -339,6 +340,7 @@ def write_module(project: Path, file: str, source: str) -> None:
         ["validate", RECIPE],
         ["schema"],
         ["list"],
+        ["diagnose", "--help"],
     ],
     ids=" ".join,
 )

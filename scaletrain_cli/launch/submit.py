@@ -43,6 +43,7 @@ from scaletrain_cli.rundir.record import (
     require_own_checkpoints,
     require_own_run,
     write_record,
+    write_spec_lines,
 )
 from scaletrain_cli.safe_files import FOLDER_MODE, create_file, locked, make_folder, replace_file, require_writable
 from scaletrain_cli.spec import RunSpec, changed_keys
@@ -172,6 +173,7 @@ def create_run(
             create_file(draft.secrets, json.dumps(values), private=True)
         if snapshot is not None:
             write_snapshot(draft, snapshot)
+        write_spec_lines(draft, spec)
         write_record(draft, record)
         # rename() replaces only an empty folder, so one of two concurrent submitters fails here.
         draft.path.rename(run.path)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import RunPlan, with_reasons
 from scaletrain_cli.rundir.code import CodeRecord, code_file
-from scaletrain_cli.rundir.documents import parse_json, write_document
+from scaletrain_cli.rundir.documents import parse_json, read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import (
     create_file,
@@ -37,12 +37,14 @@ from scaletrain_cli.safe_files import (
 )
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.section import RECORDED
+from scaletrain_cli.spec.source import SET_OPTION
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 SCHEMA = "scaletrain.run/v1"
 REVISION_SCHEMA = "scaletrain.revision/v1"
+SPEC_LINES_SCHEMA = "scaletrain.spec-lines/v1"
 _REVISION = re.compile(r"(\d{4,})\.json")
 
 
@@ -122,6 +124,33 @@ def withdraw_revision(run: RunDir, number: int) -> None:
 def revision_path(run: RunDir, number: int) -> Path:
     """Return the path of a revision, counted from 1."""
     return run.path / "revisions" / f"{number:04d}.json"
+
+
+def read_revision_figures(run: RunDir, number: int) -> tuple[int, float | None]:
+    """Return the ranks and the dollars per GPU-hour of a revision's plan (0: run.json), without the rest of it."""
+    plan = _read(revision_path(run, number), REVISION_SCHEMA)["plan"] if number else _read(run.record, SCHEMA)["plan"]
+    price = plan["cost"]["price_per_gpu_hour"]
+    return int(plan["layout"]["world_size"]), None if price is None else float(price)
+
+
+_SPEC_LINES = "spec-lines.json"
+
+
+def write_spec_lines(run: RunDir, spec: RunSpec) -> None:
+    """Write where the file of the spec has each key, for reports that name the line to change. Raises OSError."""
+    if spec.lines:
+        write_document(run.path / _SPEC_LINES, {"schema": SPEC_LINES_SCHEMA, "lines": spec.lines})
+
+
+def read_spec_lines(run: RunDir) -> dict[str, str]:
+    """Return ``file:line`` by dotted key, as the file was at submission; ``--set`` for overrides, also of a resume."""
+    data = read_document(run.path / _SPEC_LINES) or {}
+    lines = data.get("lines")
+    found = {str(key): str(place) for key, place in lines.items()} if isinstance(lines, dict) else {}
+    for number in revisions(run):
+        overrides = (read_document(revision_path(run, number)) or {}).get("overrides", ())
+        found |= {str(override).partition("=")[0].strip(): SET_OPTION for override in overrides}
+    return found
 
 
 def documents_of(run: RunDir, record: RunRecord) -> dict[str, str]:

@@ -310,6 +310,12 @@ class RunSpec(Section):
         return self._source.place(key_of(key)) if self._source else "run spec"
 
     @property
+    def lines(self) -> dict[str, str]:
+        """Return ``file:line`` (or ``--set``) of each key that was read from a file, by its dotted name."""
+        places = self._source.places if self._source else {}
+        return {".".join(map(str, key)): str(place) for key, place in places.items()}
+
+    @property
     def transformer(self) -> ModelSpec:
         """Return the model of a transformer. Raises UsageError for a vision network."""
         if isinstance(self.model, ModelSpec):

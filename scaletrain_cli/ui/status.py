@@ -7,17 +7,21 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from scaletrain_cli.diagnosis.findings import Finding
+from scaletrain_cli.diagnosis.timing import RunFigures
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.launch.sweep import SweepStatus
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured
-from scaletrain_cli.text import bytes_text, count_text, percent_text, seconds_text
+from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text
 from scaletrain_cli.text import measures_text as validation_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+from scaletrain_cli.ui.diagnosis import finding_lines
 
 STYLES = {
     "finished": "bold green",
@@ -32,8 +36,15 @@ STYLES = {
 }
 
 
-def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float | None = None) -> None:
-    """Print the status of a run to stdout."""
+def show_status(
+    status: RunStatus,
+    attempts: Sequence[AttemptRecord],
+    now: float | None = None,
+    *,
+    figures: RunFigures | None = None,
+    findings: Sequence[Finding] = (),
+) -> None:
+    """Print the status of a run to stdout, with its times and costs, and the first findings of its diagnosis."""
     console = stdout_console()
     share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
     headline = Text.assemble(
@@ -56,6 +67,10 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
         table.add_row("  slow", escaped_text(str(status.straggler)))
     if status.measured is not None:
         table.add_row("  memory", escaped_text(memory_text(status.measured)))
+    if figures is not None and (times := times_text(figures)):
+        table.add_row("  time", escaped_text(times))
+    if figures is not None and (cost := cost_text(figures)):
+        table.add_row("  cost", escaped_text(cost))
     if status.goodput is not None:
         table.add_row("  goodput", escaped_text(goodput_text(status.goodput)))
     if status.last_checkpoint_step is not None:
@@ -69,8 +84,29 @@ def show_status(status: RunStatus, attempts: Sequence[AttemptRecord], now: float
     table.add_row("  job", escaped_text(where + nodes + says))
     show(console, table)
     line(console, Text.assemble(("  files    ", "dim"), plain(status.run_dir)))
+    for each in finding_lines(findings):
+        show(console, Padding(each, (0, 0, 0, 2)))
+    if findings:
+        line(console, f"  scaletrain diagnose {status.run_id}  shows causes and changes", "dim")
     if attempts:
         show(console, Group("", _attempts(attempts, now or time.time())))
+
+
+def times_text(figures: RunFigures) -> str:
+    """Return ``12 min 3 s left; 0.52 s per step, planned 0.48 s``; empty before the first steps."""
+    left = [f"{seconds_text(figures.eta_seconds)} left"] if figures.eta_seconds else []
+    if figures.measured_step_seconds is None:
+        return "; ".join(left)
+    planned = f", planned {seconds_text(figures.planned_step_seconds)}" if figures.planned_step_seconds > 0 else ""
+    return "; ".join([*left, f"{seconds_text(figures.measured_step_seconds)} per step{planned}"])
+
+
+def cost_text(figures: RunFigures) -> str:
+    """Return ``$1,230 so far, $4,560 to come``; empty without a price."""
+    if figures.cost_so_far_usd is None:
+        return ""
+    to_come = f", {dollars_text(figures.cost_to_come_usd)} to come" if figures.cost_to_come_usd else ""
+    return f"{dollars_text(figures.cost_so_far_usd)} so far{to_come}"
 
 
 def measures_text(status: RunStatus) -> str:

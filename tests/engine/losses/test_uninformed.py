@@ -15,6 +15,7 @@ from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.losses import LOSSES, LossSettings, uninformed_loss
 from scaletrain_cli.engine.parallel.mesh import Axis
 from scaletrain_cli.spec.losses import LossSpec
+from tests.diagnosis.histories import IMAGES, case
 
 SAMPLES, CLASSES = 12, 4
 ONE = torch.arange(SAMPLES) % CLASSES
@@ -90,3 +91,15 @@ def test_a_loss_that_falls_towards_zero_has_no_spikes_and_a_diverging_one_has() 
     assert found(least, losses) == {"fine"}
     assert "spike" in found(0.0, losses), "the losses are what the limit is for"
     assert "spike" in found(least, [*losses, 7.0, 9.0, 12.0])
+
+
+WITH_VIEWS = ("training.objective=contrastive", "training.loss=nt_xent", "evaluation.every=0")
+
+
+@pytest.mark.parametrize("overrides", [(), WITH_VIEWS], ids=["classes", "views"])
+def test_the_diagnosis_of_a_run_has_the_same_loss_of_equal_outputs(overrides: tuple[str, ...]) -> None:
+    found = case(*overrides, text=IMAGES)
+    name = "nt_xent" if overrides else "cross_entropy"
+    batch = found.spec.training.global_batch_size
+    expected = uninformed_loss(name, found.spec.training.loss, batch, 1000, one_class=True, targets=None)
+    assert found.uninformed_loss == pytest.approx(expected)

@@ -1,0 +1,30 @@
+"""`scaletrain diagnose`: what is wrong with the training of a run, with evidence, causes and changes of the spec."""
+
+from __future__ import annotations
+
+from scaletrain_cli.cli.options import AsJson, RunName
+from scaletrain_cli.errors import ExitCode
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+
+
+def command(run: RunName, as_json: AsJson = False) -> None:
+    """Diagnose how a run trains: its loss, learning rate, gradients, data, speed, memory and checkpoints.
+
+    Reads the run directory only, while the run trains or after its end. Each finding has its evidence, its likely
+    causes and the line of the spec to change. `scaletrain explain` tells why a run waits or has ended.
+    """
+    from scaletrain_cli.diagnosis.checks import diagnose_run
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.record import read_record
+
+    found = find_run(run)
+    diagnosis = diagnose_run(found, read_record(found))
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(diagnosis.to_json())
+        return
+    from scaletrain_cli.ui.diagnosis import show_diagnosis
+
+    show_diagnosis(diagnosis)

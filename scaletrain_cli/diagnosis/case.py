@@ -1,0 +1,147 @@
+"""What is known of a run, from its directory: the input of every check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from scaletrain_cli.diagnosis.curves import median, noise, smoothed
+from scaletrain_cli.diagnosis.findings import Change
+from scaletrain_cli.diagnosis.history import History, read_history
+from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.rundir.goodput import Goodput, run_goodput
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.measured import Measured, read_measured
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_spec_lines
+from scaletrain_cli.spec import ModelSpec, RunSpec
+
+_FIRST_STEPS = 3
+_RECENT = 50  # measured steps; as many above the start are a divergence
+_FEWEST = 16
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The training loss: ``start`` and ``now`` are medians of the first 3 steps and of the last 50 measured ones.
+
+    ``noise``: standard deviation of a recent step. ``smooth``: medians of five.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    start: float
+    now: float
+    noise: float
+
+    @cached_property
+    def smooth(self) -> list[float]:
+        return smoothed(self.values)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to diagnose. ``spec_lines``: ``file:line`` of the keys of its spec, as far as they were recorded."""
+
+    spec: RunSpec
+    plan: RunPlan
+    history: History
+    events: Sequence[Mapping[str, Any]]
+    goodput: Goodput | None = None
+    measured: Measured | None = None
+    spec_lines: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_fresh_text(self) -> bool:
+        """True for a language model that begins with random weights, all of which train on tokens."""
+        model, training = self.spec.model, self.spec.training
+        return (
+            isinstance(model, ModelSpec)
+            and not self.spec.code.own_program
+            and model.weights is None
+            and model.adapter is None
+            and training.objective in ("causal_lm", "sft")
+        )
+
+    @property
+    def changes_while_training(self) -> bool:
+        """True if the data or what trains change during the run, which may change the level of the loss."""
+        return bool(self.spec.data.stages) or len(self.plan.training_stages) > 1
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.spec.cluster.gpu == "cpu"
+
+    @cached_property
+    def uninformed_loss(self) -> float | None:
+        """The loss of outputs that are equal for all samples; None where the record does not define it.
+
+        Text: ln of the vocabulary size; classes: ln of their number; contrastive losses: ln of the number of samples
+        that are compared. Not for given weights, preference pairs, regression, and losses whose labels decide.
+        """
+        if self.spec.weights is not None or self.spec.code.own_program:
+            return None
+        if isinstance(self.spec.model, ModelSpec):
+            return math.log(self.spec.model.vocab_size) if self.is_fresh_text else None
+        training = self.spec.training
+        name = training.loss.of(training.objective) if training.objective != "causal_lm" else ""
+        classes, batch = getattr(self.spec.model, "num_labels", 0), training.global_batch_size
+        if name == "cross_entropy" and classes > 1:
+            return math.log(classes)
+        if name == "info_nce" and batch > 1:
+            return math.log(batch)
+        return math.log(2 * batch - 1) if name == "nt_xent" and batch > 1 else None
+
+    @cached_property
+    def curve(self) -> Curve | None:
+        """The training loss; None for fewer than 32 measured steps."""
+        steps, values = self.history.known("loss")
+        if len(values) < 2 * _FEWEST:
+            return None
+        first = [value for step, value in zip(steps, values, strict=True) if step <= steps[0] + _FIRST_STEPS - 1]
+        recent = values[-min(_RECENT, max(_FEWEST, len(values) // 4)) :]
+        return Curve(steps, values, median(first), median(recent), noise(recent))
+
+    @cached_property
+    def peak_rate(self) -> float:
+        return self.spec.training.optimizer.lr
+
+    def change(self, key: str, to: Any = None) -> Change:
+        """Return a change of a key of the spec, with its location and its value; None for the value of a section."""
+        value: Any = self.spec
+        for part in key.split("."):
+            fields = getattr(type(value), "model_fields", {})
+            name = next((name for name, field in fields.items() if field.alias == part), part)
+            value = getattr(value, name, None)
+        if isinstance(value, tuple) and all(isinstance(one, int | float) for one in value):
+            value = list(value)
+        is_plain = isinstance(value, str | int | float | bool | list)
+        return Change(key, place_of(key, self.spec_lines), value if is_plain else None, to)
+
+    def events_named(self, *names: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the events with these names, oldest first."""
+        return (event for event in self.events if event.get("event") in names)
+
+
+def place_of(key: str, spec_lines: Mapping[str, str]) -> str:
+    """Return ``file:line`` of a key, or of the section that lacks it; ``run.json`` where no line was recorded."""
+    while key and key not in spec_lines:
+        key = key.rpartition(".")[0]
+    return spec_lines.get(key, "run.json")
+
+
+def read_case(run: RunDir, record: RunRecord) -> Case:
+    """Return what the directory of a run has. Raises UsageError for a damaged record."""
+    events = read_events(run)
+    return Case(
+        spec=record.spec,
+        plan=record.plan,
+        history=read_history(run.metrics, events, record.spec.evaluation.every),
+        events=events,
+        goodput=run_goodput(run),
+        measured=read_measured(run),
+        spec_lines=read_spec_lines(run),
+    )

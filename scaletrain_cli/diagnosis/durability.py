@@ -1,0 +1,128 @@
+"""Checks of checkpoints and restarts: what they cost, beside the plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.curves import median
+from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.timing import recent_steps_seconds
+from scaletrain_cli.plan.reliability.durability import best_interval_steps
+from scaletrain_cli.reasons import Reason
+
+_FEWEST_SAVES = 3
+_SLOWER = 1.5
+_LEAST_SECONDS = 1.0
+_LEAST_BLOCKED_SECONDS = 0.1  # shorter ones are those of toy models
+_SHARE = 0.03
+_LARGE_SHARE = 0.1
+_SHORT_RUN_SECONDS = 600.0
+
+
+def slow_saves(case: Case) -> Iterator[Finding]:
+    """Yield a finding if checkpoints take over 1.5 times as long as planned, and a second longer.
+
+    A warning if they block training for over 3 % of its time and a second each, for over 10 %, or if one save lasts
+    until the next is due. Goodput varies by 1 to 2 % a day in healthy runs (arXiv:2407.21783, section 3.3.4).
+    """
+    saves = list(case.events_named("checkpoint"))[-20:]
+    step_seconds = recent_steps_seconds(case)
+    if len(saves) < _FEWEST_SAVES or step_seconds is None:
+        return
+    seconds, blocked = _median(saves, "seconds"), _median(saves, "blocked_seconds")
+    planned = case.plan.durability.save_seconds
+    interval = _interval(saves) * step_seconds
+    share = blocked / (interval + blocked) if interval > 0 else 0.0
+    late = interval > 0 and seconds > interval
+    slow = seconds > _SLOWER * planned and seconds > planned + _LEAST_SECONDS
+    if not slow and share <= _SHARE:
+        return
+    evidence = {"seconds": seconds, "planned": planned, "blocked": blocked, "share": share, "interval": interval}
+    serious = (share > _SHARE or late) and blocked >= _LEAST_SECONDS
+    serious |= share > _LARGE_SHARE and blocked >= _LEAST_BLOCKED_SECONDS
+    storage = Cause(
+        Reason("diagnosis.cause-slow-checkpoint-storage", {"bytes": _median(saves, "bytes"), "seconds": seconds}),
+        case.change("cluster.storage_bandwidth"),
+    )
+    in_front = Cause(Reason("diagnosis.cause-synchronous-saves"), case.change("checkpoint.async", True))
+    often = Cause(Reason("diagnosis.cause-frequent-saves"), case.change("checkpoint.every", "auto"))
+    causes = (storage, often) if case.spec.checkpoint.asynchronous else (in_front, storage, often)
+    severity: Severity = "warning" if serious else "note"
+    code = Reason("diagnosis.saves-slow" if slow else "diagnosis.saves-block", evidence)
+    yield Finding(code, severity, "high", causes)
+
+
+def interval(case: Case) -> Iterator[Finding]:
+    """Yield a finding if another checkpoint interval would save over 1 % of the time: a warning from 3 %.
+
+    An interval of t seconds costs C / t + t / (2 M) of the time (Young 1974): C, the seconds that a save blocks, as
+    measured; M, the planned time between interruptions without a last checkpoint. Compared with the best interval for
+    the measured step and save. Rare events: not below three saves.
+    """
+    saves = list(case.events_named("checkpoint"))[-20:]
+    step_seconds, losses = recent_steps_seconds(case), case.plan.durability.seconds_between_losses
+    steps = _interval(saves)
+    if len(saves) < _FEWEST_SAVES or step_seconds is None or losses is None or losses <= 0 or not steps:
+        return
+    blocked, seconds = max(1e-6, _median(saves, "blocked_seconds")), _median(saves, "seconds")
+    best = best_interval_steps(step_seconds, max(seconds, blocked), blocked, 1 / losses)
+    given, least = (blocked / (count * step_seconds) + count * step_seconds / (2 * losses) for count in (steps, best))
+    excess = given - least
+    total = case.spec.total_steps * step_seconds
+    if excess <= 0.01 or best > case.spec.total_steps:
+        return
+    evidence = {"steps": steps, "best": best, "excess": excess, "losses": losses, "blocked": blocked}
+    severity: Severity = "warning" if excess > _SHARE and total > _SHORT_RUN_SECONDS else "note"
+    cause = Cause(
+        Reason("diagnosis.cause-long-interval" if steps > best else "diagnosis.cause-short-interval"),
+        case.change("checkpoint.every", best),
+    )
+    code = Reason("diagnosis.checkpoint-interval", evidence)
+    yield Finding(code, severity, "medium", (cause,))
+
+
+def restarts(case: Case) -> Iterator[Finding]:
+    """Yield a finding if restarts take over 10 % of the time, and 3 % more than planned.
+
+    Restarts: set-up of all attempts but the first, lost work and the time between attempts. In a run of less than ten
+    minutes one restart is a large share: a note.
+    """
+    goodput, ended = case.goodput, list(case.events_named("attempt-ended"))
+    again = max(0, len({event.get("attempt") for event in case.events_named("started", "resumed")}) - 1)
+    if goodput is None or goodput.wall <= 0 or not again:
+        return
+    set_up = goodput.restore * again / (again + 1)
+    lost = goodput.lost_work + goodput.idle + set_up
+    share, planned = lost / goodput.wall, 1 - case.plan.durability.expected_goodput
+    if share <= _LARGE_SHARE or share <= planned + _SHARE:
+        return
+    reasons = Counter(str(event.get("reason")) for event in ended if event.get("reason") not in (None, "done"))
+    why, times = reasons.most_common(1)[0] if reasons else ("unknown", 0)
+    evidence = {"share": share, "restarts": again, "lost_work": goodput.lost_work, "set_up": set_up}
+    evidence |= {"idle": goodput.idle}
+    parts = {"lost_work": goodput.lost_work, "set_up": set_up, "idle": goodput.idle}
+    first = Cause(Reason("diagnosis.cause-ends", {"reason": why, "times": times}))
+    by_part = {
+        "lost_work": Cause(Reason("diagnosis.cause-rare-saves"), case.change("checkpoint.every", "auto")),
+        "set_up": Cause(Reason("diagnosis.cause-long-set-up")),
+        "idle": Cause(Reason("diagnosis.cause-queue")),
+    }
+    second = by_part[max(parts, key=parts.__getitem__)]
+    severity: Severity = "warning" if goodput.wall > _SHORT_RUN_SECONDS else "note"
+    yield Finding(Reason("diagnosis.restarts", evidence), severity, "high", (first, second))
+
+
+def _interval(saves: Sequence[Mapping[str, Any]]) -> float:
+    """Return the median number of steps between saves of different steps; 0 for fewer than two."""
+    steps = sorted({save["step"] for save in saves if isinstance(save.get("step"), int)})
+    apart = [after - before for before, after in itertools.pairwise(steps)]
+    return median(apart) if apart else 0.0
+
+
+def _median(saves: Sequence[Mapping[str, Any]], name: str) -> float:
+    values = [value for save in saves if isinstance(value := save.get(name), int | float)]
+    return median(values) if values else 0.0

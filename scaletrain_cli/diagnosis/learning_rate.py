@@ -1,0 +1,161 @@
+"""Checks of the learning rate and its warm-up, by what the loss did at each rate.
+
+Not concluded: a rate that is a few times too high or too low, at which the loss falls, only less than it could. That
+needs a trial with another rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.curves import median
+from scaletrain_cli.diagnosis.findings import Cause, Finding
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import ModelSpec
+
+_ADAM = ("adam", "adamw", "adamw_8bit", "lion")
+_RISE_SHARE = 0.05
+_RISE_NOISES = 4.0
+_RISE_STEPS = 5  # measured steps in a row; fewer are a spike
+_AT_PEAK = 0.9
+_WARM_UP_SHARE = 0.01
+_FEWEST_STEPS = 50
+_LITTLE_FALL = 0.1
+
+
+class _Rise(NamedTuple):
+    """The first rise of the loss above its start: first step, worst value, rate then, and whether it was undone."""
+
+    step: int
+    peak: float
+    rate: float
+    recovered: bool
+
+
+def too_high(case: Case) -> Iterator[Finding]:
+    """Yield a warning if the loss rose above its start while the learning rate was still rising, or never came back.
+
+    A rise: the medians of five steps are above the start by 5 % and four standard deviations, for five steps in a row.
+    If that happens below the peak of the schedule, no warm-up makes this peak safe (seed 004: "spikes immediately").
+    """
+    rise = _rise(case)
+    if rise is None or _is_of_warm_up(case, rise):
+        return
+    curve = case.curve
+    assert curve is not None
+    evidence = {"step": rise.step, "peak": rise.peak, "start": curve.start, "rate": rise.rate, "lr": case.peak_rate}
+    to = float(f"{min(rise.rate, case.peak_rate) / 3:.1g}")
+    causes = (
+        Cause(
+            Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), case.change("training.optimizer.lr", to)
+        ),
+        Cause(
+            Reason("diagnosis.cause-short-warm-up", {"steps": case.spec.training.schedule.warmup_steps}),
+            case.change("training.schedule.warmup_steps", _usual_warm_up(case)),
+        ),
+    )
+    yield Finding(Reason("diagnosis.learning-rate-too-high", evidence), "warning", "medium", causes)
+
+
+def warm_up_too_short(case: Case) -> Iterator[Finding]:
+    """Yield a warning if the loss rose above its start right after a short warm-up, and came back.
+
+    Short: fewer steps than 2 / (1 - beta2), the untuned warm-up of Ma and Yarats (arXiv:1910.04209), within which
+    Adam's second moments have not settled, and than 1 % of the steps (seed 004: 1 to 5 %).
+    """
+    rise = _rise(case)
+    if rise is None or not _is_of_warm_up(case, rise):
+        return
+    curve = case.curve
+    assert curve is not None
+    warm_up, usual = case.spec.training.schedule.warmup_steps, _usual_warm_up(case)
+    evidence = {"step": rise.step, "peak": rise.peak, "start": curve.start, "steps": warm_up, "usual": usual}
+    causes = (
+        Cause(
+            Reason("diagnosis.cause-short-warm-up", {"steps": warm_up}),
+            case.change("training.schedule.warmup_steps", usual),
+        ),
+        Cause(
+            Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}),
+            case.change("training.optimizer.lr", float(f"{case.peak_rate / 3:.1g}")),
+        ),
+    )
+    yield Finding(Reason("diagnosis.warm-up-too-short", evidence), "warning", "medium", causes)
+
+
+def too_low(case: Case) -> Iterator[Finding]:
+    """Yield a warning if the rates of the whole run cannot move a new model, and its loss has hardly fallen.
+
+    One update of Adam changes a weight by about the learning rate at most (Kingma and Ba, arXiv:1412.6980, section
+    2.1), so that the sum of the rates bounds the distance from the first weights. Below the standard deviation of these
+    (``initializer_range``) no weight can have left their distribution. With less than 10 % of the loss gone, and 50
+    steps after the warm-up. Only for Adam and Lion on new language models; fine-tuning moves weights little.
+    """
+    curve, model = case.curve, case.spec.model
+    schedule, optimizer = case.spec.training.schedule, case.spec.training.optimizer
+    if curve is None or not case.is_fresh_text or not isinstance(model, ModelSpec) or optimizer.name not in _ADAM:
+        return
+    last, total = curve.steps[-1], case.spec.total_steps
+    if last < schedule.warmup_steps + min(_FEWEST_STEPS, total // 4) or len(curve.values) < _FEWEST_STEPS:
+        return
+    if curve.start - curve.now > _LITTLE_FALL * curve.start:
+        return
+    so_far = _sum_of_rates(case)
+    most = so_far + case.peak_rate * max(0, total - last)
+    if most >= model.initializer_range:
+        return
+    share = so_far / model.initializer_range
+    evidence = {"lr": case.peak_rate, "share": share, "start": curve.start, "now": curve.now, "steps": last}
+    to = float(f"{case.peak_rate * 10 * model.initializer_range / most:.0e}")
+    cause = Cause(
+        Reason("diagnosis.cause-rate-too-low", {"lr": case.peak_rate}),
+        case.change("training.optimizer.lr", min(to, 1e-3) if to > case.peak_rate else to),
+    )
+    few = Cause(Reason("diagnosis.cause-few-steps", {"steps": total}), case.change("training.steps"))
+    yield Finding(Reason("diagnosis.learning-rate-too-low", evidence), "warning", "medium", (cause, few))
+
+
+def _rise(case: Case) -> _Rise | None:
+    curve = case.curve
+    if curve is None or case.spec.training.objective == "dpo":
+        return None
+    limit = curve.start + max(_RISE_SHARE * abs(curve.start), _RISE_NOISES * curve.noise)
+    above = [value > limit for value in curve.smooth]
+    begins = next((at for at in range(len(above)) if all(above[at : at + _RISE_STEPS]) and len(above) - at > 5), None)
+    if begins is None or curve.steps[begins] > _early(case):
+        return None
+    ends = next((at for at in range(begins, len(above)) if not above[at]), len(above))
+    rates = dict(zip(case.history.steps, case.history.column("learning_rate"), strict=True))
+    rate = rates.get(curve.steps[begins], math.nan)
+    peak = max(curve.smooth[begins:ends])
+    recovered = median(curve.values[-min(50, len(curve.values) // 4) :]) < curve.start
+    return _Rise(curve.steps[begins], peak, case.peak_rate if rate != rate else rate, recovered)
+
+
+def _is_of_warm_up(case: Case, rise: _Rise) -> bool:
+    """Return whether the rise began at the peak rate, after a short warm-up, and was undone."""
+    short = case.spec.training.schedule.warmup_steps < _usual_warm_up(case)
+    return short and rise.recovered and rise.rate >= _AT_PEAK * case.peak_rate
+
+
+def _early(case: Case) -> int:
+    """Return the last step at which a rise is due to the beginning of the schedule."""
+    return max(3 * case.spec.training.schedule.warmup_steps, case.spec.total_steps // 5, 100)
+
+
+def _usual_warm_up(case: Case) -> int:
+    optimizer, total = case.spec.training.optimizer, case.spec.total_steps
+    by_moments = math.ceil(2 / (1 - optimizer.betas[1])) if optimizer.name in _ADAM and optimizer.betas[1] < 1 else 0
+    return max(1, min(total // 10, max(by_moments, math.ceil(_WARM_UP_SHARE * total))))
+
+
+def _sum_of_rates(case: Case) -> float:
+    """Return the sum of the learning rates of all steps so far, between measured steps by their mean."""
+    steps, rates = case.history.known("learning_rate")
+    parts = [rates[0] * steps[0]] if steps else []
+    for at in range(1, len(steps)):
+        parts.append((steps[at] - steps[at - 1]) * (rates[at] + rates[at - 1]) / 2)
+    return math.fsum(parts)

@@ -1,0 +1,257 @@
+"""Checks of the training loss: its start, its level, its trend, spikes and values that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from scaletrain_cli.diagnosis.case import Case, Curve
+from scaletrain_cli.diagnosis.curves import autocorrelation, deviation, median, residuals, spikes, theil_sen
+from scaletrain_cli.diagnosis.findings import Cause, Change, Finding, Severity
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import ModelSpec
+
+_FIRST_LOSS_SHARE = 0.1
+_USUAL_DEVIATION = 0.02
+_NOISES = 6.0
+_LEAST_SHARE = 0.02
+_FLAT_STEPS = 100
+_MIXED_STEPS = 64
+_OSCILLATION = -0.3
+_OSCILLATION_SHARE = 0.05
+_RETURN_STEPS = 50
+_MANY_SPIKES = 0.01
+
+
+def first_loss(case: Case) -> Iterator[Finding]:
+    """Yield a warning if the first loss of a new language model is not ln V.
+
+    Logits with variance s^2 give ln V + s^2 / 2; after the final norm s^2 = hidden_size x initializer_range^2, 0.82 for
+    a width of 4,096 and 0.02. So the band is 10 % of ln V (the engine's ``first-loss``), and above it that half
+    variance for the usual 0.02. Not for given weights, adapters, preference pairs and images: their first loss is not
+    that of equal outputs.
+    """
+    model, steps = case.spec.model, case.history.steps
+    if not case.is_fresh_text or not isinstance(model, ModelSpec) or not steps or steps[0] != 1:
+        return
+    expected, loss = math.log(model.vocab_size), case.history.column("loss")[0]
+    low, high = (1 - _FIRST_LOSS_SHARE) * expected, (1 + _FIRST_LOSS_SHARE) * expected
+    high += model.hidden_size * _USUAL_DEVIATION**2 / 2
+    if low <= loss <= high:
+        return
+    evidence = {"loss": loss, "expected": expected, "vocab_size": model.vocab_size, "low": low, "high": high}
+    if loss > high:
+        spread = {"given": model.initializer_range, "usual": _USUAL_DEVIATION}
+        wide = Cause(
+            Reason("diagnosis.cause-wide-weights", spread), case.change("model.initializer_range", _USUAL_DEVIATION)
+        )
+        other = Cause(Reason("diagnosis.cause-targets-of-other-tokens"), case.change("data.tokenizer"))
+        causes = (wide, other) if model.initializer_range > _USUAL_DEVIATION else (other, wide)
+        yield Finding(Reason("diagnosis.first-loss-high", evidence), "warning", "high", causes)
+        return
+    causes = (
+        Cause(Reason("diagnosis.cause-visible-targets"), case.change("data")),
+        Cause(Reason("diagnosis.cause-small-vocabulary"), case.change("model.vocab_size")),
+    )
+    yield Finding(Reason("diagnosis.first-loss-low", evidence), "warning", "high", causes)
+
+
+def diverging(case: Case) -> Iterator[Finding]:
+    """Yield an error if the last measured steps (up to 50) are above the start, or above equal outputs.
+
+    "Above" is by two standard deviations of a step, which are more than six of a median of 16, and by 2 %: a healthy
+    loss ends below its start.
+    """
+    curve = case.curve
+    if curve is None or case.changes_while_training:
+        return
+    margin = _margin(curve, curve.start)
+    uninformed = case.uninformed_loss
+    evidence: dict[str, Any] = {"now": curve.now, "start": curve.start, "step": curve.steps[-1], "noise": curve.noise}
+    if curve.now > curve.start + margin:
+        yield Finding(Reason("diagnosis.loss-above-start", evidence), "error", "high", _too_high(case))
+    elif uninformed is not None and curve.now > uninformed + margin and curve.steps[-1] >= _after_warm_up(case):
+        evidence |= {"uninformed": uninformed}
+        yield Finding(Reason("diagnosis.loss-above-uninformed", evidence), "error", "high", _too_high(case))
+
+
+def rising(case: Case) -> Iterator[Finding]:
+    """Yield a warning if the loss has risen from its best level, and has not come back for 50 measured steps.
+
+    Best level: the least median of 50 neighbors. Six standard deviations of a step and 5 % are needed: the level of
+    healthy runs varies by a few percent (arXiv:2407.21783, section 3.3.4). Not if data or parameters change.
+    """
+    curve = case.curve
+    if curve is None or case.changes_while_training or len(curve.values) < 4 * _RETURN_STEPS:
+        return
+    levels = [
+        median(curve.values[at : at + _RETURN_STEPS])
+        for at in range(0, len(curve.values) - _RETURN_STEPS + 1, _RETURN_STEPS // 2)
+    ]
+    best = min(range(len(levels)), key=levels.__getitem__)
+    rise = curve.now - levels[best]
+    if best >= len(levels) - 3 or rise <= max(_NOISES * curve.noise, 0.05 * levels[best]):
+        return
+    if curve.now > curve.start + _margin(curve, curve.start):
+        return  # it diverges
+    step = curve.steps[best * (_RETURN_STEPS // 2) + _RETURN_STEPS // 2]
+    evidence = {"best": levels[best], "best_step": step, "now": curve.now, "step": curve.steps[-1]}
+    yield Finding(Reason("diagnosis.loss-rising", evidence), "warning", "medium", _too_high(case))
+
+
+def flat(case: Case) -> Iterator[Finding]:
+    """Yield a warning if the loss of a new model has not fallen 100 steps after the warm-up.
+
+    Flat: a fall below 2 % of the start, which learning the frequencies of tokens alone exceeds (the guard's rule,
+    ``flat-loss``), and the slope of the last half is 0 within its 95 % interval or lowers the loss by less than 2 % in
+    as many steps again. Loaded weights may have nothing left to learn.
+    """
+    curve = case.curve
+    fresh = case.spec.weights is None and case.spec.training.objective != "dpo" and not _has_adapter(case)
+    if curve is None or not fresh or curve.steps[-1] < _after_warm_up(case) + _FLAT_STEPS:
+        return
+    fall, margin = curve.start - curve.now, _margin(curve, curve.start)
+    if fall > _LEAST_SHARE * curve.start or -fall > margin:
+        return
+    half = len(curve.values) // 2
+    slope = theil_sen(curve.steps[half:], curve.values[half:])
+    ahead = -slope.value * (curve.steps[-1] - curve.steps[half])
+    if slope.high < 0 and ahead > _LEAST_SHARE * curve.now:
+        return
+    evidence = {"start": curve.start, "now": curve.now, "steps": curve.steps[-1], "noise": curve.noise}
+    norms = [norm for norm in case.history.column("grad_norm")[half:] if norm == norm]
+    rate = case.change("training.optimizer.lr")
+    low = Cause(Reason("diagnosis.cause-rate-too-low", {"lr": case.peak_rate}), rate)
+    data = Cause(Reason("diagnosis.cause-nothing-to-learn"), case.change("data"))
+    dead = Cause(Reason("diagnosis.cause-no-gradient", {"norm": median(norms) if norms else 0.0}))
+    lost = max(curve.smooth) > curve.start + margin
+    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), rate)
+    ranked = (high, data, low) if lost else (dead, low, data) if norms and median(norms) < 1e-6 else (low, data, dead)
+    yield Finding(Reason("diagnosis.loss-flat", evidence), "warning", "medium", ranked)
+
+
+def oscillating(case: Case) -> Iterator[Finding]:
+    """Yield a warning if neighbors of the last half alternate around the trend, by at least 5 % of the loss.
+
+    The autocorrelation of noise is 0 with a standard deviation of 1 / sqrt(n), 0.1 for 100 steps; below -0.3 a step
+    undoes the one before, as gradient descent does beyond its largest stable rate. Of sampled steps the neighbors are
+    not known.
+    """
+    curve = case.curve
+    if curve is None or len(curve.values) < 2 * _MIXED_STEPS or not _is_dense(curve):
+        return
+    half = curve.values[len(curve.values) // 2 :][-4 * _MIXED_STEPS :]
+    around = residuals(list(range(len(half))), half)
+    correlation, band = autocorrelation(around), deviation(around)
+    if correlation > _OSCILLATION or band < _OSCILLATION_SHARE * abs(median(half)):
+        return
+    evidence = {"correlation": correlation, "band": band, "now": curve.now, "steps": len(half)}
+    causes = (
+        Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case)),
+        Cause(Reason("diagnosis.cause-alternating-data"), case.change("data")),
+    )
+    yield Finding(Reason("diagnosis.loss-oscillating", evidence), "warning", "medium", causes)
+
+
+def spiking(case: Case) -> Iterator[Finding]:
+    """Yield a note about spikes of the loss, or a warning if one has not returned in 50 steps or there are many.
+
+    A spike exceeds the median of the 128 steps before by six robust standard deviations of the log. The spread counts
+    as at least 1 % of the loss. One in ten healthy runs has some; more than 1 % of the steps, or an end of the curve
+    within a spike, is instability (seed 004; PaLM, arXiv:2204.02311, section 5.1, whose spikes took 200 to 500 batches
+    to leave out). What the guard has recorded counts too.
+    """
+    curve = case.curve
+    if curve is None:
+        return
+    found = spikes(curve.values)
+    recorded = [event for event in case.events_named("spike", "rolled-back") if event.get("cause", "spike") == "spike"]
+    if not found and not recorded:
+        return
+    stays = bool(found) and not found[-1].returned and found[-1].after - found[-1].first >= _RETURN_STEPS
+    outside = sum(spike.after - spike.first for spike in found)
+    many = len(found) > 3 and outside > _MANY_SPIKES * len(curve.values)
+    rolled = [event for event in recorded if event.get("event") == "rolled-back"]
+    evidence: dict[str, Any] = {"count": max(len(found), len(recorded)), "rollbacks": len(rolled)}
+    if found:
+        worst = max(found, key=lambda spike: spike.peak / spike.level)
+        evidence |= {"step": curve.steps[worst.first], "peak": worst.peak, "level": worst.level}
+    else:
+        losses = [loss for loss in recorded[-1].get("losses", ()) if isinstance(loss, int | float)]
+        worst_step = (recorded[-1].get("steps") or [recorded[-1].get("from_step", recorded[-1].get("step", 0))])[0]
+        evidence |= {"step": worst_step, "peak": max(losses, default=0.0)}
+        evidence |= {"level": recorded[-1].get("median_loss") or 0.0}
+    bad_batch = Cause(Reason("diagnosis.cause-bad-batch", {"step": evidence["step"]}), case.change("data"))
+    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))
+    beta = case.spec.training.optimizer.betas[1]
+    slow = Cause(Reason("diagnosis.cause-slow-second-moment", {"beta": beta}), _lower_beta(case))
+    unstable = (high, slow, bad_batch) if beta > 0.95 else (high, bad_batch)
+    causes = unstable if many or stays else (bad_batch, high)
+    severity: Severity = "warning" if stays or many or rolled or recorded else "note"
+    yield Finding(Reason("diagnosis.loss-spikes", evidence), severity, "high", causes)
+
+
+def not_finite(case: Case) -> Iterator[Finding]:
+    """Yield an error if a loss or a gradient was NaN or infinite, as the guard recorded it.
+
+    Ranked by what came before: a gradient norm that rose tenfold speaks for the learning rate, fp16 for overflow, and a
+    normal norm for one bad batch (seeds 000 and 004).
+    """
+    events = [event for event in case.events_named("rolled-back") if event.get("cause") == "nan"]
+    ended = [event for event in case.events_named("attempt-ended") if event.get("reason") == "nan"]
+    if not events and not ended:
+        return
+    last = case.history.last_step
+    step = events[-1].get("from_step", last) if events else last + 1
+    _, norms = case.history.known("grad_norm")
+    usual, before = (median(norms), max(norms[-5:])) if norms else (0.0, 0.0)
+    evidence = {"step": step, "count": max(1, len(events)), "norm": before, "usual_norm": usual}
+    high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))
+    batch = Cause(Reason("diagnosis.cause-bad-batch", {"step": step}), case.change("data"))
+    half = Cause(Reason("diagnosis.cause-fp16-overflow"), case.change("training.precision", "bf16"))
+    grows = usual > 0 and before > 10 * usual
+    ranked = [high, batch] if grows else [batch, high]
+    if case.spec.training.precision == "fp16":
+        ranked.insert(0, half)
+    yield Finding(Reason("diagnosis.not-finite", evidence), "error", "high", tuple(ranked))
+
+
+def _margin(curve: Curve, level: float) -> float:
+    return max(2 * curve.noise, _LEAST_SHARE * abs(level))
+
+
+def _after_warm_up(case: Case) -> int:
+    return case.spec.training.schedule.warmup_steps
+
+
+def _has_adapter(case: Case) -> bool:
+    return getattr(case.spec.model, "adapter", None) is not None
+
+
+def _is_dense(curve: Curve) -> bool:
+    """Return whether the last steps of the curve are neighbors."""
+    last = curve.steps[-4 * _MIXED_STEPS :]
+    return last[-1] - last[0] == len(last) - 1
+
+
+def _too_high(case: Case) -> tuple[Cause, ...]:
+    warm_up = case.spec.training.schedule.warmup_steps
+    causes = [Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))]
+    if not case.spec.training.gradient_clipping:
+        causes.append(Cause(Reason("diagnosis.cause-no-clipping"), case.change("training.gradient_clipping", 1.0)))
+    causes.append(
+        Cause(
+            Reason("diagnosis.cause-short-warm-up", {"steps": warm_up}), case.change("training.schedule.warmup_steps")
+        )
+    )
+    causes.append(Cause(Reason("diagnosis.cause-changed-data"), case.change("data")))
+    return tuple(causes)
+
+
+def _lower_rate(case: Case) -> Change:
+    return case.change("training.optimizer.lr", float(f"{case.peak_rate / 3:.1g}"))
+
+
+def _lower_beta(case: Case) -> Change:
+    return case.change("training.optimizer.betas", [case.spec.training.optimizer.betas[0], 0.95])

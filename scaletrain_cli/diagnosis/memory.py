@@ -1,0 +1,100 @@
+"""Checks of memory: growth, the room that is left, and the plan. The figures are those of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.reasons import Reason
+
+_FEWEST = 400
+_GROWTH = 0.02
+_STEADY = 0.5
+_FULL = 0.95
+_ABOVE_PLAN = 0.1
+_LEAST_BYTES = 256e6
+
+
+def growing(case: Case) -> Iterator[Finding]:
+    """Yield a finding if the peak of memory keeps rising: in the last two quarters by 2 % each, and not ever slower.
+
+    What is recorded is a peak, which never falls; in a healthy run it is constant once the largest step, the first save
+    and the first evaluation are over. A leak rises by the same amount per step. A warning if it reaches the capacity
+    before the last step. An attempt begins anew.
+    """
+    rows = _peaks(case)
+    if len(rows) < _FEWEST:
+        return
+    marks = [rows[len(rows) * part // 4 - (part == 4)] for part in (2, 3, 4)]
+    (_, second), (middle, third), (last, now) = marks
+    before, after = third - second, now - third
+    if min(before, after) < _GROWTH * second or after < _STEADY * before:
+        return
+    per_step = after / max(1, last - middle)
+    capacity = case.plan.memory.capacity
+    full = last + (capacity - now) / per_step
+    evidence = {"now": now, "per_step": per_step, "capacity": capacity, "step": last, "full_at": round(full)}
+    reaches = full <= case.spec.total_steps
+    severity: Severity = "warning" if reaches else "note"
+    causes = (
+        Cause(Reason("diagnosis.cause-leak")),
+        Cause(Reason("diagnosis.cause-larger-batches"), case.change("data")),
+    )
+    code = Reason("diagnosis.memory-grows-full" if reaches else "diagnosis.memory-grows", evidence)
+    yield Finding(code, severity, "medium", causes)
+
+
+def nearly_full(case: Case) -> Iterator[Finding]:
+    """Yield a warning if a GPU is over 95 % full: an allocation that fragments ends the run.
+
+    Measured by the allocator in one step (measured.json), beside the capacity that the plan counts with; CUDA's context
+    and NCCL come on top of the allocator.
+    """
+    if case.measured is None or case.measured.device != "cuda":
+        return
+    outside = case.plan.memory.peak - case.plan.memory.reserved if case.plan.memory.reserved else 0
+    reserved = [stage.figures["reserved"].measured for stage in case.measured.stages if "reserved" in stage.figures]
+    capacity = case.plan.memory.capacity
+    if not reserved or capacity <= 0 or max(reserved) + outside <= _FULL * capacity:
+        return
+    used = max(reserved) + outside
+    evidence = {"used": used, "capacity": capacity, "share": used / capacity}
+    layout = case.plan.layout
+    smaller = max(1, layout.micro_batch_size // 2)
+    causes = (
+        Cause(
+            Reason("diagnosis.cause-large-micro-batch", {"micro_batch": layout.micro_batch_size}),
+            case.change("training.micro_batch_size", smaller),
+        ),
+        Cause(Reason("diagnosis.cause-no-recompute"), case.change("layout.activation_checkpointing", "full")),
+    )
+    yield Finding(Reason("diagnosis.memory-nearly-full", evidence), "warning", "high", causes)
+
+
+def above_plan(case: Case) -> Iterator[Finding]:
+    """Yield a note if a measured part of memory exceeds its plan by over 10 % and 256 MB (measured.json).
+
+    Not for what the allocator reserves, which it also keeps for later steps.
+    """
+    if case.measured is None:
+        return
+    found = [
+        (figure.measured - figure.planned, name, figure)
+        for stage in case.measured.stages
+        for name, figure in stage.figures.items()
+        if name != "reserved" and figure.measured - figure.planned > max(_LEAST_BYTES, _ABOVE_PLAN * figure.planned)
+    ]
+    if not found:
+        return
+    _, name, figure = max(found, key=lambda each: each[0])
+    evidence = {"part": name.replace("_", " "), "measured": figure.measured, "planned": figure.planned}
+    cause = Cause(Reason("diagnosis.cause-plan-is-low"))
+    yield Finding(Reason("diagnosis.memory-above-plan", evidence), "note", "high", (cause,))
+
+
+def _peaks(case: Case) -> list[tuple[int, float]]:
+    """Return (step, peak bytes) of the measured steps of the newest attempt."""
+    history = case.history
+    rows = list(zip(history.steps, history.column("attempt"), history.column("memory_bytes"), strict=True))
+    return [(step, size) for step, attempt, size in rows if attempt == rows[-1][1] and size == size]

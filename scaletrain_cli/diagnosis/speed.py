@@ -1,0 +1,154 @@
+"""Checks of the step time: beside the plan, over time, and where it goes, as far as the run records it.
+
+Recorded are the step time and the wait for data of rank 0, and events about ranks that wait for data or are slow. Not
+recorded are GPU utilization and clocks, and the time in collectives, in kernels and on the host: what they cost cannot
+be told apart here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.curves import median
+from scaletrain_cli.diagnosis.findings import Cause, Finding, Severity
+from scaletrain_cli.diagnosis.timing import planned_step_seconds, recent_steps, recent_steps_seconds
+from scaletrain_cli.reasons import Reason
+
+_WAIT_SHARE = 0.05
+_HIGH_WAIT_SHARE = 0.1
+_LEAST_WAIT_SECONDS = 0.01
+_SLOWER, _MUCH_SLOWER = 1.25, 1.5
+_SLOWING, _SLOWING_MUCH = 1.2, 1.5
+_FEWEST = 40
+
+
+def data_wait(case: Case) -> Iterator[Finding]:
+    """Yield a finding if steps wait for data: over 5 % of the time (the engine's event ``data-wait``).
+
+    A warning above 10 %, if it is at least 10 ms per step: shorter waits are those of toy models. The last 200 measured
+    steps of rank 0 count, or the latest event, which has the rank that waits longest.
+    """
+    rows = recent_steps(case)
+    waits = [wait for _, _, wait in rows if wait == wait]
+    seconds = [second for _, second, wait in rows if wait == wait]
+    share = sum(waits) / sum(seconds) if sum(seconds) > 0 and len(waits) >= _FEWEST else 0.0
+    rank = 0
+    events = [event for event in case.events_named("data-wait") if event.get("step", 0) > case.history.last_step - 100]
+    if events and events[-1].get("share", 0.0) > share:
+        share, rank = events[-1]["share"], events[-1].get("rank", 0)
+    if share <= _WAIT_SHARE:
+        return
+    wait = share * median(seconds) if seconds else 0.0
+    severity: Severity = "warning" if share > _HIGH_WAIT_SHARE and wait >= _LEAST_WAIT_SECONDS else "note"
+    workers, prefetch = case.spec.data.loader.workers, case.spec.data.loader.prefetch
+    evidence = {"share": share, "rank": rank, "wait": wait, "workers": workers}
+    causes = (
+        Cause(
+            Reason("diagnosis.cause-few-workers", {"workers": workers}),
+            case.change("data.loader.workers", max(2, 2 * workers)),
+        ),
+        Cause(Reason("diagnosis.cause-slow-storage", {"prefetch": prefetch}), case.change("data.loader.prefetch")),
+    )
+    yield Finding(Reason("diagnosis.data-wait", evidence), severity, "high", causes)
+
+
+def slow_rank(case: Case) -> Iterator[Finding]:
+    """Yield a warning if one rank holds up the others at present, as the event ``stragglers`` of the engine records.
+
+    The event needs a rank that takes 1.5 times as long for its own work as the median of the others, in two windows of
+    20 steps in a row. The cost is the difference, since all ranks wait for it.
+    """
+    latest: dict[str, Any] | None = None
+    for event in case.events:
+        if event.get("event") in ("started", "resumed"):
+            latest = None
+        elif event.get("event") == "stragglers":
+            latest = None if event.get("rank") is None else dict(event)
+    if latest is None:
+        return
+    own, others = latest.get("seconds", 0.0), latest.get("others_seconds", 0.0)
+    step = recent_steps_seconds(case)
+    share = (own - others) / step if step else 0.0
+    evidence = {"rank": latest["rank"], "seconds": own, "others": others, "share": min(1.0, max(0.0, share))}
+    causes = (
+        Cause(Reason("diagnosis.cause-slow-node", {"rank": latest["rank"]})),
+        Cause(Reason("diagnosis.cause-uneven-data"), case.change("data.loader.workers")),
+    )
+    yield Finding(Reason("diagnosis.slow-rank", evidence), "warning", "high", causes)
+
+
+def slower_than_plan(case: Case) -> Iterator[Finding]:
+    """Yield a finding if the median step takes over 1.25 times the planned time: a warning from 1.5 times.
+
+    The planner's step times differ from published measurements by less than that (docs/planner.md); for CPUs they are
+    rough, and not compared. The excess is attributed to waiting for data and to a slow rank, as recorded; the rest has
+    no recorded cause, and the plan's largest part is named.
+    """
+    measured, planned = recent_steps_seconds(case), planned_step_seconds(case)
+    if case.on_cpu or measured is None or planned <= 0 or measured <= _SLOWER * planned:
+        return
+    rows = recent_steps(case)
+    waits = [wait for _, _, wait in rows if wait == wait]
+    excess = measured - planned
+    waited = max(0.0, (median(waits) if waits else 0.0) - case.plan.time.data_wait)
+    straggling = next((f.reason.params for f in slow_rank(case)), None)
+    held = straggling["seconds"] - straggling["others"] if straggling else 0.0
+    shares = {"data": min(1.0, waited / excess), "rank": min(1.0, held / excess)}
+    time = case.plan.time
+    parts = {"compute": time.compute, "communication": time.exposed_communication, "bubble": time.bubble}
+    ranked: list[tuple[float, Cause]] = [
+        (
+            shares["data"],
+            Cause(
+                Reason("diagnosis.cause-waits-for-data", {"share": shares["data"]}), case.change("data.loader.workers")
+            ),
+        ),
+        (shares["rank"], Cause(Reason("diagnosis.cause-slow-rank-holds", {"share": shares["rank"]}))),
+    ]
+    ranked = [(share, cause) for share, cause in ranked if share > _WAIT_SHARE]
+    rest = max(0.0, 1 - sum(share for share, _ in ranked))
+    largest = max(parts, key=parts.__getitem__)
+    unknown = {"share": rest, "part": largest, "seconds": parts[largest]}
+    ranked.append((rest, Cause(Reason("diagnosis.cause-not-recorded", unknown))))
+    ranked.sort(key=lambda pair: -pair[0])
+    evidence = {"measured": measured, "planned": planned, "times": measured / planned}
+    severity: Severity = "warning" if measured > _MUCH_SLOWER * planned else "note"
+    why = Reason("diagnosis.slower-than-plan", evidence)
+    yield Finding(why, severity, "high", tuple(cause for _, cause in ranked))
+
+
+def slowing_down(case: Case) -> Iterator[Finding]:
+    """Yield a finding if recent steps take over 1.2 times as long as earlier ones of the same attempt.
+
+    Compared are the medians of the last 100 measured steps and of 100 after the tenth. The work of a step is the same
+    throughout, so throttled or shared devices, growing waits and fragmentation are what changes. A warning from 1.5
+    times; on a CPU, which other processes share, a note.
+    """
+    rows = _of_last_attempt(case)
+    if len(rows) < 3 * 100 or case.changes_while_training:
+        return
+    early, now = median([row[1] for row in rows[10:110]]), median([row[1] for row in rows[-100:]])
+    if now <= _SLOWING * early:
+        return
+    waits = [[row[2] for row in part if row[2] == row[2]] for part in (rows[10:110], rows[-100:])]
+    waited = median(waits[1]) - median(waits[0]) if all(waits) else 0.0
+    evidence = {"early": early, "now": now, "times": now / early, "wait": max(0.0, waited)}
+    data = Cause(Reason("diagnosis.cause-growing-wait", {"wait": waited}), case.change("data.loader.workers"))
+    device = Cause(Reason("diagnosis.cause-slower-device"))
+    causes = (data, device) if waited > (now - early) / 2 else (device, data)
+    severity: Severity = "warning" if now > _SLOWING_MUCH * early and not case.on_cpu else "note"
+    yield Finding(Reason("diagnosis.slowing-down", evidence), severity, "medium", causes)
+
+
+def _of_last_attempt(case: Case) -> list[tuple[int, float, float]]:
+    """Return (step, seconds, wait) of the measured steps of the newest attempt."""
+    history = case.history
+    attempts, seconds = history.column("attempt"), history.column("step_seconds")
+    waits = history.column("data_wait")
+    if not len(history):
+        return []
+    newest = attempts[-1]
+    rows = zip(history.steps, attempts, seconds, waits, strict=True)
+    return [(step, second, wait) for step, attempt, second, wait in rows if attempt == newest and second == second]

@@ -1,0 +1,94 @@
+"""The screen of `diagnose`, and the findings on that of `status`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from scaletrain_cli.diagnosis.checks import Diagnosis
+from scaletrain_cli.diagnosis.findings import Cause, Change, Finding
+from scaletrain_cli.text import counted
+from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
+
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "cyan"}
+_IN_STATUS = 3
+_WIDEST_VALUE = 30
+
+
+def show_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print the findings, each with its causes, and what is not concluded, to stdout."""
+    console = stdout_console()
+    line(console, Text.assemble((plain(diagnosis.run_id), "bold"), f"  {_summary(diagnosis)}"))
+    for finding in diagnosis.findings:
+        show(console, Group("", *_finding(finding)))
+    if diagnosis.not_concluded:
+        rows = Table.grid(padding=(0, 1, 0, 0))
+        rows.add_column(no_wrap=True)
+        rows.add_column(overflow="fold")
+        for reason in diagnosis.not_concluded:
+            rows.add_row(" ", escaped_text(str(reason), "dim"))
+        show(console, Group("", Text("not concluded", "dim"), rows))
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[Text]:
+    """Return a line for each of the first findings, and how many more there are, for the screen of `status`."""
+    lines = [_headline(finding) for finding in findings[:_IN_STATUS]]
+    if len(findings) > _IN_STATUS:
+        lines.append(Text(f"and {counted(len(findings) - _IN_STATUS, 'more finding')}", "dim"))
+    return lines
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    steps = f"step {diagnosis.last_step:,}"
+    if not diagnosis.findings:
+        return f"{steps}  no findings"
+    counts = {name: sum(finding.severity == name for finding in diagnosis.findings) for name in _STYLES}
+    return f"{steps}  " + ", ".join(counted(count, name) for name, count in counts.items() if count)
+
+
+def _headline(finding: Finding) -> Text:
+    head = Text.assemble((finding.severity, _STYLES[finding.severity]), " ")
+    return head.append_text(escaped_text(str(finding.reason)))
+
+
+def _finding(finding: Finding) -> Iterator[RenderableType]:
+    text = _headline(finding).append(f" (confidence: {finding.confidence})", "dim")
+    yield text
+    if finding.causes:
+        yield Text("  likely causes" if len(finding.causes) > 1 else "  likely cause", "dim")
+    rows = Table.grid(padding=(0, 1, 0, 0))
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")
+    for number, cause in enumerate(finding.causes, 1):
+        rows.add_row(f"{number}.", _cause(cause))
+    yield Padding(rows, (0, 0, 0, 2))
+
+
+def _cause(cause: Cause) -> Text:
+    text = escaped_text(str(cause.reason))
+    if cause.change is not None:
+        text.append("\n").append(f"{plain(cause.change.place)} {cause.change.key}", "green")
+        text.append_text(escaped_text(_values(cause.change)))
+    return text
+
+
+def _values(change: Change) -> str:
+    """Return ``= 0.9: try 0.06``, as far as the values are known."""
+    given = "" if change.given is None else f" = {_shown(change.given)}"
+    return given if change.to is None or change.to == change.given else f"{given}: try {_shown(change.to)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    text = str(value)
+    return text if len(text) <= _WIDEST_VALUE else f"{text[:_WIDEST_VALUE]}..."

@@ -1,0 +1,272 @@
+"""Each finding on a synthesized run that has the ill, and none on runs that only look like it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import scaletrain_cli.diagnosis
+from scaletrain_cli.diagnosis.case import Case
+from scaletrain_cli.diagnosis.checks import CHECKS, diagnose
+from scaletrain_cli.reason_texts.diagnosis import TEXTS
+from scaletrain_cli.rundir.goodput import Goodput
+from scaletrain_cli.rundir.measured import Figure, Measured, StageFigures
+from tests.diagnosis.histories import IMAGES, Values, case, falling, findings, planned
+
+LN_V = math.log(32000)
+NAN = [{"event": "rolled-back", "cause": "nan", "from_step": 400, "to_step": 200, "steps": [400]}]
+
+
+def noisy(value: float, noise: float = 0.01, seed: int = 3) -> Values:
+    chance = random.Random(seed)
+    return lambda step: value * (1 + chance.gauss(0, noise))
+
+
+def fine_tuned(*overrides: str, **given: Any) -> Case:
+    return case("model.weights=/weights", *overrides, **given)
+
+
+HEALTHY = {
+    "pre-training": case(),
+    "at its beginning": case(steps=range(1, 40)),
+    "no steps yet": case(steps=()),
+    "logged every 50 steps": case(steps=[1, *range(50, 2001, 50)]),
+    "validated": case(validations=(4.2, 3.9, 3.8, 3.75, 3.7)),
+    "fine-tuning that starts low": fine_tuned(loss=falling(1.4, 1.2), more={"learning_rate": lambda step: 2e-5}),
+    "fine-tuning that stays level": fine_tuned(loss=noisy(1.2, 0.05), more={"learning_rate": lambda step: 2e-5}),
+    "images": case(text=IMAGES, loss=falling(7.0, 3.0, 0.03)),
+    "images that start elsewhere": case(text=IMAGES, loss=falling(9.0, 3.0, 0.03)),
+    "a wide model": case("model.hidden_size=4096", "model.num_attention_heads=32", loss=falling(LN_V + 0.82, 3.2)),
+    "one hard batch": case(loss=lambda step: 8.0 if step == 600 else falling(10.4, 3.2, 0.0)(step)),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_no_warning(name: str) -> None:
+    serious = [str(each.reason) for each in findings(HEALTHY[name]).values() if each.severity != "note"]
+    assert serious == []
+
+
+def spikes_of_norm(step: int) -> float:
+    return 30.0 if step % 60 == 0 else noisy(0.5, 0.05, step)(step)
+
+
+def rises_at_the_start(step: int) -> float:
+    return 10.4 + 3.0 * min(1.0, step / 30) if step < 300 else 8.0
+
+
+ILL: dict[str, tuple[Case, str]] = {
+    "first loss high": (case(loss=falling(15, 3)), "first-loss-high"),
+    "first loss low": (case(loss=falling(2.0, 1.0)), "first-loss-low"),
+    "diverging": (
+        case(loss=lambda step: 10.4 - 0.01 * step if step < 400 else 12.0 + 0.001 * step),
+        "loss-above-start",
+    ),
+    "a fine-tuning that diverges": (
+        fine_tuned(loss=lambda step: 1.4 if step < 500 else 1.4 + (step - 500) / 500),
+        "loss-above-start",
+    ),
+    "rising": (case(loss=lambda step: 10.4 * step**-0.2 if step < 500 else 3.0 + (step - 500) / 250), "loss-rising"),
+    "flat": (case(loss=noisy(10.37, 0.002)), "loss-flat"),
+    "images that are not learned": (case(text=IMAGES, loss=noisy(6.9, 0.002)), "loss-flat"),
+    "oscillating": (case(loss=lambda step: 6.0 + 0.6 * (-1) ** step - step / 1000), "loss-oscillating"),
+    "many spikes": (
+        case(loss=lambda step: 9.0 if step % 50 < 2 and step > 200 else falling(10.4, 3.2, 0.01, step)(step)),
+        "loss-spikes",
+    ),
+    "a spike that stays": (
+        case(loss=lambda step: 7.5 if step > 900 else falling(10.4, 3.2, 0.01, step)(step)),
+        "loss-spikes",
+    ),
+    "nan": (case(events=NAN), "not-finite"),
+    "learning rate too high": (
+        case("training.optimizer.lr=0.2", loss=rises_at_the_start),
+        "learning-rate-too-high",
+    ),
+    "no warm-up": (case("training.schedule.warmup_steps=0", loss=rises_at_the_start), "warm-up-too-short"),
+    "learning rate too low": (
+        case("training.optimizer.lr=2.0e-6", loss=lambda step: 10.4 - 0.0003 * step),
+        "learning-rate-too-low",
+    ),
+    "clipped": (case("training.gradient_clipping=0.05"), "always-clipped"),
+    "norm grows": (case(grad_norm=lambda step: 0.3 + (step / 300) ** 4), "gradient-norm-grows"),
+    "norm vanishes": (
+        case(loss=falling(10.4, 7.0), grad_norm=lambda step: 1.0 if step < 400 else 1e-5),
+        "gradient-vanishes",
+    ),
+    "norm spikes": (case(grad_norm=spikes_of_norm), "gradient-norm-spikes"),
+    "dead": (case(events=[{"event": "dead-gradients", "step": 300, "norms": [0.0, 0.0, 0.0]}]), "gradients-dead"),
+    "fp16": (
+        case(
+            "training.precision=fp16",
+            more={
+                "loss_scale": lambda step: max(1.0, 2.0 ** (16 - step // 20)),
+                "skipped": lambda step: float(step % 20 == 0),
+            },
+        ),
+        "loss-scale-collapses",
+    ),
+    "overfitting": (case(validations=(4.2, 3.9, 4.1, 4.3, 4.6)), "overfitting"),
+    "a fine-tuning that overfits": (
+        fine_tuned(loss=falling(1.4, 0.2), validations=(1.3, 1.2, 1.5, 1.7, 1.9)),
+        "overfitting",
+    ),
+    "a source that is not learned": (
+        case(more={"loss/web": falling(10.4, 3.0), "loss/noise": noisy(7.0, 0.01)}),
+        "source-stands-still",
+    ),
+    "waits for data": (case(data_wait=lambda step: 0.05, step_seconds=lambda step: 0.2), "data-wait"),
+    "slow rank": (
+        case(events=[{"event": "stragglers", "step": 40, "rank": 1, "seconds": 0.5, "others_seconds": 0.1}]),
+        "slow-rank",
+    ),
+    "slower than planned": (
+        case(step_seconds=lambda step: 2 * planned()[1].time.step),
+        "slower-than-plan",
+    ),
+    "slowing down": (
+        case(step_seconds=lambda step: planned()[1].time.step * (1 + (step > 500))),
+        "slowing-down",
+    ),
+    "leak": (case(memory_bytes=lambda step: 2e10 + step * 4e7), "memory-grows-full"),
+    "slow saves": (
+        case(events=[{"event": "checkpoint", "step": 20 * n, "seconds": 90, "blocked_seconds": 80} for n in range(9)]),
+        "saves-slow",
+    ),
+    "restarts": (
+        replace(
+            case(events=[{"event": "started", "attempt": n, "step": 0} for n in (1, 2, 3)]),
+            goodput=Goodput(2000, 0, 0, 900, 0, 0, 500, 300, 0),
+        ),
+        "restarts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_an_ill_is_named_first_or_second_with_a_figure_and_a_change(name: str) -> None:
+    given, code = ILL[name]
+    found = findings(given)
+    assert code in list(found)[:2], {each: str(finding.reason) for each, finding in found.items()}
+    finding = found[code]
+    assert any(character.isdigit() for character in str(finding.reason))
+    assert finding.causes
+    for cause in finding.causes:
+        assert not str(cause.reason).startswith("diagnosis."), cause.reason
+        if cause.change is not None:
+            assert cause.change.place.startswith(("run.yaml:", "--set")), cause.change
+    json.dumps(diagnose("r", given).to_json(), allow_nan=False)
+
+
+NOT_FOR_FINE_TUNING = ("first-loss-high", "first-loss-low", "loss-above-uninformed", "loss-flat")
+
+
+@pytest.mark.parametrize("loss", [0.3, 2.0, 14.0])
+@pytest.mark.parametrize("overrides", [("model.weights=/weights",), ("model.adapter.name=lora",)], ids=str)
+def test_given_weights_and_adapters_get_no_alarm_of_a_new_model(loss: float, overrides: tuple[str, ...]) -> None:
+    rates = {"learning_rate": lambda step: 1e-6}
+    found = findings(case(*overrides, "training.optimizer.lr=1.0e-6", loss=noisy(loss, 0.001), more=rates))
+    assert not found.keys() & {*NOT_FOR_FINE_TUNING, "learning-rate-too-low"}
+
+
+@pytest.mark.parametrize("loss", [1.0, 14.0])
+def test_images_get_no_alarm_about_the_vocabulary(loss: float) -> None:
+    found = findings(case(text=IMAGES, loss=falling(loss, loss / 3)))
+    assert not found.keys() & {"first-loss-high", "first-loss-low", "learning-rate-too-low"}
+
+
+def test_images_above_the_loss_of_equal_outputs_are_reported() -> None:
+    """ln 1000 = 6.91, for the classes of ImageNet."""
+    found = findings(case(text=IMAGES, loss=lambda step: max(8.0, 9.5 - step / 100)))
+    assert found["loss-above-uninformed"].reason.params["uninformed"] == pytest.approx(math.log(1000))
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        (case(validations=(4.2, 3.9, 3.95, 3.94, 3.93)), "overfitting"),
+        (case(validations=(4.2, 3.9, 4.6, 3.9, 3.8)), "overfitting"),
+        (case(data_wait=lambda step: 0.0002, step_seconds=lambda step: 0.0015), "slower-than-plan"),
+        (case(memory_bytes=lambda step: 2e10 + min(step, 300) * 4e7), "memory-grows"),
+        (case("training.optimizer.name=adamw", grad_norm=noisy(1.5)), "always-clipped"),
+        (case(more={"loss/web": falling(10.4, 3.0), "loss/code": falling(9.0, 2.0)}), "source-stands-still"),
+        (case(events=[{"event": "stragglers", "rank": 1, "seconds": 1.0, "others_seconds": 0.1},
+                      {"event": "stragglers", "rank": None}]), "slow-rank"),
+        (case("training.precision=fp16", more={"loss_scale": lambda step: 2.0**15, "skipped": lambda step: 0.0}),
+         "loss-scale-collapses"),
+        (case("cluster.gpu=cpu", step_seconds=lambda step: 100.0), "slower-than-plan"),
+        (case("training.optimizer.lr=2.0e-6", steps=range(1, 120)), "learning-rate-too-low"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_only_looks_like_an_ill_is_not_reported(given: Case, code: str) -> None:
+    assert code not in findings(given)
+
+
+def test_a_short_wait_for_data_is_a_note_and_clipping_is_serious_with_sgd() -> None:
+    short = findings(case(data_wait=lambda step: 0.0005, step_seconds=lambda step: 0.002))
+    assert short["data-wait"].severity == "note"
+    clipped = ("training.gradient_clipping=0.05", "training.optimizer={name: sgd, lr: 0.1}")
+    assert findings(case(clipped[0]))["always-clipped"].severity == "note"
+    assert findings(case(*clipped))["always-clipped"].severity == "warning"
+
+
+def test_memory_is_compared_with_its_capacity_and_its_plan() -> None:
+    plan = planned()[1].memory
+    figures = {"reserved": Figure(plan.reserved, plan.capacity), "activations": Figure(10**9, 3 * 10**9)}
+    measured = Measured(1, 2, 2, "cuda", 0, (StageFigures(0, figures),))
+    found = findings(replace(case(), measured=measured))
+    assert found["memory-nearly-full"].severity == "warning"
+    assert "3.00 GB" in str(found["memory-above-plan"].reason)
+
+
+def test_the_interval_of_checkpoints_is_compared_with_the_best_one() -> None:
+    saves = [
+        {"event": "checkpoint", "step": step, "seconds": 30, "blocked_seconds": 20, "bytes": 1e9}
+        for step in range(5, 200, 5)
+    ]
+    slow = case("cluster.mean_time_between_interruptions=1h", events=saves, step_seconds=lambda step: 2.0)
+    finding = findings(slow)["checkpoint-interval"]
+    change = finding.causes[0].change
+    assert change is not None
+    assert change.to > 5 * 5
+    assert finding.reason.params["excess"] > 0.5
+    best = [save | {"step": (number + 1) * change.to} for number, save in enumerate(saves)]
+    assert "checkpoint-interval" not in findings(
+        case("cluster.mean_time_between_interruptions=1h", events=best, step_seconds=lambda step: 2.0)
+    )
+
+
+def test_a_damaged_event_does_not_end_the_diagnosis() -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "data-wait", "step": 1000, "share": "much"},
+        {"event": "rolled-back", "cause": "spike"},
+    ]
+    events += [{"event": "checkpoint", "step": [1], "seconds": None}] * 5 + [{"event": "stragglers", "rank": {}}]
+    found = diagnose("r", case(events=events, grad_norm=spikes_of_norm))
+    assert "diagnosis.gradient-norm-spikes" in [finding.code for finding in found.findings]
+    assert "diagnosis.check-failed" in [reason.code for reason in found.not_concluded]
+
+
+def test_every_finding_has_a_case_here_and_every_text_is_used() -> None:
+    folder = Path(scaletrain_cli.diagnosis.__file__).parent
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    assert {code for code in TEXTS if f'"diagnosis.{code}"' not in source} == set()
+    shown = {code for _, code in ILL.values()} | {"memory-grows", "memory-nearly-full", "memory-above-plan"}
+    shown |= {"checkpoint-interval", "loss-above-uninformed", "saves-block"}
+    found = {code for code in TEXTS if not code.startswith("cause-") and f'Reason("diagnosis.{code}"' in source}
+    unseen = {"few-steps", "sampled", "not-from-scratch", "not-text", "no-validation", "on-cpu", "check-failed"}
+    assert found - shown - unseen - {"rate-needs-trial", "not-recorded"} == set()
+    assert len(CHECKS) > 20
+
+
+def test_the_loss_of_equal_outputs_is_not_that_of_given_weights() -> None:
+    assert case().uninformed_loss == pytest.approx(LN_V)
+    assert fine_tuned().uninformed_loss is None
+    assert case("training.objective=dpo", "data.source=python-docstrings").uninformed_loss is None

@@ -1,0 +1,125 @@
+"""Reading metrics.jsonl into columns: which lines count, and what a long file costs."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletrain_cli.diagnosis.history import History, read_history
+from scaletrain_cli.rundir.journal import append_line, read_metrics, record_event
+from scaletrain_cli.rundir.paths import RunDir
+
+
+def train(run: RunDir, first: int, last: int, **more: Any) -> None:
+    for step in range(first, last + 1):
+        append_line(run.metrics, {"step": step, "loss": 10.0 - step, "grad_norm": 0.5, **more})
+
+
+def begun(run: RunDir, name: str, **details: Any) -> None:
+    run.events.touch()
+    record_event(run, name, **details)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def history_of(run: RunDir, every: int = 0) -> History:
+    from scaletrain_cli.rundir.journal import read_events
+
+    return read_history(run.metrics, read_events(run), every)
+
+
+def test_a_run_without_metrics_has_an_empty_history(run: RunDir) -> None:
+    history = history_of(run)
+    assert (len(history), history.last_step, list(history.column("loss"))) == (0, 0, [])
+
+
+def test_columns_have_a_value_for_each_step_and_nan_where_nothing_was_measured(run: RunDir) -> None:
+    append_line(run.metrics, {"step": 1, "loss": 3.0, "loss/web": 3.5, "mfu": None, "attempt": 1})
+    append_line(run.metrics, {"step": 2, "loss": 2.0, "skipped": 1.0, "attempt": 1})
+    append_line(run.metrics, {"step": 2, "validation_loss": 2.5, "validation_loss/web": 2.7, "validation_sequences": 8})
+    history = history_of(run)
+    assert history.steps == [1, 2]
+    assert list(history.column("loss")) == [3.0, 2.0]
+    assert history.known("loss/web") == ([1], [3.5])
+    assert math.isnan(history.column("grad_norm")[0])
+    assert history.sources == ("web",)
+    (validation,) = history.validations
+    assert (validation.step, validation.loss, validation.sequences, validation.by_source) == (2, 2.5, 8, {"web": 2.7})
+
+
+def test_steps_that_were_undone_do_not_count(run: RunDir) -> None:
+    """Those before a start from scratch, after a rollback's target, and those that a later attempt repeats."""
+    train(run, 1, 30, attempt=1)
+    begun(run, "from-scratch")
+    begun(run, "started", step=0)
+    train(run, 1, 20, attempt=2)
+    begun(run, "rolled-back", from_step=20, to_step=10, skip=[11, 20])
+    train(run, 11, 14, attempt=2)
+    begun(run, "resumed", step=12)
+    train(run, 13, 13, attempt=3)
+    history = history_of(run)
+    assert history.steps == list(range(1, 14))
+    assert list(history.column("attempt")) == [2.0] * 12 + [3.0]
+
+
+def test_a_short_file_is_read_as_the_journal_reads_it(run: RunDir) -> None:
+    train(run, 1, 40, attempt=1)
+    run.metrics.write_text(run.metrics.read_text() + '{"step": 41, "loss": ')
+    assert history_of(run).steps == [line["step"] for line in read_metrics(run)]
+
+
+STEPS = 1_000_000
+EVERY = 1000
+
+
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """metrics.jsonl of a million steps, about 150 MB: blocks of lines with the same values, so that it is soon made."""
+    path = tmp_path_factory.mktemp("long") / "metrics.jsonl"
+    values = {"grad_norm": 0.51234567, "learning_rate": 0.0003, "data_wait": 0.001, "step_seconds": 0.5, "attempt": 1}
+    rest = json.dumps(values, separators=(",", ":"))[1:]
+    with path.open("w") as file:
+        for begin in range(0, STEPS, EVERY):
+            loss = f"{10.4 * (begin + 1) ** -0.08:.6f}"
+            file.writelines(f'{{"step":{step},"loss":{loss},{rest}\n' for step in range(begin + 1, begin + EVERY + 1))
+            file.write(f'{{"step":{begin + EVERY},"validation_loss":{loss},"validation_sequences":64,"attempt":1}}\n')
+    yield path
+    path.unlink()
+
+
+def test_a_million_steps_cost_a_part_of_a_second(long_file: Path) -> None:
+    best, tries = math.inf, 0
+    while best > 0.5 and tries < 5:  # other processes add to what it costs, and never take away
+        began = time.process_time()
+        history = read_history(long_file, (), EVERY)
+        best, tries = min(best, time.process_time() - began), tries + 1
+    assert best <= 0.5
+    assert not history.is_whole
+    assert 3000 < len(history) < 20_000
+    assert (history.steps[0], history.last_step) == (1, STEPS)
+    assert max(after - before for before, after in zip(history.steps, history.steps[1:], strict=False)) < STEPS / 200
+
+
+def test_validations_of_a_long_file_are_found_between_the_blocks(long_file: Path) -> None:
+    validations = read_history(long_file, (), EVERY).validations
+    assert len(validations) >= 45
+    assert validations[-1].step == STEPS
+    for validation in validations:
+        assert validation.loss == pytest.approx(10.4 * (validation.step - EVERY + 1) ** -0.08, abs=1e-5)
+
+
+def test_steps_of_a_long_file_that_were_undone_do_not_count(long_file: Path) -> None:
+    size = long_file.stat().st_size
+    events = [{"event": "rolled-back", "to_step": 600_000, "metrics_bytes": int(size * 0.8)}]
+    steps = read_history(long_file, events, EVERY).steps
+    assert not [step for step in steps if 600_000 < step < 790_000]
+    assert [step for step in steps if step > 810_000]
