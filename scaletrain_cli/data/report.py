@@ -59,6 +59,7 @@ def _source(name: str, folder: Path) -> dict[str, Any]:
             "tokens": {split: dataset[f"{split}_tokens"] for split in _SPLITS},
             "bytes": _bytes(dataset),
             "rows": _rows(dataset),
+            "images": images_in_rows(dataset),
             **{name: report.get(name) for name in _MEASURED},
             "steps": report.get("steps", []),
             "duplicates": report.get("duplicates", []),
@@ -83,6 +84,20 @@ def _rows(dataset: Mapping[str, Any]) -> dict[str, int] | None:
     if "rows_read" not in dataset:
         return None
     return {name: int(dataset[f"rows_{name}"]) for name in _ROWS} | {"target_tokens": int(dataset["targets"])}
+
+
+def images_in_rows(dataset: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the counts of the images of rows; None for rows without images.
+
+    ``distinct``: stored once in a split. ``places``: images of all rows. ``bad``: the first rows that were left out
+    because of a bad image, of ``rows_left_out``.
+    """
+    if not dataset.get("tokens_per_image"):
+        return None
+    found: dict[str, Any] = {"tokens_per_image": int(dataset["tokens_per_image"])}
+    for name, field in (("distinct", "images"), ("places", "image_uses"), ("bytes", "image_bytes")):
+        found[name] = {split: int(dataset[f"{split}_{field}"]) for split in _SPLITS}
+    return found | {"rows_left_out": int(dataset["rows_with_bad_images"]), "bad": dataset["bad_images"].splitlines()}
 
 
 def _totals(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.preparation import PreparationJob, forget_job
 from scaletrain_cli.rundir.shared_datasets import make_datasets_folder
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder, replace_file
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED_SOURCES
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS, TABLE_SUFFIX
 from scaletrain_cli.spec.losses import LOSSES_OF
@@ -76,8 +76,6 @@ class PreparedData:
 def reads_prepared_data(spec: RunSpec, choice: Choice = "auto") -> bool:
     """Return whether the ranks read data that are prepared before; those of a stand-in engine if that is asked for."""
     if spec.code.own_program or spec.env.get(MEASURES_ONLY):
-        return False
-    if spec.unit != "tokens" and spec.training.objective not in LOSSES_OF:
         return False
     return choice != "auto" or (_OTHER_ENGINE not in spec.env and _OTHER_ENGINE not in os.environ)
 
@@ -204,7 +202,8 @@ def _unseen(spec: RunSpec, folder: Path) -> Reason | None:
     if spec.cluster.traits.runs_here:
         return None
     view = View(spec, folder, os.environ)
-    for _, path in spec.data.paths():
+    folder_of_images = spec.data.images.folder
+    for path in (*(path for _, path in spec.data.paths()), *(() if folder_of_images is None else (folder_of_images,))):
         if path not in EMBEDDED_SOURCES and "://" not in path and (place := view.unseen(parent_of_glob(path))):
             return Reason("preparation.unseen-path", {"path": path, "place": place})
     missing = [package for module, package in _needs(spec, folder).items() if find_spec(module) is None]
@@ -214,7 +213,7 @@ def _unseen(spec: RunSpec, folder: Path) -> Reason | None:
 def _needs(spec: RunSpec, folder: Path) -> dict[str, str]:
     """Return the modules that the preparation of a spec imports, each with the name of its package."""
     found = {name: name for name in NEEDS}
-    if spec.training.objective in LOSSES_OF:
+    if spec.training.objective in LOSSES_OF or isinstance(spec.model, LlavaSpec):
         found["PIL"] = "pillow"
     paths = [path for _, path in spec.data.paths()]
     if SKLEARN_DIGITS in paths:

@@ -128,6 +128,10 @@ TEXTS: dict[str, Text] = {
     "not-an-array": Text("must be a JSON array of objects"),
     "format-unknown": Text("the columns {columns:list} fit no format of rows; it needs {needed:or}", _FORMATS),
     "columns-missing": Text("format {format} needs the columns {missing:list}; the row has {columns:list}", _FORMATS),
+    "format-without-images": Text(
+        "rows of the format {format} have no place for an image; llava reads {known:or}",
+        ("Write conversations with <image>, or a part of type image, for each image",),
+    ),
     "parquet-columns": Text("has no columns {needed:or}", _FORMATS),
     "column-not-text": Text("the column {column} must be text"),
     "column-not-messages": Text("the column {column} must be a list of messages, each with a role and content"),
@@ -141,6 +145,34 @@ TEXTS: dict[str, Text] = {
     "sharegpt-role": Text("message {number} has from: {role}, which must be one of {known:list}"),
     "function-call": Text("message {number}: a function_call must be JSON with name and arguments"),
     "part": Text("message {number} of the column {column} has a part of type {type}; only text can be trained on"),
+    "no-image-token": Text(
+        "data.tokenizer: the id {id} of model.image_token_index is not one token of the tokenizer; {mark} has the id "
+        "{usual}",
+        ("Add the image token to tokenizer.json as an added token, and set model.image_token_index to its id",),
+    ),
+    "bad-image": Text(
+        "{where}: {problem}", ("Replace the image, or set data.on_bad: skip to leave out rows with bad images",)
+    ),
+    "prepared-with-other-images": Text(
+        "{folder} has rows with {found} tokens for an image, with the id {found_id}, and the model needs {count} with "
+        "the id {id}",
+        ("Set data.source to the rows themselves, so that they are prepared for this model",),
+    ),
+    "bad-images-left-out": Text(
+        "{folder} lacks {rows} rows with bad images, the first at {place}",
+        ("Set data.on_bad: skip, or replace the images and set data.source to the rows themselves",),
+    ),
+    "image-column": Text(
+        "the column {column} must be the path of an image, its bytes, or bytes and path, or a list of these"
+    ),
+    "image-marks": Text(
+        "it has {marks} places of images in its text and {images} images",
+        ("Write <image>, or a part of type image, for each image",),
+    ),
+    "image-tokens": Text(
+        "its text has {found} image tokens and the row {images} images",
+        ("Write the image token only where an image belongs, and check that the chat template writes one for each",),
+    ),
     "tools": Text("the column {column} must be a list of JSON schemas, or its JSON text"),
     "weight": Text("the weight {weight} must be 0, or a number from 1e-6 to 1e6"),
     "weight-of-pair": Text("a preference pair has no weight; its column {column} must be 1 or left out"),

@@ -174,6 +174,8 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
     kinds: tuple[str, ...] = FORMATS if spec.training.objective == "causal_lm" else ROW_FORMATS
     if spec.code.own_program:  # an evaluation, which has no objective
         kinds = tuple(dict.fromkeys((*FORMATS, *ROW_FORMATS)))
+    if getattr(spec.model, "family", "") == "llava":
+        kinds = (*kinds, *IMAGE_SUFFIXES)
     if spec.training.objective in LOSSES_OF and not spec.code.own_program:
         kinds = (SHARD_SUFFIX, TABLE_SUFFIX, *IMAGE_SUFFIXES, *_BESIDE_IMAGES)
     formats: dict[str, str] = {}

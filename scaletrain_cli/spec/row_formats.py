@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.data import FORMATS_OF, FieldsSpec
+from scaletrain_cli.spec.data import FORMATS_OF, FORMATS_WITH_IMAGES, FieldsSpec
 
 Message = dict[str, Any]
 # Names of the roles in ShareGPT files.
@@ -28,6 +28,8 @@ _SHAREGPT_ROLES = {
     "function_call": "assistant",
 }
 ASSISTANT = "assistant"
+# The place of an image in a text, as in the files of LLaVA and of the datasets library.
+IMAGE_MARK = "<image>"
 # Columns that a format must have.
 _NEEDED = {
     "messages": ("messages",),
@@ -59,6 +61,13 @@ class Answer(NamedTuple):
     prompt: str | list[Message]
     completion: str | list[Message]
     tools: list[Any] | None = None
+
+
+class GivenImage(NamedTuple):
+    """An image of a row: its path as the row names it, or the bytes of its file, or both."""
+
+    path: str
+    content: bytes | None = None
 
 
 class Conversation(NamedTuple):
@@ -100,15 +109,90 @@ def missing_columns(names: Sequence[str], row_format: str, fields: FieldsSpec) -
     return [name for column in _NEEDED[row_format] if (name := getattr(fields, column)) not in names]
 
 
-def parse_row(row: Any, row_format: str, fields: FieldsSpec) -> tuple[Example, float]:
-    """Return a row in its own form, and its weight in the loss. Raises RowError."""
+def parse_row(row: Any, row_format: str, fields: FieldsSpec, *, images: bool = False) -> tuple[Example, float]:
+    """Return a row in its own form, and its weight in the loss. Raises RowError.
+
+    ``images``: messages may have parts of type image, and the row needs as many images as its text has places.
+    """
     columns = _columns(row)
     if missing := missing_columns(columns, row_format, fields):
         raise RowError("columns-missing", format=row_format, missing=missing, columns=columns)
     weight = row.get(fields.weight)
     if row_format == "preference" and weight is not None and _weight(weight) != 1:
         raise RowError("weight-of-pair", column=fields.weight)
-    return _PARSERS[row_format](row, fields), 1.0 if weight is None else _weight(weight)
+    example = _PARSERS[row_format](row, fields)
+    if images:
+        marks, given = image_marks(example), len(images_of(row, fields))
+        if marks != given:
+            raise RowError("image-marks", marks=marks, images=given)
+    else:
+        _refuse_images(row, fields)
+    return example, 1.0 if weight is None else _weight(weight)
+
+
+def images_of(row: Mapping[str, Any], fields: FieldsSpec) -> tuple[GivenImage, ...]:
+    """Return the images of a row, in order; of a row without the column none. Raises RowError."""
+    columns = ("images", "image") if fields.images == "auto" else (fields.images,)
+    column = next((name for name in columns if row.get(name) not in (None, "")), None)
+    if column is None:
+        return ()
+    found = row[column]
+    return tuple(_given_image(each, column) for each in (found if isinstance(found, list | tuple) else [found]))
+
+
+def _given_image(given: Any, column: str) -> GivenImage:
+    """Return an image given as a path, as bytes, or as {bytes, path}, which the datasets library writes."""
+    path, content = given, None
+    if isinstance(given, Mapping):
+        path, content = given.get("path") or "", given.get("bytes")
+    elif isinstance(given, bytes):
+        path, content = "", given
+    if not isinstance(path, str) or not isinstance(content, bytes | None) or not (path or content):
+        raise RowError("image-column", column=column)
+    return GivenImage(path, content)
+
+
+def require_format_with_images(row_format: str) -> None:
+    """Raise RowError for a format without a place for an image."""
+    if row_format not in FORMATS_WITH_IMAGES:
+        raise RowError("format-without-images", format=row_format, known=list(FORMATS_WITH_IMAGES))
+
+
+def image_marks(example: Example) -> int:
+    """Return the number of places of images in the text of an example."""
+    if isinstance(example, PlainText):
+        return example.text.count(IMAGE_MARK)
+    if isinstance(example, Pair):
+        return image_marks(example.chosen)
+    parts = [example.messages] if isinstance(example, Conversation) else [example.prompt, example.completion]
+    contents = [
+        content
+        for part in parts
+        for content in ([part] if isinstance(part, str) else (message.get("content") for message in part))
+    ]
+    return sum(
+        content.count(IMAGE_MARK)
+        if isinstance(content, str)
+        else sum(is_image_part(each) for each in content)
+        if isinstance(content, list)
+        else 0
+        for content in contents
+    )
+
+
+def is_image_part(part: Mapping[str, Any]) -> bool:
+    """Return True if a part of a message's content is the place of an image."""
+    return part.get("type") == "image"
+
+
+def _refuse_images(row: Mapping[str, Any], fields: FieldsSpec) -> None:
+    """Raise RowError for a message with a part of type image."""
+    for column in (fields.messages, fields.prompt, fields.completion, fields.chosen, fields.rejected):
+        found = row.get(column)
+        for number, message in enumerate(found if isinstance(found, list) else []):
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, list) and any(is_image_part(part) for part in content):
+                raise RowError("part", number=number, column=column, type="image")
 
 
 def _columns(row: Any) -> list[str]:
@@ -252,7 +336,7 @@ def _message_list(given: Any, column: str) -> list[Message]:
         content = message.get("content")
         if isinstance(content, list):
             for part in content:
-                if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                if not isinstance(part, dict) or not (is_image_part(part) or isinstance(part.get("text"), str)):
                     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                     raise RowError("part", number=number, column=column, type=str(kind))
         elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):

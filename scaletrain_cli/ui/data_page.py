@@ -13,6 +13,7 @@ from scaletrain_cli.ui.data_report import (
     character_shares,
     characters_text,
     epochs_text,
+    images_text,
     length_quantile,
     measured_text,
     numbers_of,
@@ -157,6 +158,8 @@ def _source(source: Mapping[str, Any]) -> Iterator[str]:
         names = {"read": "rows read", "truncated": "truncated", "without_target": "left out: no token in the loss"}
         names |= {"too_long": "left out: too long", "target_tokens": "tokens in the loss"}
         yield _table(["rows", ""], ([names[key], whole_text(value)] for key, value in source["rows"].items()), "ln")
+    if source["images"]:
+        yield f"<p>{_safe(images_text(source['images']))}</p>"
     if source["steps"]:
         yield "<h3>After each step</h3>"
         yield _steps(source["steps"])

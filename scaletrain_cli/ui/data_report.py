@@ -30,6 +30,17 @@ def show_report(report: Mapping[str, Any]) -> None:
         line(console, Text.assemble(("all sources  ", "bold"), _amount(report["totals"])))
 
 
+def images_text(images: Mapping[str, Any]) -> str:
+    """Return the counts of the images of rows in a line."""
+    places, distinct, size = (sum(images[name].values()) for name in ("places", "distinct", "bytes"))
+    left_out = images["rows_left_out"]
+    bad = f"; left out: {counted(left_out, 'row')} with bad images" if left_out else ""
+    return (
+        f"{counted(places, 'image')} in rows, {whole_text(distinct)} stored ({bytes_text(size)}), "
+        f"{whole_text(images['tokens_per_image'])} tokens each{bad}"
+    )
+
+
 def _show_source(console: Console, source: Mapping[str, Any]) -> None:
     line(console, Text.assemble((plain(source["source"]), "bold"), f"  {plain(source['dataset'])}"))
     line(console, f"  {_amount(source)}")
@@ -41,6 +52,10 @@ def _show_source(console: Console, source: Mapping[str, Any]) -> None:
             f"  {whole_text(rows['read'])} rows read; {whole_text(rows['truncated'])} truncated; left out: {left_out} "
             "for their length",
         )
+        if images := source["images"]:
+            line(console, f"  {images_text(images)}")
+            for place in images["bad"]:
+                line(console, f"    {plain(place)}")
     elif not source["steps"]:
         line(console, "  no report: the data were prepared by an earlier version")
     for text in _facts(source):

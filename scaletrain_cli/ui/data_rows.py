@@ -31,8 +31,16 @@ def show_rows(answer: Mapping[str, Any]) -> None:
             line(console, Text(f"{name}{counts}", "dim"))
             console.print(marked(document["parts"], console), soft_wrap=True)
             console.print()
+        for image in row.get("images", ()):
+            line(console, image_line(image))
     for text in _counts(answer):
         line(console, text)
+
+
+def image_line(image: Mapping[str, Any]) -> Text:
+    """Return the place of an image, and its size or what is wrong with it."""
+    size = image.get("problem") or f"{image['width']} x {image['height']} pixels"
+    return Text(f"image: {plain(image['place'])}, {size}", "dim")
 
 
 def marked(parts: list[Mapping[str, Any]], console: Console) -> Text:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from scaletrain_cli.text import counted, whole_text
 from scaletrain_cli.ui.console import line, plain, stdout_console
-from scaletrain_cli.ui.data_rows import marked
+from scaletrain_cli.ui.data_rows import image_line, marked
 
 
 def show_samples(answer: Mapping[str, Any]) -> None:
@@ -59,4 +59,6 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
             console.print(marked([text["follows"]], console), soft_wrap=True)
         if text["padding"]:
             line(console, Text(f"{name}{counted(text['padding'], 'token')} of padding", "dim"))
+    for image in sample.get("images", ()):
+        line(console, image_line(image))
     console.print()

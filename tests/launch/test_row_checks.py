@@ -17,6 +17,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     not_recorded,
     row_problems,
     template_problems,
+    tokenizer_problem,
 )
 from tests.spec.samples import SPEC, load
 
@@ -172,3 +173,38 @@ def test_the_folder_of_images_must_exist(tmp_path: Path) -> None:
     assert str(found).startswith("--set data.images.folder = pictures: there is no such folder")
     (tmp_path / "pictures").mkdir()
     assert list(image_folder_problems(given)) == []
+
+
+def about(*images: str, **changed: Any) -> dict[str, Any]:
+    turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]
+    return {"image": list(images), "conversations": turns * len(images)} | changed
+
+
+def test_the_first_rows_with_images_are_checked(tmp_path: Path) -> None:
+    llava = "model={preset: llava-tiny}"
+    (tmp_path / "a.jpg").touch()
+    assert problems(tmp_path, [about("a.jpg"), {"conversations": about("a")["conversations"][1:]}], llava) == ""
+    for row, said in (
+        (about("a.jpg", "b.jpg"), f"rows.jsonl:2: there is no image {tmp_path}/b.jpg. Set data.images.folder to the"),
+        (about("a.jpg", image=None), "it has 1 places of images in its text and 0 images."),
+        ({"text": "Once"}, "format sharegpt needs the columns conversations"),
+    ):
+        assert said in problems(tmp_path, [about("a.jpg"), row], llava)
+    assert "rows of the format text have no place for an image" in problems(tmp_path, [{"text": "Once"}], llava)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "a.jpg").rename(tmp_path / "pictures" / "a.jpg")
+    assert problems(tmp_path, [about("a.jpg")], llava, "data.images.folder=pictures") == ""
+
+
+def test_the_tokenizer_must_have_the_image_token(tmp_path: Path) -> None:
+    words = {"model": {"vocab": {"</s>": 0, "a": 1}}, "added_tokens": [{"content": "<image>", "id": 5}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+
+    def found(token: int, *settings: str) -> str:
+        model = f"model={{preset: llava-tiny, image_token_index: {token}}}"
+        return str(tokenizer_problem(tmp_path / "tokenizer.json", view(tmp_path, model, *settings).spec))
+
+    assert found(5) == "None"
+    assert found(5, "model.text_config.vocab_size=2") == "None"  # no row of the embedding
+    assert found(4).startswith("data.tokenizer: the id 4 of model.image_token_index is not one token of the tokenizer;")
+    assert "has token ids up to 5, and model.vocab_size is 2" in found(1, "model.text_config.vocab_size=2")

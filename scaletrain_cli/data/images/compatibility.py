@@ -15,7 +15,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec import ClipSpec, DataSpec, RunSpec
+from scaletrain_cli.spec import ClipSpec, DataSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.images import ImageFieldsSpec
 from scaletrain_cli.spec.sources import SourceFieldsSpec, SourceSpec
 
@@ -25,6 +25,20 @@ _READ_FOR = {"class": "cross_entropy", "classes": "bce", "numbers": "regression"
 _DEFAULT_SHARE = DataSpec.model_fields["validation_split"].default
 _MOST_NAMES = 5  # of classes, in a message
 _AROUND_CAPTIONS = ("bos_token", "eos_token", "pad_token")
+
+
+def rows_problem(spec: RunSpec, document: Mapping[str, Any], folder: Path) -> Reason | None:
+    """Return why prepared rows with this dataset.json do not have the images of a model; None if they do.
+
+    A language model needs rows without images.
+    """
+    found = int(document.get("tokens_per_image") or 0), int(document.get("image_token") or 0)
+    model = spec.model
+    needed = (model.tokens_per_image, model.image_token_index) if isinstance(model, LlavaSpec) else (0, 0)
+    if found == needed:
+        return None
+    params = dict(zip(("found", "found_id", "count", "id"), (*found, *needed), strict=True))
+    return Reason("data.prepared-with-other-images", {"folder": str(folder), **params})
 
 
 def settings_of(spec: RunSpec, section: SourceSpec, folder: Path = Path()) -> ImageSettings:

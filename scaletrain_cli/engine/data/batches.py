@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.data.loader import map_tensors
 from scaletrain_cli.engine.data.permutation import batch_indices, samples_at
+from scaletrain_cli.engine.data.row_images import RowImages
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.model.attention import TokenContext
@@ -30,6 +31,14 @@ class Order(Protocol):
 
     def sequences_of(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """Return the sequences that are ``count`` samples from ``first`` on, in any order."""
+        ...
+
+
+class Pixels(Protocol):
+    """Decodes images of rows."""
+
+    def read(self, images: RowImages, numbers: Iterable[int]) -> Tensor:
+        """Return the images with these numbers, [images, height, width, channels] uint8."""
         ...
 
 
@@ -207,6 +216,7 @@ class BatchReader:
     part of a document that an earlier sequence ended with is not there: positions begin at 0 in each sequence.
     ``reference``: [pairs of the split, 2] fp32, log-probabilities of the chosen and of the rejected answer.
     ``order``: returns the sequence that is a sample of the run, both counted from 0; None: the order of one source.
+    ``pixels``: decodes the images of rows that have some; None: batches have no images.
     """
 
     sequences: TextSequences | RowSequences
@@ -219,6 +229,7 @@ class BatchReader:
     padding_multiple: int = PADDING_MULTIPLE
     within_documents: bool = False
     order: Order | None = None
+    pixels: Pixels | None = None
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -386,6 +397,11 @@ class BatchReader:
             if self.reference is not None:
                 found = torch.from_numpy(self.reference)[numbers]  # [micro-batches, pairs, 2]
                 reference = found.transpose(1, 2).flatten(1)
+        images, counts = None, None
+        if sequences.images is not None and self.pixels is not None:
+            each = [rows.images for rows in read if rows.images is not None]
+            images = self.pixels.read(sequences.images, np.concatenate(each))
+            counts = tuple(map(len, each))
         alike = len(set(lengths)) == 1
         if not positions and alike:
             part = self._part_of(lengths[0])
@@ -406,6 +422,8 @@ class BatchReader:
             lengths=None if alike else tuple(lengths),
             step_tokens=None if of_training is None else self._step_tokens(sequences, of_training),
             real=self._stacked([rows.real for rows in read]),
+            images=images,
+            image_counts=counts,
         )
 
     def _lengths(self, sequences: RowSequences, indices: list[list[int]], *, in_training: bool) -> list[int]:

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
-from scaletrain_cli.spec.row_formats import ASSISTANT, Conversation, Message, RowError
+from scaletrain_cli.spec.row_formats import ASSISTANT, IMAGE_MARK, Conversation, Message, RowError, is_image_part
 
 # Tokens that end a turn, which a model must learn to write; beside the tokenizer's eos_token.
 _ENDS_OF_TURN = (
@@ -38,6 +38,7 @@ _ENDS_OF_TURN = (
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Names under which a message has its reasoning, as in transformers; templates read the first, GPT-OSS the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_PROBE = "9b1c6f"  # a text that no template contains
 # Unicode's noncharacters mark the ends of generation blocks while a template is rendered.
 _NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
@@ -141,6 +142,19 @@ class ChatTemplate:
         ) as error:
             raise RowError("template-failed", error=f"{type(error).__name__}: {error}") from error
         return _without_marks(text, opening, closing) if opening else Rendered(text, [])
+
+    def takes_parts(self, image_token: str) -> bool:
+        """Return True if contents may be lists of parts, as processors of images have them.
+
+        That is so if the template writes the image token once for a part of type image, and the text of every part.
+        """
+        text = {"type": "text", "text": _PROBE}
+        messages = [{"role": "user", "content": [{"type": "image"}, text]}, {"role": ASSISTANT, "content": [text]}]
+        try:
+            found = self.render(messages, None).text
+        except RowError:
+            return False
+        return found.count(image_token) == 1 and found.count(_PROBE) == 2 and "'type'" not in found
 
     def assistant_spans(self, conversation: Conversation, *, last_only: bool) -> tuple[str, list[Span]]:
         """Return the text of a conversation and the spans of its assistant's turns, with the ends of the turns.
@@ -327,6 +341,36 @@ def _without_marks(text: str, opening: str, closing: str) -> Rendered:
     if start >= 0:
         raise RowError("template-failed", error="a generation block was cut")
     return Rendered("".join(found), [each for each in marked if each[0] < each[1]])
+
+
+def with_image_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose contents are lists of parts; text loses the white space around the place of an image."""
+    return [{**message, "content": _parts(message.get("content"))} for message in messages]
+
+
+def with_image_token(messages: Sequence[Message], token: str) -> list[Message]:
+    """Return messages whose contents are text with ``token`` in the places of images; parts become lines."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            content = content.replace(IMAGE_MARK, token)
+        elif isinstance(content, list):
+            content = "\n".join(token if is_image_part(part) else part["text"] for part in content)
+        found.append({**message, "content": content})
+    return found
+
+
+def _parts(content: str | list[Any] | None) -> list[dict[str, str]]:
+    if isinstance(content, list):
+        return [{"type": "image"} if is_image_part(part) else {"type": "text", **part} for part in content]
+    first, *others = (
+        [text.strip() for text in content.split(IMAGE_MARK)] if content and IMAGE_MARK in content else [content]
+    )
+    parts = [{"type": "text", "text": first}] if first else []
+    for text in others:
+        parts += [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
+    return parts
 
 
 def _with_reasoning(message: Message) -> Message:

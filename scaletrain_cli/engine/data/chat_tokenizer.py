@@ -11,13 +11,30 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.tokenizers.files import json_object, special_tokens
-from scaletrain_cli.engine.data.chat_template import CHATML, ChatTemplate, Span, compile_template
+from scaletrain_cli.engine.data.chat_template import (
+    CHATML,
+    ChatTemplate,
+    Span,
+    compile_template,
+    with_image_parts,
+    with_image_token,
+)
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec import DataSpec
+from scaletrain_cli.spec import DataSpec, LlavaSpec
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
-from scaletrain_cli.spec.row_formats import Answer, Conversation, Example, Message, Pair, PlainText, RowError
+from scaletrain_cli.spec.row_formats import (
+    IMAGE_MARK,
+    Answer,
+    Conversation,
+    Example,
+    Message,
+    Pair,
+    PlainText,
+    RowError,
+    image_marks,
+)
 
 _CHARACTERS_SHOWN = 20
 
@@ -29,6 +46,42 @@ class Encoded(NamedTuple):
     weights: npt.NDArray[np.float32]
 
 
+class ImageTokens(NamedTuple):
+    """The token that stands for an image, its text and its id, and how many ``copies`` of it an image has."""
+
+    text: str
+    id: int
+    copies: int
+
+    def before_a_cut(self, ids: npt.NDArray[np.int64], length: int) -> int:
+        """Return to how many tokens a document of more than ``length`` is cut, so that no image is."""
+        places = np.flatnonzero(ids == self.id)
+        whole, rest = divmod(int(np.searchsorted(places, length)), self.copies)
+        return int(places[whole * self.copies]) if rest else length
+
+    def without_copies(self, document: Encoded) -> Encoded:
+        """Return a document with one token for each image."""
+        kept = first_copies(document.ids, self.id, self.copies)
+        return Encoded(document.ids[kept], document.weights[kept])
+
+
+def first_copies(ids: npt.NDArray[np.int64], image: int, copies: int) -> npt.NDArray[np.bool_]:
+    """Return True for each token but the 2nd and later ones of an image, which has ``copies`` tokens ``image``."""
+    places = ids == image
+    found: npt.NDArray[np.bool_] = ~places | ((np.cumsum(places) - 1) % copies == 0)
+    return found
+
+
+def image_tokens(tokenizer: Any, spec: LlavaSpec) -> ImageTokens:
+    """Return the image token of a model. Raises UsageError if the tokenizer does not have it as one token."""
+    number = spec.image_token_index
+    text = tokenizer.id_to_token(number)
+    if text is None or tokenizer.encode(text, add_special_tokens=False).ids != [number]:
+        usual = tokenizer.token_to_id(IMAGE_MARK)
+        raise UsageError(Reason("data.no-image-token", {"id": number, "mark": IMAGE_MARK, "usual": usual}))
+    return ImageTokens(text, number, spec.tokens_per_image)
+
+
 class _Text(NamedTuple):
     """A text to encode. In the loss are the characters of ``spans``, or those after ``prompt``, or all (None)."""
 
@@ -36,6 +89,7 @@ class _Text(NamedTuple):
     special: bool  # the tokenizer adds its special tokens; a chat template has written them
     prompt: str | None = None
     spans: list[Span] | None = None
+    images: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,10 +100,11 @@ class TemplateFiles:
     templates: dict[str, str]
 
 
-def template_files(data: DataSpec) -> TemplateFiles:
+def template_files(data: DataSpec, *, images: bool = False) -> TemplateFiles:
     """Return special tokens and chat templates of a spec's tokenizer. Raises UsageError.
 
-    A trained tokenizer has the tokens and the template of ChatML.
+    A trained tokenizer has the tokens and the template of ChatML. ``images``: chat_template.json, which processors of
+    images have, is preferred to the tokenizer's own.
     """
     given: dict[str, str] = {}
     if data.chat_template is not None:
@@ -63,6 +118,8 @@ def template_files(data: DataSpec) -> TemplateFiles:
         return TemplateFiles(tokens, given or {"default": CHATML})
     folder = expand_home(data.tokenizer.path).parent
     config = json_object(folder / "tokenizer_config.json")
+    if images and isinstance(of_processor := json_object(folder / "chat_template.json").get("chat_template"), str):
+        config["chat_template"] = of_processor
     return TemplateFiles(special_tokens(folder), given or _templates(folder, config))
 
 
@@ -85,15 +142,21 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 class ChatTokenizer:
     """Turns examples into tokens with weights. The results depend on nothing but the arguments."""
 
-    def __init__(self, tokenizer: Any, files: TemplateFiles, data: DataSpec) -> None:
-        """``tokenizer``: of the package tokenizers. Raises UsageError for a template that is not valid."""
-        self._tokenizer, self._loss_on = tokenizer, data.loss_on
+    def __init__(self, tokenizer: Any, files: TemplateFiles, data: DataSpec, images: ImageTokens | None = None) -> None:
+        """``tokenizer``: of the package tokenizers. ``images``: None: rows have none.
+
+        Raises UsageError for a template that is not valid.
+        """
+        self._tokenizer, self._loss_on, self.images = tokenizer, data.loss_on, images
         self._name = data.tokenizer.path or "bpe"
         known = (name for name in (files.tokens.get("eos_token"), *ENDS_OF_TEXT) if name is not None)
         self.end = next((name for name in known if tokenizer.token_to_id(name) is not None), None)
         self._templates = {
             name: compile_template(source, files.tokens, data.chat_template_date)
             for name, source in files.templates.items()
+        }
+        self._takes_parts = {
+            name: images is not None and template.takes_parts(images.text) for name, template in self._templates.items()
         }
 
     def encode(self, examples: Sequence[tuple[Example, float]]) -> list[list[Encoded] | RowError]:
@@ -104,7 +167,8 @@ class ChatTokenizer:
         texts: list[list[_Text] | RowError] = []
         for example, _ in examples:
             try:
-                texts.append(self._texts(example))
+                found_texts = self._texts(example)
+                texts.append(found_texts if self.images is None else _counted(found_texts, example))
             except RowError as error:
                 texts.append(error)
         flat = [text for each in texts if not isinstance(each, RowError) for text in each]
@@ -138,6 +202,7 @@ class ChatTokenizer:
 
     def _conversation(self, conversation: Conversation) -> _Text:
         template = self._template(conversation.tools)
+        conversation = conversation._replace(messages=self._with_images(conversation.messages, conversation.tools))
         weights = [weight for weight in conversation.weights if weight is not None]
         if self._loss_on == "all" and all(weight == 1 for weight in weights):
             return _Text(template.render(conversation.messages, conversation.tools).text, special=False)
@@ -149,12 +214,15 @@ class ChatTokenizer:
     def _answer(self, answer: Answer) -> _Text:
         prompt, completion, tools = answer
         if isinstance(prompt, str) and isinstance(completion, str):
+            if self.images is not None:
+                prompt, completion = (each.replace(IMAGE_MARK, self.images.text) for each in (prompt, completion))
             text = self._ended(prompt + completion)
             return _Text(text, special=True, prompt=None if self._loss_on == "all" else prompt)
         assert isinstance(prompt, list)
         assert isinstance(completion, list)
         template = self._template(tools)
-        messages: list[Message] = [*prompt, *completion]
+        messages: list[Message] = self._with_images([*prompt, *completion], tools)
+        prompt = messages[: len(prompt)]
         text = template.render(messages, tools).text
         if self._loss_on == "all":
             return _Text(text, special=False)
@@ -167,11 +235,22 @@ class ChatTokenizer:
             raise RowError("template-prompt-differs", number=len(prompt), prompt=begins[len(plain) :])
         return _Text(text, special=False, prompt=begins)
 
+    def _with_images(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """Return the messages with the places of their images as the template takes them."""
+        if self.images is None:
+            return messages
+        if self._takes_parts[self._template_name(tools)]:
+            return with_image_parts(messages)
+        return with_image_token(messages, self.images.text)
+
     def _template(self, tools: list[Any] | None) -> ChatTemplate:
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        name = self._template_name(tools)
         if name not in self._templates:
             raise RowError("template-missing", tokenizer=self._name)
         return self._templates[name]
+
+    def _template_name(self, tools: list[Any] | None) -> str:
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
 
     def _ended(self, text: str) -> str:
         if self.end is None:
@@ -211,7 +290,21 @@ class ChatTokenizer:
             raise RowError("prompt-not-a-prefix", around=around)
         else:
             weights[len(prompt) :] = 1
-        return Encoded(ids, weights)
+        return Encoded(ids, weights) if self.images is None else self._with_copies(ids, weights, text.images)
+
+    def _with_copies(self, ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float32], images: int) -> Encoded:
+        """Return the tokens with as many copies of each image token as an image has, which are not in the loss."""
+        assert self.images is not None
+        places = ids == self.images.id
+        if (found := int(places.sum())) != images:
+            raise RowError("image-tokens", found=found, images=images)
+        weights[places] = 0
+        copies = np.where(places, self.images.copies, 1)
+        return Encoded(np.repeat(ids, copies), np.repeat(weights, copies))
+
+
+def _counted(texts: list[_Text], example: Example) -> list[_Text]:
+    return [text._replace(images=image_marks(example)) for text in texts]
 
 
 def _with_the_rest(text: str, spans: list[Span]) -> list[Span]:

@@ -167,7 +167,10 @@ def _sequences(folder: Path, split: str, info: DatasetInfo, seq_len: int) -> Tok
     return TokenSequences(mapped[0], seq_len, mapped[1], files[0], files[1])
 
 
-_LATER_FIELDS = ("loss_on", "truncation", "chat_template", "fields")
+_LATER_FIELDS = {"loss_on", "truncation", "chat_template", "fields", "image_token", "tokens_per_image"} | {
+    *("image_folder", "rows_with_bad_images", "bad_images"),
+    *(f"{split}_{name}" for split in SPLITS for name in ("images", "image_bytes", "image_place_bytes", "image_uses")),
+}
 
 
 def seal_of(info: DatasetInfo, hashes: list[bytes]) -> str:

@@ -6,15 +6,18 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.block_cache import block_cache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.commands import prepare_images, prepare_text
+from scaletrain_cli.data.images.compatibility import rows_problem
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.pipeline.prepare import SCHEMA as SHARDED_SCHEMA
 from scaletrain_cli.data.prepared import find_prepared
+from scaletrain_cli.data.report import images_in_rows
 from scaletrain_cli.engine.data.dataset import (
     DatasetInfo,
     open_dataset,
@@ -82,7 +85,18 @@ def open_data_of(
             if found:
                 params = {"folder": str(folder), "key": key, "value": value}
                 raise UsageError(Reason("data.prepared-without-setting", params))
-    return open_rows(folder, document, seq_len, rank, ranks)
+    opened = open_rows(folder, document, seq_len, rank, ranks)
+    _require_images(spec, folder, opened[0], begun=begun)
+    return opened
+
+
+def _require_images(spec: RunSpec, folder: Path, info: RowsInfo, *, begun: bool) -> None:
+    """Raise UsageError if rows have images that the model does not take, or lack those that were bad."""
+    if (problem := rows_problem(spec, asdict(info), folder)) is not None:
+        raise UsageError(problem)
+    if info.rows_with_bad_images and spec.data.on_bad == "stop" and not begun:
+        params = {"rows": info.rows_with_bad_images, "place": info.bad_images.partition("\n")[0]}
+        raise UsageError(Reason("data.bad-images-left-out", {"folder": str(folder), **params}))
 
 
 def _made_for_another(folder: Path, found: str, objective: str) -> UsageError:
@@ -136,4 +150,6 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
                 "too_long": info.rows_too_long,
             },
         }
+    if isinstance(info, RowsInfo) and info.tokens_per_image:
+        found["images"] = images_in_rows(asdict(info))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
@@ -18,7 +18,14 @@ from scaletrain_cli.data.chunk_hashes import CheckedFile, CorruptDataError, Hash
 from scaletrain_cli.data.tokenizers.files import train_tokenizer
 from scaletrain_cli.data.tokenizers.given import given_tokenizer, tokenizer_identity
 from scaletrain_cli.engine.data.chat_template import CHATML_TOKENS
-from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, TemplateFiles, template_files
+from scaletrain_cli.engine.data.chat_tokenizer import (
+    ChatTokenizer,
+    Encoded,
+    ImageTokens,
+    TemplateFiles,
+    image_tokens,
+    template_files,
+)
 from scaletrain_cli.engine.data.dataset import (
     DTYPES,
     SPLITS,
@@ -28,6 +35,7 @@ from scaletrain_cli.engine.data.dataset import (
     seal_of,
 )
 from scaletrain_cli.engine.data.packing import Piece, pack
+from scaletrain_cli.engine.data.row_images import LARGE_FILES, ImageWriter, StoredImage, open_row_images
 from scaletrain_cli.engine.data.row_source import Row, Tally, row_error, rows_content, rows_of
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.errors import UsageError
@@ -35,12 +43,14 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.shared_datasets import dataset_place
 from scaletrain_cli.safe_files import create_file, expand_home
-from scaletrain_cli.spec import DataSpec, RunSpec
+from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import END_OF_TEXT
-from scaletrain_cli.spec.row_formats import Conversation, Example, Pair, PlainText, RowError
+from scaletrain_cli.spec.row_formats import IMAGE_MARK, Conversation, Example, Pair, PlainText, RowError
+from scaletrain_cli.spec.vision_model import image_channels
 
 SCHEMA = "scaletrain.rows/v1"
 _ROWS_PER_ENCODE = 256
+_BAD_SHOWN = 20
 # The files of a split, and their types; tokens have the type of the dataset.
 _PARTS = {"bin": "", "weights.bin": "float32", "ends.bin": "int64", "rows.bin": "int64", "totals.bin": "float64"}
 
@@ -63,7 +73,8 @@ class RowsInfo(DatasetInfo):
 
     Of each split there are five files, each with the hashes of its chunks: tokens (``.bin``), their weights
     (``.weights.bin``, fp32), the ends of documents (``.ends.bin``) and the number of documents up to each row
-    (``.rows.bin``), both int64, and the sum of the weights of each row (``.totals.bin``, fp64).
+    (``.rows.bin``), both int64, and the sum of the weights of each row (``.totals.bin``, fp64). Rows with images have
+    five more, see row_images. ``images``: distinct ones; ``image_uses``: those of all rows.
     """
 
     objective: str = ""
@@ -84,6 +95,19 @@ class RowsInfo(DatasetInfo):
     truncation: str = ""
     chat_template: str = ""  # as DataSpec.recorded_template
     fields: str = ""  # as DataSpec.recorded_fields
+    tokens_per_image: int = 0  # 0: rows have no images
+    image_token: int = 0
+    image_folder: str = ""
+    train_images: int = 0
+    validation_images: int = 0
+    train_image_uses: int = 0
+    validation_image_uses: int = 0
+    train_image_bytes: int = 0
+    validation_image_bytes: int = 0
+    train_image_place_bytes: int = 0
+    validation_image_place_bytes: int = 0
+    rows_with_bad_images: int = 0  # which were left out
+    bad_images: str = ""  # the first ones, a line each
 
     @property
     def samples(self) -> tuple[int, int]:
@@ -105,10 +129,13 @@ def rows_folder(spec: RunSpec, runs_root: Path) -> Path:
         str(spec.language_model.seq_len),
         rows_content(data.only_source, runs_root),
         tokenizer_identity(data.tokenizer),
-        _template_hash(template_files(data)),
+        _template_hash(template_files(data, images=isinstance(spec.model, LlavaSpec))),
         json.dumps(settings, sort_keys=True),
         repr(data.validation_split),
     ]
+    if isinstance(spec.model, LlavaSpec):
+        folder = "" if data.images.folder is None else str(expand_home(data.images.folder).absolute())
+        identity += [folder, data.on_bad, str(spec.model.image_token_index), str(spec.model.tokens_per_image)]
     return dataset_place(runs_root, hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16])
 
 
@@ -116,13 +143,24 @@ def _template_hash(files: TemplateFiles) -> str:
     return hashlib.sha256(json.dumps([files.tokens, files.templates], sort_keys=True).encode()).hexdigest()
 
 
-def tokenizer_of(data: DataSpec, objective: str, most_rows: int | None = None) -> Any:
-    """Return the tokenizer of a spec: read from its file, or trained on the rows, at most ``most_rows`` of them."""
+def tokenizer_of(data: DataSpec, objective: str, most_rows: int | None = None, *, images: bool = False) -> Any:
+    """Return the tokenizer of a spec: read from its file, or trained on the rows, at most ``most_rows`` of them.
+
+    ``images``: a trained tokenizer has a token for the place of an image, with the id 3.
+    """
     if data.tokenizer.path is not None:
         return given_tokenizer(data.tokenizer)
-    rows = islice(rows_of(data, objective)[1], most_rows)
-    texts = (text for row in rows for text in _texts_of(row.example))
-    return train_tokenizer(texts, data.tokenizer.vocab_size, [END_OF_TEXT, *CHATML_TOKENS])
+    rows = islice(rows_of(data, objective, images=images)[1], most_rows)
+    texts = (text.replace(IMAGE_MARK, "") if images else text for row in rows for text in _texts_of(row.example))
+    special = [END_OF_TEXT, *CHATML_TOKENS, *([IMAGE_MARK] if images else [])]
+    return train_tokenizer(texts, data.tokenizer.vocab_size, special)
+
+
+def chat_tokenizer(spec: RunSpec, tokenizer: Any) -> ChatTokenizer:
+    """Return what renders and encodes the rows of a spec. Raises UsageError."""
+    is_llava = isinstance(spec.model, LlavaSpec)
+    images = image_tokens(tokenizer, spec.model) if isinstance(spec.model, LlavaSpec) else None
+    return ChatTokenizer(tokenizer, template_files(spec.data, images=is_llava), spec.data, images)
 
 
 def _texts_of(example: Example) -> Iterator[str]:
@@ -147,6 +185,7 @@ class RowEncoder:
 
     def __init__(self, tokenizer: ChatTokenizer, data: DataSpec, seq_len: int) -> None:
         self._tokenizer, self._seq_len = tokenizer, seq_len
+        self._images = tokenizer.images
         self._truncation = "" if data.packing == "best_fit_split" else data.truncation
         self.counts = RowCounts()
 
@@ -172,6 +211,8 @@ class RowEncoder:
             self.counts = replace(counts, read=counts.read + 1, too_long=counts.too_long + 1)
             return None
         part = slice(-self._seq_len, None) if self._truncation == "keep_end" else slice(self._seq_len)
+        if cut and self._images is not None:
+            part = slice(self._images.before_a_cut(documents[0].ids, self._seq_len))
         kept = [Encoded(each.ids[part], each.weights[part]) for each in documents] if cut else documents
         for document in kept:
             document.weights[:1] = 0
@@ -221,28 +262,86 @@ class _Spool:
             path.unlink()
 
 
+class _Images:
+    """Reads and stores the images of the rows of a LLaVA, and counts rows whose images are bad."""
+
+    def __init__(self, spec: RunSpec, model: LlavaSpec, folder: Path, tokens: ImageTokens) -> None:
+        from scaletrain_cli.data.images.decode import BadImageError  # these need Pillow
+        from scaletrain_cli.engine.data.images.of_rows import read_image
+
+        self._bad, self._read = BadImageError, read_image
+        self._skips, self._channels, self._tokens = spec.data.on_bad == "skip", image_channels(model), tokens
+        self._writers = {split: ImageWriter(folder, split) for split in SPLITS}
+        self.bad: list[str] = []
+        self.rows_left_out = 0
+
+    def __enter__(self) -> _Images:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def usable(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[StoredImage]]]:
+        """Yield the rows with their images. Raises UsageError for a bad one, unless such rows are left out."""
+        for row in rows:
+            try:
+                yield row, [self._read(each, self._channels, decodes=self._skips) for each in row.images]
+            except self._bad as error:
+                if not self._skips:
+                    raise UsageError(Reason("data.bad-image", {"where": row.where, "problem": error.reason})) from error
+                self.rows_left_out += 1
+                if len(self.bad) < _BAD_SHOWN:
+                    self.bad.append(f"{row.where}: {error.message}")
+
+    def add(self, split: str, document: Encoded, images: Sequence[StoredImage]) -> None:
+        """Store the images of a document, without those that were cut off."""
+        kept = int((document.ids == self._tokens.id).sum()) // self._tokens.copies
+        self._writers[split].add_document(images[:kept])
+
+    def finish(self, split: str, order: Sequence[int]) -> tuple[list[bytes], dict[str, int]]:
+        """Write the rest of a split, whose documents are in this order; return the hashes and sizes of its files."""
+        return self._writers[split].finish(order)
+
+
 def build_rows(spec: RunSpec, folder: Path) -> None:
     """Write the rows of a spec below ``folder``. Raises UsageError."""
+    with ExitStack() as held:
+        _build(spec, folder, held)
+
+
+def _build(spec: RunSpec, folder: Path, held: ExitStack) -> None:
     data, objective, seq_len = spec.data, spec.training.objective, spec.language_model.seq_len
-    files, tally = template_files(data), Tally()
-    raw = tokenizer_of(data, objective)
+    is_llava = isinstance(spec.model, LlavaSpec)
+    files, tally = template_files(data, images=is_llava), Tally()
+    raw = tokenizer_of(data, objective, images=is_llava)
     create_file(folder / "tokenizer.json", raw.to_str(pretty=True))
     if data.tokenizer.path is None:
         for name, content in _beside_a_tokenizer(files, raw).items():
             create_file(folder / name, json.dumps(content, indent=2) + "\n")
-    vocab_size = max(raw.get_vocab().values()) + 1
-    dtype = DTYPES[vocab_size > 1 << 16]
-    row_format, rows = rows_of(data, objective, tally)
-    encoder = RowEncoder(ChatTokenizer(raw, files, data), data, seq_len)
+    ids, chat = set(raw.get_vocab().values()), chat_tokenizer(spec, raw)
+    dtype = DTYPES[max(ids) + 1 > 1 << 16]
+    images = None
+    if isinstance(spec.model, LlavaSpec):
+        assert chat.images is not None
+        images = held.enter_context(_Images(spec, spec.model, folder, chat.images))
+        ids.discard(chat.images.id)  # no row of the embedding
+    vocab_size = max(ids) + 1
+    row_format, rows = rows_of(data, objective, tally, images=is_llava)
+    encoder = RowEncoder(chat, data, seq_len)
     weighted = False
     with ExitStack() as opened:
         spools = {split: opened.enter_context(_Spool(folder, split, dtype)) for split in SPLITS}
-        while batch := list(islice(rows, _ROWS_PER_ENCODE)):
-            for row, documents in encoder.encode(batch):
+        usable = ((row, list[StoredImage]()) for row in rows) if images is None else images.usable(rows)
+        while batch := list(islice(usable, _ROWS_PER_ENCODE)):
+            of_row = {id(row): stored for row, stored in batch}
+            for row, documents in encoder.encode([row for row, _ in batch]):
                 split = SPLITS[draw(row.key) < data.validation_split]
                 for document in documents:
                     spools[split].add(document)
                     weighted = weighted or bool(((document.weights != 0) & (document.weights != 1)).any())
+                    if images is not None:
+                        images.add(split, document, of_row[id(row)])
     counts = encoder.counts
     if not counts.targets:
         params = {"rows": counts.read, "dropped": counts.without_target, "too_long": counts.too_long}
@@ -251,6 +350,10 @@ def build_rows(spec: RunSpec, folder: Path) -> None:
     numbers: dict[str, Any] = {}
     for split in SPLITS:
         written = _write_split(folder, split, spools[split], data.packing, seq_len, dtype)
+        if images is not None:
+            of_images, sizes = images.finish(split, written.order)
+            written.hashes.extend(of_images)
+            numbers |= {f"{split}_{name}": size for name, size in sizes.items()}
         hashes += written.hashes
         digest.update(split.encode() + b"".join(written.hashes))
         numbers |= {
@@ -281,6 +384,11 @@ def build_rows(spec: RunSpec, folder: Path) -> None:
         truncation=data.truncation,
         chat_template=data.recorded_template(Path()),
         fields=data.recorded_fields(),
+        tokens_per_image=0 if chat.images is None else chat.images.copies,
+        image_token=0 if chat.images is None else chat.images.id,
+        image_folder=data.images.folder or "",
+        rows_with_bad_images=0 if images is None else images.rows_left_out,
+        bad_images="" if images is None else "\n".join(images.bad),
         **numbers,
     )
     write_document(folder / "dataset.json", asdict(replace(info, seal=seal_of(info, hashes))))
@@ -302,6 +410,7 @@ class _Written:
     tokens: int
     documents: int
     rows: int
+    order: list[int]  # of the documents by their numbers in the spool
 
 
 def _write_split(folder: Path, split: str, spool: _Spool, packing: str, seq_len: int, dtype: str) -> _Written:
@@ -313,6 +422,7 @@ def _write_split(folder: Path, split: str, spool: _Spool, packing: str, seq_len:
     else:
         packed = pack(lengths, seq_len, split=packing == "best_fit_split")
     place = documents = rows = 0
+    order: list[int] = []
     with ExitStack() as opened:
         files = {part: opened.enter_context(HashedFile(folder / f"{split}.{part}")) for part in _PARTS}
         for row in packed:
@@ -329,13 +439,14 @@ def _write_split(folder: Path, split: str, spool: _Spool, packing: str, seq_len:
                 place += len(its)
                 documents += 1
                 files["ends.bin"].write(np.int64(place).tobytes())
+            order += [document for document, _, _ in row]
             rows += 1
             files["rows.bin"].write(np.int64(documents).tobytes())
             files["totals.bin"].write(np.float64(total).tobytes())
         hashes = [files[part].finish() for part in _PARTS]
     del tokens, weights
     spool.remove()
-    return _Written(hashes, place, documents, rows)
+    return _Written(hashes, place, documents, rows, order)
 
 
 def open_rows(
@@ -366,8 +477,11 @@ def open_rows(
         splits.append(sequences)
     if info.seal != seal_of(info, [file.hashes for file in checked]):
         raise CorruptDataError(folder / "dataset.json", "it does not match the hashes beside it")
-    for file in (*checked[2:5], *checked[7:10]):
-        file.check_share(rank, ranks)
+    width = len(checked) // len(SPLITS)
+    large = (0, 1, *range(len(_PARTS), len(_PARTS) + LARGE_FILES))  # compared when they are first read
+    for number, file in enumerate(checked):
+        if number % width not in large:
+            file.check_share(rank, ranks)
     if not len(splits[0]):
         sizes = {"tokens": info.train_tokens, "length": seq_len}
         raise UsageError(Reason("engine.dataset-too-small", {"folder": str(folder), **sizes}))
@@ -382,6 +496,12 @@ def _open_split(folder: Path, split: str, info: RowsInfo) -> tuple[list[CheckedF
         path = folder / f"{split}.{part}"
         mapped.append(map_numbers(path, _PARTS[part] or info.dtype, count))
         checked.append(CheckedFile(path, mapped[-1].view(np.uint8)))
+    images = None
+    if info.tokens_per_image:
+        names = ("images", "image_bytes", "image_place_bytes", "image_uses")
+        sizes = {name: getattr(info, f"{split}_{name}") for name in names}
+        images = open_row_images(folder, split, sizes, documents)
+        checked += images.files
     sequences = RowSequences(
         tokens=mapped[0],
         weights=mapped[1],
@@ -393,15 +513,18 @@ def _open_split(folder: Path, split: str, info: RowsInfo) -> tuple[list[CheckedF
         packed=info.packing != "none",
         weighted=info.weighted,
         files=(checked[0], checked[1]),
+        images=images,
     )
     return checked, sequences
 
 
 def left_out(info: RowsInfo) -> str:
     """Return how many rows were truncated or left out; empty if none was."""
-    if not (info.rows_truncated or info.rows_without_target or info.rows_too_long):
+    bad = info.rows_with_bad_images
+    if not (info.rows_truncated or info.rows_without_target or info.rows_too_long or bad):
         return ""
+    of_images = f", {bad} with bad images, the first at {info.bad_images.partition(chr(10))[0]}" if bad else ""
     return (
-        f"of {info.rows_read} rows {info.rows_truncated} were truncated to {info.seq_len} tokens; left out: "
-        f"{info.rows_without_target} without a token in the loss, {info.rows_too_long} for their length"
+        f"of {info.rows_read + bad} rows {info.rows_truncated} were truncated to {info.seq_len} tokens; left out: "
+        f"{info.rows_without_target} without a token in the loss, {info.rows_too_long} for their length{of_images}"
     )

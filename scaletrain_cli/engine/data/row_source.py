@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import json
@@ -10,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from scaletrain_cli.data.sources.local_files import local_file
 from scaletrain_cli.engine.data.docstrings import docstring_rows
 from scaletrain_cli.errors import UsageError, sentence
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import (
     EMBEDDED,
@@ -31,8 +33,16 @@ from scaletrain_cli.spec.corpus_files import (
     open_bytes,
     unreadable_among,
 )
-from scaletrain_cli.spec.row_formats import Example, RowError, format_of, parse_row
+from scaletrain_cli.spec.row_formats import (
+    Example,
+    RowError,
+    format_of,
+    images_of,
+    parse_row,
+    require_format_with_images,
+)
 
+_ROWS_WITH_IMAGES = 64
 _BROKEN = re.compile("[\ud800-\udfff]")
 
 
@@ -44,6 +54,14 @@ class Tally:
     replaced: int = 0
 
 
+class RowImage(NamedTuple):
+    """An image of a row. ``place``: for messages; ``path``: None if the row has the bytes of the file, ``content``."""
+
+    place: str
+    path: Path | None
+    content: bytes | None = None
+
+
 class Row(NamedTuple):
     """One row of the source. ``where``: its file and line; ``key``: its content as text, the same in every run."""
 
@@ -51,23 +69,37 @@ class Row(NamedTuple):
     example: Example
     weight: float
     key: str
+    images: tuple[RowImage, ...] = ()
 
 
-def rows_of(data: DataSpec, objective: str, tally: Tally | None = None) -> tuple[str, Iterator[Row]]:
-    """Return the format of the rows and the rows. Raises UsageError, also while they are read."""
-    raw = _raw_rows(data.only_source, objective, tally or Tally())
+class _RawRow(NamedTuple):
+    where: str
+    content: Any
+    file: Path = Path()
+
+
+def rows_of(
+    data: DataSpec, objective: str, tally: Tally | None = None, *, images: bool = False
+) -> tuple[str, Iterator[Row]]:
+    """Return the format of the rows and the rows. ``images``: rows may have images.
+
+    Raises UsageError, also while they are read.
+    """
+    raw = _raw_rows(data.only_source, objective, tally or Tally(), _ROWS_WITH_IMAGES if images else None)
     first = next(raw, None)
     if first is None:
         raise UsageError(Reason("data.no-rows", {"source": data.source}))
     row_format: str = data.format
     if row_format == "auto":
         try:
-            row_format = format_of(first[1], objective, data.fields)
+            row_format = format_of(first.content, objective, data.fields)
+            if images:
+                require_format_with_images(row_format)
         except RowError as error:
-            raise row_error(first[0], error) from error
+            raise row_error(first.where, error) from error
     if data.loss_on == "last_assistant" and row_format in ("prompt_completion", "text"):
         raise UsageError(Reason("data.no-last-turn", {"format": row_format}))
-    return row_format, (_row(where, row, row_format, data) for where, row in chain([first], raw))
+    return row_format, (_row(row, row_format, data, images=images) for row in chain([first], raw))
 
 
 def rows_content(source: str, runs_root: Path) -> str:
@@ -86,22 +118,39 @@ def row_error(where: str, error: RowError) -> UsageError:
     )
 
 
-def _row(where: str, row: Any, row_format: str, data: DataSpec) -> Row:
-    key = json.dumps(row, sort_keys=True, default=str)
+def _row(raw: _RawRow, row_format: str, data: DataSpec, *, images: bool) -> Row:
+    where, row, _ = raw
+    key = json.dumps(row, sort_keys=True, default=_digest if images else str)
     try:
-        return Row(where, *parse_row(row, row_format, data.fields), key)
+        parsed = parse_row(row, row_format, data.fields, images=images)
+        return Row(where, *parsed, key, _images(raw, data) if images else ())
     except RowError as error:
         raise row_error(where, error) from error
 
 
-def _raw_rows(source: str, objective: str, tally: Tally) -> Iterator[tuple[str, Any]]:
+def _images(raw: _RawRow, data: DataSpec) -> tuple[RowImage, ...]:
+    folder = raw.file.parent if data.images.folder is None else expand_home(data.images.folder)
+    found = []
+    for number, (name, content) in enumerate(images_of(raw.content, data.fields), start=1):
+        path = folder / expand_home(name) if content is None else None
+        found.append(RowImage(str(path or f"{raw.where}, image {number}"), path, content))
+    return tuple(found)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
+
+
+def _raw_rows(source: str, objective: str, tally: Tally, at_once: int | None) -> Iterator[_RawRow]:
+    """``at_once``: rows of a parquet file that are in memory at a time; None: as many as pyarrow has."""
     if source == PYTHON_DOCSTRINGS:
-        yield from docstring_rows(pairs=objective == "dpo")
+        yield from (_RawRow(*each) for each in docstring_rows(pairs=objective == "dpo"))
         return
     for path in _files(source):
         own = Tally()
         with _readable(path):
-            yield from _READERS[kind_of(path)](path, own)
+            rows = _parquet(path, at_once) if kind_of(path) == "parquet" else _READERS[kind_of(path)](path, own)
+            yield from (_RawRow(where, row, path) for where, row in rows)
         if own.replaced > max(FEW_REPLACED, MOST_REPLACED * own.characters):
             counts = {"replaced": own.replaced, "characters": own.characters}
             raise UsageError(Reason("engine.file-not-utf-8", {"path": str(path), **counts}))
@@ -177,14 +226,14 @@ def _parsed(text: str) -> Any:
     return found
 
 
-def _parquet(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
+def _parquet(path: Path, at_once: int | None) -> Iterator[tuple[str, Any]]:
     try:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise UsageError(Reason("engine.pyarrow-missing", {"path": str(path)})) from error
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
+        for batch in parquet.ParquetFile(path).iter_batches(**({} if at_once is None else {"batch_size": at_once})):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}, row {number}", {name: _without_nulls(value) for name, value in row.items()}
@@ -199,10 +248,4 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-_READERS = {"jsonl": _jsonl, "json": _json, "parquet": _parquet}
-
-
-def first_of(data: DataSpec, objective: str, first: int, count: int) -> tuple[str, list[Row]]:
-    """Return the format and ``count`` rows from row ``first`` on, counted from 0. Raises UsageError."""
-    row_format, rows = rows_of(data, objective)
-    return row_format, list(islice(rows, first, first + count))
+_READERS = {"jsonl": _jsonl, "json": _json}

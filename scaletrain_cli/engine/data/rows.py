@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrain_cli.data.chunk_hashes import CheckedFile
+from scaletrain_cli.engine.data.row_images import RowImages, StoredImage
 
 NOT_COUNTED = -100  # ignore_index of torch.nn.functional.cross_entropy
 PADDING_DOCUMENT = -1
@@ -21,7 +22,8 @@ class Rows(NamedTuple):
     tokens: int64, 0 in the padding. labels: int64, the next token of the same document, -100 where it does not count.
     weights: fp32, weight of each label, 0 where it does not count; None if all others are 1. documents: int64, number
     of the document in its row, -1 for padding; positions: int64, within the document. Both are None where each row is
-    one document. real: bool, False in the padding.
+    one document. real: bool, False in the padding. images: numbers of all images in the order of their tokens; None:
+    the rows of the model have none.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -30,6 +32,7 @@ class Rows(NamedTuple):
     documents: npt.NDArray[np.int64] | None
     positions: npt.NDArray[np.int64] | None
     real: npt.NDArray[np.bool_]
+    images: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class RowSequences:
     ``totals``: sum of the weights of each row, fp64. ``pairs``: rows 2 i and 2 i + 1 are the chosen and the rejected
     answer of pair i, and the length is the number of pairs. ``packed``: a row may have several documents.
     ``weighted``: some weights are neither 0 nor 1. ``files``: compare tokens and weights with their hashes.
+    ``images``: those of the documents; None: the rows of the model have none.
     """
 
     tokens: npt.NDArray[np.unsignedinteger]
@@ -55,6 +59,7 @@ class RowSequences:
     files: tuple[CheckedFile, CheckedFile] | None = None
     first: int = 0
     count: int | None = None  # number of rows or pairs from ``first`` on; None for all
+    images: RowImages | None = None
 
     def __len__(self) -> int:
         return len(self.row_ends) // (2 if self.pairs else 1) - self.first if self.count is None else self.count
@@ -73,6 +78,16 @@ class RowSequences:
         ends = self.document_ends[self.row_ends[rows] - 1]
         return int(max(end - self._start(row) for end, row in zip(ends, rows, strict=True)))
 
+    def images_of(self, index: int) -> list[StoredImage]:
+        """Return the images of a row, in the order of their tokens. Raises CorruptDataError."""
+        if self.images is None:
+            return []
+        return [self.images.read(int(number)) for number in self._image_numbers(index + self.first)]
+
+    def _image_numbers(self, row: int) -> npt.NDArray[np.int64]:
+        assert self.images is not None
+        return self.images.of_documents(int(self.row_ends[row - 1]) if row else 0, int(self.row_ends[row]))
+
     def read(self, indices: Sequence[int], length: int | None = None) -> Rows:
         """Return these rows, or the chosen answers of these pairs and then the rejected ones.
 
@@ -83,7 +98,10 @@ class RowSequences:
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, NOT_COUNTED, np.int64)
         weights = np.zeros(shape, np.float32)
         documents, positions = np.full(shape, PADDING_DOCUMENT, np.int64), np.zeros(shape, np.int64)
+        images: list[npt.NDArray[np.int64]] = []
         for place, row in enumerate(self._rows(indices)):
+            if self.images is not None:
+                images.append(self._image_numbers(int(row)))
             ends = self.document_ends[self.row_ends[row - 1] if row else 0 : self.row_ends[row]]
             base = self._start(row)
             stop = int(ends[-1])
@@ -104,6 +122,7 @@ class RowSequences:
             documents if self.packed else None,
             positions if self.packed else None,
             documents != PADDING_DOCUMENT,
+            None if self.images is None else np.concatenate(images),
         )
 
     def _rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:

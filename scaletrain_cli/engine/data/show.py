@@ -7,14 +7,14 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, template_files
+from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, ImageTokens
 from scaletrain_cli.engine.data.packing import pack
-from scaletrain_cli.engine.data.row_dataset import RowEncoder, rows_folder, tokenizer_of
-from scaletrain_cli.engine.data.row_source import Row, rows_of
+from scaletrain_cli.engine.data.row_dataset import RowEncoder, chat_tokenizer, rows_folder, tokenizer_of
+from scaletrain_cli.engine.data.row_source import Row, RowImage, rows_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 _ROWS_COUNTED = 1000  # also the rows from which a tokenizer is trained, if the data are not prepared
 
@@ -27,8 +27,8 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     if (expand_home(data.only_source) / "dataset.json").is_file():
         raise UsageError(Reason("data.prepared-not-shown", {"source": data.source}))
     tokenizer, is_own = _tokenizer(spec, Path(arguments[1]))
-    chat = ChatTokenizer(tokenizer, template_files(data), data)
-    row_format, rows = rows_of(data, objective)
+    chat, with_images = chat_tokenizer(spec, tokenizer), isinstance(spec.model, LlavaSpec)
+    row_format, rows = rows_of(data, objective, images=with_images)
     encoder, shown = RowEncoder(chat, data, seq_len), []
     lengths: list[int] = []
     number = 0
@@ -46,7 +46,8 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
                 ),
                 "whole",
             )
-            shown.append(_shown(number, row, state, kept[0] if kept else _uncut(chat, row), tokenizer))
+            documents = kept[0] if kept else _uncut(chat, row)
+            shown.append(_shown(number, row, state, documents, tokenizer, chat.images))
     if not shown:
         raise UsageError(Reason("data.row-out-of-range", {"rows": number, "row": first}))
     counts = encoder.counts
@@ -74,10 +75,11 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _tokenizer(spec: RunSpec, runs_root: Path) -> tuple[Any, bool]:
     """Return the tokenizer, and True if the run has the same one: not if it was trained on the first rows only."""
+    with_images = isinstance(spec.model, LlavaSpec)
     if spec.data.tokenizer.path is None:
         prepared = rows_folder(spec, runs_root) / "tokenizer.json"
         if not prepared.is_file():
-            return tokenizer_of(spec.data, spec.training.objective, _ROWS_COUNTED), False
+            return tokenizer_of(spec.data, spec.training.objective, _ROWS_COUNTED, images=with_images), False
         spec = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": _file(prepared)})})
     return tokenizer_of(spec.data, spec.training.objective), True
 
@@ -94,8 +96,14 @@ def _uncut(chat: ChatTokenizer, row: Row) -> list[Encoded]:
     return found if isinstance(found, list) else []
 
 
-def _shown(number: int, row: Row, state: str, documents: list[Encoded], tokenizer: Any) -> dict[str, Any]:
+def _shown(
+    number: int, row: Row, state: str, documents: list[Encoded], tokenizer: Any, images: ImageTokens | None
+) -> dict[str, Any]:
     names = ("chosen", "rejected") if len(documents) == 2 else ("text",)
+    lengths = [len(document.ids) for document in documents]
+    if images is not None:  # one token for each image, instead of hundreds
+        documents = [images.without_copies(document) for document in documents]
+    of_images = {} if images is None else {"images": [_image(each) for each in row.images]}
     return {
         "row": number,
         "where": row.where,
@@ -103,7 +111,7 @@ def _shown(number: int, row: Row, state: str, documents: list[Encoded], tokenize
         "documents": [
             {
                 "name": name,
-                "tokens": len(document.ids),
+                "tokens": length,
                 "target_tokens": int((document.weights > 0).sum()),
                 "parts": [
                     {
@@ -118,6 +126,19 @@ def _shown(number: int, row: Row, state: str, documents: list[Encoded], tokenize
                     )
                 ],
             }
-            for name, document in zip(names, documents, strict=True)
+            for name, document, length in zip(names, documents, lengths, strict=True)
         ],
+        **of_images,
     }
+
+
+def _image(image: RowImage) -> dict[str, Any]:
+    """Return the place of an image with its width and height, or with what is wrong with it."""
+    from scaletrain_cli.data.images.decode import BadImageError, size_of  # these need Pillow
+    from scaletrain_cli.engine.data.images.of_rows import read_image
+
+    try:
+        width, height = size_of(read_image(image, 3, decodes=False).content, image.place)
+    except BadImageError as error:
+        return {"place": image.place, "problem": error.evidence["problem"]}
+    return {"place": image.place, "width": width, "height": height}

@@ -14,7 +14,7 @@ from scaletrain_cli.data.images.compatibility import caption_tokenizer_digest
 from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.run_datasets import find_run_datasets
 from scaletrain_cli.data.stages import recorded_changes
-from scaletrain_cli.engine.data.batches import BatchReader, padded_to
+from scaletrain_cli.engine.data.batches import BatchReader, Pixels, padded_to
 from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.row_dataset import rows_folder
 from scaletrain_cli.engine.data.rows import RowSequences
@@ -31,7 +31,7 @@ from scaletrain_cli.rundir.journal import has_committed, read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.shared_datasets import is_readable, owner_of_dataset
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 _HELD_BACK = "validation-held-back"
 # Sequences that are enough to validate one source of several on, in every layout.
@@ -211,11 +211,21 @@ def open_reader(
             within_documents=spec.data.packing == "documents",
             padded_to=padded_to(spec, layout),
             order=order,
+            pixels=_pixels(spec),
         )
     from scaletrain_cli.engine.data.images.opening import ImageSamples, JoinedImages, image_reader
 
     assert isinstance(samples, ImageSamples | JoinedImages)
     return image_reader(spec, samples, layout, mesh, order)
+
+
+def _pixels(spec: RunSpec) -> Pixels | None:
+    """Return what decodes the images of rows; None for rows without images. Raises UsageError."""
+    if not isinstance(spec.model, LlavaSpec):
+        return None
+    from scaletrain_cli.engine.data.images.of_rows import RowPixels  # which needs Pillow
+
+    return RowPixels.of(spec)
 
 
 def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:

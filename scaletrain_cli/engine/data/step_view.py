@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from scaletrain_cli.data.stages import stages_of_run
@@ -20,6 +21,7 @@ from scaletrain_cli.engine.data.batches import (
     merged_skip_ranges,
     padded_to,
 )
+from scaletrain_cli.engine.data.chat_tokenizer import first_copies
 from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, RowSequences
@@ -35,7 +37,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import has_committed, read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import read_record
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
@@ -122,6 +124,8 @@ class _Samples:
     def __init__(self, spec: RunSpec, layout: Layout, run: RunDir | None, data: RunData, tokenizer: Any) -> None:
         self._spec, self._layout, self._data, self._tokenizer = spec, layout, data, tokenizer
         self._sequences: Any = data.samples
+        model = spec.model
+        self._image = (model.image_token_index, model.tokens_per_image) if isinstance(model, LlavaSpec) else None
         self._order = None
         if len(data.sizes) > 1:
             events = [] if run is None else read_events(run)
@@ -166,7 +170,19 @@ class _Samples:
             "micro_batch": place.micro_batch + 1,
             "replica": place.replica,
             "texts": [{"name": name, **self._text(micro, row, sequence, start)} for name, row in rows.items()],
+            **({} if self._image is None else {"images": self._images(own)}),
         }
+
+    def _images(self, row: int) -> list[dict[str, Any]]:
+        """Return the images of a row, each with its place in the source and its size."""
+        from scaletrain_cli.data.images.decode import size_of  # which needs Pillow
+
+        assert isinstance(self._sequences, RowSequences)
+        found = []
+        for content, place in self._sequences.images_of(row):
+            width, height = size_of(content, place)
+            found.append({"place": place, "width": width, "height": height})
+        return found
 
     def _sequence(self, sample: int) -> int:
         if self._order is not None:
@@ -229,6 +245,9 @@ class _Samples:
         }
 
     def _decoded(self, tokens: list[int]) -> str:
+        if self._image is not None:
+            ids = np.array(tokens, np.int64)
+            tokens = ids[first_copies(ids, *self._image)].tolist()
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 

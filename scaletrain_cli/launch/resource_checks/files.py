@@ -20,7 +20,7 @@ from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
 from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
-from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import (
     EMBEDDED,
     EMBEDDED_SOURCES,
@@ -38,6 +38,7 @@ from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec
 from scaletrain_cli.spec.presets import SourceError
+from scaletrain_cli.spec.row_formats import IMAGE_MARK
 from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.shared_paths import is_shared, parent_of_glob
 from scaletrain_cli.spec.vision_model import ClipVisionSpec
@@ -122,7 +123,9 @@ def row_problems(view: View) -> Iterator[Problem]:
         yield view.problem("data.source", Reason("checks.no-source", {"why": error.why}), source)
         return
     if rows:
-        if reason := problem_of_rows(found.files, view.spec.data, view.spec.training.objective):
+        with_images = isinstance(view.spec.model, LlavaSpec)
+        data, objective = view.spec.data, view.spec.training.objective
+        if reason := problem_of_rows(found.files, data, objective, view.folder, images=with_images):
             yield view.problem("data.source", reason, source)
     else:
         for why in problems_of(found.files):
@@ -166,7 +169,7 @@ def _is_empty(files: tuple[Path, ...]) -> bool:
 def tokenizer_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.tokenizer``: its file, or the size of one that is trained."""
     path, size = view.spec.data.tokenizer.path, view.spec.data.tokenizer.vocab_size
-    most = view.spec.transformer.vocab_size if view.spec.unit == "tokens" else size
+    most = size if _of_networks(view.spec) else view.spec.language_model.vocab_size
     if path is None and size > most and not view.spec.code.own_program and _has_unprepared_source(view):
         why = Reason("checks.tokenizer-size", {"vocab_size": most})
         yield view.problem("data.tokenizer.vocab_size", why, size)
@@ -174,6 +177,11 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
         return
     if reason := tokenizer_problem(view.folder / expand_home(path), view.spec):
         yield view.problem("data.tokenizer.path", reason, path)
+
+
+def _of_networks(spec: RunSpec) -> bool:
+    """Return True if a run trains a network for images, whose data have no tokens of a language model."""
+    return spec.training.objective in LOSSES_OF
 
 
 def _has_unprepared_source(view: View) -> bool:
@@ -245,8 +253,16 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
         return Reason("checks.tokenizer-invalid")
     if not any(name in ids for name in ENDS_OF_TEXT):
         return Reason("checks.tokenizer-no-end", {"tokens": list(ENDS_OF_TEXT)})
-    if spec.unit == "tokens" and largest >= spec.transformer.vocab_size:
-        params = {"largest": largest, "vocab_size": spec.transformer.vocab_size}
+    if _of_networks(spec):
+        return None
+    if isinstance(spec.model, LlavaSpec):
+        own = spec.model.image_token_index
+        if own not in ids.values():
+            params = {"id": own, "mark": IMAGE_MARK, "usual": ids.get(IMAGE_MARK)}
+            return Reason("data.no-image-token", params)
+        largest = max(number for number in ids.values() if number != own)
+    if largest >= spec.language_model.vocab_size:
+        params = {"largest": largest, "vocab_size": spec.language_model.vocab_size}
         return Reason("checks.tokenizer-vocabulary", params)
     return None
 
@@ -443,6 +459,8 @@ def damage_of(error: DamagedHeaderError) -> Reason:
 
 def prepared_problem(folder: Path, view: View) -> Reason | None:
     """Return the problem of a folder of prepared data, of any version; None if the run can use it."""
+    from scaletrain_cli.data.images.compatibility import rows_problem
+
     spec = view.spec
     try:
         info = json.loads((folder / "dataset.json").read_bytes())
@@ -461,9 +479,9 @@ def prepared_problem(folder: Path, view: View) -> Reason | None:
         return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
     except (ValueError, KeyError, TypeError):
         return Reason("checks.dataset-unreadable")
-    if spec.unit != "tokens":
+    if _of_networks(spec):
         return None
-    model = spec.transformer
+    model = spec.language_model
     if vocab_size > model.vocab_size:
         return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": model.vocab_size})
     if objective != spec.training.objective:
@@ -471,6 +489,8 @@ def prepared_problem(folder: Path, view: View) -> Reason | None:
     if length is not None:  # rows for fine-tuning, which have any number of tokens
         if length != model.seq_len:
             return Reason("checks.dataset-length", {"found": length, "seq_len": model.seq_len})
+        if problem := rows_problem(spec, info, folder):
+            return problem
         packing = {"found": packed, "packing": spec.data.packing}
         if packed != spec.data.packing:
             return Reason("checks.dataset-packing", packing)
@@ -505,13 +525,13 @@ def description_problem(info: Mapping[str, Any], spec: RunSpec) -> Reason | None
         vocab_size, tokens = int(info["tokenizer"]["vocab_size"]), int(info["train_tokens"])
     except (KeyError, TypeError, ValueError):
         return Reason("checks.dataset-unreadable")
-    if spec.unit != "tokens":
+    if _of_networks(spec):
         return None
-    if vocab_size > spec.transformer.vocab_size:
-        return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": spec.transformer.vocab_size})
+    if vocab_size > spec.language_model.vocab_size:
+        return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": spec.language_model.vocab_size})
     if spec.training.objective != "causal_lm":
         return Reason("checks.dataset-objective", {"found": "causal_lm", "objective": spec.training.objective})
-    length = spec.transformer.seq_len
+    length = spec.language_model.seq_len
     if len(spec.data.all_sources) == 1 and tokens <= length:
         return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": length})
     return None

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import DataSpec
 from scaletrain_cli.spec.corpus_files import (
     first_rows,
@@ -15,21 +16,38 @@ from scaletrain_cli.spec.corpus_files import (
     sample_of,
     unreadable_among,
 )
-from scaletrain_cli.spec.row_formats import RowError, columns_of, format_of, parse_row
+from scaletrain_cli.spec.data import FORMATS_WITH_IMAGES
+from scaletrain_cli.spec.row_formats import (
+    RowError,
+    columns_of,
+    format_of,
+    images_of,
+    parse_row,
+    require_format_with_images,
+)
 
 _ROWS_PER_FILE = 8
 
 
-def problem_of_rows(files: tuple[Path, ...], data: DataSpec, objective: str) -> Reason | None:
-    """Return the first problem of the files, or of the first rows of a sample of them; None if there is none."""
+def problem_of_rows(
+    files: tuple[Path, ...], data: DataSpec, objective: str, folder: Path, *, images: bool = False
+) -> Reason | None:
+    """Return the first problem of the files, or of the first rows of a sample of them; None if there is none.
+
+    ``images``: rows may have images, whose files must exist. ``folder``: the base of a relative data.images.folder.
+    """
     if unreadable := unreadable_among(files):
         return Reason("checks.source-file", {"why": unreadable})
     for path in sample_of(files):
         try:
             if why := row_file_problem(path):
                 return Reason("checks.source-file", {"why": f"{path}: {why}"})
-            look = _parquet_problem if kind_of(path) == "parquet" else _problem_of_first_rows
-            if found := look(path, data, objective):
+            if kind_of(path) == "parquet":
+                found = _parquet_problem(path, data, objective, images=images)
+            else:
+                beside = path.parent if data.images.folder is None else folder / expand_home(data.images.folder)
+                found = _problem_of_first_rows(path, data, objective, beside if images else None)
+            if found:
                 return found
         except (EOFError, zlib.error) as error:
             return Reason("checks.source-file", {"why": f"{path}: is not a complete gzip file: {error}"})
@@ -38,21 +56,31 @@ def problem_of_rows(files: tuple[Path, ...], data: DataSpec, objective: str) -> 
     return None
 
 
-def _problem_of_first_rows(path: Path, data: DataSpec, objective: str) -> Reason | None:
+def _problem_of_first_rows(path: Path, data: DataSpec, objective: str, images: Path | None) -> Reason | None:
+    """``images``: the folder of the images of the rows; None: rows have none."""
     row_format: str = data.format
     for where, row in first_rows(path, _ROWS_PER_FILE):
         try:
             if row_format == "auto":
                 row_format = format_of(row, objective, data.fields)
-            parse_row(row, row_format, data.fields)
+            if images is None:
+                parse_row(row, row_format, data.fields)
+                continue
+            require_format_with_images(row_format)
+            parse_row(row, row_format, data.fields, images=True)
+            for name, content in images_of(row, data.fields):
+                if content is None and not (images / expand_home(name)).is_file():
+                    place = str(images / expand_home(name))
+                    return Reason("checks.row-without-image", {"where": where, "path": place})
         except RowError as error:
             return Reason("checks.source-row", {"where": where, "problem": error.reason})
     return None
 
 
-def _parquet_problem(path: Path, data: DataSpec, objective: str) -> Reason | None:
+def _parquet_problem(path: Path, data: DataSpec, objective: str, *, images: bool) -> Reason | None:
     """Return the problem of a parquet file by the names in its footer: reading it requires pyarrow."""
-    needed = columns_of(data.format, objective, data.fields)
+    formats = FORMATS_WITH_IMAGES if images and data.format == "auto" else (data.format,)
+    needed = [columns for each in formats for columns in columns_of(each, objective, data.fields)]
     if any(parquet_names(path, columns) == columns for columns in needed):
         return None
     params = {"needed": [" and ".join(columns) for columns in needed]}

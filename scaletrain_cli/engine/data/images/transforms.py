@@ -111,6 +111,23 @@ def center_crop(image: Image.Image, size: int, crop_ratio: float, resampling: Im
     return image.crop((left, top, left + size, top + size))
 
 
+def padded(image: Image.Image, size: int, mean: Sequence[float], resampling: Image.Resampling) -> Image.Image:
+    """Return the whole image in the middle of a square with the color ``mean``, resized to ``size`` pixels.
+
+    As LLaVA-1.5's ``expand2square``: an odd margin is one pixel larger at the right or the bottom, and the color is
+    rounded down. Of very long images the square would take gigabytes: they are resized first.
+    """
+    longer, shorter = max(image.size), max(1, min(image.size))
+    if longer > _LONGEST_SIDES * shorter and longer > size:
+        scale = size / longer
+        image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), resampling)
+        longer = max(image.size)
+    color = tuple(int(255 * each) for each in mean)
+    square = Image.new(image.mode, (longer, longer), color if len(color) > 1 else color[0])
+    square.paste(image, ((longer - image.width) // 2, (longer - image.height) // 2))
+    return square.resize((size, size), resampling)
+
+
 def flip(image: Image.Image) -> Image.Image:
     """Return the image with left and right exchanged."""
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -282,13 +299,17 @@ def erased_box(height: int, width: int, draw: np.random.Generator, spec: RandomE
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """The pixels of an image in training and in evaluation. ``fill``: the mean color, from 0 to 255."""
+    """The pixels of an image in training and in evaluation. ``fill``: the mean color, from 0 to 255.
+
+    ``pad``: the mean color, from 0 to 1, that evaluation puts around the whole image; None: it crops the center.
+    """
 
     size: int
     augment: AugmentSpec
     interpolation: Literal["bicubic", "bilinear"]
     crop_ratio: float
     fill: tuple[int, ...]
+    pad: tuple[float, ...] | None = None
 
     @property
     def channels(self) -> int:
@@ -296,10 +317,14 @@ class ImageTransform:
         return len(self.fill)
 
     @classmethod
-    def of(cls, images: ImagesSpec, size: int, mean: Sequence[float]) -> ImageTransform:
-        """Return the transform of a spec. ``mean``: of each channel, from 0 to 1."""
+    def of(
+        cls, images: ImagesSpec, size: int, mean: Sequence[float], crop_ratio: float | None = None
+    ) -> ImageTransform:
+        """Return the transform of a spec. ``mean``: of each channel, from 0 to 1. ``crop_ratio``: None: the spec's."""
         fill = tuple(round(255 * each) for each in mean)
-        return cls(size, images.augment, images.interpolation, images.crop_ratio, fill)
+        ratio = images.crop_ratio if crop_ratio is None else crop_ratio
+        pad = tuple(mean) if images.aspect == "pad" else None
+        return cls(size, images.augment, images.interpolation, ratio, fill, pad)
 
     def training(self, image: Image.Image, key: SampleKey) -> npt.NDArray[np.uint8]:
         """Return one view of the image as [size, size, channels]."""
@@ -318,8 +343,11 @@ class ImageTransform:
         return _pixels(image)
 
     def evaluation(self, image: Image.Image) -> npt.NDArray[np.uint8]:
-        """Return the center of the image as [size, size, channels]."""
-        return _pixels(center_crop(image, self.size, self.crop_ratio, RESAMPLING[self.interpolation]))
+        """Return the center of the image, or all of it, as [size, size, channels]."""
+        resampling = RESAMPLING[self.interpolation]
+        if self.pad is not None:
+            return _pixels(padded(image, self.size, self.pad, resampling))
+        return _pixels(center_crop(image, self.size, self.crop_ratio, resampling))
 
     def erased(self, key: SampleKey) -> Box:
         """Return the rectangle of one view that is erased in training, or NO_BOX."""
