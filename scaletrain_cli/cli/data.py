@@ -53,14 +53,14 @@ def prepare(
         _queue_preparation(spec, overrides or (), workers, as_json)
         return
     from scaletrain_cli.launch.engine_process import run_engine_command
-    from scaletrain_cli.launch.hub_files import fetched_spec
+    from scaletrain_cli.launch.hub_files import DATA, fetched_spec
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.text import whole_text
     from scaletrain_cli.ui.console import say
 
-    run = fetched_spec(load_spec(spec, overrides or ()), "data", show_fetch())
+    run = fetched_spec(load_spec(spec, overrides or ()), DATA, show_fetch())
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
@@ -251,13 +251,13 @@ def upload(
     """
     from scaletrain_cli.cli.options import show_fetch
     from scaletrain_cli.launch.engine_process import run_engine_command
-    from scaletrain_cli.launch.hub_files import fetched_spec
+    from scaletrain_cli.launch.hub_files import DATA, fetched_spec
     from scaletrain_cli.rundir.paths import runs_root
     from scaletrain_cli.safe_files import create_file
     from scaletrain_cli.spec import load_spec
     from scaletrain_cli.ui.json import print_json
 
-    run = fetched_spec(load_spec(spec, overrides or ()), "data", show_fetch())
+    run = fetched_spec(load_spec(spec, overrides or ()), DATA, show_fetch())
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         resolved = Path(folder) / "spec.json"
         create_file(resolved, json.dumps(run.model_dump(mode="json", by_alias=True)))
@@ -287,18 +287,18 @@ def _lines_with_paths(data: DataSpec, paths: Mapping[str, str]) -> Iterator[str]
 def _spec_or_run(target: str, overrides: list[str] | None) -> tuple[RunSpec, RunDir | None]:
     """Return the spec of a file, or that of a run with the run. Raises SpecError and UsageError."""
     from scaletrain_cli.errors import UsageError
-    from scaletrain_cli.launch.hub_files import fetched_spec
+    from scaletrain_cli.launch.hub_files import DATA, fetched_spec
     from scaletrain_cli.rundir.paths import find_run
     from scaletrain_cli.rundir.record import read_record
     from scaletrain_cli.spec import load_spec
 
     if target == "-" or os.path.isfile(target) or target.endswith((".yaml", ".yml")):
-        return fetched_spec(load_spec(Path(target), overrides or ()), "data", show_fetch()), None
+        return fetched_spec(load_spec(Path(target), overrides or ()), DATA, show_fetch()), None
     run = find_run(target)
     if overrides:
         raise UsageError(Reason("data.set-requires-spec", {"target": run.run_id}))
     record = read_record(run)
-    return fetched_spec(record.spec, "data", show_fetch(), record.hub), run
+    return fetched_spec(record.spec, DATA, show_fetch(), record.hub), run
 
 
 def _in_engine(command: str, spec: RunSpec, run: RunDir | None, *words: str, needs: tuple[str, ...]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def prepare_images(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str
     Progress goes to stderr. Raises UsageError, other ScaletrainErrors and OSError.
     """
     started = time.monotonic()
-    print(f"indexing the images of {', '.join(path for _, path in spec.data.paths())}", file=sys.stderr, flush=True)
+    print(f"indexing the images of {', '.join(path for _, path in spec.data_paths())}", file=sys.stderr, flush=True)
     used = workers or len(os.sched_getaffinity(0))
     datasets = prepare_run_datasets(spec, runs_root, {}, used, ProgressLines())
     try:

@@ -148,6 +148,11 @@ def assemble(
     if composed.objective.reads_pairs:
         hashes = (data.dataset.fingerprint, data.dataset.seal)
         reference = ReferencePass(run, spec, mesh, stepper, long_consensus, device, hashes, goes_on)
+    zero_shot = None
+    if data.zero_shot is not None:
+        from scaletrain_cli.engine.data.images.opening import zero_shot_of  # which needs Pillow
+
+        zero_shot = zero_shot_of(spec, data.zero_shot, layout, mesh, device)
     return Trainer(
         run=run,
         record=record,
@@ -173,6 +178,7 @@ def assemble(
             shares=mixture.validation_shares(data.validation),
             step_sync=step_sync,
             heartbeat=heartbeat,
+            zero_shot=zero_shot,
         ),
         faults=faults,
         guard=GuardActions(

@@ -236,6 +236,14 @@ class ModelStepper(Stepper):
         self._engine.train()
         return _mean(loss / len(batches), self._mesh.replicas.group)
 
+    @torch.no_grad()
+    def outputs(self, *inputs: Tensor | None) -> Any:
+        """Return the outputs of the model for its inputs, in evaluation."""
+        self._engine.eval()
+        found = self._engine(*inputs)
+        self._engine.train()
+        return found
+
     def _loss(self, batch: Any) -> Tensor:
         objective = self._composed.objective
         return self._forward(objective.prepared(batch), objective.loss)  # type: ignore[no-any-return]

@@ -320,7 +320,8 @@ class Trainer:
             ready = own is not None and others is not None
             self.training, self.validation.readers = own or self.training, others or self.validation.readers
         settings = self.record.spec.data.loader
-        by_round = {name: rounds_reader(reader.without_groups()) for name, reader in self.validation.readers.items()}
+        readers = {**self.validation.readers, **self.validation.zero_shot_readers}
+        by_round = {name: rounds_reader(reader.without_groups()) for name, reader in readers.items()}
         validation = {name: found for name, found in by_round.items() if found is not None}
         training = self.training.without_groups().batch
         self.loader = Loader(

@@ -6,9 +6,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.loader import Loader, Round, rounds_reader
@@ -18,7 +19,7 @@ from scaletrain_cli.engine.metrics.reporting import MetricsLog
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.schedules import should_stop
 from scaletrain_cli.engine.process_group import StepDecision
-from scaletrain_cli.engine.step import Stepper
+from scaletrain_cli.engine.step import ModelStepper, Stepper
 from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -26,7 +27,12 @@ from scaletrain_cli.rundir.evaluations import is_lower_better
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.worker.heartbeat import Heartbeat
+
+if TYPE_CHECKING:  # which need Pillow
+    from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
+    from scaletrain_cli.engine.evaluation.zero_shot import ZeroShot
 
 
 class ReadAhead(NamedTuple):
@@ -50,6 +56,12 @@ class Validation:
     shares: dict[str, float]  # of the sources in the validation loss; the sum is 1
     step_sync: StepSync
     heartbeat: Heartbeat
+    zero_shot: ZeroShot | None = None  # None: no images are classified by the texts of their classes
+
+    @property
+    def zero_shot_readers(self) -> dict[str, Reader]:
+        """The reader of the images of ``evaluation.zero_shot`` by its name; empty without any."""
+        return {} if self.zero_shot is None else {ZERO_SHOT: self.zero_shot.reader}
 
     def is_due(self, step: int) -> bool:
         """Return True if the run is evaluated after ``step`` steps."""
@@ -88,10 +100,30 @@ class Validation:
         if losses is None:
             return None
         figures = objective.end_validation()
+        if self.zero_shot is not None:
+            zero_shot = self._zero_shot_figures(step, self.zero_shot, ahead)
+            if zero_shot is None:
+                return None
+            figures = Figures(figures.metrics | zero_shot.metrics, figures.details | zero_shot.details)
         taken = {name: value.item() for name, value in self.stepper.take_measures().items()}
         measures = figures.metrics if prefix != "validation_" else taken | figures.metrics
         finite = {f"{prefix}{name}": value for name, value in measures.items() if math.isfinite(value)}
         return Figures(losses | finite, figures.details)
+
+    def _zero_shot_figures(self, step: int, zero_shot: ZeroShot, ahead: ReadAhead) -> Figures | None:
+        """Return the accuracy of zero-shot classification; None after a preemption signal."""
+
+        def goes_on() -> bool:
+            self.heartbeat.beat(step, "evaluation")
+            return self.step_sync.agree(step)[0] is not StepDecision.PREEMPT
+
+        def pixels(batch: ImageMicroBatch) -> Tensor:
+            prepared: Any = self.composed.objective.prepared(batch)
+            return prepared.pixels  # type: ignore[no-any-return]
+
+        assert isinstance(self.stepper, ModelStepper)
+        batches = self._batches(ZERO_SHOT, zero_shot.reader, len(zero_shot.reader), ahead)
+        return zero_shot.measure(self.stepper.outputs, pixels, batches, goes_on)
 
     def _losses(self, step: int, counts: dict[str, int], name: str, ahead: ReadAhead) -> dict[str, float] | None:
         """Return the validation loss and, of several sources, the loss of each; None after a preemption signal."""

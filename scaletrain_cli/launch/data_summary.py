@@ -100,7 +100,7 @@ def names_files(spec: RunSpec) -> bool:
     """Return True if the built-in engine would read files of this machine or of a store: there is something to see."""
     if spec.code.own_program:
         return False
-    paths: list[str | None] = [path for _, path in spec.data.paths()]
+    paths: list[str | None] = [path for _, path in spec.data_paths()]
     adapter = getattr(spec.model, "adapter", None)
     paths += [spec.data.tokenizer.path, spec.data.chat_template, getattr(spec.model, "weights", None)]
     paths += [None if adapter is None else adapter.weights]

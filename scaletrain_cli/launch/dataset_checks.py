@@ -23,6 +23,7 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.losses import LOSSES_OF
 
 
@@ -51,6 +52,8 @@ def require_usable(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) ->
 def _require_usable_images(spec: RunSpec, runs_root: Path, datasets: Iterable[Entry]) -> None:
     documents: dict[str, Mapping[str, Any]] = {}
     for entry in datasets:
+        if entry["source"] == ZERO_SHOT:  # the preparation has checked its classes
+            continue
         folder = runs_root / "datasets" / str(entry["folder"])
         with contextlib.suppress(OSError):
             document = documents[str(entry["source"])] = read_document(folder / DATASET) or {}

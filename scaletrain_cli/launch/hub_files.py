@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch
 from scaletrain_cli.launch.resource_checks.files import View
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.hub_files import hub_environment, hub_uses, with_local_files
 from scaletrain_cli.spec.shared_paths import is_shared
 
 # Set for runs that only measure their nodes, which read no files.
 MEASURES_ONLY = "SCALETRAIN_ONLY"
+# The sections with the data of a run, for ``fetched_spec``.
+DATA = ("data", ZERO_SHOT)
 # What the job's environment keeps of the submitter's, and the cache depends on.
 _KEPT_ON_NODES = ("HOME", "USER")
 
@@ -82,15 +85,16 @@ def fetch_to_shared_cache(
 
 def fetched_spec(
     spec: RunSpec,
-    keys: str,
+    keys: Sequence[str],
     on_progress: Callable[[FetchProgress], None] = lambda progress: None,
     known: Mapping[str, str] | None = None,
 ) -> RunSpec:
     """Return the spec with local paths, after a fetch on this machine: for verbs that read files here.
 
-    ``keys``: a key or a section. ``known``: commits that a run has recorded. Raises HubError, FetchError and OSError.
+    ``keys``: keys or sections, such as DATA. ``known``: commits that a run has recorded.
+    Raises HubError, FetchError and OSError.
     """
-    uses = [use for use in hub_uses(spec) if f"{use.key}.".startswith(f"{keys}.")]
+    uses = [use for use in hub_uses(spec) if any(f"{use.key}.".startswith(f"{key}.") for key in keys)]
     if not uses:
         return spec
     environment = environment_here(spec, os.environ)

@@ -21,7 +21,7 @@ from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.engine_process import run_engine_command
-from scaletrain_cli.launch.hub_files import MEASURES_ONLY, fetched_spec
+from scaletrain_cli.launch.hub_files import DATA, MEASURES_ONLY, fetched_spec
 from scaletrain_cli.launch.resource_checks.files import View
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.reasons import Reason
@@ -203,7 +203,7 @@ def _unseen(spec: RunSpec, folder: Path) -> Reason | None:
         return None
     view = View(spec, folder, os.environ)
     folder_of_images = spec.data.images.folder
-    for path in (*(path for _, path in spec.data.paths()), *(() if folder_of_images is None else (folder_of_images,))):
+    for path in (*(path for _, path in spec.data_paths()), *(() if folder_of_images is None else (folder_of_images,))):
         if path not in EMBEDDED_SOURCES and "://" not in path and (place := view.unseen(parent_of_glob(path))):
             return Reason("preparation.unseen-path", {"path": path, "place": place})
     missing = [package for module, package in _needs(spec, folder).items() if find_spec(module) is None]
@@ -215,7 +215,7 @@ def _needs(spec: RunSpec, folder: Path) -> dict[str, str]:
     found = {name: name for name in NEEDS}
     if spec.training.objective in LOSSES_OF or isinstance(spec.model, LlavaSpec):
         found["PIL"] = "pillow"
-    paths = [path for _, path in spec.data.paths()]
+    paths = [path for _, path in spec.data_paths()]
     if SKLEARN_DIGITS in paths:
         found["sklearn"] = "scikit-learn"
     if any("://" in path and not is_reference(path) for path in paths):
@@ -276,7 +276,7 @@ def _run_words(run: RunDir | None) -> tuple[str, ...]:
 @contextmanager
 def _spec_file(spec: RunSpec, known: Mapping[str, str] | None = None) -> Iterator[Path]:
     """Yield a file with the spec, in which files of the hub are local ones."""
-    resolved = fetched_spec(spec, "data", known=known)
+    resolved = fetched_spec(spec, DATA, known=known)
     with tempfile.TemporaryDirectory(prefix="scaletrain-") as folder:
         path = Path(folder) / "spec.json"
         create_file(path, _document(resolved))
@@ -291,4 +291,4 @@ def begin_job_folder(folder: Path, spec: RunSpec) -> None:
     """Write what the tasks read, and remove what an earlier job has recorded."""
     make_folder(folder, parents=True)
     forget_job(folder)
-    replace_file(folder / "spec.json", _document(fetched_spec(spec, "data")))
+    replace_file(folder / "spec.json", _document(fetched_spec(spec, DATA)))

@@ -99,9 +99,21 @@ TEXTS: dict[str, Text] = {
         "the index cannot be stored: {folder} exists and cannot be read", ("Remove it, or ask its owner to remove it",)
     ),
     # ---- names of classes ------------------------------------------------------------------------------------------
-    "classes-unreadable": Text("data.images.classes: {path} cannot be read: {error}"),
-    "class-without-name": Text("data.images.classes: {path} has no name in line {line}"),
-    "class-named-twice": Text("data.images.classes: {path} has the name {name} a second time in line {line}"),
+    "classes-unreadable": Text("{key}: {path} cannot be read: {error}"),
+    "class-without-name": Text("{key}: {path} has no name in line {line}"),
+    "class-named-twice": Text("{key}: {path} has the name {name} a second time in line {line}"),
+    "zero-shot-without-names": Text(
+        "the classes of {folder} have no names, which are a part of the prompts",
+        ("Set evaluation.zero_shot.classes to a file with a name per line, in the order of the labels",),
+    ),
+    "zero-shot-without-classes": Text(
+        "{folder} is an index of images without one class each, which evaluation.zero_shot needs",
+        ("Give the source of the images as evaluation.zero_shot.source, which is then indexed with its labels",),
+    ),
+    "zero-shot-names-differ": Text(
+        "evaluation.zero_shot.classes: {path} has {names:whole} names, and {folder} has {classes:whole} classes",
+        ("Give a name for each class, in the order of the labels",),
+    ),
     # ---- a sample --------------------------------------------------------------------------------------------------
     "bad-sample": Text(
         "{where}: {problem}",
@@ -119,7 +131,7 @@ TEXTS: dict[str, Text] = {
     "class-unknown": Text("has the label {given}, which is none of the {classes:whole} names of classes"),
     "class-without-names": Text(
         "has the label {given}, and classes without a file of their names must be numbers",
-        ("Set data.images.classes to a file with the names",),
+        ("Set data.images.classes, or evaluation.zero_shot.classes for its source, to a file with the names",),
     ),
     "other-size": Text("has a target of {given:whole} numbers, where others have {expected:whole}"),
     "no-caption": Text("has no caption"),

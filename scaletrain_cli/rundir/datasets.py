@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import DATASET, is_readable
 from scaletrain_cli.safe_files import make_folder
 from scaletrain_cli.spec import LlavaSpec, RunSpec
+from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.sources import SourceSpec
 
@@ -41,12 +42,12 @@ def datasets_file(run: RunDir) -> Path:
 def entries_of(spec: RunSpec, runs_root: Path, folders: Mapping[str, Path]) -> list[Entry]:
     """Return entries for the datasets of the sources of a spec, by name. A dataset that cannot be read has none."""
     entries = []
-    for section in spec.data.all_sources:
-        if (folder := folders.get(section.name)) is not None and (found := _identity(folder)) is not None:
+    for name, key in _settings_keys(spec).items():
+        if (folder := folders.get(name)) is not None and (found := _identity(folder)) is not None:
             entries.append(
                 {
-                    "source": section.name,
-                    "settings": _settings_key(spec, section),
+                    "source": name,
+                    "settings": key,
                     "folder": _recorded_folder(folder, runs_root),
                     **found,
                 }
@@ -73,16 +74,26 @@ def recorded_folders(spec: RunSpec, runs_root: Path, entries: Iterable[Entry]) -
     """Return the recorded datasets by the names of the sources of a spec, and those that are gone or were replaced."""
     known = {entry.get("settings"): entry for entry in entries}
     found, gone = {}, []
-    for section in spec.data.all_sources:
-        if (entry := known.get(_settings_key(spec, section))) is None:
+    for name, key in _settings_keys(spec).items():
+        if (entry := known.get(key)) is None:
             continue
         folder = runs_root / "datasets" / str(entry.get("folder"))  # an absolute path replaces the first part
         same = _identity(folder) == {name: entry.get(name) for name in ("fingerprint", "seal")}
         if same and is_readable(folder):
-            found[section.name] = folder
+            found[name] = folder
         else:
             gone.append(folder)
     return found, gone
+
+
+def _settings_keys(spec: RunSpec) -> dict[str, str]:
+    """Return a hash of the settings of each dataset of a run, by its name."""
+    found = {section.name: _settings_key(spec, section) for section in spec.data.all_sources}
+    zero_shot = spec.evaluation.zero_shot
+    if zero_shot is not None and spec.evaluation.every:
+        path = path_in_cache(zero_shot.source) or zero_shot.source
+        found[ZERO_SHOT] = _hashed([ZERO_SHOT, path, zero_shot.classes, spec.data.on_bad])
+    return found
 
 
 def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
@@ -108,6 +119,10 @@ def _settings_key(spec: RunSpec, section: SourceSpec) -> str:
         identity.append(data.settings_of_rows(_OF_ROWS))
         if isinstance(spec.model, LlavaSpec):
             identity += [data.images.folder, data.on_bad, spec.model.image_token_index, spec.model.tokens_per_image]
+    return _hashed(identity)
+
+
+def _hashed(identity: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.cluster import ClusterSpec
+from scaletrain_cli.spec.hub_files import DataPath
 from scaletrain_cli.spec.quantities import Matching, NonNegative, Text, Whole, WholeOrZero
 from scaletrain_cli.spec.section import LEFT_OUT, Section, used_when, where, where_not
 
@@ -87,15 +88,22 @@ def _with_a_place(value: str) -> str:
 Template = Annotated[Text, AfterValidator(_with_a_place)]
 
 
+# The name of the images of evaluation.zero_shot among the datasets of a run; no source of data can have it.
+ZERO_SHOT = "evaluation.zero_shot"
+
+
 class ZeroShotSpec(Section):
     """Classification of other images by the texts of their classes, in which nothing is trained (arXiv:2103.00020).
 
     The feature of a class is the mean of those of its prompts. Metrics: ``validation_zero_shot_top1`` and ``_top5``.
     """
 
-    source: Text = Field(description="as data.source: images with labels; of several splits that for validation")
+    source: DataPath = Field(
+        description="as data.source: images with labels; of several splits that for validation, else that for testing"
+    )
     classes: Text | None = Field(
-        default=None, description="file with a class name per line, in the order of the labels; null: sorted folders"
+        default=None,
+        description="file with a class name per line, in the order of the labels; null: the names of the source",
     )
     templates: Annotated[tuple[Template, ...], Field(min_length=1, max_length=1000)] = Field(
         default=TEMPLATES, description="prompts; {} is the place of the name of the class"
@@ -103,6 +111,7 @@ class ZeroShotSpec(Section):
 
 
 _WITH_PAIRS = used_when(where("model.family", "clip"))
+_WITH_VALIDATION = used_when(where_not("evaluation.every", 0))
 _WITH_TASKS = used_when(where_not("evaluation.tasks", ()))
 
 
@@ -127,9 +136,12 @@ class EvaluationSpec(Section):
     """
 
     every: WholeOrZero = 500
-    batches: Annotated[Whole, used_when(where_not("evaluation.every", 0))] = 20
-    retrieval_pairs: Annotated[WholeOrZero, _WITH_PAIRS] = Field(
+    batches: Annotated[Whole, _WITH_VALIDATION] = 20
+    retrieval_pairs: Annotated[WholeOrZero, _WITH_PAIRS, _WITH_VALIDATION] = Field(
         default=5000, description="pairs of the validation split among which retrieval is measured; 0: none"
+    )
+    zero_shot: Annotated[ZeroShotSpec | None, _WITH_PAIRS, _WITH_VALIDATION] = Field(
+        default=None, description="labeled images that are classified in each validation; null: none"
     )
     tasks: tuple[Task, ...] = ()
     job: Annotated[EvaluationJobSpec, _WITH_TASKS] = LEFT_OUT
@@ -161,7 +173,8 @@ class EvaluationSpec(Section):
         if objective != "contrastive" or loss == "nt_xent":
             return ()
         directions = ("image_to_text", "text_to_image") if self.retrieval_pairs else ()
-        return tuple(f"recall_at_{k}/{direction}" for k in (1, 5, 10) for direction in directions)
+        recalls = tuple(f"recall_at_{k}/{direction}" for k in (1, 5, 10) for direction in directions)
+        return (*recalls, *(("zero_shot_top1", "zero_shot_top5") if self.zero_shot else ()))
 
 
 def evaluation_cluster(cluster: ClusterSpec, job: EvaluationJobSpec) -> ClusterSpec:

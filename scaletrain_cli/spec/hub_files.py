@@ -188,7 +188,7 @@ def hub_uses(spec: "RunSpec") -> tuple[HubUse, ...]:
 
 
 def _sources(spec: "RunSpec") -> Iterator[tuple[str, Any, Purpose]]:
-    yield from ((key, path, "source") for key, path in spec.data.paths())
+    yield from ((key, path, "source") for key, path in spec.data_paths())
 
 
 def may_be_frozen(spec: "RunSpec") -> bool:

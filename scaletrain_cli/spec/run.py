@@ -12,7 +12,7 @@ from scaletrain_cli.errors import Problem, UsageError
 from scaletrain_cli.spec.cluster import ClusterSpec
 from scaletrain_cli.spec.corpus_files import EMBEDDED, EMBEDDED_SOURCES, PYTHON_STDLIB
 from scaletrain_cli.spec.data import DataSpec
-from scaletrain_cli.spec.evaluation import EvaluationSpec, cluster_problems
+from scaletrain_cli.spec.evaluation import ZERO_SHOT, EvaluationSpec, cluster_problems
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.image_files import IMAGE_FORMATS, SKLEARN_DIGITS
 from scaletrain_cli.spec.losses import LOSSES_OF
@@ -388,6 +388,12 @@ class RunSpec(Section):
         assert self.training.tokens is not None
         return math.ceil(self.training.tokens / (self.training.global_batch_size * self.units_per_sample))
 
+    def data_paths(self) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, path) of each source that is prepared: of training, and of ``evaluation.zero_shot``."""
+        yield from self.data.paths()
+        if self.evaluation.zero_shot is not None and self.evaluation.every:
+            yield f"{ZERO_SHOT}.source", self.evaluation.zero_shot.source
+
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, message) for each contradiction between sections."""
         yield from (
@@ -495,7 +501,7 @@ class RunSpec(Section):
             yield "data.sources", "must be empty: rows have one source. Set data.source."
         else:
             yield from self._mixture_inconsistencies("image", *labels, *(("caption",) if pairs else ()))
-        for key, path in self.data.paths():
+        for key, path in self.data_paths():
             if isinstance(self.model, LlavaSpec) and path in EMBEDDED_SOURCES:
                 yield key, f"has no conversations about images. Use files with rows, with family: {family}."
             elif path in EMBEDDED:

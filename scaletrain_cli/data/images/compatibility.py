@@ -1,4 +1,4 @@
-"""Checks that prepared images and the tokenizer of captions are those that a spec asks for, without numpy."""
+"""The images that a spec asks for, and checks that prepared ones and the tokenizer of captions are these. No numpy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scaletrain_cli.data.images.samples import ImageSettings, Targets, class_names, image_settings
 from scaletrain_cli.data.tokenizers.files import special_tokens
@@ -16,6 +16,7 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import ClipSpec, DataSpec, LlavaSpec, RunSpec
+from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.images import ImageFieldsSpec
 from scaletrain_cli.spec.sources import SourceFieldsSpec, SourceSpec
 
@@ -25,6 +26,67 @@ _READ_FOR = {"class": "cross_entropy", "classes": "bce", "numbers": "regression"
 _DEFAULT_SHARE = DataSpec.model_fields["validation_split"].default
 _MOST_NAMES = 5  # of classes, in a message
 _AROUND_CAPTIONS = ("bos_token", "eos_token", "pad_token")
+_CLASSES = f"{ZERO_SHOT}.classes"
+
+
+class NamedSource(NamedTuple):
+    """A source of images of a run: its name among the datasets of the run, the key of its path, and the path.
+
+    ``section``: of a source of training; None for that of ``evaluation.zero_shot``.
+    """
+
+    name: str
+    key: str
+    path: str
+    section: SourceSpec | None
+
+    def settings(self, spec: RunSpec, folder: Path = Path()) -> ImageSettings:
+        """Return how the source is read. Raises UsageError, see ``settings_of``."""
+        return zero_shot_settings(spec, folder) if self.section is None else settings_of(spec, self.section, folder)
+
+
+def sources_of(spec: RunSpec) -> tuple[NamedSource, ...]:
+    """Return the sources of training, and that of ``evaluation.zero_shot``."""
+    pairs = zip(spec.data.all_sources, spec.data.paths(), strict=True)
+    found = [NamedSource(section.name, key, path, section) for section, (key, path) in pairs]
+    others = list(spec.data_paths())[len(found) :]
+    return (*found, *(NamedSource(ZERO_SHOT, key, path, None) for key, path in others))
+
+
+def zero_shot_settings(spec: RunSpec, folder: Path = Path()) -> ImageSettings:
+    """Return how the images of ``evaluation.zero_shot`` are read: each with one class, all as one split.
+
+    Raises UsageError if the file with the names of the classes cannot be read.
+    """
+    assert spec.evaluation.zero_shot is not None
+    path = spec.evaluation.zero_shot.classes
+    return ImageSettings(
+        class_names=() if path is None else class_names(path, folder, _CLASSES),
+        validation_share=0.0,
+        skips_bad=spec.data.on_bad == "skip",
+        only_evaluation=True,
+    )
+
+
+def zero_shot_classes(spec: RunSpec, document: Mapping[str, Any], index: Path, folder: Path = Path()) -> list[str]:
+    """Return the names of the classes of prepared images for ``evaluation.zero_shot``, in the order of their labels.
+
+    ``document``: dataset.json. ``folder``: the base of the path of ``evaluation.zero_shot.classes``. Raises UsageError
+    if the images have no classes, or these have no names.
+    """
+    assert spec.evaluation.zero_shot is not None
+    path, names, count = spec.evaluation.zero_shot.classes, document.get("classes"), document.get("num_classes")
+    if count is None or (document.get("settings") or {}).get("targets") != "class":
+        raise UsageError(Reason("images.zero-shot-without-classes", {"folder": str(index)}))
+    if path is None or (document.get("settings") or {}).get("only_evaluation"):  # made with the names of this file
+        if names is None:
+            raise UsageError(Reason("images.zero-shot-without-names", {"folder": str(index)}))
+        return list(names)
+    given = class_names(path, folder, _CLASSES)
+    if len(given) < count or (names is not None and len(given) != count):
+        params = {"path": path, "names": len(given), "classes": count, "folder": str(index)}
+        raise UsageError(Reason("images.zero-shot-names-differ", params))
+    return list(given)
 
 
 def rows_problem(spec: RunSpec, document: Mapping[str, Any], folder: Path) -> Reason | None:

@@ -82,12 +82,15 @@ _MOST_PLACES = 20  # of bad samples, in dataset.json
 _LONGEST_KEY, _LONGEST_SUFFIX = 2**16 - 1, 2**8 - 1
 
 
-def find_indexed(path: str, settings: ImageSettings, runs_root: Path, folder: Path = Path()) -> Path | None:
+def find_indexed(
+    path: str, settings: ImageSettings, runs_root: Path, folder: Path = Path(), key: str = "data.source"
+) -> Path | None:
     """Return the index of a source in its present state; None if there is none. Reads no image.
 
-    ``folder``: the base of a relative path. Raises UsageError if the source has no files, UnavailableError and OSError.
+    ``folder``: the base of a relative path. ``key``: of the path in the spec. Raises UsageError if the source has no
+    files, UnavailableError and OSError.
     """
-    return _found(list_source(path, settings, folder), settings, runs_root / "datasets")
+    return _found(list_source(path, settings, folder, key), settings, runs_root / "datasets")
 
 
 def index_images(
@@ -166,10 +169,12 @@ def _build(job: _Job, workers: int, progress: Progress, failure: Path | None, ti
             if _found(job.listing, job.settings, job.datasets) is None:
                 (job.work / _NOTE).unlink(missing_ok=True)  # of an index that was removed since
             units = job.listing.units()
-            names = job.listing.class_names(job.settings)
+            names, labels = job.listing.class_names(job.settings), job.listing.class_labels(job.settings)
+            if job.settings.only_evaluation and not names:
+                raise UsageError(Reason("images.zero-shot-without-names", {"folder": job.listing.location}))
             folder = job.work / "units"
             results = tuple(f"{number:06d}" for number in range(len(units)))
-            built = partial(_index_unit, folder, job.settings, names)
+            built = partial(_index_unit, folder, job.settings, labels)
             over = (job.work / _NOTE).exists
             with Workers[int](min(workers, len(units)), claims.owner) as pool:
                 jobs = list(enumerate(units)).__getitem__
@@ -203,14 +208,17 @@ class _Written:
     pixels: int = 0
 
 
-def _index_unit(folder: Path, settings: ImageSettings, names: Sequence[str], given: tuple[int, Unit]) -> None:
-    """Write the samples of a unit as a folder, whole or not at all. Raises UsageError for a bad one, and OSError."""
+def _index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], given: tuple[int, Unit]) -> None:
+    """Write the samples of a unit as a folder, whole or not at all. Raises UsageError for a bad one, and OSError.
+
+    ``labels``: what the source calls its classes, in the order of their numbers.
+    """
     number, unit = given
     place = folder / f"{number:06d}"
     if place.is_dir():
         return
     written = {split: _Written() for split in SPLITS}
-    classes = {name: number for number, name in enumerate(names)}
+    classes = {label: number for number, label in enumerate(labels)}
     bad: dict[str, list[dict[str, Any]]] = {}
     counts: dict[str, int] = {}
     sizes = set[int]()

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class Listing:
 
     ``location``: the source, with an absolute path. ``root``: the folder of loose images, else empty. ``shards``: the
     tar or parquet files. ``names``: images by their paths below ``root``. ``left_out``: files that are not read, by
-    suffix; and those of a test split.
+    suffix; and those of splits that are not read.
     """
 
     format: str
@@ -83,10 +83,20 @@ class Listing:
 
         Raises UsageError and OSError.
         """
+        return settings.class_names or self._own_names(settings)
+
+    def class_labels(self, settings: ImageSettings) -> tuple[str, ...]:
+        """Return what the labels of the source call its classes, in the order of their numbers; empty without names.
+
+        These are the names of a file, unless the source has as many names of its own, all of them others: then the
+        file has a name for each, in the same order, such as goldfish for the folder n01443537.
+        """
+        own, given = self._own_names(settings), settings.class_names
+        return own if not given or (len(own) == len(given) and not set(own) & set(given)) else given
+
+    def _own_names(self, settings: ImageSettings) -> tuple[str, ...]:
         if settings.targets not in ("class", "classes"):
             return ()
-        if settings.class_names:
-            return settings.class_names
         if self.format == SKLEARN_DIGITS:
             return CLASS_NAMES
         if self.format == TABLES:
@@ -126,11 +136,11 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
     names = by_format[chosen]
     left_out = Counter(Path(name).suffix or name for name in others)
     if chosen != FOLDER:
-        kept, tests = _with_splits(names, key, path)
+        kept, tests = _with_splits(names, key, path, settings)
         files = tuple((local_file(Path(root, name), chosen), split) for name, split in kept)
         state = _hashed(f"{os.path.relpath(file.path, root)} {file.state}" for file, _ in files)
         size = sum(file.size for file, _ in files)
-        return Listing(chosen, place, state, shards=files, left_out=_counts(left_out, tests), bytes=size)
+        return Listing(chosen, place, state, shards=files, left_out=_counts(left_out, tests, settings), bytes=size)
     beside = reads_beside(settings)
     left_out -= Counter({f".{suffix}": left_out[f".{suffix}"] for suffix in beside})
     described = [name for name in others if name.rpartition(".")[2] in beside]
@@ -145,12 +155,14 @@ def _local(path: str, settings: ImageSettings, folder: Path, key: str) -> Listin
         raise _unusable(key, path, Reason("images.folders-mix-splits", {"other": other}))
     total, has_splits = len(names), splits_by_folder(firsts)
     if has_splits:
-        names = [name for name in names if split_of_folder(name) != TEST]
+        splits = {split_of_folder(name) for name in names}
+        read = _splits_read(splits, settings)
+        names = [name for name in names if split_of_folder(name) in read]
     total_size = _Size()
     state = _hashed(_state_of(root, name, total_size) for name in (*names, *described))
-    left = _counts(left_out, total - len(names))
+    left = _counts(left_out, total - len(names), settings)
     folders = {_first_folder(name) for name in names}
-    if has_splits and len(folders) == 1:  # for training: the validation split is drawn from it
+    if has_splits and len(folders) == 1:  # all of them are of the split that is wanted, or one is drawn from them
         root, has_splits = os.path.join(root, *folders), False
         names = [name.partition("/")[2] for name in names]
     return Listing(FOLDER, place, state, root, tuple(names), (), has_splits, labels_beside, left, total_size.bytes)
@@ -230,13 +242,13 @@ def _remote(path: str, settings: ImageSettings, key: str, seconds: float | None)
     chosen = _format(by_format, others, settings, key, path)
     if chosen == FOLDER:
         raise _unusable(key, path, Reason("images.remote-folder", {"count": len(by_format[FOLDER])}))
-    kept, tests = _with_splits(by_format[chosen], key, path)
+    kept, tests = _with_splits(by_format[chosen], key, path, settings)
     remote = [(RemoteFile(below[name], *found[below[name]]), split) for name, split in kept]
     files = tuple((SourceFile(file.path, file.size, chosen, etag=file.etag), split) for file, split in remote)
     state = _hashed(f"{file.path} {file.size} {file.etag}" for file, _ in files)
     left_out = Counter(Path(name).suffix or name for name in others)
     size = sum(file.size for file, _ in files)
-    return Listing(chosen, path, state, shards=files, left_out=_counts(left_out, tests), bytes=size)
+    return Listing(chosen, path, state, shards=files, left_out=_counts(left_out, tests, settings), bytes=size)
 
 
 def _fixed_folder(path: str) -> str:
@@ -279,8 +291,18 @@ def _format(
     raise _unusable(key, path, Reason("images.no-images", {"format": "auto", "found": []}))
 
 
-def _with_splits(names: Sequence[str], key: str, path: str) -> tuple[list[tuple[str, str]], int]:
-    """Return the shards that are read, each with its split, and the number of those of a test split.
+def _splits_read(splits: Collection[str], settings: ImageSettings) -> Collection[str]:
+    """Return the splits of a source that are read."""
+    if settings.only_evaluation:
+        held_out = next((split for split in (VALIDATION, TEST) if split in splits), None)
+        return splits if held_out is None else {held_out}
+    return set(splits) - {TEST}
+
+
+def _with_splits(
+    names: Sequence[str], key: str, path: str, settings: ImageSettings
+) -> tuple[list[tuple[str, str]], int]:
+    """Return the shards that are read, each with its split, and the number of those of a split that is not read.
 
     Without a validation split in the names of the shards, one is drawn from all samples, and no shard has a split.
     Raises UsageError if it is not clear which shards are for training.
@@ -294,18 +316,21 @@ def _with_splits(names: Sequence[str], key: str, path: str) -> tuple[list[tuple[
         named = next(name for name in names if found[name])
         params = {"named": named, "split": found[named][0], "other": other}
         raise _unusable(key, path, Reason("images.shards-mix-splits", params))
-    if len(splits) > 1 and TRAIN not in splits:
+    if len(splits) > 1 and TRAIN not in splits and not settings.only_evaluation:
         raise _unusable(key, path, Reason("images.no-training-split", {"splits": sorted(splits)}))
     if len(splits) < 2:  # all of them are what the user asks for
         return [(name, "") for name in names], 0
-    kept = [(name, found[name][0]) for name in names if TEST not in found[name]]
-    if VALIDATION not in splits:
+    read = _splits_read(splits, settings)
+    kept = [(name, found[name][0]) for name in names if found[name][0] in read]
+    if settings.only_evaluation or VALIDATION not in splits:
         kept = [(name, "") for name, _ in kept]
     return kept, len(names) - len(kept)
 
 
-def _counts(left_out: Mapping[str, int], tests: int) -> dict[str, int]:
-    return dict(sorted(left_out.items())) | ({"test split": tests} if tests else {})
+def _counts(left_out: Mapping[str, int], of_splits: int, settings: ImageSettings) -> dict[str, int]:
+    """Return the number of files that are not read, by suffix, and of those of other splits."""
+    name = "other splits" if settings.only_evaluation else "test split"
+    return dict(sorted(left_out.items())) | ({name: of_splits} if of_splits else {})
 
 
 def _hashed(lines: Iterator[str]) -> str:

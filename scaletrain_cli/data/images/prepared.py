@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from scaletrain_cli.data.images.compatibility import (
+    NamedSource,
     given_index,
     require_outputs,
     require_same_classes,
     require_settings,
-    settings_of,
+    sources_of,
+    zero_shot_classes,
 )
 from scaletrain_cli.data.images.index import find_indexed, index_images
 from scaletrain_cli.data.images.listing import list_source
@@ -20,7 +22,6 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.losses import LOSSES_OF
-from scaletrain_cli.spec.sources import SourceSpec
 
 
 def is_of_images(spec: RunSpec) -> bool:
@@ -31,17 +32,17 @@ def is_of_images(spec: RunSpec) -> bool:
 def find_image_datasets(
     spec: RunSpec, runs_root: Path, known: Mapping[str, Path], folder: Path = Path()
 ) -> dict[str, Path] | None:
-    """Return the index of each source by its name; None if one is missing. Reads no image.
+    """Return the index of each source by its name, see ``sources_of``; None if one is missing. Reads no image.
 
     ``known``: indexes that are used without a look at the source. Raises UsageError.
     """
     found = dict[str, Path]()
-    for section in spec.data.all_sources:
-        index = known.get(section.name) or _given(spec, section, folder)
-        index = index or find_indexed(section.path, settings_of(spec, section, folder), runs_root, folder)
+    for source in sources_of(spec):
+        index = known.get(source.name) or _given(spec, source, folder)
+        index = index or find_indexed(source.path, source.settings(spec, folder), runs_root, folder, source.key)
         if index is None:
             return None
-        found[section.name] = index
+        found[source.name] = index
     return found
 
 
@@ -56,35 +57,43 @@ def prepare_image_datasets(
 ) -> dict[str, Path]:
     """Return the index of each source by its name, after building those that are missing; see index_images().
 
-    Raises UsageError, also for sources whose classes differ.
+    Raises UsageError, also for sources of training whose classes differ.
     """
     found = dict[str, Path]()
     classes = dict[str, Any]()
-    for section, (key, path) in zip(spec.data.all_sources, spec.data.paths(), strict=True):
-        index = known.get(section.name) or _given(spec, section, folder)
+    for source in sources_of(spec):
+        index = known.get(source.name) or _given(spec, source, folder)
         if index is None:
-            settings = settings_of(spec, section, folder)
+            settings = source.settings(spec, folder)
+            path, key = source.path, source.key
             index = index_images(path, settings, runs_root, workers, progress, folder, key=key, failure=failure)
         document = read_document(index / DATASET) or {}
-        classes[section.name] = document.get("classes")
-        require_same_classes(classes)
-        require_outputs(spec, document, index)
-        found[section.name] = index
+        if source.section is None:
+            zero_shot_classes(spec, document, index, folder)
+        else:
+            classes[source.name] = document.get("classes")
+            require_same_classes(classes)
+            require_outputs(spec, document, index)
+        found[source.name] = index
     return found
 
 
-def _given(spec: RunSpec, section: SourceSpec, folder: Path) -> Path | None:
+def _given(spec: RunSpec, source: NamedSource, folder: Path) -> Path | None:
     """Return the index that the path of a source names, if it names one. Raises UsageError for other settings."""
-    index = given_index(section.path, folder)
+    index = given_index(source.path, folder)
     if index is not None:
-        require_settings(spec, section, read_document(index / DATASET) or {}, index, folder)
+        document = read_document(index / DATASET) or {}
+        if source.section is None:
+            zero_shot_classes(spec, document, index, folder)
+        else:
+            require_settings(spec, source.section, document, index, folder)
     return index
 
 
 def source_bytes(spec: RunSpec, known: Mapping[str, Path], folder: Path = Path()) -> int:
     """Return the bytes of the files of all sources that have no index yet, without those ``known`` by name."""
     return sum(
-        list_source(path, settings_of(spec, section, folder), folder, key).bytes
-        for section, (key, path) in zip(spec.data.all_sources, spec.data.paths(), strict=True)
-        if section.name not in known and given_index(path, folder) is None
+        list_source(source.path, source.settings(spec, folder), folder, source.key).bytes
+        for source in sources_of(spec)
+        if source.name not in known and given_index(source.path, folder) is None
     )

@@ -50,6 +50,7 @@ class ImageSettings:
     """Settings of the reading of a source: all that its index depends on beside the files.
 
     ``image``, ``label``, ``caption``: as ImageFieldsSpec. ``class_names``: of a file; empty: those of the source.
+    ``only_evaluation``: of several splits that for validation alone, else that for testing.
     """
 
     format: str = "auto"
@@ -61,6 +62,7 @@ class ImageSettings:
     class_names: tuple[str, ...] = ()
     validation_share: float = 0.05
     skips_bad: bool = False
+    only_evaluation: bool = False
 
     def key(self) -> str:
         """Return the settings as text, for the key of an index."""
@@ -98,22 +100,29 @@ def image_settings(
     )
 
 
-def class_names(path: str, folder: Path = Path()) -> tuple[str, ...]:
-    """Return the names of a file with one class per line. Raises UsageError for an unreadable one or double names."""
+def class_names(path: str, folder: Path = Path(), key: str = "data.images.classes") -> tuple[str, ...]:
+    """Return the names of a file with one class per line. Raises UsageError for an unreadable one or double names.
+
+    ``key``: of the path in the spec, for the message.
+    """
     place = folder / expand_home(path)
     try:
         names = tuple(line.strip() for line in place.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
         problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UsageError(Reason("images.classes-unreadable", {"path": str(place), "error": problem})) from error
+        raise UsageError(
+            Reason("images.classes-unreadable", {"key": key, "path": str(place), "error": problem})
+        ) from error
     while names and not names[-1]:
         names = names[:-1]
     if not names or "" in names:
         line = names.index("") + 1 if names else 1
-        raise UsageError(Reason("images.class-without-name", {"path": str(place), "line": line}))
+        raise UsageError(Reason("images.class-without-name", {"key": key, "path": str(place), "line": line}))
     if len(set(names)) != len(names):
         line, name = next(_repeated(names))
-        raise UsageError(Reason("images.class-named-twice", {"path": str(place), "name": name, "line": line}))
+        raise UsageError(
+            Reason("images.class-named-twice", {"key": key, "path": str(place), "name": name, "line": line})
+        )
     return names
 
 

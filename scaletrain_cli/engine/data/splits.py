@@ -32,6 +32,7 @@ from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.shared_datasets import is_readable, owner_of_dataset
 from scaletrain_cli.spec import LlavaSpec, RunSpec
+from scaletrain_cli.spec.evaluation import ZERO_SHOT
 
 _HELD_BACK = "validation-held-back"
 # Sequences that are enough to validate one source of several on, in every layout.
@@ -86,13 +87,15 @@ class RunData:
     """The sources of a run by name, in the order of the spec; rows and preference pairs have one.
 
     Sequences that are held back from training for validation are in ``validation`` only. ``caption_tokenizer``: the
-    SHA-256 of the tokenizer.json that encodes captions, None without captions.
+    SHA-256 of the tokenizer.json that encodes captions, None without captions. ``zero_shot``: the folder of the images
+    of ``evaluation.zero_shot``.
     """
 
     infos: Mapping[str, Info]
     train: Mapping[str, Samples]
     validation: Mapping[str, Samples]
     caption_tokenizer: str | None = None
+    zero_shot: Path | None = None
 
     @property
     def dataset(self) -> Info:
@@ -167,6 +170,7 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
     folders, begun, problem, may_pass = consensus.follow_rank_zero((folders, begun, problem, may_pass))
     if problem is not None:
         raise ScaletrainError(problem) if may_pass else UsageError(problem)
+    zero_shot = folders.pop(ZERO_SHOT, None)
     opened = _opened(spec, folders, ranks, begun=begun)
     train: dict[str, Samples] = {name: found for name, (_, found, _) in opened.items()}
     validation: dict[str, Samples] = {name: found for name, (_, _, found) in opened.items()}
@@ -174,7 +178,7 @@ def open_data(run: RunDir, record: RunRecord, ranks: Ranks, consensus: RankConse
         for name in opened:
             train[name], validation[name] = _held_back(run, record, ranks, consensus, name, train, validation)
     infos = {name: info for name, (info, _, _) in opened.items()}
-    return RunData(infos, train, validation, caption_tokenizer_digest(spec))
+    return RunData(infos, train, validation, caption_tokenizer_digest(spec), zero_shot)
 
 
 def _opened(
@@ -238,7 +242,7 @@ def _folders(spec: RunSpec, run: RunDir) -> dict[str, Path]:
     try:
         found = find_datasets(spec, root, known)
         if found is None:
-            paths = ", ".join(path for _, path in spec.data.paths())
+            paths = ", ".join(path for _, path in spec.data_paths())
             raise UsageError(Reason("data.run-not-prepared", {"paths": paths, "folder": str(root), "run": run.run_id}))
     except UsageError as error:
         if gone:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +13,11 @@ from torch import Tensor
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
 from scaletrain_cli.engine.data.images.captions import CaptionTokenizer
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
-from scaletrain_cli.engine.data.loader import Loader
 from scaletrain_cli.engine.evaluation.classification import Accuracy
 from scaletrain_cli.engine.evaluation.measures import Figures, in_sample_order, rows_of_all, slices_of
 from scaletrain_cli.engine.parallel.mesh import Axis
 
 _PROMPTS_AT_A_TIME = 64
-_ROUNDS_AHEAD = 2
 
 
 def prompts_of(classes: Sequence[str], templates: Sequence[str]) -> list[str]:
@@ -72,33 +68,37 @@ class ZeroShot:
         self,
         forward: Callable[[Tensor | None, Tensor | None], Any],
         pixels: Callable[[ImageMicroBatch], Tensor],
+        batches: Iterable[ImageMicroBatch],
         goes_on: Callable[[], bool],
     ) -> Figures | None:
         """Return ``zero_shot_top1`` and ``_top5`` over all images; None once ``goes_on`` returns False on every rank.
 
         ``forward``: the model in evaluation, from pixels or tokens, the others None; it returns the features of both as
-        ``image`` and ``text``. ``pixels``: normalizes the images of a micro-batch. ``goes_on`` is called before each
-        micro-batch.
+        ``image`` and ``text``. ``pixels``: normalizes the images of a micro-batch. ``batches``: of this rank, in an
+        evaluation of all images of ``reader``. ``goes_on`` is called before each use of the model.
         """
 
         def encode(prompts: Sequence[str]) -> Tensor:
+            if not goes_on():
+                raise _PreemptedError
             tokens = torch.from_numpy(self.tokenizer.encode(prompts)).to(self.device)
             found: Tensor = forward(None, tokens).text
             return found
 
-        features = class_features(self.classes, self.templates, encode, self.axis).to(self.device)
+        try:
+            features = class_features(self.classes, self.templates, encode, self.axis).to(self.device)
+        except _PreemptedError:
+            return None
         accuracy = Accuracy(len(self.classes), self.classes, prefix="zero_shot_")
-        count = len(self.reader)
-        rounds = range(1, self.reader.rounds(count) + 1)
-        # A thread that reads ahead: processes would take seconds to start for each evaluation.
-        read = partial(self.reader.without_groups().round, count=count)
-        with contextlib.closing(Loader(read, self.device)) as loader:
-            for number in rounds:
-                if not goes_on():
-                    return None
-                (batch,) = loader.take(number, rounds[number : number + _ROUNDS_AHEAD]).micro_batches()
-                on_device = batch.to(self.device)
-                assert on_device.targets is not None
-                image = F.normalize(forward(pixels(on_device), None).image.float(), dim=1)
-                accuracy.add(image @ features.T, on_device.targets, on_device.real)
+        for batch in batches:
+            if not goes_on():
+                return None
+            on_device = batch.to(self.device)
+            assert on_device.targets is not None
+            image = F.normalize(forward(pixels(on_device), None).image.float(), dim=1)
+            accuracy.add(image @ features.T, on_device.targets, on_device.real)
         return accuracy.result(self.axis) or Figures({}, {})
+
+
+class _PreemptedError(Exception):
+    """A preemption signal has arrived, on every rank alike."""

@@ -38,6 +38,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     weights_problems,
 )
 from scaletrain_cli.launch.resource_checks.hub import hub_notes, hub_problems
+from scaletrain_cli.launch.resource_checks.images import zero_shot_problems
 from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_text, reads_text, text_problems
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file, paths_in
@@ -188,7 +189,7 @@ def check_on_node(run: RunDir, record: RunRecord, node_rank: int, code_folder: P
     prepared = any((expand_home(path) / "dataset.json").is_file() for _, path in spec.data.paths())
     if node_rank == 0 or prepared:  # every node reads prepared data, and one node is enough to check other files
         checks += [text_problems, row_problems, tokenizer_problems, template_problems]
-        checks += [class_file_problems, image_folder_problems]
+        checks += [class_file_problems, image_folder_problems, zero_shot_problems]
     problems = [found for check in checks for found in check(view)]
     if code_folder is None and spec.code.engine is not None:
         problems += _installed_problems(view)
@@ -374,6 +375,7 @@ _FILE_CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     weights_problems,
     adapter_problems,
     evaluation_problems,
+    zero_shot_problems,
 )
 _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     dataset_problems,
@@ -390,6 +392,7 @@ _CHECKS: tuple[Callable[[View], Iterator[Problem]], ...] = (
     command_problems,
     checkpoint_problems,
     evaluation_problems,
+    zero_shot_problems,
     secret_problems,
     tracker_problems,
     wandb_problems,

@@ -542,7 +542,8 @@ def not_checked(view: View) -> Iterator[Reason]:
     spec = view.spec
     own = spec.code.own_program
     paths = {
-        **{key: None if own or path in EMBEDDED_SOURCES else path for key, path in spec.data.paths()},
+        **{key: None if own or path in EMBEDDED_SOURCES else path for key, path in spec.data_paths()},
+        "evaluation.zero_shot.classes": None if own else getattr(spec.evaluation.zero_shot, "classes", None),
         "data.tokenizer.path": None if own else spec.data.tokenizer.path,
         "data.chat_template": None if own else spec.data.chat_template,
         "data.images.classes": None if own or view.prepared else spec.data.images.classes,

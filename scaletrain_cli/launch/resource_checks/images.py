@@ -1,10 +1,10 @@
-"""Check the sources of images or pairs: their files are there, of one format, with the classes of the model."""
+"""Check the sources of images or pairs: their files are there, of one format, with classes that the run can use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
@@ -12,11 +12,13 @@ from scaletrain_cli.hub.reference import is_reference
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET
+from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.shared_paths import parent_of_glob
 from scaletrain_cli.spec.sources import SourceSpec
 
 if TYPE_CHECKING:
+    from scaletrain_cli.data.images.samples import ImageSettings
     from scaletrain_cli.launch.resource_checks.files import View
 
 _LOOK_SECONDS = 5.0  # for a request to a remote store, with its repetitions
@@ -61,32 +63,75 @@ def _source_problems(view: View, section: SourceSpec, key: str, classes: dict[st
         except UsageError as error:
             yield view.problem(key, error.reason or recorded(error.message), source)
         return
-    if find_spec("numpy") is None:  # on a login node; the preparation needs it, and checks the same
+    try:
+        settings = settings_of(view.spec, section, view.folder)
+    except ScaletrainError:  # of data.images.classes, which has a check of its own
         return
+    found = yield from _class_names(view, key, source, settings)
+    if found is None:
+        return
+    classes[section.name] = found.names
+    labels = getattr(view.spec.model, "num_labels", None)
+    if labels is not None and len(found.names) > labels:
+        params = {"folder": source, "classes": len(found.names), "labels": labels}
+        yield view.problem(key, Reason("images.more-classes-than-labels", params), source)
+
+
+def zero_shot_problems(view: View) -> Iterator[Problem]:
+    """Yield the problems of ``evaluation.zero_shot``: of its source, and of the names of its classes."""
+    from scaletrain_cli.data.images.compatibility import given_index, zero_shot_classes, zero_shot_settings
+
+    given, key = view.spec.evaluation.zero_shot, f"{ZERO_SHOT}.source"
+    if given is None or not view.spec.evaluation.every or view.spec.code.own_program or ZERO_SHOT in view.prepared:
+        return
+    if given.classes is not None and view.unseen(given.classes):
+        return
+    try:
+        settings = zero_shot_settings(view.spec, view.folder)
+    except UsageError as error:
+        yield view.problem(f"{ZERO_SHOT}.classes", error.reason or recorded(error.message), given.classes)
+        return
+    if is_reference(given.source) or view.unseen(parent_of_glob(given.source)):
+        return
+    if (index := given_index(given.source, view.folder)) is not None:
+        try:
+            zero_shot_classes(view.spec, read_document(index / DATASET) or {}, index, view.folder)
+        except UsageError as error:
+            yield view.problem(key, error.reason or recorded(error.message), given.source)
+        return
+    found = yield from _class_names(view, key, given.source, settings)
+    if found is not None and found.are_known and not found.names:
+        yield view.problem(key, Reason("images.zero-shot-without-names", {"folder": given.source}), given.source)
+
+
+class _Classes(NamedTuple):
+    """Names of the classes of a source; empty also if a library is missing here that reads them."""
+
+    names: tuple[str, ...]
+    are_known: bool
+
+
+def _class_names(
+    view: View, key: str, source: str, settings: ImageSettings
+) -> Generator[Problem, None, _Classes | None]:
+    """Yield the problems of a source that is no index; return its classes, None if it cannot be looked at."""
+    if find_spec("numpy") is None:  # on a login node; the preparation needs it, and checks the same
+        return None
     from scaletrain_cli.data.images.listing import list_source
 
     here = view.spec.cluster.traits.runs_here or view.on_node
     if here and find_spec("PIL") is None:
         params: dict[str, object] = {"module": "PIL", "command": install_command("vision")}
         yield view.problem(key, Reason("sources.library-missing", params), source)
-        return
-    try:
-        settings = settings_of(view.spec, section, view.folder)
-    except ScaletrainError:  # of data.images.classes, which has a check of its own
-        return
+        return None
     try:
         listing = list_source(source, settings, view.folder, key, seconds=_LOOK_SECONDS)
         is_known = bool(listing.names) or not listing.shards or find_spec("pyarrow") is not None
-        names = listing.class_names(settings) if is_known else ()
+        return _Classes(listing.class_names(settings) if is_known else (), is_known)
     except ScaletrainError as error:
         reason = error.reason or recorded(error.message)
         while (name := _WITH_CAUSE.get(reason.code)) is not None:
             reason = reason.params[name]
         if reason.code not in _UNSEEN_REMOTE or view.spec.cluster.traits.runs_here:
             yield view.problem(key, reason, source)
-        return
-    classes[section.name] = names
-    labels = getattr(view.spec.model, "num_labels", None)
-    if labels is not None and len(names) > labels:
-        params = {"folder": source, "classes": len(names), "labels": labels}
-        yield view.problem(key, Reason("images.more-classes-than-labels", params), source)
+        return None

@@ -290,6 +290,22 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         f"{_FILES}evaluation_problems",
         _EVALUATION,
     ),
+    _row(
+        "evaluation.zero_shot.source",
+        "labeled images, here, on the hub or in an object store, or an index of them",
+        "exist, are readable, of one format; their classes have names",
+        _SUBMIT,
+        "scaletrain_cli.launch.resource_checks.images:zero_shot_problems",
+        f"{_UNSEEN}; every image, and the content of files on the hub: {_PREPARATION}",
+    ),
+    _row(
+        "evaluation.zero_shot.classes",
+        "a file with the names of the classes",
+        "exists, is readable, has a name in each line",
+        _SUBMIT,
+        "scaletrain_cli.launch.resource_checks.images:zero_shot_problems",
+        _UNSEEN,
+    ),
     _row("cluster.gpu", "an accelerator of the catalogue", "known", _PLAN, "scaletrain_cli.plan:make_plan"),
     _row("cluster.gpu.name", "nothing: a table of its own", "-", _LOAD, "scaletrain_cli.spec.loading:load_spec"),
     _row(

@@ -50,8 +50,10 @@ def measured(folder: Path, rank: int = 0, ranks: int = 1, group: Any = None) -> 
     images = reader(Pictures(COUNT), at=layout(12, ranks, 4), rank=rank, size=SIZE)
     measure = ZeroShot(images, NAMES, TEMPLATES, tokenizer, Axis(ranks, rank, group), torch.device("cpu"))
     with torch.no_grad():
-        found = measure.measure(model, pixels, lambda: True)
-        assert measure.measure(model, pixels, lambda: False) is None
+        found = measure.measure(model, pixels, images.in_order(COUNT), lambda: True)
+        for uses in (0, 6 // ranks):  # before the first prompts, and before the first images
+            goes_on = iter([*[True] * uses, False]).__next__
+            assert measure.measure(model, pixels, images.in_order(COUNT), goes_on) is None
     assert found is not None
     return found
 

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from scaletrain_cli.data.block_cache import block_cache
-from scaletrain_cli.data.images.compatibility import require_outputs, require_same_classes
+from scaletrain_cli.data.images.compatibility import require_outputs, require_same_classes, zero_shot_classes
 from scaletrain_cli.data.images.reading import IndexedImages, open_images
 from scaletrain_cli.data.images.samples import ImageSample
-from scaletrain_cli.engine.data.images.captions import caption_tokenizer
+from scaletrain_cli.engine.data.images.captions import CaptionTokenizer, caption_tokenizer
 from scaletrain_cli.engine.data.images.reading import ImageBatchReader
 from scaletrain_cli.engine.data.images.transforms import ImageTransform
 from scaletrain_cli.engine.data.permutation import permute
 from scaletrain_cli.engine.data.sample_order import SampleOrder
+from scaletrain_cli.engine.evaluation.zero_shot import ZeroShot
 from scaletrain_cli.engine.parallel.mesh import Mesh
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.safe_files import expand_home
@@ -156,13 +159,7 @@ def image_reader(
     size = model.vision_config.image_size if isinstance(model, ClipSpec) else model.image_size
     channels = image_channels(model)
     mean, _ = images.normalization(model.family, channels)
-    captions = None
-    if isinstance(model, ClipSpec):
-        path = spec.data.tokenizer.path
-        assert path is not None, "checked by the spec"
-        text = model.text_config
-        sizes = text.max_position_embeddings, text.vocab_size
-        captions = caption_tokenizer(expand_home(path), *sizes, text.eos_token_id)
+    captions = run_caption_tokenizer(spec) if isinstance(model, ClipSpec) else None
     views = 2 if spec.training.objective == "contrastive" and captions is None else 1
     return ImageBatchReader(
         samples.sources,
@@ -176,3 +173,27 @@ def image_reader(
         order=order,
         decoder=images.decoder,
     )
+
+
+def run_caption_tokenizer(spec: RunSpec) -> CaptionTokenizer:
+    """Return the tokenizer of the captions of a run of CLIP. Raises UsageError, see ``caption_tokenizer``."""
+    path = spec.data.tokenizer.path
+    assert isinstance(spec.model, ClipSpec)
+    assert path is not None, "checked by the spec"
+    text = spec.model.text_config
+    return caption_tokenizer(expand_home(path), text.max_position_embeddings, text.vocab_size, text.eos_token_id)
+
+
+def zero_shot_of(spec: RunSpec, folder: Path, layout: Layout, mesh: Mesh, device: torch.device) -> ZeroShot:
+    """Return the measure of ``evaluation.zero_shot`` over the images of an index: those for validation, else all.
+
+    Raises UsageError, and CorruptDataError for a damaged index.
+    """
+    assert spec.evaluation.zero_shot is not None
+    splits = open_images(folder, block_cache(spec.data.cache))
+    split = splits["validation"] if len(splits["validation"]) else splits["train"]
+    names = zero_shot_classes(spec, split.document, folder)
+    reader = replace(
+        image_reader(spec, ImageSamples(split, 0, len(split)), layout, mesh), labeled=True, captions=None, views=1
+    )
+    return ZeroShot(reader, names, spec.evaluation.zero_shot.templates, run_caption_tokenizer(spec), mesh.data, device)

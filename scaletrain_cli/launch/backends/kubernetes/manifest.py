@@ -130,7 +130,9 @@ def _about_files(spec: RunSpec) -> Iterator[Reason]:
     kubernetes = spec.cluster.kubernetes
     mounted = [kubernetes.runs.path, *(volume.path for volume in kubernetes.volumes)]
     paths = {
-        **{key: None if path in EMBEDDED_SOURCES else path for key, path in spec.data.paths()},
+        **{key: None if path in EMBEDDED_SOURCES else path for key, path in spec.data_paths()},
+        "data.images.classes": spec.data.images.classes,
+        "evaluation.zero_shot.classes": getattr(spec.evaluation.zero_shot, "classes", None),
         "data.tokenizer.path": spec.data.tokenizer.path,
         "data.chat_template": spec.data.chat_template,
         **{each.key: each.path for each in spec.initial_weights},
