@@ -38,10 +38,17 @@ COLORS = {
 }
 BACKGROUNDS = {"white": (245, 245, 245), "black": (15, 15, 15), "gray": (128, 128, 128)}
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
-SIZES = {"small": (0.11, 0.14), "large": (0.22, 0.26)}  # half of the width, as a share of that of the picture
+SIZES = {"small": (0.13, 0.16), "large": (0.23, 0.27)}  # half of the width, as a share of that of the picture
 SIZE_WORDS = {"small": ("small", "little", "tiny"), "large": ("large", "big", "huge")}
-ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
-TRAIN, VALIDATION, IN_SHARD, PER_CLASS = 8000, 500, 2000, 6
+# A place is said in one of these ways, and is so far from the center, to the right and down, as a share of the picture.
+PLACES = {
+    "middle": (("in the middle", "in the center"), (0.0, 0.0)),
+    "left": (("on the left", "at the left edge"), (-0.22, 0.0)),
+    "right": (("on the right", "at the right edge"), (0.22, 0.0)),
+    "top": (("at the top", "at the upper edge"), (0.0, -0.22)),
+    "bottom": (("at the bottom", "at the lower edge"), (0.0, 0.22)),
+}
+TRAIN, VALIDATION, IN_SHARD, PER_CLASS = 8000, 240, 2000, 6
 PIXELS, FINER = 32, 4  # pictures are drawn finer and made smaller, so that edges are smooth
 START, END = "<|startoftext|>", "<|endoftext|>"
 VOCABULARY = 256
@@ -53,8 +60,7 @@ class Scene(NamedTuple):
     shape: str
     color: str
     size: str
-    row: str
-    column: str
+    place: str
     background: str
 
 
@@ -69,8 +75,7 @@ def drawn(scene: Scene, draw: random.Random) -> bytes:
     picture = Image.new("RGB", (side, side), shade(BACKGROUNDS[scene.background]))
     pen, color = ImageDraw.Draw(picture), shade(COLORS[scene.color])
     radius = side * draw.uniform(*SIZES[scene.size])
-    x = side * (0.28 + 0.22 * COLUMNS.index(scene.column) + draw.uniform(-0.03, 0.03))
-    y = side * (0.28 + 0.22 * ROWS.index(scene.row) + draw.uniform(-0.03, 0.03))
+    x, y = (side * (0.5 + off + draw.uniform(-0.03, 0.03)) for off in PLACES[scene.place][1])
     turn = draw.uniform(-0.2, 0.2)
 
     def polygon(points: list[tuple[float, float]]) -> None:
@@ -99,14 +104,7 @@ def drawn(scene: Scene, draw: random.Random) -> bytes:
 def described(scene: Scene, draw: random.Random) -> str:
     """Return a caption that says everything about the scene, in one of several ways."""
     size = draw.choice(SIZE_WORDS[scene.size])
-    if (scene.row, scene.column) == ("middle", "center"):
-        place = draw.choice(("in the middle", "in the center"))
-    elif scene.row == "middle":
-        place = draw.choice((f"on the {scene.column}", f"at the {scene.column} edge"))
-    elif scene.column == "center":
-        place = draw.choice((f"at the {scene.row}", f"at the {scene.row} edge"))
-    else:
-        place = draw.choice((f"at the {scene.row} {scene.column}", f"in the {scene.row} {scene.column} corner"))
+    place = draw.choice(PLACES[scene.place][0])
     thing, back = f"{size} {scene.color} {scene.shape}", scene.background
     return draw.choice(
         (
@@ -160,7 +158,7 @@ def main(folder: Path) -> None:
     draw = random.Random(1)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    scenes = list(itertools.starmap(Scene, itertools.product(SHAPES, COLORS, SIZES, ROWS, COLUMNS, BACKGROUNDS)))
+    scenes = list(itertools.starmap(Scene, itertools.product(SHAPES, COLORS, SIZES, PLACES, BACKGROUNDS)))
     draw.shuffle(scenes)
     validation, training = scenes[:VALIDATION], scenes[VALIDATION:]
     chosen = [draw.choice(training) for _ in range(TRAIN)]

@@ -123,6 +123,7 @@ PARSED: dict[str, str] = {
     "scaletrain init hf://meta-llama/Llama-3.1-8B tuned.yaml": "requires the Hugging Face Hub",
     "scaletrain checkpoint average RUN --last 5 -o DIR": "needs checkpoints; tests/cli/test_checkpoint.py makes them",
     "scaletrain train recipes/vision-digits-cpu.yaml": "trains for a minute; tests/drills runs it",
+    "scaletrain train recipes/clip-pairs-cpu.yaml": "needs drawn data, trains for a minute; tests/drills runs it",
     "scaletrain train sft-tiny-cpu.yaml": "trains for minutes; tests/drills/test_tiny_recipes.py runs it",
     "scaletrain train lora-tiny-cpu.yaml": "trains for minutes; tests/drills/test_tiny_recipes.py runs it",
     **dict.fromkeys(

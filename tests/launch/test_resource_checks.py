@@ -70,10 +70,15 @@ NAMES_NOTHING = {
         f"evaluation.tasks.*.{key}": "text or names for the program that runs the task"
         for key in ("name", "prompts.*", "tasks.*", "batch_size")
     },
+    "evaluation.zero_shot.templates.*": "prompts",
     "tracking.*": "the name of a tracker, which loading the spec checks",
 }
 # The tests that hold the checks of schedulers and nodes; what check_external looks at is in CASES.
 HELD_BY = {
+    **dict.fromkeys(
+        ("evaluation.zero_shot.source", "evaluation.zero_shot.classes"),
+        "tests/data/images/test_zero_shot_source.py::test_problems_are_found_before_a_run_is_queued",
+    ),
     "tracking.wandb.entity": "tests/tracking/test_spec.py",
     "tracking.mlflow.uri": "tests/tracking/test_spec.py::test_a_tracker_without_its_library_is_rejected",
     "tracking.mlflow.experiment": "tests/tracking/test_spec.py",

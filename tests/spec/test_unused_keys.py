@@ -129,6 +129,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("evaluation.tasks=[{kind: generation, name: a, prompts: [b]}]",),
     ),
     "evaluation.retrieval_pairs": ("100", IMAGES, CLIP),
+    "evaluation.zero_shot": ("{source: pictures}", (*CLIP, "evaluation.every=0"), CLIP),
     "evaluation.batches": ("3", ("evaluation.every=0",), ()),
     "layout.selective_scope": ("attention", ("layout.activation_checkpointing=full",), ()),
     "layout.selective_every": ("3", ("layout.activation_checkpointing=none",), ()),
@@ -234,7 +235,7 @@ def test_no_recipe_has_a_key_without_effect() -> None:
         found = json.JSONDecoder().raw_decode(scaletrain("validate", path, "--json").out)[0]
         assert found["problems"] == [], path
         # What readers have of their own, or only with a network.
-        own = {"data.source", "data.tokenizer.path", "model.weights", "model.hf_config"}
+        own = {"data.source", "data.tokenizer.path", "model.weights", "model.hf_config", "evaluation.zero_shot.source"}
         assert {problem["key"] for problem in found["missing"]} <= own, path
 
 

@@ -34,6 +34,7 @@ from scaletrain_cli.engine.checkpoint.adapter_export import (
 )
 from scaletrain_cli.engine.checkpoint.shard_file import Slice, StateReader
 from scaletrain_cli.engine.checkpoint.snapshot import AVERAGE, WEIGHT
+from scaletrain_cli.engine.data.images.captions import caption_tokens
 from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.gpt_oss_files import Stored, stored_tensors
@@ -45,7 +46,7 @@ from scaletrain_cli.rundir.base_weights import check_base_of, read_base
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_checkpoint
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.safe_files import create_file, expand_home, make_folder
-from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec, to_hugging_face
+from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec, to_hugging_face
 from scaletrain_cli.spec.corpus_files import ENDS_OF_TEXT
 from scaletrain_cli.spec.run import AnyModel
 from scaletrain_cli.spec.vision_model import image_channels
@@ -83,6 +84,8 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
     """
     if _longest_text(spec.model) is None:
         return TextFiles({}, {})
+    if isinstance(spec.model, ClipSpec):
+        return _caption_files(spec)
     found = _text_files(spec, runs_root, run)
     given = spec.data.chat_template
     template = None if given is None else _read_json(expand_home(given))
@@ -173,6 +176,21 @@ def _derived(spec: RunSpec, vocabulary: dict[str, int]) -> TextFiles:
         "generation_config.json": _json(ids),
     }
     return TextFiles(files, dict(ids))
+
+
+def _caption_files(spec: RunSpec) -> TextFiles:
+    """Return the tokenizer of captions with the files beside it, and the ids of its start and its padding."""
+    assert spec.data.tokenizer.path is not None, "checked by the spec"
+    path = expand_home(spec.data.tokenizer.path)
+    tokenizer = _read_json(path)
+    if tokenizer is None:
+        return TextFiles({}, {})
+    vocabulary, tokens = _vocabulary(tokenizer), caption_tokens(path.parent)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _longest_text(spec.model), **tokens}
+    beside = {name: _read_json(path.parent / name) for name in _BESIDE_A_TOKENIZER if name != "generation_config.json"}
+    files = {"tokenizer_config.json": _json(config)} | {name: each for name, each in beside.items() if each is not None}
+    ids = {f"{name}_id": vocabulary[tokens[name]] for name in ("bos_token", "pad_token") if tokens[name] in vocabulary}
+    return TextFiles(files | {"tokenizer.json": tokenizer}, ids)
 
 
 def _longest_text(model: AnyModel) -> int | None:
@@ -287,7 +305,8 @@ def export(
     Adapters are merged into the weights.
     """
     model = exported_model(spec.model) if isinstance(spec.model, ModelSpec) else spec.model
-    config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch."), **text.ids}
+    config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (config["text_config"] if isinstance(model, ClipSpec) else config).update(text.ids)
     kind = AVERAGE if averaged else WEIGHT
     sources: list[Weights] = [_open(checkpoint, kind, spec.model) for checkpoint in checkpoints]
     if isinstance(spec.model, ModelSpec) and spec.model.adapter is not None:

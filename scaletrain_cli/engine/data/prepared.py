@@ -36,10 +36,12 @@ from scaletrain_cli.spec import RunSpec
 
 
 def tokenizer_path(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Path | None:
-    """Return the tokenizer.json of a spec's prepared data; None if they are not prepared. Raises UsageError.
+    """Return the tokenizer.json of a spec's prepared data; None if they are not prepared, or are images.
 
-    ``run``: which has recorded its datasets.
+    ``run``: which has recorded its datasets. Raises UsageError.
     """
+    if is_of_images(spec):
+        return None
     known = {} if run is None else recorded_folders(spec, runs_root, read_entries(datasets_file(run)))[0]
     if known:
         return next(iter(known.values())) / "tokenizer.json"

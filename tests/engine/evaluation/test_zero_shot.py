@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +14,20 @@ import torch
 from torch import Tensor
 from transformers import CLIPModel
 
+from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.data.images.batches import ImageMicroBatch
 from scaletrain_cli.engine.data.images.captions import caption_tokenizer
+from scaletrain_cli.engine.data.images.opening import run_caption_tokenizer
+from scaletrain_cli.engine.data.loader import BatchesAndRounds, Loader
 from scaletrain_cli.engine.evaluation import zero_shot
 from scaletrain_cli.engine.evaluation.measures import Figures
 from scaletrain_cli.engine.evaluation.zero_shot import ZeroShot
-from scaletrain_cli.engine.parallel.mesh import Axis
+from scaletrain_cli.engine.parallel.mesh import Axis, build_mesh
+from scaletrain_cli.engine.process_group import StepDecision
+from scaletrain_cli.engine.step import build_stepper
+from scaletrain_cli.engine.validation import ReadAhead, Validation
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.spec import parse_spec
 from scaletrain_cli.spec.evaluation import TEMPLATES
 from scaletrain_cli.spec.images import AugmentSpec
 from tests.engine.data.images.pictures import Pictures, layout, reader
@@ -31,6 +43,7 @@ COUNT, SIZE, POSITIONS = 21, 12, 40
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CLIP of random weights with its tokenizer."""
     path = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(5)  # transformers draws some of the weights
     tokenizer = small_tokenizer()
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     clip(path, text={"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS, **ids})
@@ -99,3 +112,68 @@ def test_accuracy_is_that_of_a_loop_with_transformers(folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_ranks_gives_the_same_accuracy(folder: Path, ranks: int) -> None:
     assert on_ranks(ranks, measured_on_rank, folder) == [measured(folder)] * ranks
+
+
+SPEC = """
+schema: scaletrain/v1
+name: pairs
+model: {{hf_config: {folder}, weights: {folder}, vision_config: {{image_size: {size}}}}}
+data: {{source: pairs, tokenizer: {{kind: file, path: {folder}/tokenizer.json}},
+       images: {{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}}}}
+training: {{global_batch_size: 12, micro_batch_size: 6, steps: 5, precision: fp32}}
+evaluation: {{zero_shot: {{source: pictures}}}}
+layout: {{zero_stage: {zero}}}
+cluster: {{gpu: cpu, gpus_per_node: {ranks}}}
+"""
+
+
+def validated_on_rank(folder: Path, ranks: int, zero: int) -> tuple[Figures | None, Figures | None, float]:
+    """Return the figures of a validation, those of one that is preempted, and the loss of a step after both."""
+    text = SPEC.format(folder=folder, ranks=ranks, zero=zero, size=SIZE)
+    spec = parse_spec(text, file="pairs.yaml", base_dir=Path())
+    layout, device = make_plan(spec).layout, torch.device("cpu")
+    mesh = build_mesh(layout)
+    composed = compose(spec, layout, mesh, device)
+    tokenizer = run_caption_tokenizer(spec)
+    plain = {"at": layout, "rank": mesh.data.rank, "size": SIZE, "augment": AugmentSpec(random_resized_crop=None)}
+    pairs = reader(Pictures(COUNT), labeled=False, captions=tokenizer, **plain)
+    pictures = replace(reader(Pictures(COUNT), **plain), mesh=mesh)
+    decisions = [StepDecision.CONTINUE]
+    parts: dict[str, Any] = {
+        "run": None,
+        "record": SimpleNamespace(spec=spec, plan=SimpleNamespace(layout=layout)),
+        "step_sync": SimpleNamespace(agree=lambda step: (decisions.pop() if decisions[1:] else decisions[0], [])),
+        "heartbeat": SimpleNamespace(beat=lambda *_: None),
+    }
+    stepper = build_stepper(composed, mesh, device, spec.training)
+    validation = Validation(
+        device=device,
+        composed=composed,
+        stepper=stepper,
+        average=None,
+        readers={"source": pairs},
+        shares={"source": 1.0},
+        zero_shot=ZeroShot(pictures, NAMES, TEMPLATES, tokenizer, mesh.data, device),
+        **parts,
+    )
+    own = {name: each.without_groups() for name, each in (("source", pairs), *validation.zero_shot_readers.items())}
+    with torch.no_grad(), contextlib.closing(Loader(BatchesAndRounds(pairs.batch, own), device)) as loader:
+        found = validation._measured(1, {"source": COUNT}, "validation_", ReadAhead(loader, [2]))
+        decisions += [StepDecision.PREEMPT, *[StepDecision.CONTINUE] * 3]  # while images are classified
+        left = validation._measured(1, {"source": COUNT}, "validation_", ReadAhead(loader, [2]))
+    loss = stepper.train(pairs.batch(1).micro_batches()).loss
+    return found, left, float(loss)
+
+
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 3)])
+def test_a_validation_has_the_figures_in_every_layout_and_training_goes_on(folder: Path, ranks: int, zero: int) -> None:
+    alone = measured(folder)
+    for found, left, loss in on_ranks(ranks, validated_on_rank, folder, ranks, zero):
+        assert found is not None
+        assert {name: value for name, value in found.metrics.items() if "zero_shot" in name} == {
+            f"validation_{name}": value for name, value in alone.metrics.items()
+        }
+        assert found.metrics.keys() > {"validation_loss", "validation_recall_at_1/image_to_text"}
+        assert {name: value for name, value in found.details.items() if "zero_shot" in name} == alone.details
+        assert left is None
+        assert math.isfinite(loss)

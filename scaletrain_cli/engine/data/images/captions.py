@@ -59,10 +59,10 @@ def caption_tokenizer(path: Path, positions: int, vocab_size: int, eos_token_id:
         raise UsageError(
             Reason("data.caption-tokenizer-unreadable", {"path": str(path), "error": str(error)})
         ) from error
-    names = special_tokens(path.parent)
-    end = names.get("eos_token", _END)
+    tokens = caption_tokens(path.parent)
+    end = tokens["eos_token"]
     ids = []
-    for name in (names.get("bos_token", _START), end, names.get("pad_token", end)):
+    for name in tokens.values():
         number = tokenizer.token_to_id(name)
         if number is None:
             raise UsageError(Reason("data.caption-token-absent", {"path": str(path), "token": name}))
@@ -77,6 +77,17 @@ def caption_tokenizer(path: Path, positions: int, vocab_size: int, eos_token_id:
             raise UsageError(Reason("data.caption-end-not-largest", params))
         raise UsageError(Reason("data.caption-end-differs", params | {"eos_token_id": eos_token_id}))
     return CaptionTokenizer(path, positions, *ids)
+
+
+def caption_tokens(folder: Path) -> dict[str, str]:
+    """Return ``bos_token``, ``eos_token`` and ``pad_token`` of the tokenizer in a folder, in this order.
+
+    Those that the files beside it do not name are CLIP's; padding is the end token then. Raises UsageError for a file
+    that cannot be read.
+    """
+    names = special_tokens(folder)
+    end = names.get("eos_token", _END)
+    return {"bos_token": names.get("bos_token", _START), "eos_token": end, "pad_token": names.get("pad_token", end)}
 
 
 @lru_cache(maxsize=4)
