@@ -18,6 +18,7 @@ _SAMPLE_DEVIATION = 0.5
 _FEWEST_STEPS = 128
 _STANDS = 0.02
 _LEARNS = 0.05
+_SHARE_OF_OTHERS = 0.25
 
 
 def overfitting(case: Case) -> Iterator[Finding]:
@@ -61,10 +62,10 @@ def overfitting(case: Case) -> Iterator[Finding]:
 
 
 def source_stands_still(case: Case) -> Iterator[Finding]:
-    """Yield a warning for each source whose loss has not fallen while that of another has.
+    """Yield a warning for each source whose loss has hardly fallen while that of another has.
 
-    Since the first quarter of the steps, at least 128 in all: less than 2 % and than three errors of its
-    median, and another source at least 5 %. A loss near that of equal outputs cannot be learned; a low one has been.
+    Since the first quarter of the steps, at least 128 in all: another source fell by 5 % or more, and this one by less
+    than 2 % or three errors of its median, or by less than 5 % and a quarter of the other. A low loss has been learned.
     """
     history = case.history
     if len(history.sources) < 2 or case.spec.data.stages:
@@ -78,7 +79,9 @@ def source_stands_still(case: Case) -> Iterator[Finding]:
         falls[source] = median(values[first : first + part]), median(values[-part:]), noise(values) / math.sqrt(part)
     for source, (early, now, error) in falls.items():
         best = max([(falls[other][0] - falls[other][1]) / falls[other][0] for other in falls if other != source] or [0])
-        if early - now > max(_STANDS * early, 3 * error) or best < _LEARNS:
+        fall = (early - now) / early
+        stands = early - now <= max(_STANDS * early, 3 * error) or fall < min(_LEARNS, best * _SHARE_OF_OTHERS)
+        if best < _LEARNS or not stands:
             continue
         uninformed = case.uninformed_loss
         evidence = {"source": source, "early": early, "now": now, "others": best}

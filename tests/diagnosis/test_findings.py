@@ -196,6 +196,7 @@ def test_images_above_the_loss_of_equal_outputs_are_reported() -> None:
         (case(memory_bytes=lambda step: 2e10 + min(step, 300) * 4e7), "memory-grows"),
         (case("training.optimizer.name=adamw", grad_norm=noisy(1.5)), "always-clipped"),
         (case(more={"loss/web": falling(10.4, 3.0), "loss/code": falling(9.0, 2.0)}), "source-stands-still"),
+        (case(more={"loss/web": falling(10.4, 3.0), "loss/code": falling(5.0, 2.5)}), "source-stands-still"),
         (case(events=[{"event": "stragglers", "rank": 1, "seconds": 1.0, "others_seconds": 0.1},
                       {"event": "stragglers", "rank": None}]), "slow-rank"),
         (case("training.precision=fp16", more={"loss_scale": lambda step: 2.0**15, "skipped": lambda step: 0.0}),
