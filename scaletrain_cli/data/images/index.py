@@ -179,10 +179,11 @@ def _build(job: _Job, workers: int, progress: Progress, failure: Path | None, ti
             with Workers[int](min(workers, len(units)), claims.owner) as pool:
                 jobs = list(enumerate(units)).__getitem__
                 key = f"{job.work.name}-units"
-                run_stage(Stage("index the images", key, folder, results, built, jobs, over), claims, pool, progress)
+                name = f"index the images of {job.listing.location}"
+                run_stage(Stage(name, key, folder, results, built, jobs, over), claims, pool, progress)
             with Workers[int](1, claims.owner) as alone:
                 finish = partial(_finish, job, names, results)
-                stage = Stage("finish the index", job.work.name, job.work, (_NOTE,), finish)
+                stage = Stage(f"finish the index of {job.listing.location}", job.work.name, job.work, (_NOTE,), finish)
                 run_stage(stage, claims, alone, progress)
         except BaseException:
             claims.remove_own_drafts(job.work)

@@ -15,11 +15,16 @@ from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
 from scaletrain_cli.spec.run import NO_DATA
 from scaletrain_cli.spec.sources import MOST_WORKERS
 
-# An image of ImageNet's training set: 1,281,167 images in 138 GiB (image-net.org, ILSVRC 2012).
+# An image of ImageNet's training set: 1,281,167 images in 138 GiB (image-net.org, ILSVRC 2012), 500 x 375 on average.
 IMAGE_BYTES = 110_000
+_IMAGE_PIXELS = 500 * 375
+# Data sets for networks up to this size are stored as small as they are read: CIFAR 32, Tiny ImageNet 64.
+_SMALL_SIDE = 64
 # Decoding such an image by Pillow takes 1.4 to 2.8 ms of one core: 537 to 726 images a second on Zen 4 and 5, 577 on
 # Xeon 8581C, 360 and 551 on Neoverse N1 and V2 (arXiv:2605.08731, ImageNet's validation set).
 _DECODE_SECONDS = 1.75e-3
+# Of an image whatever its size: a PNG of 32 x 32 takes 0.12 to 0.14 ms with its changes, recipes/clip_pairs.py.
+_FILE_SECONDS = 0.1e-3
 # By pixels of the result, ``benchmarks/image_loader.py`` on a 2-core x86 machine, at 224 x 224: crop, resize, flip and
 # copy to the batch take 1.0 ms, four color changes 0.5 ms, two operations of RandAugment, of which half
 # are applied, 0.85 ms.
@@ -56,11 +61,19 @@ def is_fed(spec: RunSpec) -> bool:
 
 def core_seconds(spec: RunSpec) -> float:
     """Return the seconds that one core needs for a sample: its image decoded, and each view of it augmented."""
-    model = spec.model.vision_config if isinstance(spec.model, ClipSpec | LlavaSpec) else spec.model
-    side: int = getattr(model, "image_size", 0)
     found: ImagesSpec = getattr(spec.data, "images", ImagesSpec())
-    pixels = side**2
-    return _DECODE_SECONDS + views(spec) * pixels * _seconds_per_pixel(found.augment)
+    decode = _FILE_SECONDS + (_DECODE_SECONDS - _FILE_SECONDS) * _stored_pixels(spec) / _IMAGE_PIXELS
+    return decode + views(spec) * _side(spec) ** 2 * _seconds_per_pixel(found.augment)
+
+
+def _side(spec: RunSpec) -> int:
+    model = spec.model.vision_config if isinstance(spec.model, ClipSpec | LlavaSpec) else spec.model
+    return int(getattr(model, "image_size", 0))
+
+
+def _stored_pixels(spec: RunSpec) -> int:
+    """Return the pixels of an image of the source: as ImageNet has them, or of a small network those that it reads."""
+    return _side(spec) ** 2 if 0 < _side(spec) <= _SMALL_SIDE else _IMAGE_PIXELS
 
 
 def _seconds_per_pixel(augment: AugmentSpec) -> float:
@@ -77,7 +90,7 @@ def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:
     images = layout.global_batch_size / layout.data_parallel
     rate = images / step
     busy = rate * seconds
-    read = ranks * images * IMAGE_BYTES
+    read = ranks * images * IMAGE_BYTES * _stored_pixels(spec) / _IMAGE_PIXELS
     return ImageFeed(
         rank_rate=rate,
         node_rate=ranks * rate,

@@ -187,6 +187,18 @@ def test_larger_images_and_more_operations_take_more_of_a_core() -> None:
     assert core_seconds(augmented) > core_seconds(plain)
 
 
+def test_images_for_small_networks_are_taken_to_be_small_files() -> None:
+    small, usual = (
+        spec_of("vit-base-patch16").model_copy(update={"model": model_of("vit-base-patch16", image_size=side)})
+        for side in (32, 112)
+    )
+    assert 5_000 < 1 / core_seconds(small) < 9_000  # 7,000 of recipes/clip_pairs.py
+    assert core_seconds(usual) > 10 * core_seconds(small)
+    layout = build_layout(usual, resolve_axes(usual), 1, "none", 32)
+    feeds = [image_feed(spec, layout, step=0.1) for spec in (small, usual)]
+    assert feeds[0].read_rate == pytest.approx(feeds[1].read_rate * 32**2 / (500 * 375))
+
+
 def test_slow_storage_and_few_cores_limit_the_images_of_a_step() -> None:
     slow = make_plan(spec_of(cluster__storage_bandwidth="100MB/s"))
     assert "plan.images-exceed-storage" in codes(slow)
