@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-import yaml
+import yaml  # type: ignore[import-untyped]
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -74,7 +74,9 @@ def write_digits(folder: Path) -> None:
 def pixels_of(image: Image.Image, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Return the normalized image, [channels, height, width]."""
     values = np.asarray(image, np.float32).reshape(image.height, image.width, -1) / 255
-    return torch.from_numpy(((values - np.float32(mean)) / np.float32(std)).transpose(2, 0, 1).copy())
+    return torch.from_numpy(
+        ((values - np.array(mean, np.float32)) / np.array(std, np.float32)).transpose(2, 0, 1).copy()
+    )
 
 
 class Digits(Dataset[Any]):
@@ -91,28 +93,29 @@ class Digits(Dataset[Any]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = Image.open(self.files[index])
+        image: Image.Image = Image.open(self.files[index])
         if self.scale is None:
             shorter = int(self.size / 0.875)
             margin = (shorter - self.size) // 2
             whole = image.resize((shorter, shorter), Image.Resampling.BICUBIC)
             image = whole.crop((margin, margin, margin + self.size, margin + self.size))
         else:
-            width, height = self.part(*image.size)
+            width, height = part(*image.size, self.scale)
             left, top = (int(torch.randint(most + 1, ())) for most in (image.width - width, image.height - height))
             image = image.crop((left, top, left + width, top + height))
             image = image.resize((self.size, self.size), Image.Resampling.BICUBIC)
         return pixels_of(image, *self.normal), int(self.files[index].parent.name)
 
-    def part(self, width: int, height: int) -> tuple[int, int]:
-        """Return width and height of a random part: uniform share of the area, log-uniform ratio of 3/4 to 4/3."""
-        for _ in range(10):
-            area = width * height * float(torch.empty(()).uniform_(*self.scale))
-            ratio = math.exp(float(torch.empty(()).uniform_(math.log(3 / 4), math.log(4 / 3))))
-            found = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if found[0] <= width and found[1] <= height:
-                return found
-        return width, height
+
+def part(width: int, height: int, scale: tuple[float, float]) -> tuple[int, int]:
+    """Return width and height of a random part: uniform share of the area, log-uniform ratio of 3/4 to 4/3."""
+    for _ in range(10):
+        area = width * height * float(torch.empty(()).uniform_(*scale))
+        ratio = math.exp(float(torch.empty(()).uniform_(math.log(3 / 4), math.log(4 / 3))))
+        found = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if found[0] <= width and found[1] <= height:
+            return found
+    return width, height
 
 
 def batches(data: Dataset[Any], size: int, collate: Callable[[list[Any]], Any] | None = None) -> Iterator[Any]:
@@ -147,7 +150,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = settings["lr"] * (step / warmup if step <= warmup else cosine)
         optimizer.zero_grad()
-        loss_of(next(data)).backward()
+        loss_of(next(data)).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if after is not None:
@@ -232,7 +235,7 @@ def plain_pairs(spec: dict[str, Any], data: Path, seed: int) -> Figures:
         held_out = Pairs(sorted(folder.glob("val-*.tar")))
         pictures, captions = collate([held_out[number] for number in range(len(held_out))])
         similar = model(pixel_values=pictures, input_ids=captions["input_ids"]).logits_per_image
-        found = {}
+        found: Figures = {}
         for way, scores in (("image_to_text", similar), ("text_to_image", similar.T)):
             rank = (scores > scores.diagonal()[:, None]).sum(1)
             found |= {f"recall_at_{k}/{way}": float((rank < k).double().mean()) for k in (1, 5, 10)}
