@@ -95,10 +95,10 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
 
 
 def image_files(spec: RunSpec) -> dict[str, bytes]:
-    """Return the file with which transformers prepares images as the evaluation of this run does, by its name.
+    """Return the files with which transformers prepares images as the evaluation of this run does, by their names.
 
     Empty for a language model. CLIP's processor resizes, crops and normalizes images for every family; it has no other
-    number of channels than 3.
+    number of channels than 3. That of LLaVA, which also pads, has a second file with the tokens of an image.
     """
     model = spec.model
     if isinstance(model, ModelSpec) or image_channels(model) != _COLORS:
@@ -106,10 +106,9 @@ def image_files(spec: RunSpec) -> dict[str, bytes]:
     tower: Any = getattr(model, "vision_config", model)
     images, size = spec.data.images, tower.image_size
     mean, std = images.normalization(model.family, _COLORS)
-    shorter = math.floor(
-        round(size / images.crop_ratio_of(model.family), 6)
-    )  # as in engine.data.images.transforms.center_crop
-    config = {
+    # As in engine.data.images.transforms.center_crop.
+    shorter = math.floor(round(size / images.crop_ratio_of(model.family), 6))
+    config: dict[str, Any] = {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
@@ -123,7 +122,17 @@ def image_files(spec: RunSpec) -> dict[str, bytes]:
         "image_mean": list(mean),
         "image_std": list(std),
     }
-    return {"preprocessor_config.json": _json(config)}
+    if not isinstance(model, LlavaSpec):
+        return {"preprocessor_config.json": _json(config)}
+    config |= {"image_processor_type": "LlavaImageProcessor", "do_pad": images.aspect == "pad"}
+    config["processor_class"] = "LlavaProcessor"
+    tokens = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": tower.patch_size,
+        "num_additional_image_tokens": 1,  # the class token
+        "vision_feature_select_strategy": model.vision_feature_select_strategy,
+    }
+    return {"preprocessor_config.json": _json(config), "processor_config.json": _json(tokens)}
 
 
 _COLORS = 3

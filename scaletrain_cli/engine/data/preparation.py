@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from scaletrain_cli.rundir.datasets import NAME, Entry, datasets_file, entries_o
 from scaletrain_cli.rundir.documents import read_document, write_document
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.shared_datasets import is_readable
-from scaletrain_cli.spec import RunSpec
-from scaletrain_cli.spec.corpus_files import EMBEDDED
+from scaletrain_cli.spec import DataSpec, LlavaSpec, RunSpec
+from scaletrain_cli.spec.corpus_files import EMBEDDED, ROW_FORMATS, find_files
 from scaletrain_cli.unexpected import known_error
 
 _ROW_BYTES_PER_SECOND = 1.5e6  # rendering and tokenizing rows
 _IMAGE_BYTES_PER_SECOND = 4e7  # reading and decoding images
+_ROWS_LOOKED_AT = 1000
 _TERMINATED = 143  # 128 + SIGTERM, the shell convention
 
 
@@ -123,7 +125,29 @@ def _checked(spec: RunSpec, runs_root: Path, known: Mapping[str, Path]) -> dict[
     size = sum(_bytes(spec, known))
     seconds = preparation_seconds(spec, runs_root, workers=1) if spec.training.objective == "causal_lm" else None
     seconds = size / _ROW_BYTES_PER_SECOND if seconds is None else seconds
+    if isinstance(spec.model, LlavaSpec):
+        of_images = bytes_of_named_images(spec.data)
+        size, seconds = size + of_images, seconds + of_images / _IMAGE_BYTES_PER_SECOND
     return {"prepared": False, "bytes": size, "seconds": seconds, "datasets": entries}
+
+
+def bytes_of_named_images(data: DataSpec) -> int:
+    """Return about how many bytes the images have that the rows of a source name, as if all were like the first rows.
+
+    0 if these cannot be read. The bytes of images in parquet files are those of the files.
+    """
+    from scaletrain_cli.engine.data.row_source import rows_of
+
+    try:
+        rows = list(islice(rows_of(data, "sft", images=True)[1], _ROWS_LOOKED_AT))
+        files = find_files(data.only_source, kinds=ROW_FORMATS).files
+        paths = {image.path for row in rows for image in row.images if image.path is not None}
+        found = sum(path.stat().st_size for path in paths)
+        whole = sum(path.stat().st_size for path in files)
+    except (ScaletrainError, OSError):
+        return 0
+    seen = sum(len(row.key) for row in rows)
+    return round(found * max(1.0, whole / seen)) if len(rows) == _ROWS_LOOKED_AT else found
 
 
 def _bytes(spec: RunSpec, known: Collection[str]) -> list[int]:

@@ -35,6 +35,7 @@ from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
 from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
 from scaletrain_cli.spec.hugging_face import read_config
 from scaletrain_cli.spec.hugging_face_weights import config_mismatches
+from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec
 from scaletrain_cli.spec.presets import SourceError
@@ -598,6 +599,8 @@ def not_read(view: View) -> Iterator[Reason]:
         return
     with contextlib.suppress(UsageError):
         left_out = find_files(source, view.folder, ROW_FORMATS).not_read
+        if isinstance(view.spec.model, LlavaSpec):  # images that rows name
+            left_out = {suffix: n for suffix, n in left_out.items() if suffix.strip(".") not in IMAGE_SUFFIXES}
         if left_out:
             kinds = [f"{count} {suffix}" for suffix, count in sorted(left_out.items())]
             yield Reason("checks.files-not-read", {"key": "data.source", "source": source, "kinds": kinds})

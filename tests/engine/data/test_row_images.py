@@ -338,22 +338,53 @@ def pictures(sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
     return [Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
 
 
-def test_padding_gives_the_pixels_of_llava() -> None:
-    """As the image processor of transformers with do_pad."""
+@pytest.mark.parametrize("aspect", ["pad", "crop"])
+def test_an_export_prepares_images_as_the_run_did(aspect: str, folder: Path) -> None:
+    """By LLaVA's image processor of transformers with the exported settings."""
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
-    from scaletrain_cli.engine.data.images.transforms import ImageTransform
-    from scaletrain_cli.spec.images import CLIP, ImagesSpec
+    from scaletrain_cli.engine.checkpoint.export import image_files
+    from scaletrain_cli.engine.data.images.of_rows import RowPixels
 
-    ours = ImageTransform.of(ImagesSpec(aspect="pad"), SIDE, CLIP[0], 1.0)
-    theirs = LlavaImageProcessorPil(
-        do_pad=True,
-        size={"shortest_edge": SIDE},
-        crop_size={"height": SIDE, "width": SIDE},
-        do_rescale=False,
-        do_normalize=False,
-    )
-    for image in pictures([(40, 40), (60, 30), (33, 70), (50, 49)]):
+    given = spec(folder, f"data.images.aspect={aspect}")
+    files = {name: json.loads(content) for name, content in image_files(given).items()}
+    assert files["processor_config.json"]["patch_size"] ** 2 * COPIES == SIDE**2
+    theirs = LlavaImageProcessorPil(**files["preprocessor_config.json"])
+    mean, std = (np.array(each) for each in given.data.images.normalization("llava", 3))
+    for image in pictures([(40, 40), (60, 30), (34, 70), (50, 48)]):
         expected = theirs(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
-        assert np.array_equal(ours.evaluation(image), expected)
-    assert ours.evaluation(Image.new("RGB", (9000, 4))).shape == (SIDE, SIDE, 3)
+        ours = (RowPixels.of(given).transform.evaluation(image) / 255 - mean) / std
+        assert np.abs(ours - expected).max() < 1e-5
+    assert RowPixels.of(given).transform.evaluation(Image.new("RGB", (9000, 4))).shape == (SIDE, SIDE, 3)
+
+
+def test_shown_rows_and_samples_have_their_images(folder: Path) -> None:
+    from scaletrain_cli.engine.data import show, step_view
+
+    given = spec(folder, "evaluation.every=0", "training={global_batch_size: 6, steps: 2}")
+    (folder / "spec.json").write_text(given.model_dump_json(by_alias=True))
+    (folder / "red.png").write_bytes(encoded("red", 50, 20))
+    arguments = [str(folder / "spec.json"), str(folder)]
+    first, second = show.run_command([*arguments, "1", "2"])["rows"]
+    red, blue = (
+        {"place": f"{folder}/{c}.png", "width": w, "height": h} for c, w, h in (("red", 50, 20), ("blue", 40, 30))
+    )
+    assert (first["images"], second["images"]) == ([red], [blue, red])
+    (document,) = second["documents"]
+    assert sum(part["text"].count(IMAGE_MARK) for part in document["parts"]) == 2
+    assert document["tokens"] == 92
+    prepare_rows(given, folder)
+    for sample in step_view.run_command([*arguments, "", "1", "", "", "6"])["samples"]:
+        text = "".join(part["text"] for part in sample["texts"][0]["documents"][0]["parts"])
+        named = [Path(image["place"]).stem for image in sample["images"]]
+        assert [part.partition("?")[0] for part in text.split("What is ")[1:]] == named
+        assert text.count(IMAGE_MARK) == len(named)
+
+
+def test_the_estimate_of_a_preparation_has_the_images(folder: Path) -> None:
+    from scaletrain_cli.engine.data.preparation import bytes_of_named_images
+
+    assert bytes_of_named_images(spec(folder).data) == sum(len(encoded(color)) for color in COLORS)
+    (folder / "rows.json").write_text(json.dumps(ROWS * 500))
+    assert bytes_of_named_images(spec(folder).data) == pytest.approx(3 * sum(len(encoded(c)) for c in COLORS), rel=0.1)
+    assert bytes_of_named_images(spec(folder, "data.source=none.json").data) == 0
