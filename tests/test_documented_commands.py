@@ -135,6 +135,8 @@ PARSED: dict[str, str] = {
         "needs a run with an adapter; tests/engine/parity/test_adapter_runs.py exports one",
     ),
     "scaletrain data show sft-tiny-cpu.yaml --row 1": "tests/cli runs it",
+    "scaletrain data show run.yaml --row 1 --count 8": "needs prepared images; tests/engine/data/images prepares some",
+    "scaletrain resume RUN --set 'data.skip=[[12, 12]]'": "needs a failed run; tests/drills/test_bad_image.py has one",
     "scaletrain data stats run.yaml --html report.html": "needs prepared data; tests/cli prepares some",
     "scaletrain drill": HURT,
     "scaletrain drill sigkill truncate --spec run.yaml": HURT,

@@ -24,6 +24,7 @@ app = verb_group("Prepare, show, report on and upload training data.")
 EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
 _PREPARE_EXIT_CODES = (*EXIT_CODES, ExitCode.SCHEDULER)
 _NEEDS = ("numpy", "tokenizers")
+_IMAGE_NEEDS = ("numpy", "torch", "PIL")
 
 
 @app.command(epilog=describe(_PREPARE_EXIT_CODES))
@@ -130,7 +131,7 @@ def show(
     target: _Target,
     overrides: Overrides = None,
     row: Annotated[
-        int | None, typer.Option("--row", metavar="N", min=1, help="First row to show, counted from 1.")
+        int | None, typer.Option("--row", metavar="N", min=1, help="First row or image to show, counted from 1.")
     ] = None,
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=1, help="Show the samples of this training step.")
@@ -144,36 +145,63 @@ def show(
         typer.Option("--micro-batch", metavar="M", min=1, help="Micro-batch of the step to show (default: all)."),
     ] = None,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of rows or samples to show.")] = 3,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Show images of the validation split (default: training).")
+    ] = False,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", metavar="FILE", help="Write the images as the model gets them to a PNG file."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show training data as the model gets them: the samples of a step, or rows for fine-tuning.
+    """Show training data as the model gets them: samples of a step, rows for fine-tuning, or images.
 
     With --step the batch that the ranks read in that step: samples in their order, with source, documents, positions
     and the part in the loss marked. The data must be prepared.
 
     Without --step rows rendered and truncated. Reads only the first rows, and prepares nothing. Requires
     training.objective: sft or dpo.
+
+    Of images their keys, sizes and labels or captions; the data must be prepared. With --png a sheet: each image as in
+    evaluation and as in the first four passes of training, or with --step as the ranks get it, erased and mixed.
     """
     from scaletrain_cli.errors import UsageError
+    from scaletrain_cli.spec.losses import LOSSES_OF
+    from scaletrain_cli.ui.data_images import show_images
     from scaletrain_cli.ui.data_rows import show_rows
     from scaletrain_cli.ui.data_samples import show_samples
     from scaletrain_cli.ui.json import print_json
 
     spec, run = _spec_or_run(target, overrides)
+    of_images = spec.training.objective in LOSSES_OF
+    sheet = "" if png is None else str(png.absolute())
+    words: tuple[str, ...]
+    for option, asked in (("--png", png is not None), ("--validation", validation)):
+        if asked and not of_images:
+            raise UsageError(Reason("data.requires-images", {"option": option}))
+    if validation and step is not None:
+        raise UsageError(Reason("data.validation-or-step"))
+    if png is not None and (png.is_dir() or not png.absolute().parent.is_dir()):
+        raise UsageError(Reason("data.report-place", {"file": str(png), "folder": str(png.absolute().parent)}))
     if step is None:
         for option, given in (("--rank", rank), ("--micro-batch", micro_batch)):
             if given is not None:
                 raise UsageError(Reason("data.requires-step", {"option": option}))
         if spec.training.objective == "causal_lm":
             raise UsageError(Reason("data.nothing-to-show"))
-        answer = _in_engine("show", spec, run, str(row or 1), str(count), needs=(*_NEEDS, "jinja2"))
+        words = (str(row or 1), str(count))
+        if of_images:
+            words = (*words, _folder(run), "validation" if validation else "train", sheet)
+        answer = _in_engine("show", spec, run, *words, needs=_IMAGE_NEEDS if of_images else (*_NEEDS, "jinja2"))
     else:
         if row is not None:
             raise UsageError(Reason("data.row-or-step"))
-        words = (_folder(run), str(step), _number(rank), _number(micro_batch), str(count))
-        answer = _in_engine("step", spec, run, *words, needs=(*_NEEDS, "torch"))
+        words = (_folder(run), str(step), _number(rank), _number(micro_batch), str(count), sheet)
+        answer = _in_engine("step", spec, run, *words, needs=_IMAGE_NEEDS if of_images else (*_NEEDS, "torch"))
     if as_json:
         print_json(answer)
+    elif of_images:
+        show_images(answer)
     elif step is None:
         show_rows(answer)
     else:
@@ -199,14 +227,18 @@ def stats(
 ) -> None:
     """Show the report of prepared data: documents and tokens after each step, and why documents were removed.
 
+    Of images their sizes, classes, captions, and duplicates within and between the splits.
+
     Also languages, lengths, duplicates, kinds of characters, documents that cannot be read, and the mixture of the run.
     The data must be prepared. Examples of documents in the HTML page and the JSON have placeholders for mail addresses,
     IP addresses, phone numbers and keys.
     """
-    from scaletrain_cli.data.report import is_dataset, read_dataset_report
+    from scaletrain_cli.data.report import IMAGE_REPORT, is_dataset, is_of_images, read_dataset_report
     from scaletrain_cli.errors import UsageError
+    from scaletrain_cli.launch.engine_process import run_engine_command
     from scaletrain_cli.safe_files import replace_file
     from scaletrain_cli.ui.console import say
+    from scaletrain_cli.ui.data_images import show_image_report
     from scaletrain_cli.ui.data_page import page
     from scaletrain_cli.ui.data_report import show_report
     from scaletrain_cli.ui.json import print_json
@@ -216,7 +248,10 @@ def stats(
     if is_dataset(Path(target)):
         if overrides:
             raise UsageError(Reason("data.set-requires-spec", {"target": target}))
-        report = read_dataset_report(Path(target))
+        if is_of_images(Path(target)):
+            report = run_engine_command("stats", os.path.abspath(target), needs=("numpy",))
+        else:
+            report = read_dataset_report(Path(target))
         name = report["sources"][0]["source"]
     elif os.path.isdir(target) and not os.path.lexists(os.path.join(target, "run.json")):
         params = {"folder": target, "error": "it has neither dataset.json nor, as a run, run.json"}
@@ -224,10 +259,16 @@ def stats(
     else:
         spec, run = _spec_or_run(target, overrides)
         name, report = spec.name, _in_engine("stats", spec, run, _folder(run), needs=_NEEDS)
+    of_images = report["schema"] == IMAGE_REPORT
+    if html is not None and of_images:
+        raise UsageError(Reason("data.images-without-page"))
     if html is not None:
         replace_file(html, page(report, name), public=True)
     if as_json:
         print_json(report)
+        return
+    if of_images:
+        show_image_report(report)
         return
     show_report(report)
     if html is not None:

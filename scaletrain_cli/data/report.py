@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.images.compatibility import SCHEMA as IMAGE_INDEX
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 
 SCHEMA = "scaletrain.data-report/v1"
+IMAGE_REPORT = "scaletrain.image-report/v1"
 _OF_DATASET = "scaletrain.dataset-report/v1"
 _SPLITS = ("train", "validation")
 _ROWS = ("read", "truncated", "without_target", "too_long")
@@ -32,6 +34,11 @@ def read_report(datasets: Mapping[str, Path], mixture: Mapping[str, Any] | None 
 def is_dataset(folder: Path) -> bool:
     """Return True if a folder has a prepared dataset."""
     return (folder / "dataset.json").is_file()
+
+
+def is_of_images(folder: Path) -> bool:
+    """Return True if a prepared dataset is an index of images."""
+    return (read_document(folder / "dataset.json") or {}).get("schema") == IMAGE_INDEX
 
 
 def read_dataset_report(folder: Path) -> dict[str, Any]:

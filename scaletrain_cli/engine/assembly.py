@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,12 @@ import torch
 
 from scaletrain_cli.data.images.compatibility import require_same_tokenizer
 from scaletrain_cli.data.images.prepared import is_of_images
+from scaletrain_cli.data.skip_ranges import SkipRange, batch_number, keeps_batches, merged_skip_ranges
 from scaletrain_cli.data.stages import sources_before
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identify_base
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import Composed, compose
-from scaletrain_cli.engine.data.batches import batch_number, merged_skip_ranges
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sample_order import RunMixture, mixture_of_run, sample_order
 from scaletrain_cli.engine.data.splits import RunData, Samples, open_data, open_reader
@@ -95,7 +96,8 @@ def assemble(
     skipped = merged_skip_ranges([*spec.data.skip, *(rollback.skip for rollback in rollbacks)])
     first_batch = batch_number(resume_point.step + 1, skipped)
     if resume_point.checkpoint is not None:  # before an event records what other data would change
-        _require_same_data(run, record, data, resume_point.checkpoint, first_batch, ranks, long_consensus)
+        checkpoint = resume_point.checkpoint
+        _require_same_data(run, record, data, checkpoint, first_batch, skipped, ranks, long_consensus)
     mixture = _mixture(run, record, data, first_batch, ranks, long_consensus)
     heartbeat.beat(resume_point.step, "set-up")
     _stop_if_preempted(flag, long_consensus)
@@ -276,10 +278,11 @@ def _require_same_data(
     data: RunData,
     checkpoint: Checkpoint,
     first_batch: int,
+    skipped: Sequence[SkipRange],
     ranks: Ranks,
     consensus: RankConsensus,
 ) -> None:
-    """Raise UsageError on every rank if the checkpoint was trained on other data. Collective."""
+    """Raise UsageError on every rank if the checkpoint was trained on other data or batches. Collective."""
     problem: Reason | None = None
     if ranks.rank == 0:
         sample = (first_batch - 1) * record.spec.training.global_batch_size
@@ -290,6 +293,9 @@ def _require_same_data(
                 raise UsageError(Reason("engine.checkpoint-without-data", {"checkpoint": checkpoint.path.name}))
             data.require_same(checkpoint.path.name, saved, trained)
             require_same_tokenizer(record.spec, checkpoint.path.name, saved)
+            before = saved.get("skipped")  # one of an earlier version does not state it
+            if before is not None and not keeps_batches(checkpoint.step, map(tuple, before), skipped):
+                raise UsageError(Reason("data.skips-trained-batches", {"batch": first_batch - 1}))
         except UsageError as error:
             problem = error.reason
     if problem := consensus.follow_rank_zero(problem):

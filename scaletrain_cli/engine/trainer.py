@@ -355,6 +355,7 @@ class Trainer:
         with self.ledger.during("save"):
             self.heartbeat.beat(step, "save")
             state = {"step": step, **self.data.to_checkpoint(), "guard": self.guard.state_dict()}
+            state["skipped"] = [list(each) for each in self.guard.skipped]
             if (images := self._images_of_statistics()) is not None:
                 state["batch_norm_images"] = images
             self.checkpointer.save(step, state, wait=wait)

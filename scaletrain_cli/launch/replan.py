@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaletrain_cli.data.skip_ranges import batch_number, keeps_batches, merged_skip_ranges
 from scaletrain_cli.data.stages import sources_before
 from scaletrain_cli.errors import InfeasibleError, Problem, UsageError
 from scaletrain_cli.launch.attempts import newest_checkpoint_step
@@ -18,7 +19,7 @@ from scaletrain_cli.launch.code import Snapshot, take_snapshot
 from scaletrain_cli.launch.submit import plan_for_engine, read_submission
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
-from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_events
+from scaletrain_cli.rundir.journal import has_committed, last_logged_step, read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_record, revision_path
 from scaletrain_cli.safe_files import expand_home
@@ -32,7 +33,7 @@ from scaletrain_cli.spec.sources import SourceSpec
 # nothing, all of ``data`` may change.
 MAY_CHANGE = (
     *("cluster", "layout", "checkpoint", "guard", "restarts", "tracking", "code", "env", "training.micro_batch_size"),
-    *("data.loader", "data.cache", "data.stages"),
+    *("data.loader", "data.cache", "data.stages", "data.skip"),
 )
 # Fields that the planner sets where they are `auto`; a user may have pinned them.
 _PINS = (
@@ -100,6 +101,9 @@ def replan(run: RunDir, overrides: Sequence[str], *, new_code: bool = False) -> 
             _trained_sources(run, before),
             reads_words=spec.training.objective not in LOSSES_OF,
         )
+    if "data.skip" in judged and not _keeps_batches(run, before.spec, spec):
+        reason = Reason("data.skips-trained-batches", {"batch": _trained_batch(run, before.spec)})
+        problems.append(Problem.because("--set", "data.skip", reason, json.dumps(spec.data.skip)))
     if problems:
         raise UsageError(Reason("launch.resume-another-run", {"run": run.run_id}), tuple(problems))
     snapshot = None
@@ -126,6 +130,19 @@ def _objection(key: str, was: str, given: str) -> Problem | None:
     if _is_of_sources(key) or any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
         return None
     return _fixed(key, was, given)
+
+
+def _keeps_batches(run: RunDir, before: RunSpec, after: RunSpec) -> bool:
+    """Return whether the steps before the latest checkpoint keep their batches; if it is not here the ranks check."""
+    rollbacks = [rollback.skip for rollback in read_rollbacks(run)]
+    step = newest_checkpoint_step(run, before) or 0
+    return keeps_batches(step, [*before.data.skip, *rollbacks], [*after.data.skip, *rollbacks])
+
+
+def _trained_batch(run: RunDir, spec: RunSpec) -> int:
+    """Return the number of the last batch before the latest checkpoint."""
+    rollbacks = [rollback.skip for rollback in read_rollbacks(run)]
+    return batch_number(newest_checkpoint_step(run, spec) or 0, merged_skip_ranges([*spec.data.skip, *rollbacks]))
 
 
 def _is_of_data(key: str) -> bool:

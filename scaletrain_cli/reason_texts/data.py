@@ -24,10 +24,21 @@ TEXTS: dict[str, Text] = {
     "no-documents": Text("the files of source {source} have no document", ("Correct the path of the source",)),
     "image-unreadable": Text(
         "{place}: the image cannot be decoded: {problem}",
+        ("Start a new run with data.on_bad: skip, which decodes all images first and leaves such ones out",),
+    ),
+    "requires-images": Text("{option} is for images, and the spec trains on text or rows", ("Remove the option",)),
+    "validation-or-step": Text("--validation and --step exclude each other: steps read the training split"),
+    "images-without-page": Text("--html is for reports of text", ("Use --json for the whole report of images",)),
+    "of-batch": Text(
+        "batch {batch:whole}: {cause}",
         (
-            "Restore the file from a copy and resume the run, or start a new run with data.on_bad: skip, which leaves "
-            "such images out",
+            "Or resume without this batch: add [{batch}, {batch}] to data.skip, as in scaletrain resume RUN --set "
+            "'data.skip=[[{batch}, {batch}]]'; the image comes again in each pass over its source",
         ),
+    ),
+    "skips-trained-batches": Text(
+        "data.skip changes which batches the run was trained on, up to batch {batch:whole} of its checkpoint",
+        ("Keep the ranges of data.skip as they are up to that batch, and add later ones",),
     ),
     "torchvision-absent": Text(
         "data.images.decoder = torchvision: torchvision cannot be imported: {error}",

@@ -167,6 +167,9 @@ TEXTS: dict[str, Text] = {
             "same data again: scaletrain data prepare SPEC",
             "If it happens again with other chunks, test the memory and the disks of that node",
             _RESUME + " then continues the run",
+            "If the message names an image and its batch B, "
+            + _RESUME
+            + " --set 'data.skip=[[B, B]]' continues without this batch",
         ),
     ),
     "exit-usage": Text(

@@ -70,5 +70,13 @@ TEXTS: dict[str, Text] = {
     "rows-not-uploaded": Text(
         "rows for sft and dpo cannot be read from an object store", ("Keep them below the shared runs root",)
     ),
+    "images-not-uploaded": Text(
+        "the prepared data of images are an index of files that stay where they are, so that an upload of it would "
+        "have no image",
+        (
+            "Copy the tar shards or parquet files to the store with its own tool, and set data.source to them: "
+            "s3://BUCKET/shards/{{0000..0099}}.tar",
+        ),
+    ),
     "prepare-first": Text("the data of the spec are not prepared", ("Run scaletrain data prepare SPEC",)),
 }

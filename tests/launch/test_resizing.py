@@ -336,6 +336,16 @@ def test_a_source_may_be_removed_that_has_given_no_sample() -> None:
     assert "code is missing" in refused.value.problems[0].message
 
 
+def test_batches_after_the_checkpoint_may_be_skipped_and_those_before_it_stay() -> None:
+    made = ended_run("data.skip=[[2, 3]]")
+    commit(made, 11)  # its last batch is 13
+    assert replan(made.run, ["data.skip=[[2, 3], [14, 20]]"]).after.revision == 1
+    for skip in ("[[13, 13]]", "[]", "[[2, 3], [13, 14]]", "[[2, 4]]"):
+        with pytest.raises(UsageError) as refused:
+            replan(made.run, [f"data.skip={skip}"])
+        assert "up to batch 13 of its checkpoint" in refused.value.problems[0].message
+
+
 def test_a_source_of_images_may_be_added_without_a_tokenizer_and_keeps_its_fields() -> None:
     web = "{name: web, path: /data/web, weight: 1, fields: {label: kind}}"
     images = ("model={family: resnet, hidden_sizes: [64], depths: [1]}", "data.source=null")

@@ -207,6 +207,7 @@ class _Written:
     ends: array[Any] = field(default_factory=lambda: array("q"))
     image_bytes: int = 0
     pixels: int = 0
+    short_sides: dict[int, int] = field(default_factory=dict)  # images by the bucket of their shorter side
 
 
 def _index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], given: tuple[int, Unit]) -> None:
@@ -242,7 +243,11 @@ def _index_unit(folder: Path, settings: ImageSettings, labels: Sequence[str], gi
         **{
             f"{split}_{what}": value
             for split, each in written.items()
-            for what, value in (("image_bytes", each.image_bytes), ("pixels", each.pixels))
+            for what, value in (
+                ("image_bytes", each.image_bytes),
+                ("pixels", each.pixels),
+                ("short_sides", each.short_sides),
+            )
         },
     }
     make_folder(folder, parents=True)
@@ -279,11 +284,11 @@ def _add(
     try:
         target = target_of(found.label, settings, classes)
         caption = caption_of(found.caption) if settings.captions else b""
-        pixels = _pixels(found, settings)
+        size = _size(found, settings)
     except TargetError as error:
         return Bad(found.place, error.reason)
-    if isinstance(pixels, Reason):
-        return Bad(found.place, pixels)
+    if isinstance(size, Reason):
+        return Bad(found.place, size)
     if settings.targets == "numbers":
         if sizes and len(target) not in sizes:
             return Bad(found.place, Reason("images.other-size", {"given": len(target), "expected": min(sizes)}))
@@ -308,21 +313,28 @@ def _add(
         into.targets.extend(target)
         into.ends.append(len(into.targets))
     into.image_bytes += len(found.image)
-    into.pixels += pixels
+    into.pixels += size[0] * size[1]
+    short = bucket_of(min(size))
+    into.short_sides[short] = into.short_sides.get(short, 0) + 1
     return None
 
 
-def _pixels(found: Found, settings: ImageSettings) -> int | Reason:
-    """Return width times height of an image, or why it cannot be decoded. It is decoded where bad ones are left out."""
+def bucket_of(side: int) -> int:
+    """Return the least side of the bucket of a length in pixels: exact below 64, then 32 buckets for each octave."""
+    shift = max(0, side.bit_length() - 6)
+    return side >> shift << shift
+
+
+def _size(found: Found, settings: ImageSettings) -> tuple[int, int] | Reason:
+    """Return width and height of an image, or why it cannot be decoded. It is decoded where bad ones are left out."""
     from scaletrain_cli.data.images.decode import BadImageError, decode, size_of  # which needs Pillow
 
     try:
         if settings.skips_bad:
             decode(found.image, found.place, 3)
-        width, height = size_of(found.image, found.place)
+        return size_of(found.image, found.place)
     except BadImageError as error:
         return Reason("images.not-decodable", {"error": str(error.evidence["problem"])})
-    return width * height
 
 
 def digest_of(image: bytes) -> int:
@@ -374,6 +386,7 @@ def _finish(job: _Job, names: tuple[str, ...], results: Sequence[str], _unit: in
             **{f"{split}_samples": counts[split] for split in SPLITS},
             **{f"{split}_image_bytes": image_bytes[split] for split in SPLITS},
             **{f"{split}_pixels": pixels[split] for split in SPLITS},
+            **{f"{split}_short_sides": _short_sides(infos, split) for split in SPLITS},
             "classes": list(names) or None,
             "num_classes": _num_classes(job.settings, names, largest),
             "target_size": size,
@@ -424,6 +437,17 @@ def _join(
         for file in files.values():
             digest.update(hashlib.sha256(file.finish()).digest())
     return samples, largest
+
+
+def _short_sides(infos: Sequence[Mapping[str, Any]], split: str) -> dict[str, int] | None:
+    """Return the images of a split by bucket, in ascending order; None if an earlier version has read some of them."""
+    found: dict[int, int] = {}
+    for info in infos:
+        if (counts := info.get(f"{split}_short_sides")) is None:
+            return None
+        for side, count in counts.items():
+            found[int(side)] = found.get(int(side), 0) + count
+    return {str(side): found[side] for side in sorted(found)}
 
 
 def _target_size(infos: Sequence[Mapping[str, Any]], job: _Job) -> int | None:

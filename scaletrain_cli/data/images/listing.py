@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from scaletrain_cli.spec.image_files import (
 
 # A process that is killed loses no more than a unit.
 _FILES_OF_A_UNIT = 2048
+_REQUESTS = 16  # to a store at the same time
 _COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 
 
@@ -229,13 +231,14 @@ def _state_of(root: str, name: str, size: _Size) -> str:
 
 
 def _remote(path: str, settings: ImageSettings, key: str, seconds: float | None) -> Listing:
-    found: dict[str, tuple[int, str]] = {}
-    for name in expanded_braces(path):
-        try:
-            found |= {file.path: (file.size, file.etag) for file in list_files(name, seconds)}
-        except ScaletrainError as error:
-            error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
-            raise
+    names = expanded_braces(path)
+    try:
+        with ThreadPoolExecutor(min(_REQUESTS, len(names))) as pool:
+            listed = list(pool.map(lambda name: list_files(name, seconds), names))
+    except ScaletrainError as error:
+        error.explain(Reason("remote.of-key", {"key": key, "cause": error.reason or recorded(error.message)}))
+        raise
+    found = {file.path: (file.size, file.etag) for files in listed for file in files}
     base = path.rstrip("/") if path not in found and not set("*?[{") & set(path) else _fixed_folder(path)
     below = {name.removeprefix(f"{base}/"): name for name in found}
     by_format, others = _by_format([name for name in below if not is_hidden(name)])

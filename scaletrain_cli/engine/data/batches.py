@@ -42,30 +42,6 @@ class Pixels(Protocol):
         ...
 
 
-SkipRange = tuple[int, int]
-
-
-def merged_skip_ranges(skip_ranges: Iterable[SkipRange]) -> tuple[SkipRange, ...]:
-    """Return the same batches as disjoint ranges in ascending order, with adjacent ranges merged."""
-    found: list[SkipRange] = []
-    for first, last in sorted(skip_ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
-        else:
-            found.append((first, last))
-    return tuple(found)
-
-
-def batch_number(step: int, skip_ranges: Iterable[SkipRange]) -> int:
-    """Return the ``step``-th batch (1-based) outside ``skip_ranges``, merged by ``merged_skip_ranges``."""
-    number = step
-    for first, last in skip_ranges:
-        if first > number:
-            break
-        number += last - first + 1
-    return number
-
-
 class MicroBatch(NamedTuple):
     """The input of one forward pass, in the order of a model's arguments.
 

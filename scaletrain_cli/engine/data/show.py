@@ -7,12 +7,17 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.engine.data.chat_tokenizer import ChatTokenizer, Encoded, ImageTokens
 from scaletrain_cli.engine.data.packing import pack
 from scaletrain_cli.engine.data.row_dataset import RowEncoder, chat_tokenizer, rows_folder, tokenizer_of
 from scaletrain_cli.engine.data.row_source import Row, RowImage, rows_of
+from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan import make_plan
 from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
 from scaletrain_cli.safe_files import expand_home
 from scaletrain_cli.spec import LlavaSpec, RunSpec
 
@@ -20,8 +25,14 @@ _ROWS_COUNTED = 1000  # also the rows from which a tokenizer is trained, if the 
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return rows and counts, given SPEC_JSON RUNS_ROOT FIRST COUNT; rows count from 1. Raises UsageError."""
+    """Return rows and counts, given SPEC_JSON RUNS_ROOT FIRST COUNT RUN SPLIT PNG; rows count from 1.
+
+    The last three are for images: the folder of a run, the split, and the file to write; they may be empty. Raises
+    UsageError.
+    """
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    if is_of_images(spec):
+        return _images(spec, *arguments[1:])
     first, count = int(arguments[2]), int(arguments[3])
     data, objective, seq_len = spec.data, spec.training.objective, spec.language_model.seq_len
     if (expand_home(data.only_source) / "dataset.json").is_file():
@@ -70,6 +81,27 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
             "sequences": sequences,
             "filled": counts.tokens / (sequences * seq_len) if sequences else 0.0,
         },
+    }
+
+
+def _images(
+    spec: RunSpec, root: str, first: str, count: str, folder: str = "", split: str = "train", png: str = ""
+) -> dict[str, Any]:
+    from scaletrain_cli.engine.data.images.show import ShownImages, write_sheet  # which need torch and Pillow
+    from scaletrain_cli.engine.data.step_view import opened_data
+
+    run = RunDir(Path(folder)) if folder else None
+    layout = make_plan(spec).layout if run is None else read_record(run).plan.layout
+    data = opened_data(spec, layout, run, datasets_of(spec, Path(root), run))
+    samples = getattr(data, split)
+    found = list(ShownImages(spec, layout, data).of_split(split, int(first), int(count)))
+    if png:
+        write_sheet([picture for _, picture in found], Path(png))
+    return {
+        "split": split,
+        "images": {name: len(each) for name, each in samples.items()},
+        "samples": [about for about, _ in found],
+        "png": png or None,
     }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.images.prepared import is_of_images
+from scaletrain_cli.data.images.report import image_report
 from scaletrain_cli.data.mixture import Mixture, Stage
 from scaletrain_cli.data.report import read_report
 from scaletrain_cli.data.run_datasets import find_run_datasets
@@ -17,15 +19,48 @@ from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import ClipSpec, RunSpec
+
+_CAPTIONS = 1024  # that are tokenized together
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the report, given SPEC_JSON RUNS_ROOT and the folder of the run, which is empty for a spec."""
+    """Return the report, given SPEC_JSON RUNS_ROOT and the folder of the run, which is empty for a spec.
+
+    Given DATASET alone, that of a prepared dataset.
+    """
+    if len(arguments) == 1:
+        return image_report({Path(arguments[0]).name: Path(arguments[0])})
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     run = RunDir(Path(arguments[2])) if arguments[2] else None
     datasets = datasets_of(spec, Path(arguments[1]), run)
-    return read_report(datasets, _mixture(spec, datasets, run))
+    mixture = _mixture(spec, datasets, run)
+    return _of_images(spec, datasets, mixture) if is_of_images(spec) else read_report(datasets, mixture)
+
+
+def _of_images(spec: RunSpec, datasets: Mapping[str, Path], mixture: Mapping[str, Any]) -> dict[str, Any]:
+    model: Any = spec.model
+    if not isinstance(model, ClipSpec):
+        return image_report(datasets, mixture, image_size=model.image_size)
+    from scaletrain_cli.data.tokenizers.files import load_tokenizer
+
+    assert spec.data.tokenizer.path is not None, "checked by the spec"
+    tokenizer = load_tokenizer(spec.data.tokenizer.path)
+
+    def count_tokens(captions: Sequence[str]) -> list[int]:
+        found = []
+        for first in range(0, len(captions), _CAPTIONS):
+            encoded = tokenizer.encode_batch(captions[first : first + _CAPTIONS], add_special_tokens=False)
+            found += [len(each.ids) + 2 for each in encoded]  # with start and end
+        return found
+
+    return image_report(
+        datasets,
+        mixture,
+        image_size=model.vision_config.image_size,
+        count_tokens=count_tokens,
+        positions=model.text_config.max_position_embeddings,
+    )
 
 
 def datasets_of(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> dict[str, Path]:
@@ -35,7 +70,7 @@ def datasets_of(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> di
     """
     known = {} if run is None else recorded_folders(spec, runs_root, read_entries(datasets_file(run)))[0]
     found: dict[str, Path] | None = dict(known)
-    if spec.training.objective == "causal_lm":
+    if spec.training.objective == "causal_lm" or is_of_images(spec):
         found = find_run_datasets(spec, runs_root, known)
     elif not known:
         folder = rows_folder(spec, runs_root)
@@ -73,7 +108,9 @@ def _mixture(spec: RunSpec, datasets: Mapping[str, Path], run: RunDir | None) ->
 
 
 def _sequences(spec: RunSpec, dataset: Mapping[str, Any]) -> int:
-    """Return the number of training sequences, rows or pairs of a dataset."""
+    """Return the number of training sequences, rows, pairs or images of a dataset."""
+    if "train_samples" in dataset:
+        return int(dataset["train_samples"])
     if "train_rows" in dataset:
         return int(dataset["train_rows"]) // (2 if dataset.get("objective") == "dpo" else 1)
     return max(0, (int(dataset["train_tokens"]) - 1) // spec.language_model.seq_len)

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from scaletrain_cli.data.images.prepared import is_of_images
+from scaletrain_cli.data.skip_ranges import batch_number, merged_skip_ranges
 from scaletrain_cli.data.stages import stages_of_run
 from scaletrain_cli.data.tokenizers.files import load_tokenizer
 from scaletrain_cli.engine.data.batches import (
     PADDING_MULTIPLE,
     BatchReader,
     MicroBatch,
-    batch_number,
-    merged_skip_ranges,
     padded_to,
 )
 from scaletrain_cli.engine.data.chat_tokenizer import first_copies
 from scaletrain_cli.engine.data.permutation import sample_at
 from scaletrain_cli.engine.data.prepared import open_data_of
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, PADDING_DOCUMENT, RowSequences
-from scaletrain_cli.engine.data.sample_order import sample_order
+from scaletrain_cli.engine.data.sample_order import SampleOrder, sample_order
 from scaletrain_cli.engine.data.sources import JoinedSequences, TextSequences
 from scaletrain_cli.engine.data.splits import RunData, held_back_of
 from scaletrain_cli.engine.data.stats import datasets_of
@@ -41,10 +41,11 @@ from scaletrain_cli.spec import LlavaSpec, RunSpec
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return samples, given SPEC_JSON RUNS_ROOT RUN STEP RANK MICRO_BATCH COUNT.
+    """Return samples, given SPEC_JSON RUNS_ROOT RUN STEP RANK MICRO_BATCH COUNT PNG.
 
-    RUN is the folder of a run; steps and micro-batches count from 1, ranks from 0. RUN, RANK and MICRO_BATCH may be
-    empty: without RANK the samples of all ranks are shown, in the order of the global batch. Raises UsageError.
+    PNG: the file to write with the images, or empty. RUN is the folder of a run; steps and micro-batches count from 1,
+    ranks from 0. RUN, RANK and MICRO_BATCH may be empty: without RANK the samples of all ranks are shown, in the order
+    of the global batch. Raises UsageError.
     """
     spec = RunSpec.model_validate_json(Path(arguments[0]).read_text(encoding="utf-8"))
     run = RunDir(Path(arguments[2])) if arguments[2] else None
@@ -53,24 +54,47 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     layout = make_plan(spec).layout if run is None else read_record(run).plan.layout
     _check_range(spec, layout, step, rank, micro_batch)
     datasets = datasets_of(spec, Path(arguments[1]), run)
-    data = _opened(spec, layout, run, datasets)
+    data = opened_data(spec, layout, run, datasets)
     skipped = [] if run is None else [rollback.skip for rollback in read_rollbacks(run)]
     number = batch_number(step, merged_skip_ranges([*spec.data.skip, *skipped]))
+    if is_of_images(spec):
+        chosen = list(_places(layout, rank, micro_batch))
+        shown = _shown_images(spec, layout, run, data, number, chosen[:count], arguments[7])
+        return {**_head(spec, layout, step, number, rank, len(chosen)), "seq_len": None, "images": True, **shown}
     samples = _Samples(spec, layout, run, data, load_tokenizer(str(next(iter(datasets.values())) / "tokenizer.json")))
     chosen = list(_places(layout, rank, micro_batch))
     return {
+        **_head(spec, layout, step, number, rank, len(chosen)),
+        "seq_len": spec.language_model.seq_len,
+        "samples": [samples.shown(number, place, rank) for place in chosen[:count]],
+    }
+
+
+def _head(spec: RunSpec, layout: Layout, step: int, number: int, rank: int | None, samples: int) -> dict[str, Any]:
+    return {
         "step": step,
         "batch": number,
-        "seq_len": spec.language_model.seq_len,
         "layout": {
             "data_parallel": layout.data_parallel,
             "micro_batch_size": layout.micro_batch_size,
             "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         },
         "rank": rank,
-        "samples_in_all": len(chosen),
-        "samples": [samples.shown(number, place, rank) for place in chosen[:count]],
+        "samples_in_all": samples,
     }
+
+
+def _shown_images(
+    spec: RunSpec, layout: Layout, run: RunDir | None, data: RunData, number: int, places: Sequence[Place], png: str
+) -> dict[str, Any]:
+    from scaletrain_cli.engine.data.images.show import ShownImages, write_sheet  # which needs Pillow
+
+    shown = ShownImages(spec, layout, data, order_of(spec, layout, run, data))
+    meshes = {replica: _mesh(layout, replica, None) for replica in range(layout.data_parallel)}
+    found = list(shown.of_step(number, places, meshes))
+    if png:
+        write_sheet([picture for _, picture in found], Path(png))
+    return {"samples": [about for about, _ in found], "png": png or None}
 
 
 class Place(NamedTuple):
@@ -100,10 +124,16 @@ def _check_range(spec: RunSpec, layout: Layout, step: int, rank: int | None, mic
         raise UsageError(Reason("data.micro-batch-out-of-range", {"number": micro_batch, "count": count}))
 
 
-def _opened(spec: RunSpec, layout: Layout, run: RunDir | None, datasets: Mapping[str, Path]) -> RunData:
+def opened_data(spec: RunSpec, layout: Layout, run: RunDir | None, datasets: Mapping[str, Path]) -> RunData:
     """Return the data of a run as its engine opens them, or would: nothing is recorded."""
     begun = run is not None and has_committed(run)
-    opened = {name: open_data_of(spec, folder, begun=begun) for name, folder in datasets.items()}
+    opened: Mapping[str, tuple[Any, Any, Any]]
+    if is_of_images(spec):
+        from scaletrain_cli.engine.data.images.opening import open_sources  # which needs Pillow
+
+        opened = open_sources(spec, datasets)
+    else:
+        opened = {name: open_data_of(spec, folder, begun=begun) for name, folder in datasets.items()}
     train = {name: found for name, (_, found, _) in opened.items()}
     validation = {name: found for name, (_, _, found) in opened.items()}
     if spec.evaluation.every:
@@ -118,6 +148,15 @@ def _opened(spec: RunSpec, layout: Layout, run: RunDir | None, datasets: Mapping
     return RunData({name: info for name, (info, _, _) in opened.items()}, train, validation)
 
 
+def order_of(spec: RunSpec, layout: Layout, run: RunDir | None, data: RunData) -> SampleOrder | None:
+    """Return the order of the samples of several sources, with the changes that a run has recorded; else None."""
+    if len(data.sizes) < 2:
+        return None
+    events = [] if run is None else read_events(run)
+    stages = stages_of_run(spec.data, data.sizes, spec.total_steps, layout.global_batch_size, events)
+    return sample_order(spec.training.seed, data.sizes, stages)
+
+
 class _Samples:
     """Reads samples through the reader of the engine."""
 
@@ -126,11 +165,7 @@ class _Samples:
         self._sequences: Any = data.samples
         model = spec.model
         self._image = (model.image_token_index, model.tokens_per_image) if isinstance(model, LlavaSpec) else None
-        self._order = None
-        if len(data.sizes) > 1:
-            events = [] if run is None else read_events(run)
-            stages = stages_of_run(spec.data, data.sizes, spec.total_steps, layout.global_batch_size, events)
-            self._order = sample_order(spec.training.seed, data.sizes, stages)
+        self._order = order_of(spec, layout, run, data)
         self._batch = lru_cache(maxsize=1)(self._read)  # the samples of a replica follow one another
 
     def _read(self, number: int, replica: int, rank: int | None) -> list[MicroBatch]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scaletrain_cli.data.images.prepared import is_of_images
 from scaletrain_cli.data.prepared import find_prepared
 from scaletrain_cli.data.remote_datasets import OBJECTS, upload_dataset
 from scaletrain_cli.data.sources.places import is_remote
@@ -26,6 +27,8 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     destination = arguments[2]
     if not is_remote(destination):
         raise UsageError(Reason("remote.not-remote", {"path": destination}))
+    if is_of_images(spec):
+        raise UsageError(Reason("remote.images-not-uploaded"))
     if spec.training.objective != "causal_lm":
         raise UsageError(Reason("remote.rows-not-uploaded"))
     datasets = find_prepared(spec.data, Path(arguments[1]))

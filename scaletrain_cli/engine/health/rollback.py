@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from scaletrain_cli.data.skip_ranges import SkipRange, batch_number, merged_skip_ranges
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
-from scaletrain_cli.engine.data.batches import SkipRange, batch_number, merged_skip_ranges
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event

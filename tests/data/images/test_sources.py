@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import pickle
 import tarfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from scaletrain_cli.data.images import listing
 from scaletrain_cli.data.images.index import find_indexed
+from scaletrain_cli.data.images.listing import list_source
 from scaletrain_cli.data.images.reading import IndexedImages, open_images
 from scaletrain_cli.data.images.samples import ImageSettings
+from scaletrain_cli.data.sources.places import PlaceError, RemoteFile
 from scaletrain_cli.errors import UsageError
+from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec.image_files import splits_by_folder
 from tests.data.images.pictures import image_bytes, index, write_folder, write_shard, write_shards, write_table
 
@@ -327,3 +333,32 @@ def test_mixed_compressed_and_missing_sources_are_refused(tmp_path: Path) -> Non
     assert (
         len(train(index(tmp_path / "mixed", tmp_path / "runs", ImageSettings("webdataset", validation_share=0)))) == 2
     )
+
+
+def test_shards_of_a_web_server_are_asked_for_together_and_stay_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    lock, most, now = threading.Lock(), 0, 0
+
+    def answer(path: str, seconds: float | None) -> list[RemoteFile]:
+        nonlocal most, now
+        number = int(path[-6:-4])
+        with lock:
+            now += 1
+            most = max(most, now)
+            asked.append(number)
+        time.sleep(0.001 * (number % 7))
+        with lock:
+            now -= 1
+        if "missing" in path and number == 3:
+            raise PlaceError(Reason("remote.not-found", {"path": path}))
+        return [RemoteFile(path, 10 + number, f"etag {number}")]
+
+    monkeypatch.setattr(listing, "list_files", answer)
+    found = list_source("https://host/part-{00..79}.tar", ImageSettings())
+    assert [file.size for file, _ in found.shards] == [10 + number for number in range(80)]
+    assert sorted(asked) == list(range(80))
+    assert 1 < most <= 16
+    asked.clear()
+    with pytest.raises(PlaceError, match=r"data\.source: https://host/missing-03\.tar does not exist"):
+        list_source("https://host/missing-{00..79}.tar", ImageSettings())
+    assert len(asked) < 80

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletrain_cli.engine.data.batches import batch_number, merged_skip_ranges
+from scaletrain_cli.data.skip_ranges import batch_number, keeps_batches, merged_skip_ranges
 
 window = st.tuples(st.integers(1, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair)))
 windows = st.lists(window, max_size=8)
@@ -45,3 +45,14 @@ def test_a_later_skip_range_does_not_change_earlier_steps(
     before = batch_number(step, merged_skip_ranges(found))
     if before < ahead[0]:
         assert batch_number(step, merged_skip_ranges([*found, ahead])) == before
+
+
+def test_ranges_keep_the_batches_of_a_checkpoint_if_its_steps_have_the_same_ones() -> None:
+    assert keeps_batches(0, [], [(1, 3)])
+    assert keeps_batches(5, [], [(6, 6)])
+    assert not keeps_batches(5, [], [(5, 5)])
+    assert keeps_batches(5, [(2, 3)], [(2, 2), (3, 3), (8, 8)])  # trained are 1, 4, 5, 6, 7
+    assert not keeps_batches(5, [(2, 3)], [(2, 3), (7, 7)])
+    assert not keeps_batches(5, [(2, 3)], [(3, 4)])
+    assert not keeps_batches(5, [(2, 3)], [])
+    assert keeps_batches(5, [(2, 3), (90, 99)], [(2, 3)])

@@ -34,6 +34,10 @@ class CaptionTokenizer:
     end: int
     padding: int
 
+    def length(self, caption: str) -> int:
+        """Return the tokens of a caption with its start and end, before it is cut."""
+        return len(_opened(self.path).encode(caption, add_special_tokens=False).ids) + 2
+
     def encode(self, captions: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return the ids of captions, [captions, positions]."""
         found = np.full((len(captions), self.positions), self.padding, np.int64)

@@ -26,7 +26,7 @@ from scaletrain_cli.engine.data.sample_order import SampleOrder, source_seed
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.result import Layout
-from scaletrain_cli.reasons import Reason
+from scaletrain_cli.reasons import Reason, recorded
 
 
 class _Place(NamedTuple):
@@ -85,7 +85,12 @@ class ImageBatchReader:
         ]
         numbers = [[first + place for place in micro] for micro in within]
         places = [[self._place(number) for number in micro] for micro in numbers]
-        batch = self._read(places, numbers, training=True)
+        try:
+            batch = self._read(places, numbers, training=True)
+        except CorruptDataError as error:
+            error.evidence["batch"] = number
+            error.explain(Reason("data.of-batch", {"batch": number, "cause": error.reason or recorded(error.message)}))
+            raise
         if not (self.transform.augment.mixes and self.labeled):
             return batch
         mixes = [self._mix(number - 1, place) for micro in within for place in micro]

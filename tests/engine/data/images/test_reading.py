@@ -234,8 +234,10 @@ def test_rounds_of_an_evaluation_are_read_by_their_numbers() -> None:
 
 def test_a_bad_image_ends_the_read_and_is_named_with_its_place() -> None:
     read = reader(Pictures(12, "shard-3.tar", bad=5))
-    with pytest.raises(BadImageError, match=r"^shard-3\.tar:5\.png: the image cannot be decoded"):
+    with pytest.raises(BadImageError, match=r"^batch 1: shard-3\.tar:5\.png: the image cannot be decoded") as bad:
         read.batch(1)
+    assert bad.value.evidence["batch"] == 1
+    assert "scaletrain resume RUN --set 'data.skip=[[1, 1]]'" in str(bad.value)
 
 
 @pytest.mark.parametrize("part", ["label", "caption"])

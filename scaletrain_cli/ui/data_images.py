@@ -1,0 +1,163 @@
+"""The screens of `data show` and `data stats` for images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from scaletrain_cli.text import bytes_text, counted, listed, percent_text, whole_text
+from scaletrain_cli.ui.console import line, plain, stdout_console
+
+_MOST_CLASSES, _MOST_EXAMPLES, _BARS = 5, 5, 24
+
+
+def show_images(answer: Mapping[str, Any]) -> None:
+    """Print samples to stdout, one below the other."""
+    console = stdout_console()
+    if "step" in answer:
+        shown, layout = len(answer["samples"]), answer["layout"]
+        head = f"step {whole_text(answer['step'])} (batch {whole_text(answer['batch'])} of the data): "
+        head += f"{shown} of {counted(answer['samples_in_all'], 'sample')}"
+        line(console, Text(head, "bold"))
+        size, replicas = layout["micro_batch_size"], layout["data_parallel"]
+        line(console, Text(f"micro-batches of {size} on {counted(replicas, 'replica')}", "dim"))
+    else:
+        line(console, Text(f"{answer['split']}: {', '.join(_amounts(answer['images']))}", "bold"))
+    console.print()
+    for sample in answer["samples"]:
+        for text in _described(sample):
+            line(console, text)
+        console.print()
+    if answer["png"] is not None:
+        line(console, Text(f"wrote {plain(answer['png'])}", "dim"))
+
+
+def _amounts(images: Mapping[str, int]) -> Iterator[str]:
+    return (f"{counted(count, 'image')} of {plain(name)}" for name, count in images.items())
+
+
+def _described(sample: Mapping[str, Any]) -> Iterator[Text | str]:
+    width, height = sample["size"]
+    about = f"  {plain(sample['source'])}  {width} x {height} pixels, {bytes_text(sample['bytes'])}"
+    yield Text.assemble((f"image {whole_text(sample['number'])}", "bold"), about)
+    yield f"  {plain(sample['place'])}"
+    if "sample" in sample:
+        micro, replica = whole_text(sample["micro_batch"]), sample["replica"]
+        yield f"  sample {whole_text(sample['sample'])} of the run, micro-batch {micro}, replica {replica}"
+    if sample["class"] is not None:
+        words = sample["class"] if isinstance(sample["class"], str) else ", ".join(sample["class"]) or "none"
+        yield Text.assemble("  class ", (plain(words), "green"))
+    elif sample["label"] is not None:
+        yield f"  target {plain(str(sample['label']))}"
+    if sample["caption"] is not None:
+        cut = ", cut" if sample["cut"] else ""
+        yield Text.assemble(
+            "  ", (plain(sample["caption"]), "green"), f"  ({whole_text(sample['tokens'])} tokens{cut})"
+        )
+    if mix := sample.get("mix"):
+        other = mix["with"] if isinstance(mix["with"], str) else ", ".join(mix["with"] or ())
+        yield f"  {mix['kind']}: {percent_text(mix['share'])} of this image, the rest of one of class {plain(other)}"
+
+
+def show_image_report(report: Mapping[str, Any]) -> None:
+    """Print the report of prepared images to stdout."""
+    console = stdout_console()
+    for source in report["sources"]:
+        line(console, Text.assemble((plain(source["source"]), "bold"), f"  {plain(source['dataset'])}"))
+        for text in _facts(source, report["image_size"]):
+            line(console, f"  {text}")
+        console.print()
+    _show_duplicates(console, report["duplicates"])
+    if mixture := report["mixture"]:
+        for source in mixture["sources"]:
+            share = f"{percent_text(source['share'])} of the samples of the run, {source['epochs'] or 0:.2f} epochs"
+            line(console, f"  {plain(source['source'])}: {share}")
+
+
+def _facts(source: Mapping[str, Any], image_size: int | None) -> Iterator[str]:
+    images, size = source["images"], source["bytes"]
+    yield (
+        f"{counted(images['train'], 'image')} to train on ({bytes_text(size['train'])}), "
+        f"{whole_text(images['validation'])} to validate on ({bytes_text(size['validation'])})"
+    )
+    if left := source["left_out"]["samples"]:
+        yield f"{counted(left, 'bad sample')} left out"
+    if (found := source["bytes_per_image"]) is not None:
+        yield f"bytes per image: median {bytes_text(found['median'])}, {_range(found, bytes_text)}"
+    sides = source["short_side"]
+    if sides is None:
+        yield "sizes are not known: the index is of an earlier version"
+    elif sides["quantiles"] is not None:
+        found = sides["quantiles"]
+        yield f"shorter side in pixels: median {whole_text(found['median'])}, {_range(found, whole_text)}"
+        if image_size is not None and sides["smaller"]:
+            yield f"{percent_text(sides['smaller'])} are smaller than the {image_size} pixels of the model"
+        yield from (f"  {text}" for text in _histogram(sides["images"]))
+    if source["classes"] is not None:
+        yield from _class_facts(source["classes"])
+    if source["captions"] is not None:
+        yield from _caption_facts(source["captions"])
+
+
+def _range(found: Mapping[str, float], shown: Any) -> str:
+    return f"80 % from {shown(found['tenth'])} to {shown(found['nine_tenths'])}, all to {shown(found['most'])}"
+
+
+def _histogram(images: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each octave of the shorter side, with a bar by its share of the images."""
+    octaves: dict[int, int] = {}
+    for side, count in images.items():
+        octave = int(side).bit_length()
+        octaves[octave] = octaves.get(octave, 0) + count
+    most = max(octaves.values(), default=1)
+    for octave, count in sorted(octaves.items()):
+        low, high = 1 << (octave - 1), (1 << octave) - 1
+        bar = "█" * round(_BARS * count / most) or "▏"
+        yield f"{low:>6} to {high:<6} {whole_text(count):>12}  {bar}"
+
+
+def _class_facts(classes: Mapping[str, Any]) -> Iterator[str]:
+    found: Sequence[Mapping[str, Any]] = classes["classes"]
+    there = sorted((each for each in found if each["train"]), key=lambda each: (-each["train"], each["name"]))
+    yield f"{counted(len(found), 'class', 'classes')}; the largest has {classes['imbalance'] or 0:.1f} x the smallest"
+    for name, some in (("largest", there[:_MOST_CLASSES]), ("smallest", there[::-1][:_MOST_CLASSES])):
+        shown = (
+            f"{plain(each['name'])} {whole_text(each['train'])} + {whole_text(each['validation'])}" for each in some
+        )
+        yield f"{name} (training + validation): {', '.join(shown)}"
+    if missing := classes["without_training"]:
+        yield f"without an image to train on: {plain(listed(missing, _MOST_CLASSES))}"
+
+
+def _caption_facts(captions: Mapping[str, Any]) -> Iterator[str]:
+    if (found := captions["tokens"]) is None:
+        found = captions["bytes"]
+        yield f"captions: median {bytes_text(found['median'])}, {_range(found, bytes_text)}"
+        return
+    yield (
+        f"captions: median {whole_text(found['median'])} tokens, {_range(found, whole_text)} "
+        f"(of {whole_text(captions['counted'])} captions)"
+    )
+    if captions["cut"] is not None:
+        yield f"{percent_text(captions['cut'])} of the captions are longer than the model reads, and cut"
+
+
+def _show_duplicates(console: Console, found: Mapping[str, Any]) -> None:
+    line(console, Text("duplicates", "bold"))
+    line(
+        console,
+        f"  {whole_text(found['train'])} images to train on and {whole_text(found['validation'])} to validate on have "
+        "the bytes of another one of their split",
+    )
+    if found["other_labels"]:
+        line(console, f"  {counted(found['other_labels'], 'image')} with different labels in its copies")
+    leak = f"  {counted(found['leaked'], 'image')} to validate on is also trained on"
+    if found["leaked"] != 1:
+        leak = f"  {whole_text(found['leaked'])} images to validate on are also trained on"
+    line(console, Text(leak, "yellow" if found["leaked"] else ""))
+    for pair in found["examples"][:_MOST_EXAMPLES]:
+        names = (f"{pair[split]['source']}: {pair[split]['image']}" for split in ("validation", "train"))
+        line(console, f"    {plain(' = '.join(names))}")
