@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
 
@@ -18,6 +16,10 @@ from scaletrain_cli.text import listed
 MODES = {1: "L", 3: "RGB"}  # Pillow's mode of the images of a model, by its channels
 # Without formats that start a program (EPS) or hold no pixels (PDF).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
+
+# Formats of which Pillow looks for an orientation in these keys of ``info`` alone.
+_ORIENTED_BY_INFO = ("JPEG", "PNG")
+_ORIENTATION_KEYS = frozenset(("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"))
 
 
 class BadImageError(CorruptDataError):
@@ -36,28 +38,29 @@ def decode(content: bytes, place: str, channels: int) -> Image.Image:
     16 bits keep their upper 8. JPEG files are decoded at their whole size, because the smaller sizes of libjpeg
     (``Image.draft``) give other pixels after the resize. Raises BadImageError, which names ``place``.
     """
-    with _reported(place):
+    try:
         return _decoded(content, MODES[channels])
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders of damaged files raise whatever they meet
+        raise _bad_image(error, place) from error
 
 
 def size_of(content: bytes, place: str) -> tuple[int, int]:
     """Return width and height as stored. Reads the header only. Raises BadImageError, which names ``place``."""
-    with _reported(place), _opened(content) as image:
-        return int(image.width), int(image.height)
-
-
-@contextmanager
-def _reported(place: str) -> Iterator[None]:
-    """Raise BadImageError for whatever a decoder raises."""
     try:
-        yield
+        with _opened(content) as image:
+            return int(image.width), int(image.height)
     except MemoryError:
         raise
-    except UnidentifiedImageError as error:
-        formats = listed(_formats(), len(_FORMATS))
-        raise BadImageError(place, f"not an image in one of the formats {formats}") from error
-    except Exception as error:  # decoders of damaged files raise whatever they meet
-        raise BadImageError(place, str(error) or type(error).__name__) from error
+    except Exception as error:
+        raise _bad_image(error, place) from error
+
+
+def _bad_image(error: Exception, place: str) -> BadImageError:
+    if isinstance(error, UnidentifiedImageError):
+        return BadImageError(place, f"not an image in one of the formats {listed(_formats(), len(_FORMATS))}")
+    return BadImageError(place, str(error) or type(error).__name__)
 
 
 def _opened(content: bytes) -> Image.Image:
@@ -87,6 +90,8 @@ def _apply_orientation(image: Image.Image) -> None:
 
     transformers' ``load_image`` and the datasets library do so too; torchvision's ``ImageFolder`` does not.
     """
+    if image.format in _ORIENTED_BY_INFO and _ORIENTATION_KEYS.isdisjoint(image.info):
+        return  # exif_transpose takes a tenth of the time of a small image to find nothing
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:

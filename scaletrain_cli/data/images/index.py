@@ -74,7 +74,7 @@ SAMPLE = np.dtype(
         ("caption", "<u4"),
     ]
 )
-_PACKED = struct.Struct("<IIQQiQHBI")  # as SAMPLE
+PACKED = struct.Struct("<IIQQiQHBI")  # as SAMPLE
 FILES, EMBEDDED_IMAGES = "files.json", "images.bin"
 _NOTE, _UNIT_INFO, _INDEXED = "indexed.json", "unit.json", "index"
 _TARGETS = {"numbers": "<f4", "classes": "<i4"}
@@ -297,7 +297,7 @@ def _add(
     if not 0 < len(key) <= _LONGEST_KEY or len(suffix) > _LONGEST_SUFFIX:
         return Bad(found.place, Reason("images.name-too-long", {"bytes": len(key) + len(suffix)}))
     into = written[found.split or split_of(key, settings.validation_share)]
-    into.samples += _PACKED.pack(
+    into.samples += PACKED.pack(
         found.file,
         len(found.image),
         found.offset,

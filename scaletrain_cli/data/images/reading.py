@@ -22,7 +22,7 @@ import numpy as np
 from scaletrain_cli.data.block_cache import BLOCK_BYTES, BlockCache, block_cache
 from scaletrain_cli.data.chunk_hashes import CorruptDataError
 from scaletrain_cli.data.images.compatibility import SCHEMA
-from scaletrain_cli.data.images.index import FILES, SAMPLE, digest_of
+from scaletrain_cli.data.images.index import FILES, PACKED, digest_of
 from scaletrain_cli.data.images.samples import ImageSample, ImageSettings
 from scaletrain_cli.data.images.tables import image_leaf
 from scaletrain_cli.data.pipeline.shards import SPLITS, seal_of
@@ -142,15 +142,16 @@ class IndexedImages:
 
     @property
     def _files(self) -> _Opened:
+        if self._opened is not None:
+            return self._opened
         with self._lock:
             if self._opened is None:
                 self._opened = _opened(self.folder, self.split, self._cache)
             return self._opened
 
     def _record(self, index: int) -> _Record:
-        width = SAMPLE.itemsize
-        content = self._files.index.read(index * width, (index + 1) * width)
-        return _Record(*np.frombuffer(content, SAMPLE)[0].item())
+        width = PACKED.size
+        return _Record._make(PACKED.unpack(self._files.index.read(index * width, (index + 1) * width)))
 
     def _label(self, index: int, about: _Record) -> int | tuple[float, ...] | None:
         files = self._files
@@ -213,8 +214,8 @@ def _opened(folder: Path, split: str, cache: BlockCache | None) -> _Opened:
     document = describe_index(folder)
     samples, settings = int(document[f"{split}_samples"]), ImageSettings(**document["settings"])
     index = LocalFile(folder / f"{split}.samples.bin")
-    if index.size != samples * SAMPLE.itemsize:
-        what = f"{index.size} bytes instead of the {samples * SAMPLE.itemsize} that dataset.json states"
+    if index.size != samples * PACKED.size:
+        what = f"{index.size} bytes instead of the {samples * PACKED.size} that dataset.json states"
         raise CorruptDataError(index.path, what)
     has_numbers = settings.targets in ("classes", "numbers")
     return _Opened(
@@ -264,10 +265,10 @@ class _LooseImages(_Images):
         self._root = root
 
     def place(self, about: _Record, name: str) -> str:
-        return os.path.join(self._root, name)
+        return f"{self._root}/{name}"
 
     def _read(self, about: _Record, name: str) -> bytes:
-        with open(os.path.join(self._root, name), "rb") as file:
+        with open(f"{self._root}/{name}", "rb") as file:
             return file.read(about.length + 1)
 
 

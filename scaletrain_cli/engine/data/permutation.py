@@ -5,6 +5,8 @@ The samples of a batch are a pure function of the seed and the batch number, the
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,17 +35,17 @@ def batch_indices(
 def sample_at(position: int, *, seed: int, samples: int) -> int:
     """Return the sample at a position of an endless stream of epochs, each a new permutation of range(samples)."""
     epoch, index = divmod(position, samples)
-    return permute(index, size=samples, key=_mix_bits(_mix_bits(seed) ^ epoch))
+    return permute(index, size=samples, key=_epoch_key(seed, epoch))
 
 
 def permute(index: int, *, size: int, key: int) -> int:
     """Return the image of ``index`` under a pseudo-random permutation of range(size), by cycle walking."""
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    mask = (1 << half_bits) - 1
+    mask, keys = (1 << half_bits) - 1, _turn_keys(key)
     while True:  # the network permutes a power of four >= size; repeat until inside (< 4 rounds on average)
         left, right = index >> half_bits, index & mask
-        for turn in range(_ROUNDS):
-            left, right = right, left ^ (_mix_bits(right ^ _mix_bits(key + turn)) & mask)
+        for turn_key in keys:
+            left, right = right, left ^ (_mix_bits(right ^ turn_key) & mask)
         index = left << half_bits | right
         if index < size:
             return index
@@ -55,7 +57,7 @@ def samples_at(first: int, count: int, *, seed: int, samples: int) -> npt.NDArra
     while position < first + count:
         epoch, index = divmod(position, samples)
         stop = min(index + first + count - position, samples)
-        key = _mix_bits(_mix_bits(seed) ^ epoch)
+        key = _epoch_key(seed, epoch)
         found.append(_permuted(np.arange(index, stop, dtype=np.uint64), size=samples, key=key))
         position += stop - index
     return np.concatenate(found)
@@ -65,7 +67,7 @@ def _permuted(indices: npt.NDArray[np.uint64], *, size: int, key: int) -> npt.ND
     """Return the images of indices; see permute()."""
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    keys = [np.uint64(_mix_bits(key + turn)) for turn in range(_ROUNDS)]
+    keys = [np.uint64(each) for each in _turn_keys(key)]
     found: npt.NDArray[np.uint64] = indices.copy()
     waiting = np.arange(len(found))
     while len(waiting):
@@ -85,6 +87,16 @@ def _mixed_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     return mixed
+
+
+@lru_cache(maxsize=1024)
+def _epoch_key(seed: int, epoch: int) -> int:
+    return _mix_bits(_mix_bits(seed) ^ epoch)
+
+
+@lru_cache(maxsize=1024)
+def _turn_keys(key: int) -> tuple[int, ...]:
+    return tuple(_mix_bits(key + turn) for turn in range(_ROUNDS))
 
 
 def _mix_bits(value: int) -> int:

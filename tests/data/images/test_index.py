@@ -156,7 +156,7 @@ def test_a_source_elsewhere_has_an_index_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_sample_takes_43_bytes_beside_its_text(tmp_path: Path) -> None:
-    assert SAMPLE.itemsize == index_module._PACKED.size == 43
+    assert SAMPLE.itemsize == index_module.PACKED.size == 43
     dataset = index(write_shards(tmp_path / "a", 1, 9), tmp_path / "runs")
     assert (dataset / "train.samples.bin").stat().st_size == 9 * 43
     assert (dataset / "train.text.bin").stat().st_size == 9 * len("000000000.jpg")

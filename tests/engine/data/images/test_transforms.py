@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from typing import Any
 
 import numpy as np
@@ -300,6 +302,17 @@ def test_draws_depend_on_every_number_and_on_the_operation() -> None:
     firsts = [key.draws(operation).random() for key in keys for operation in ("crop", "flip")]
     assert len(set(firsts)) == 10
     assert KEY.draws("crop").random() == KEY.draws("crop").random()
+
+
+def test_numbers_are_those_of_a_new_generator_whatever_was_drawn_before() -> None:
+    digest = hashlib.blake2b(struct.pack("<4Q", *KEY) + b"flip", digest_size=16).digest()
+    fresh = np.random.Generator(np.random.Philox(key=np.frombuffer(digest, "<u8")))
+    expected = (fresh.random(3).tolist(), fresh.integers(10, dtype=np.uint32), fresh.normal())
+    before = KEY.draws("crop")
+    before.random(5)
+    before.integers(10, dtype=np.uint32)  # leaves half of a number
+    draw = KEY.draws("flip")
+    assert (draw.random(3).tolist(), draw.integers(10, dtype=np.uint32), draw.normal()) == expected
 
 
 def test_evaluation_has_no_random_change_and_training_all_that_are_set() -> None:
