@@ -66,3 +66,36 @@ def leave_current_folder(*, started_as_module: bool = False) -> None:
                 os.environ[name] = kept[name]
             else:
                 del os.environ[name]
+
+
+def usable_cores(cgroups: str = "/sys/fs/cgroup") -> int:
+    """Return the number of CPU cores that this process may use: those of its affinity, within its cgroup's quota.
+
+    A pod with a limit sees all cores of its node, but is stopped when it has used its share of them. ``cgroups``: where
+    the container sees its own group, of version 2 or 1.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for read in (_quota_of_version_2, _quota_of_version_1):
+        try:
+            quota, period = read(cgroups)
+        except (OSError, ValueError):
+            continue
+        if quota > 0 and period > 0:
+            cores = min(cores, max(1, quota // period))
+    return cores
+
+
+def _quota_of_version_2(cgroups: str) -> tuple[int, int]:
+    """Return microseconds of CPU time in a period, and the period. Raises OSError, and ValueError without a quota."""
+    with open(f"{cgroups}/cpu.max", encoding="ascii") as file:
+        quota, period = file.read().split()
+    return int(quota), int(period)
+
+
+def _quota_of_version_1(cgroups: str) -> tuple[int, int]:
+    """Return the same; -1 without a quota."""
+    values = []
+    for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        with open(f"{cgroups}/cpu/{name}", encoding="ascii") as file:
+            values.append(int(file.read()))
+    return values[0], values[1]

@@ -48,6 +48,7 @@ from scaletrain_cli.engine.step_sync import StepSync
 from scaletrain_cli.engine.trainer import Trainer
 from scaletrain_cli.engine.validation import Validation
 from scaletrain_cli.errors import ExitCode, InfeasibleError, PreemptedError, UsageError, WrongNodesError
+from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.plan.parameters import base_names
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.reasons import Reason
@@ -57,6 +58,7 @@ from scaletrain_cli.rundir.journal import read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.loader_processes import loader_processes
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
 from scaletrain_cli.worker.signals import PreemptionFlag
 
@@ -79,6 +81,7 @@ def assemble(
         params = {"planned": layout.world_size, "found": ranks.world_size}
         raise WrongNodesError(Reason("engine.world-size-differs", params))
     device = _device(spec.cluster.gpu == "cpu", ranks.local_rank)
+    readers = loader_processes(spec, usable_cores() // spec.cluster.gpus_per_node)
     if pinned := pin_to_numa_node(device, ranks.local_rank, spec.cluster.gpus_per_node, os.environ):
         logger.info(pinned)
     remember_allocations(device)
@@ -162,6 +165,7 @@ def assemble(
         attempt=attempt,
         resume_point=resume_point,
         device=device,
+        readers=readers,
         composed=composed,
         stages=stages,
         stepper=stepper,

@@ -47,7 +47,7 @@ from scaletrain_cli.engine.objectives.base import Objective
 from scaletrain_cli.engine.optim.deepspeed_optimizer import allow_fp16_on_cpu, fix_loss_scale
 from scaletrain_cli.engine.optim.optimizers import build_optimizer, freeze, keep_within_limits, parameter_groups
 from scaletrain_cli.engine.parallel.adapters import attach_adapters
-from scaletrain_cli.engine.parallel.batch_norm import synchronize, synchronizes
+from scaletrain_cli.engine.parallel.batch_norm import synchronize
 from scaletrain_cli.engine.parallel.expert import (
     count_replicated_experts_once,
     mark_experts_for_deepspeed,
@@ -216,7 +216,8 @@ def compose(
     engine = start_deepspeed(config, module, optimizer, unit)
     fix_loss_scale(engine)
     count_replicated_experts_once(engine, mesh)
-    averages = isinstance(model, VisionModel) and not synchronizes(spec, layout.micro_batch_size, mesh.data.size)
+    synchronized = spec.training.synchronizes_batch_norm(layout.micro_batch_size, mesh.data.size)
+    averages = isinstance(model, VisionModel) and not synchronized
     return Composed(model, objective, engine, optimizer, stage, averages)
 
 
@@ -228,7 +229,7 @@ def _sharded_model(spec: RunSpec, layout: Layout, mesh: Mesh, device: torch.devi
     assign_dropout_keys(model, spec.training.seed)
     if model.language is not None:
         choose_cross_entropy(model.language.lm_head, layout.cross_entropy, spec.training.label_smoothing, device)
-    if synchronizes(spec, layout.micro_batch_size, mesh.data.size):
+    if spec.training.synchronizes_batch_norm(layout.micro_batch_size, mesh.data.size):
         synchronize(model, mesh.data)
     return model
 

@@ -99,6 +99,7 @@ class Trainer:
     attempt: int
     resume_point: ResumePoint
     device: torch.device
+    readers: int  # processes that read batches; 0: a thread
     composed: Composed
     stages: StageSwitch
     stepper: Stepper
@@ -185,7 +186,7 @@ class Trainer:
     def _evaluate(self, state: LoopState) -> bool:
         """Evaluate after ``state.step`` steps, and stop early if due; return False if a preemption signal arrived."""
         with self.ledger.during("evaluation"):
-            ahead = ReadAhead(self.loader, self._following(state.step))
+            ahead = ReadAhead(self.loader, self._following(state.step), self._read_ahead)
             measured = self.validation.measure(state.step, ahead, self.metrics)
         if measured is None:
             return False
@@ -236,8 +237,7 @@ class Trainer:
                 waited = time.perf_counter() - began
             nan_gradient, factor = self.faults.injects_nan(step), self.faults.loss_factor(number)
             result = self.stepper.train(batches, nan_gradient=nan_gradient, factor=factor)
-        settings = self.record.spec.data.loader
-        self.data_waits.add(step, waited, workers=settings.workers, prefetch=settings.prefetch)
+        self.data_waits.add(step, waited, workers=self.readers, prefetch=self.record.spec.data.loader.prefetch)
         if self.average is not None:
             self.average.update(step)
         measured: dict[str, Tensor | float] = {
@@ -257,9 +257,13 @@ class Trainer:
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
         self.deferred_metrics.end(step, measured)
 
+    @property
+    def _read_ahead(self) -> int:
+        return self.record.spec.data.loader.read_ahead(self.readers)
+
     def _following(self, step: int) -> list[int]:
         """Return the batches of the steps after ``step`` that are read ahead."""
-        last = min(step + self.record.spec.data.loader.read_ahead, self.record.spec.total_steps)
+        last = min(step + self._read_ahead, self.record.spec.total_steps)
         return [self.guard.batch_number(later) for later in range(step + 1, last + 1)]
 
     def _enter_stage(self, step: int, rate: float) -> None:
@@ -327,7 +331,7 @@ class Trainer:
         self.loader = Loader(
             BatchesAndRounds(training, validation) if validation else training,
             self.device,
-            workers=settings.workers,
+            workers=self.readers,
             pin_memory=settings.pin_memory,
         )
         if ready and self.reference is not None and step == 0:

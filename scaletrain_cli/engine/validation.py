@@ -36,10 +36,15 @@ if TYPE_CHECKING:  # which need Pillow
 
 
 class ReadAhead(NamedTuple):
-    """What reads images before they are needed."""
+    """What reads images before they are needed.
+
+    ``following``: training batches of the next steps, read after the last images of a validation. ``batches``: number
+    of training batches that are read ahead, in whose place as many images of the validation are.
+    """
 
     loader: Loader[Any]
-    following: list[int]  # training batches of the next steps: read after the last images of a validation
+    following: list[int]
+    batches: int
 
 
 @dataclass
@@ -149,7 +154,7 @@ class Validation:
         if by_round is None:
             yield from reader.in_order(count)
             return
-        most, size = self.record.spec.data.loader.read_ahead, self.record.plan.layout.gradient_accumulation_steps
+        most, size = ahead.batches, self.record.plan.layout.gradient_accumulation_steps
         rounds = [Round(source, number, count) for number in range(1, by_round.rounds(count) + 1)]
         for place, request in enumerate(rounds, 1):
             later = rounds[place : place + most * size]

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from scaletrain_cli.spec.hub_files import DataPath
 from scaletrain_cli.spec.image_files import FOLDER, IMAGE_FORMATS, SHARDS
-from scaletrain_cli.spec.quantities import Bytes, Matching, Text, not_a_switch
+from scaletrain_cli.spec.quantities import Bytes, Matching, Text, not_a_switch, or_word
 from scaletrain_cli.spec.section import Section
 from scaletrain_cli.text import did_you_mean
 
@@ -105,21 +105,28 @@ class StageSpec(Section):
 MOST_WORKERS = 64  # processes of each rank that read
 
 
+def _number_of_workers(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_WORKERS:
+        raise PydanticCustomError("workers", f"must be a whole number from 0 to {MOST_WORKERS}")
+    return value
+
+
 class LoaderSpec(Section):
     """Settings of the reading of batches. They never change the contents of a batch."""
 
-    workers: Annotated[int, Field(strict=True, ge=0, le=MOST_WORKERS)] = Field(
-        default=0, description="processes of each rank that read; 0: a thread"
-    )
+    workers: Annotated[
+        int | Literal["auto"],
+        or_word("auto", _number_of_workers),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0, "maximum": MOST_WORKERS}, {"const": "auto"}]}),
+    ] = Field(default="auto", description="processes of each rank that read; 0: a thread")
     prefetch: Annotated[int, Field(strict=True, ge=1, le=1024)] = Field(
         default=2, description="number of batches that are read ahead; at least one for each worker"
     )
     pin_memory: bool = Field(default=True, description="copy batches to GPUs from page-locked memory, asynchronously")
 
-    @property
-    def read_ahead(self) -> int:
-        """The number of batches that are read ahead: with fewer than ``workers``, some of these would be idle."""
-        return max(self.prefetch, self.workers)
+    def read_ahead(self, processes: int) -> int:
+        """Return the number of batches that are read ahead: with fewer than ``processes``, some would be idle."""
+        return max(self.prefetch, processes)
 
 
 def _cache_size(value: int) -> int:

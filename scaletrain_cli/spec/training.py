@@ -214,6 +214,11 @@ class TrainableGroup(Section):
     end_step: Whole | None = Field(default=None, description="last step that trains the group; null: the last one")
 
 
+# With this micro-batch or a larger one, the statistics of one rank are as good as those of several: the size at which
+# arXiv:1803.08494, figure 5, compares BatchNorm with GroupNorm.
+_ENOUGH_IMAGES = 32
+
+
 class TrainingSpec(Section):
     """Training objective and duration. ``global_batch_size`` counts sequences over the whole job, with dpo pairs."""
 
@@ -267,6 +272,11 @@ class TrainingSpec(Section):
         default="auto",
         description="torch.compile of the blocks; auto: on GPUs, except with experts, fp8 and short runs",
     )
+
+    def synchronizes_batch_norm(self, micro_batch_size: int, data_parallel: int) -> bool:
+        """Return whether BatchNorm has the statistics of the micro-batches of all data-parallel ranks together."""
+        wanted = micro_batch_size < _ENOUGH_IMAGES if self.sync_batch_norm == "auto" else self.sync_batch_norm
+        return data_parallel > 1 and wanted
 
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each setting that contradicts another one."""

@@ -12,22 +12,16 @@ from scaletrain_cli.engine.parallel.mesh import Axis
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.spec import RunSpec
 
-# Micro-batches from here on have statistics that are as good as those of all ranks (arXiv:1803.08494, figure 1).
-_ENOUGH_IMAGES = 32
-
-
-def synchronizes(spec: RunSpec, micro_batch_size: int, data_parallel: int) -> bool:
-    """Return True if BatchNorm uses the statistics of the micro-batches of all data-parallel ranks together."""
-    setting = spec.training.sync_batch_norm
-    wanted = micro_batch_size < _ENOUGH_IMAGES if setting == "auto" else setting
-    return data_parallel > 1 and wanted
-
 
 def images_of_statistics(model: nn.Module, spec: RunSpec, layout: Layout) -> int | None:
     """Return the number of images that a BatchNorm layer normalizes together in training; None without such layers."""
     if not any(True for _ in batch_norms(model)):
         return None
-    ranks = layout.data_parallel if synchronizes(spec, layout.micro_batch_size, layout.data_parallel) else 1
+    ranks = (
+        layout.data_parallel
+        if spec.training.synchronizes_batch_norm(layout.micro_batch_size, layout.data_parallel)
+        else 1
+    )
     views = 2 if spec.training.loss.name == "nt_xent" else 1
     return views * layout.micro_batch_size * ranks
 

@@ -23,7 +23,7 @@ from scaletrain_cli.full_disk import is_full
 from scaletrain_cli.launch.node.code import code_environment, left_in_code, place_code, unpacked_folder
 from scaletrain_cli.launch.node.heartbeats import START_SECONDS, stopped_seconds
 from scaletrain_cli.launch.node.hub import fetch_hub_files
-from scaletrain_cli.launch.node.inspection import inspect_node, usable_cores, write_inspection
+from scaletrain_cli.launch.node.inspection import inspect_node, write_inspection
 from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL, AgentOptions
 from scaletrain_cli.launch.node.processes import (
     StoppedProcesses,
@@ -37,7 +37,7 @@ from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, announce_f
 from scaletrain_cli.launch.node.watch import Watch, observed_failure
 from scaletrain_cli.launch.resource_checks.checks import check_on_node
 from scaletrain_cli.log_setup import set_up_logging
-from scaletrain_cli.own_processes import python_command
+from scaletrain_cli.own_processes import python_command, usable_cores
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, swap_folder

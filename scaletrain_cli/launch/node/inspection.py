@@ -24,6 +24,7 @@ from scaletrain_cli.launch.node.gpu_health import (
     query_driver,
     visible_gpus,
 )
+from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.documents import write_document
 from scaletrain_cli.rundir.paths import RunDir
@@ -58,11 +59,6 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
         names = [name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
         return len(names), f"CUDA_VISIBLE_DEVICES={visible!r}"
     return sum(bool(_DEVICE.fullmatch(entry.name)) for entry in devices.iterdir()), f"{devices}/nvidia*"
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may run on, which a scheduler may have limited."""
-    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)

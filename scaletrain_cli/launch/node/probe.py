@@ -19,7 +19,8 @@ from pathlib import Path
 
 from scaletrain_cli.errors import Problem
 from scaletrain_cli.extras import install_command
-from scaletrain_cli.launch.node.inspection import count_gpus, usable_cores
+from scaletrain_cli.launch.node.inspection import count_gpus
+from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import from_document, read_document, write_document
 from scaletrain_cli.safe_files import create_file, touch

@@ -11,6 +11,7 @@ from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout, Time
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.loader_processes import loader_processes
 from scaletrain_cli.spec.sources import MOST_WORKERS
 
 _SMALL_VOCABULARY = 2**16  # token ids of two bytes
@@ -91,7 +92,7 @@ def feed_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reason]
     """Yield a warning if ``data.loader.workers`` are too few for the plan's speed."""
     if not _is_fed(spec):
         return
-    feed, given = data_feed(spec, layout, time.step), spec.data.loader.workers
+    feed, given = data_feed(spec, layout, time.step), loader_processes(spec)
     if given < feed.workers:
         params = {"given": given, "needed": feed.workers, "seconds": feed.reader_seconds, "step": time.step}
         yield Reason("plan.too-few-readers", params)

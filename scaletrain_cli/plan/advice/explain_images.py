@@ -8,6 +8,7 @@ from scaletrain_cli.plan.advice.explanation import Question, Row
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.loader_processes import loader_processes
 
 
 def loader_questions(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
@@ -35,10 +36,10 @@ def loader_questions(spec: RunSpec, plan: RunPlan) -> Iterator[Question]:
         Row("read by a node, of the step", round(feed.read_rate * busy)),
         Row("waiting for data", seconds=time.data_wait, share=time.data_wait / time.step),
     )
-    given = {"workers": spec.data.loader.workers, "needed": allowed_workers(spec, feed)}
+    given = {"workers": loader_processes(spec), "needed": allowed_workers(spec, feed)}
     if waits_for_storage(spec, feed):
         verdict = Reason("plan.storage-is-too-slow", {"needed": feed.read_rate})
-    elif time.data_wait and given["workers"] >= given["needed"]:
+    elif time.data_wait and (spec.data.loader.workers == "auto" or given["workers"] >= given["needed"]):
         cores = {"needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
         verdict = Reason("plan.cores-are-too-few", cores)
     elif time.data_wait:

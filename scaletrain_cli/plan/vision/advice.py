@@ -11,6 +11,7 @@ from scaletrain_cli.plan.vision.image_feed import (
     allowed_workers,
     image_feed,
     is_fed,
+    set_cores,
     storage_bandwidth,
     waits_for_storage,
 )
@@ -20,6 +21,7 @@ from scaletrain_cli.plan.vision.parameters import vision_buffers
 from scaletrain_cli.plan.vision.step_time import synchronizes_batch_norm
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, loader_processes
 from scaletrain_cli.spec.sources import MOST_WORKERS
 
 # BatchNorm's error grows below this number of images (arXiv:1803.08494, figure 5).
@@ -44,15 +46,18 @@ def loader_warnings(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reaso
         given = {"given": storage_bandwidth(spec), "image_bytes": IMAGE_BYTES}
         rates = {"needed": feed.read_rate, "images": feed.node_rate, **given}
         yield Reason("plan.images-exceed-storage", {**rates, "wait": time.data_wait})
-    workers, cores = spec.data.loader.workers, spec.cluster.cpus_per_gpu
+    workers, cores, automatic = loader_processes(spec), set_cores(spec), spec.data.loader.workers == "auto"
     needs = {"given": workers, "needed": feed.workers, "rate": feed.rank_rate, "core_rate": feed.core_rate}
     wait = {"wait": time.data_wait, "share": time.data_wait / time.step}
-    if workers < (allowed := allowed_workers(spec, feed)) and time.data_wait:
+    if not automatic and workers < (allowed := allowed_workers(spec, feed)) and time.data_wait:
         yield Reason("plan.too-few-image-workers", {**needs, **wait, "needed": allowed})
     if feed.workers > MOST_WORKERS and time.data_wait:
         yield Reason("plan.image-workers-beyond-limit", {**needs, **wait, "most": MOST_WORKERS})
-    if cores != "auto" and cores < feed.workers:
-        yield Reason("plan.too-few-cores-for-images", {**needs, "cores": cores})
+    if cores is not None and cores < feed.workers + automatic:  # one core is left to the training loop
+        yield Reason("plan.too-few-cores-for-images", {**needs, "needed": feed.workers + automatic, "cores": cores})
+    if cores is None and automatic and workers < feed.workers and time.data_wait:
+        given = {"cores": cores_per_rank(spec), "needed": min(feed.workers, MOST_WORKERS) + 1}
+        yield Reason("plan.images-need-cores", {**needs, **wait, **given})
 
 
 def _about_batch_norm(spec: RunSpec, layout: Layout) -> Iterator[Reason]:
@@ -75,4 +80,6 @@ def feed_assumptions(spec: RunSpec, layout: Layout, time: Time) -> Iterator[Reas
     feed = image_feed(spec, layout, time.step - time.data_wait)
     rates = {"rank": feed.rank_rate, "node": feed.node_rate, "cores": feed.cores, "core_rate": feed.core_rate}
     yield Reason("plan.assumes-image-rate", rates)
+    if spec.data.loader.workers == "auto" and decodes_beside_gpus(spec):
+        yield Reason("plan.assumes-image-readers", {"workers": loader_processes(spec), "cores": cores_per_rank(spec)})
     yield Reason("plan.assumes-image-bytes", {"read": feed.read_rate, "image_bytes": IMAGE_BYTES})

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.vision.losses import views
-from scaletrain_cli.plan.vision.networks import autocasts
+from scaletrain_cli.plan.vision.networks import autocasts, vision_model
 from scaletrain_cli.spec import ClipSpec, LlavaSpec, RunSpec
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
+from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, loader_processes
 from scaletrain_cli.spec.run import NO_DATA
 from scaletrain_cli.spec.sources import MOST_WORKERS
+from scaletrain_cli.spec.vision_model import image_channels
 
 # An image of ImageNet's training set: 1,281,167 images in 138 GiB (image-net.org, ILSVRC 2012), 500 x 375 on average.
 IMAGE_BYTES = 110_000
@@ -32,6 +34,7 @@ _PIXEL_SECONDS, _COLOR_SECONDS, _OPERATION_SECONDS = 20e-9, 2.6e-9, 17e-9
 _COLORS = 4  # brightness, contrast, saturation and hue
 # Reader processes are counted on to be busy this share of the time; a thread shares Python's lock with the training.
 _BUSY_SHARE, _THREAD_SHARE = 0.8, 0.5
+_PROCESS_BYTES = 256 << 20  # of a reader process: Python, NumPy, Pillow and torch without a GPU
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,26 @@ def image_feed(spec: RunSpec, layout: Layout, step: float) -> ImageFeed:
 
 def allowed_workers(spec: RunSpec, feed: ImageFeed) -> int:
     """Return the workers of each rank to set: those that suffice, at most the cores of a rank and the spec's limit."""
-    cores = spec.cluster.cpus_per_gpu
-    return min(feed.workers, MOST_WORKERS, MOST_WORKERS if cores == "auto" else cores)
+    cores = set_cores(spec)
+    return min(feed.workers, MOST_WORKERS, MOST_WORKERS if cores is None else cores)
+
+
+def set_cores(spec: RunSpec) -> int | None:
+    """Return the cores of a rank that the spec sets; None if it leaves them to the node."""
+    of_node = spec.cluster.scheduler == "kubernetes" and spec.cluster.kubernetes.cpus_per_node != "auto"
+    return cores_per_rank(spec) if of_node or spec.cluster.cpus_per_gpu != "auto" else None
+
+
+def reader_bytes(spec: RunSpec, layout: Layout) -> int:
+    """Return the host memory of the processes of a rank that read images, at most: libraries, and three batches each.
+
+    Two batches of a process are in its slots while it decodes another.
+    """
+    if not is_fed(spec) or not decodes_beside_gpus(spec):
+        return 0
+    count = loader_processes(spec, cores_per_rank(spec) if set_cores(spec) is not None else MOST_WORKERS)
+    samples = layout.global_batch_size // layout.data_parallel
+    return count * (_PROCESS_BYTES + 3 * samples * views(spec) * _side(spec) ** 2 * image_channels(vision_model(spec)))
 
 
 def data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
@@ -120,10 +141,10 @@ def waits_for_storage(spec: RunSpec, feed: ImageFeed) -> bool:
 
 def _cores(spec: RunSpec) -> float:
     """Return the cores of a rank that decode: its workers, at most its cores; a thread has half of one."""
-    workers, given = spec.data.loader.workers, spec.cluster.cpus_per_gpu
+    workers, given = loader_processes(spec), set_cores(spec)
     if not workers:
         return _THREAD_SHARE
-    return workers if given == "auto" else min(workers, given)
+    return workers if given is None else min(workers, given)
 
 
 def storage_bandwidth(spec: RunSpec) -> float:

@@ -44,9 +44,14 @@ class Buffer(NamedTuple):
     element_bytes: int
 
     @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def size_bytes(self) -> int:
         """Return the bytes, which no precision and no ZeRO stage changes."""
-        return math.prod(self.shape) * self.element_bytes
+        return self.numel * self.element_bytes
 
 
 class _Place(NamedTuple):

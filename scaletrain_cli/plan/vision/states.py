@@ -10,7 +10,7 @@ from scaletrain_cli.plan.memory.engine_states import (
     StageTensors,
     states_of_tensors,
 )
-from scaletrain_cli.plan.memory.states import ModelStates
+from scaletrain_cli.plan.memory.states import MASTER_BYTES, ModelStates
 from scaletrain_cli.plan.parameters import (
     Parameter,
     Stage,
@@ -35,7 +35,16 @@ def vision_states(spec: RunSpec, layout: Layout, stage: Stage | None = None, rep
     """
     tensors = trained_tensors(spec, stage)
     states = states_of_tensors(spec, layout, tensors, replica)[0]
-    return states._replace(parameters=states.parameters + buffer_bytes(spec))
+    averaged = 0 if spec.training.averaging.name == "none" else MASTER_BYTES * _statistics(spec)
+    return states._replace(
+        parameters=states.parameters + buffer_bytes(spec), optimizer_states=states.optimizer_states + averaged
+    )
+
+
+def _statistics(spec: RunSpec) -> int:
+    """Return the number of running statistics, which are averaged as the weights are; counters are not."""
+    assert not isinstance(spec.model, ModelSpec)
+    return sum(buffer.numel for buffer in vision_buffers(spec.model) if buffer.element_bytes == MASTER_BYTES)
 
 
 def buffer_bytes(spec: RunSpec) -> int:

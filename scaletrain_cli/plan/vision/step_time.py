@@ -191,7 +191,7 @@ def vision_stage_time(
     compute += 0.0 if least else loss_seconds(spec, whole, layout, on.rate)
     sent, blocking, overlapping = _data_seconds(spec, layout, device, profile, whole, count, least)
     hidden = min(overlapping, backward) * profile.reduce_overlap
-    exposed = blocking + overlapping - hidden + synchronization_seconds(spec, layout, device)
+    exposed = blocking + overlapping - hidden + synchronization_seconds(spec, layout, device, stage)
     updated = count if layout.zero_stage == 0 else -(-count // zero_shards(layout))
     optimizer = memory_seconds(updated * profile.optimizer, 1, on.rate)
     repeated = images * 2 * whole.macs * ((1 if full else 0) + (1 if again else 0))
@@ -280,28 +280,31 @@ def network_seconds(
     )
 
 
-# With this micro-batch or a larger one, the statistics of one rank are as good as those of several: the size at which
-# arXiv:1803.08494, figure 5, compares BatchNorm with GroupNorm.
-_ENOUGH_IMAGES = 32
-
-
 def synchronizes_batch_norm(spec: RunSpec, layout: Layout) -> bool:
     """Return whether BatchNorm has the statistics of all data-parallel ranks (``training.sync_batch_norm``)."""
     if not isinstance(spec.model, ResNetSpec) or not vision_buffers(spec.model) or layout.data_parallel == 1:
         return False
-    wanted = getattr(spec.training, "sync_batch_norm", False)
-    return layout.micro_batch_size < _ENOUGH_IMAGES if wanted == "auto" else bool(wanted)
+    return spec.training.synchronizes_batch_norm(layout.micro_batch_size, layout.data_parallel)
 
 
-def synchronization_seconds(spec: RunSpec, layout: Layout, device: Accelerator) -> float:
-    """Return the seconds per step of the collectives of BatchNorm, which nothing overlaps: sums of each layer."""
+def synchronization_seconds(spec: RunSpec, layout: Layout, device: Accelerator, stage: Stage | None) -> float:
+    """Return the seconds per step of the collectives of BatchNorm, which nothing overlaps: sums of each layer.
+
+    A layer of which neither weight nor bias trains in the stage normalizes by its running statistics, without sums.
+    """
     if not framework_of(spec).is_engine or not synchronizes_batch_norm(spec, layout):
         return 0.0
     link = cluster_link(spec.cluster, device)
-    widths = [buffer.shape[0] for buffer in vision_buffers(vision_model(spec)) if buffer.name.endswith("running_mean")]
+    means = [buffer for buffer in vision_buffers(vision_model(spec)) if buffer.name.endswith(".running_mean")]
+    widths = [mean.numel for mean in means if stage is None or _norm_trains(mean.name, stage)]
     # forward: sums with the number of values, then squares; backward: two sums
     sizes = [_FP64_BYTES * values for width in widths for values in (width + 1, width, 2 * width)]
     return layout.gradient_accumulation_steps * sum(link.reduce(size, layout.data_parallel) for size in sizes)
+
+
+def _norm_trains(mean: str, stage: Stage) -> bool:
+    norm = mean.removesuffix(".running_mean")
+    return f"{norm}.weight" in stage.since or f"{norm}.bias" in stage.since
 
 
 def _data_seconds(

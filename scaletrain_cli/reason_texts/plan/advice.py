@@ -54,6 +54,11 @@ _WARNINGS = {
         "cluster.cpus_per_gpu = {cores}: a rank needs {rate:,.0f} images/s, which takes {needed} cores that decode and "
         "augment about {core_rate:,.0f} each. Set it to {needed} or more, or prepare smaller images"
     ),
+    "images-need-cores": Text(
+        "cluster.cpus_per_gpu: auto counts as {cores} cores for each GPU: a rank needs {rate:,.0f} images/s, and a "
+        "core decodes and augments about {core_rate:,.0f}; a step waits {wait:seconds} ({share:.0%} of it) for images, "
+        "unless the nodes give more cores. Set cluster.cpus_per_gpu to {needed}"
+    ),
     "images-exceed-storage": Text(
         "each node reads {images:,.0f} images/s of about {image_bytes:bytes}: {needed:bytes}/s, more than "
         "cluster.storage_bandwidth = {given:bytes}/s; a step waits {wait:seconds}. Copy the data to local disks, or "
@@ -180,6 +185,10 @@ _ASSUMPTIONS = {
     "assumes-image-rate": Text(
         "image loader: {rank:,.0f} images/s by each rank and {node:,.0f} by each node, decoded and augmented by "
         "{cores} cores of a node at {core_rate:,.0f} images/s each; sources may be larger or smaller than ImageNet's"
+    ),
+    "assumes-image-readers": Text(
+        "image readers: with data.loader.workers: auto, {workers:of process} of each rank, which has {cores:of core}; "
+        "a rank with more cores has one process for each but one, up to 15"
     ),
     "assumes-image-bytes": Text(
         "reading: {read:bytes}/s by each node from storage or network, at {image_bytes:bytes} per image as in ImageNet"

@@ -60,7 +60,7 @@ def validated(ranks: int, zero: int) -> tuple[Figures | None, Figures]:
         **parts,
     )
     with torch.no_grad(), contextlib.closing(Loader(BatchesAndRounds(own.batch, {"source": own}), device)) as loader:
-        ahead = ReadAhead(loader, [2, 3])
+        ahead = ReadAhead(loader, [2, 3], 2)
         found = validation._measured(1, {"source": COUNT}, "validation_", ahead)
         again = validation._measured(1, {"source": COUNT}, "validation_", ahead)
     assert again == found  # nothing of the first validation is left

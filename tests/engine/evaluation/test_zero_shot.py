@@ -158,9 +158,9 @@ def validated_on_rank(folder: Path, ranks: int, zero: int) -> tuple[Figures | No
     )
     own = {name: each.without_groups() for name, each in (("source", pairs), *validation.zero_shot_readers.items())}
     with torch.no_grad(), contextlib.closing(Loader(BatchesAndRounds(pairs.batch, own), device)) as loader:
-        found = validation._measured(1, {"source": COUNT}, "validation_", ReadAhead(loader, [2]))
+        found = validation._measured(1, {"source": COUNT}, "validation_", ReadAhead(loader, [2], 2))
         decisions += [StepDecision.PREEMPT, *[StepDecision.CONTINUE] * 3]  # while images are classified
-        left = validation._measured(1, {"source": COUNT}, "validation_", ReadAhead(loader, [2]))
+        left = validation._measured(1, {"source": COUNT}, "validation_", ReadAhead(loader, [2], 2))
     loss = stepper.train(pairs.batch(1).micro_batches()).loss
     return found, left, float(loss)
 

@@ -8,9 +8,10 @@ import torch
 
 from scaletrain_cli.engine.compose import compose
 from scaletrain_cli.engine.optim.averaging import WeightAverage
+from scaletrain_cli.engine.parallel.batch_norm import statistics_of
 from scaletrain_cli.engine.parallel.mesh import build_mesh
 from scaletrain_cli.plan import make_plan
-from scaletrain_cli.spec import parse_spec
+from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.engine.ranks import on_ranks
 
 _SPEC = """
@@ -24,18 +25,37 @@ layout: {zero_stage: 1}
 cluster: {gpu: cpu, gpus_per_node: 2}
 """
 
+_IMAGES = """
+schema: scaletrain/v1
+name: averages
+model: {family: resnet, layer_type: basic, embedding_size: 4, hidden_sizes: [4, 8], depths: [1, 1], num_channels: 1,
+        num_labels: 10, image_size: 32}
+data: {source: sklearn-digits}
+training: {global_batch_size: 4, micro_batch_size: 2, steps: 3, averaging: {name: AVERAGING}}
+layout: {zero_stage: 1}
+cluster: {gpu: cpu, gpus_per_node: 2}
+"""
 
-def _planned(averaging: str) -> int:
-    spec = parse_spec(_SPEC.replace("AVERAGING", averaging), file="averages.yaml", base_dir=Path())
-    return make_plan(spec).memory.optimizer_states
+
+def _spec(text: str, averaging: str) -> RunSpec:
+    return parse_spec(text.replace("AVERAGING", averaging), file="averages.yaml", base_dir=Path())
 
 
-def _held() -> int:
-    spec = parse_spec(_SPEC.replace("AVERAGING", "ema"), file="averages.yaml", base_dir=Path())
-    layout = make_plan(spec).layout
-    composed = compose(spec, layout, build_mesh(layout), torch.device("cpu"))
-    return WeightAverage(composed.engine, spec.training.averaging, spec.total_steps).bytes
+def _planned(text: str, averaging: str) -> int:
+    return make_plan(_spec(text, averaging)).memory.optimizer_states
+
+
+def _held() -> list[int]:
+    found = []
+    for text in (_SPEC, _IMAGES):
+        spec = _spec(text, "ema")
+        layout = make_plan(spec).layout
+        composed = compose(spec, layout, build_mesh(layout), torch.device("cpu"))
+        statistics = statistics_of(composed.model)
+        found.append(WeightAverage(composed.engine, spec.training.averaging, spec.total_steps, statistics).bytes)
+    return found
 
 
 def test_the_plan_counts_what_averages_take() -> None:
-    assert on_ranks(2, _held) == 2 * [_planned("ema") - _planned("none")]
+    planned = [_planned(text, "ema") - _planned(text, "none") for text in (_SPEC, _IMAGES)]
+    assert on_ranks(2, _held) == 2 * [planned]

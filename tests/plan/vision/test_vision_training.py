@@ -13,7 +13,7 @@ from scaletrain_cli.plan.parameters import stage_at
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.plan.search.engine_support import unsupported
 from scaletrain_cli.plan.search.layouts import build_layout, micro_batch_sizes
-from scaletrain_cli.plan.vision.image_feed import allowed_workers, core_seconds, image_feed
+from scaletrain_cli.plan.vision.image_feed import allowed_workers, core_seconds, image_feed, reader_bytes
 from scaletrain_cli.plan.vision.trained import stage_of_step, trained_network
 from scaletrain_cli.plan.workloads.registry import workload_of
 from scaletrain_cli.spec import RunSpec
@@ -138,6 +138,10 @@ def test_synchronized_statistics_take_time_between_ranks() -> None:
     apart, together = (sized(spec_of(training__sync_batch_norm=flag), 8)[1] for flag in (False, True))
     assert together.exposed_communication > apart.exposed_communication
     assert together.compute == apart.compute
+    # Layers that do not train normalize by their running statistics, which no rank has to send.
+    head = {"training__trainable": HEAD}
+    apart, together = (sized(spec_of(training__sync_batch_norm=flag, **head), 8)[1] for flag in (False, True))
+    assert together.exposed_communication == apart.exposed_communication
 
 
 def test_mixed_images_need_an_even_micro_batch() -> None:
@@ -262,3 +266,29 @@ def test_workers_are_advised_up_to_the_limit_of_the_spec_and_the_cores_of_a_rank
     feed = image_feed(slow, make_plan(heavy).layout, step=0.1)
     assert feed.workers > 64
     assert allowed_workers(slow, feed) == 64
+
+
+def test_automatic_workers_are_the_requested_cores_and_the_plan_says_how_many_are_enough() -> None:
+    few = make_plan(spec_of(data__loader={}))
+    assert few.time.data_wait > 0
+    (reason,) = [reason for reason in few.warnings if reason.code == "plan.images-need-cores"]
+    assert reason.params["cores"] == 4
+    assert "plan.too-few-image-workers" not in codes(few)
+    (readers,) = [each for each in few.assumptions if each.code == "plan.assumes-image-readers"]
+    assert readers.params == {"workers": 3, "cores": 4}
+    (loader,) = [question for question in explain(spec_of(data__loader={}), few) if question.key == "loader"]
+    assert loader.answer is False
+    enough = make_plan(spec_of(data__loader={}, cluster__cpus_per_gpu=reason.params["needed"]))
+    assert enough.time.data_wait == 0
+    assert not codes(enough) & {"plan.images-need-cores", "plan.too-few-cores-for-images"}
+    one_less = make_plan(spec_of(data__loader={}, cluster__cpus_per_gpu=reason.params["needed"] - 1))
+    assert "plan.too-few-cores-for-images" in codes(one_less)
+
+
+def test_pods_have_memory_for_the_processes_that_read() -> None:
+    spec = spec_of(data__loader={"workers": 10})
+    layout = build_layout(spec, resolve_axes(spec), 1, "none", 32)
+    assert reader_bytes(spec, layout) == 10 * (256 * 2**20 + 3 * 64 * 224 * 224 * 3)
+    assert reader_bytes(spec_of(data__loader={}), layout) == 1.5 * reader_bytes(spec, layout)
+    assert reader_bytes(spec_of(data__loader={}, cluster__cpus_per_gpu=6), layout) == 0.5 * reader_bytes(spec, layout)
+    assert reader_bytes(spec_of(data__loader={"workers": 0}), layout) == 0

@@ -13,9 +13,11 @@ from scaletrain_cli.hub.cache import CACHE_VARIABLES
 from scaletrain_cli.launch.backends.kubernetes.names import MASTER_PORT, NODE, Workload
 from scaletrain_cli.own_processes import absolute_paths, python_words
 from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.vision.image_feed import reader_bytes
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.hub_files import hub_uses
 from scaletrain_cli.spec.kubernetes import TolerationSpec
+from scaletrain_cli.spec.loader_processes import cores_per_rank
 
 _MIB, _GIB = 2**20, 2**30
 # Host memory of a GPU rank: the interpreter with torch and CUDA, pinned buffers, NCCL's proxies, the data loader.
@@ -24,7 +26,6 @@ _CPU_RANK_BYTES = 3 * _GIB // 2  # the interpreter with torch; its tensors are i
 _AGENT_BYTES = _GIB
 _SHM_BASE_BYTES = _GIB
 _SHM_RANK_BYTES = _GIB  # NCCL's rings between the GPUs of a node take some hundred MB; a container has 64 MB by default
-_CPUS_PER_GPU = 4  # a request that every GPU node can satisfy; the pod has no limit and may use all free cores
 
 
 def pod_resources(spec: RunSpec, plan: RunPlan) -> dict[str, dict[str, str]]:
@@ -49,10 +50,7 @@ def cores_per_node(spec: RunSpec) -> int:
     cluster, given = spec.cluster, spec.cluster.kubernetes.cpus_per_node
     if given != "auto":
         return given
-    each = cluster.cpus_per_gpu
-    if each == "auto":
-        each = 1 if cluster.gpu == "cpu" else _CPUS_PER_GPU
-    return each * cluster.gpus_per_node
+    return cores_per_rank(spec) * cluster.gpus_per_node
 
 
 def shm_bytes(spec: RunSpec) -> int:
@@ -70,6 +68,7 @@ def memory_bytes(spec: RunSpec, plan: RunPlan) -> int:
     if given != "auto":
         return given
     rank = plan.memory.host + (_CPU_RANK_BYTES + plan.memory.peak if spec.cluster.gpu == "cpu" else _GPU_RANK_BYTES)
+    rank += reader_bytes(spec, plan.layout)
     whole = plan.durability.copy_bytes_per_node + shm_bytes(spec) + _AGENT_BYTES + ranks * rank
     return -(-whole // _GIB) * _GIB
 

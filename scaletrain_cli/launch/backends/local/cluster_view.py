@@ -12,7 +12,8 @@ from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.attempts import read_attempts
 from scaletrain_cli.launch.backends.base import Job
 from scaletrain_cli.launch.backends.cluster_view import ClusterView, GpuRow, NodesRow, QueueRow
-from scaletrain_cli.launch.node.inspection import count_gpus, usable_cores
+from scaletrain_cli.launch.node.inspection import count_gpus
+from scaletrain_cli.own_processes import usable_cores
 from scaletrain_cli.rundir.paths import RunDir, list_runs
 from scaletrain_cli.rundir.record import RunRecord, read_record
 

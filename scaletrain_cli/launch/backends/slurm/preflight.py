@@ -111,15 +111,15 @@ def with_key(spec: RunSpec, error: SchedulerError) -> SchedulerError:
     return error
 
 
-def too_small(cluster: ClusterSpec, node: Node) -> Iterator[str]:
+def too_small(spec: RunSpec, node: Node) -> Iterator[str]:
     """Yield the keys of the spec that request more than the node has; what Slurm does not report counts as enough."""
-    slurm = cluster.slurm
+    cluster, slurm = spec.cluster, spec.cluster.slurm
     if cluster.gpu != "cpu":
         if slurm.gres_type is not None and not node.gpus.get(slurm.gres_type):
             yield "cluster.slurm.gres_type"
         elif _gpus(cluster, node) < cluster.gpus_per_node:
             yield "cluster.gpus_per_node"
-    if node.cpus and (cores_per_node(cluster) or 0) > node.cpus:
+    if node.cpus and (cores_per_node(spec) or 0) > node.cpus:
         yield "cluster.cpus_per_gpu"
     if node.memory_mib and (slurm.memory_per_node or 0) > node.memory_mib * 2**20:
         yield "cluster.slurm.memory_per_node"
@@ -127,7 +127,7 @@ def too_small(cluster: ClusterSpec, node: Node) -> Iterator[str]:
 
 def shortages(spec: RunSpec, partition: str, nodes: Sequence[Node]) -> Iterator[Problem]:
     """Yield a problem for each resource that all of these nodes lack or, if there is none, that any of them lacks."""
-    lacking = [set(too_small(spec.cluster, node)) for node in nodes]
+    lacking = [set(too_small(spec, node)) for node in nodes]
     for key in sorted(set.intersection(*lacking) or set.union(*lacking)):
         yield _shortage(spec, partition, nodes, key)
 
@@ -147,7 +147,7 @@ def _shortage(spec: RunSpec, partition: str, nodes: Sequence[Node], key: str) ->
     elif key == "cluster.cpus_per_gpu":
         most = max(node.cpus for node in nodes)
         enough = most // cluster.gpus_per_node
-        params = where | {"most": most, "requested": cores_per_node(cluster), "enough": enough}
+        params = where | {"most": most, "requested": cores_per_node(spec), "enough": enough}
         given, reason = cluster.cpus_per_gpu, Reason(f"slurm.too-many-cpus{'' if enough else '-for-one'}", params)
     else:
         most = max(node.memory_mib for node in nodes)
@@ -278,7 +278,7 @@ class _SiteCheck:
             yield self._problem("cluster.slurm.nodelist", "nodes-of-other-partition", slurm.nodelist, **others)
             return
         offered = [node for node in here if node.name not in excluded]
-        fitting = [node for node in offered if not any(too_small(cluster, node))]
+        fitting = [node for node in offered if not any(too_small(self.spec, node))]
         if not here or len(fitting) >= cluster.nodes:
             usable = sum(node.is_usable for node in fitting)
             if here and usable < cluster.nodes:
@@ -308,7 +308,7 @@ class _SiteCheck:
             request[GPU] = cluster.nodes * cluster.gpus_per_node
             if slurm.gres_type is not None:
                 request[f"{GPU}:{slurm.gres_type}"] = request[GPU]
-        if (cores := cores_per_node(cluster)) is not None:
+        if (cores := cores_per_node(self.spec)) is not None:
             request["cpu"] = cluster.nodes * cores
         if slurm.memory_per_node is not None:
             request["mem"] = cluster.nodes * slurm.memory_per_node / 2**20

@@ -19,6 +19,7 @@ from scaletrain_cli.launch.backends.slurm.commands import PASSED_ON
 from scaletrain_cli.own_processes import START, absolute_paths
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.spec import ClusterSpec, RunSpec
+from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus
 
 # Variables of Slurm, devices, the cluster's network, and Kerberos, which a home folder may need.
 _FAMILIES = (
@@ -164,7 +165,7 @@ def job_script(
         'env "${dropped[@]}" \\',
         *(f"    {name}={shlex.quote(value)} \\" for name, value in spec_environment(spec).items()),
         '    MASTER_ADDR="$address" MASTER_PORT="$port" \\',
-        f"    {_srun(spec.cluster, run_folder)} \\",
+        f"    {_srun(spec, run_folder)} \\",
         f"    {' '.join(agent_words(spec.cluster, run_folder))} \\",
         '    -c "$start" scaletrain_cli.launch.node.agent "$run" --attempt "$attempt" &',
         "step=$!",
@@ -229,7 +230,7 @@ def sbatch_options(spec: RunSpec, run_id: str, exclude: str | None = None) -> It
     if cluster.gpu != "cpu":
         kind = f"{slurm.gres_type}:" if slurm.gres_type else ""
         yield f"gpus-per-node={kind}{cluster.gpus_per_node}"
-    if (cores := cores_per_node(cluster)) is not None:
+    if (cores := cores_per_node(spec)) is not None:
         yield f"cpus-per-task={cores}"
     for name in ("partition", "account", "qos", "reservation", "constraint", "exclude", "nodelist", "licenses"):
         value = getattr(slurm, name)
@@ -259,11 +260,11 @@ def lead_seconds(cluster: ClusterSpec) -> int:
     return max(_LEAST_LEAD_SECONDS, math.ceil(cluster.grace_seconds))
 
 
-def cores_per_node(cluster: ClusterSpec) -> int | None:
+def cores_per_node(spec: RunSpec) -> int | None:
     """Return the number of CPU cores to request on each node; None for the cluster's default."""
-    if cluster.cpus_per_gpu != "auto":
-        return cluster.cpus_per_gpu * cluster.gpus_per_node
-    return cluster.gpus_per_node if cluster.gpu == "cpu" else None
+    cluster = spec.cluster
+    is_set = cluster.cpus_per_gpu != "auto" or cluster.gpu == "cpu" or decodes_beside_gpus(spec)
+    return cores_per_rank(spec) * cluster.gpus_per_node if is_set else None
 
 
 def spec_environment(spec: RunSpec) -> dict[str, str]:
@@ -271,14 +272,14 @@ def spec_environment(spec: RunSpec) -> dict[str, str]:
     return absolute_paths({name: value for name, value in spec.env.items() if name not in _OWN_VARIABLES})
 
 
-def _srun(cluster: ClusterSpec, run_folder: Path) -> str:
+def _srun(spec: RunSpec, run_folder: Path) -> str:
     # --wait instead of --kill-on-bad-exit: an agent that exits with 75 must not kill the others, which are still
     # saving. Since 22.05 srun does not inherit --cpus-per-task from the job.
-    cores = cores_per_node(cluster)
+    cores = cores_per_node(spec)
     options = ["--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={_AGENTS_END_WITHIN_SECONDS}"]
     if cores is not None:
         options.append(f"--cpus-per-task={cores}")
-    options += srun_words(cluster, run_folder)
+    options += srun_words(spec.cluster, run_folder)
     return " ".join(['"$(type -P srun)"', *options])  # resolved before PATH is set from the spec
 
 
