@@ -18,6 +18,7 @@ from scaletrain_cli.rundir.measured import Measured, read_measured
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, read_spec_lines
 from scaletrain_cli.spec import ModelSpec, RunSpec
+from scaletrain_cli.spec.losses import LOSSES_OF
 
 _FIRST_STEPS = 3
 _RECENT = 50  # measured steps; as many above the start are a divergence
@@ -61,8 +62,7 @@ class Case:
         return (
             isinstance(model, ModelSpec)
             and not self.spec.code.own_program
-            and model.weights is None
-            and model.adapter is None
+            and self.spec.is_from_scratch
             and training.objective in ("causal_lm", "sft")
         )
 
@@ -82,12 +82,12 @@ class Case:
         Text: ln of the vocabulary size; classes: ln of their number; contrastive losses: ln of the number of samples
         that are compared. Not for given weights, preference pairs, regression, and losses whose labels decide.
         """
-        if self.spec.weights is not None or self.spec.code.own_program:
+        if not self.spec.is_from_scratch or self.spec.code.own_program:
             return None
         if isinstance(self.spec.model, ModelSpec):
             return math.log(self.spec.model.vocab_size) if self.is_fresh_text else None
         training = self.spec.training
-        name = training.loss.of(training.objective) if training.objective != "causal_lm" else ""
+        name = training.loss.of(training.objective) if training.objective in LOSSES_OF else ""
         classes, batch = getattr(self.spec.model, "num_labels", 0), training.global_batch_size
         if name == "cross_entropy" and classes > 1:
             return math.log(classes)

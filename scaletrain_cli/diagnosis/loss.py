@@ -108,8 +108,7 @@ def flat(case: Case) -> Iterator[Finding]:
     as many steps again. Loaded weights may have nothing left to learn.
     """
     curve = case.curve
-    fresh = case.spec.weights is None and case.spec.training.objective != "dpo" and not _has_adapter(case)
-    if curve is None or not fresh or curve.steps[-1] < _after_warm_up(case) + _FLAT_STEPS:
+    if curve is None or not case.spec.is_from_scratch or curve.steps[-1] < _after_warm_up(case) + _FLAT_STEPS:
         return
     fall, margin = curve.start - curve.now, _margin(curve, curve.start)
     if fall > _LEAST_SHARE * curve.start or -fall > margin:
@@ -223,10 +222,6 @@ def _margin(curve: Curve, level: float) -> float:
 
 def _after_warm_up(case: Case) -> int:
     return case.spec.training.schedule.warmup_steps
-
-
-def _has_adapter(case: Case) -> bool:
-    return getattr(case.spec.model, "adapter", None) is not None
 
 
 def _is_dense(curve: Curve) -> bool:

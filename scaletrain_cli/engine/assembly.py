@@ -193,7 +193,7 @@ def assemble(
             ranks,
             long_consensus,
             checkpointer,
-            _guard(spec, layout, composed.objective, data.samples),
+            guard_of(spec, layout, composed.objective, data.samples),
             rollbacks,
             ledger,
             heartbeat,
@@ -343,13 +343,12 @@ def _checkpoint_schedule(record: RunRecord) -> CheckpointSchedule:
     return CheckpointSchedule(record.spec.checkpoint.every, planned.interval_steps, planned.seconds_between_losses)
 
 
-def _guard(spec: RunSpec, layout: Layout, objective: Objective, train: Samples) -> Guard:
-    pairs = spec.training.objective == "dpo"
-    fresh = spec.language_weights is None and not pairs
+def guard_of(spec: RunSpec, layout: Layout, objective: Objective, train: Samples) -> Guard:
+    """Return the loss guard of a run; ``objective`` and ``train`` decide for images only."""
     return Guard(
         factor=spec.guard.spike.factor,
         patience=spec.guard.spike.patience,
-        fresh_warmup_steps=spec.training.schedule.warmup_steps if fresh else None,
+        fresh_warmup_steps=spec.training.schedule.warmup_steps if spec.is_from_scratch else None,
         least_loss=_least_loss(spec, layout, objective, train),
     )
 

@@ -352,6 +352,12 @@ class RunSpec(Section):
         return getattr(self.model, "text_weights", None) or self.weights
 
     @property
+    def is_from_scratch(self) -> bool:
+        """Return whether all weights begin at random: none are given, and no adapter or preference tunes others."""
+        adapter = getattr(self.model, "adapter", None)
+        return not self.initial_weights and adapter is None and self.training.objective != "dpo"
+
+    @property
     def unit(self) -> str:
         """Return the unit of training data and throughput: ``tokens``, ``images``, or ``pairs`` of image and text.
 

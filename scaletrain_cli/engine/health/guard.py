@@ -275,7 +275,7 @@ class GuardFinding:
 
 
 class Guard:
-    """``fresh_warmup_steps``: warm-up of a model with random weights; None for loaded weights, or preference pairs.
+    """``fresh_warmup_steps``: warm-up of a model with random weights; None for loaded weights, adapters, and dpo.
 
     ``least_loss``: see ``SpikeGuard``.
     """

@@ -178,7 +178,7 @@ class GuardActions:
         """Report whether the first loss of a new model is near that of a uniform guess, ln(vocab_size)."""
         spec = self.record.spec
         of_tokens = spec.training.objective in ("causal_lm", "sft")
-        if not of_tokens or spec.language_weights is not None:
+        if not of_tokens or not spec.is_from_scratch:
             return  # not a loss of tokens, or not a new model
         expected = math.log(spec.language_model.vocab_size)
         self._record("first-loss", loss=loss, ln_vocab_size=expected, plausible=abs(loss - expected) < 0.1 * expected)

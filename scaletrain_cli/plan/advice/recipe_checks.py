@@ -75,6 +75,8 @@ def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
         if workload_of(spec.model).counts_tokens:  # the published rates are of language models
             yield check_rate(spec)
         return
+    if not spec.is_from_scratch:
+        return
     optimizer, batch = spec.training.optimizer, spec.training.global_batch_size * spec.units_per_sample
     recipe = published_recipe(spec.model.preset)
     value, linear = f"{optimizer.lr:g}", optimizer.name in _LINEAR
@@ -108,7 +110,7 @@ def check_learning_rate(spec: RunSpec) -> Iterator[Sanity]:
 
 def check_critical_batch(spec: RunSpec, parameters: int) -> Iterator[Sanity]:
     """Yield the batch size compared with the critical batch size, for language models trained from random weights."""
-    if not workload_of(spec.model).counts_tokens or starts_from_weights(spec):
+    if not workload_of(spec.model).counts_tokens or not spec.is_from_scratch:
         return
     batch = spec.training.global_batch_size * spec.units_per_sample
     critical = critical_batch_tokens(parameters, float(batch) * spec.total_steps)
@@ -185,7 +187,7 @@ def _warmup(spec: RunSpec) -> Sanity:
 
 
 def _data(spec: RunSpec, size: ModelSize) -> Iterator[Sanity]:
-    if not workload_of(spec.model).counts_tokens or starts_from_weights(spec):
+    if not workload_of(spec.model).counts_tokens or not spec.is_from_scratch:
         return  # the ratio does not apply to a run that starts from pretrained weights
     tokens = spec.total_steps * spec.training.global_batch_size * spec.units_per_sample
     ratio = tokens / max(1, size.active_parameters)

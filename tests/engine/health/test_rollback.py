@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from scaletrain_cli.engine.assembly import guard_of
 from scaletrain_cli.engine.health.guard import Guard
 from scaletrain_cli.engine.health.rollback import GuardActions, NonFiniteGradientError, SpikeError
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
@@ -229,3 +230,31 @@ def test_a_stage_of_the_mixture_begins_at_its_batch_whatever_was_skipped(make: M
         actions = replace(make("data.skip=[[5, 9]]", "guard.spike.action=warn"), mixture_batches=(batch,))
         check(actions, measures(21, *[9.0] * 8), 28)
         assert ("spike" in names(actions)) == is_spike
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reported"),
+    [
+        ((), True),
+        (("model.weights=/weights",), False),
+        (("model.adapter={name: lora}",), False),
+        (("training.objective=dpo", "data.source=python-docstrings"), False),
+    ],
+    ids=["random weights", "given weights", "an adapter", "preference pairs"],
+)
+def test_the_first_loss_is_compared_for_new_models_alone(
+    make: Make, overrides: tuple[str, ...], *, reported: bool
+) -> None:
+    actions = make(*overrides)
+    check(actions, measures(1, 2.0), 1)
+    assert [event["event"] for event in read_events(actions.run)] == ["first-loss"] * reported
+
+
+@pytest.mark.parametrize("key", ["model.weights=/weights", "model.adapter={name: lora}", ""])
+def test_a_flat_loss_is_an_alarm_for_new_models_alone(key: str) -> None:
+    spec = load(SPEC, *filter(None, [key]))
+    unused: Any = None
+    guard = guard_of(spec, make_plan(spec).layout, unused, unused)
+    found = [guard.observe(step, {"loss": 5.5 + step % 2 / 100, "grad_norm": 0.5})[1] for step in range(1, 400)]
+    warm_up = spec.training.schedule.warmup_steps
+    assert [finding.event for each in found for finding in each] == ([] if key or warm_up > 300 else ["flat-loss"])

@@ -101,6 +101,19 @@ def test_a_run_from_given_weights_is_compared_with_fine_tuning(tmp_path: Path) -
     assert not {"tokens per parameter", "critical batch size"} & set(rows)
 
 
+@pytest.mark.parametrize(
+    "tuned",
+    [
+        {"model__adapter": {"name": "lora"}},
+        {"training__objective": "dpo", "data__source": "python-docstrings"},
+    ],
+    ids=["adapter", "dpo"],
+)
+def test_adapters_and_preference_pairs_get_no_advice_for_pre_training(tuned: dict[str, Any]) -> None:
+    rows = checks_of(**tuned, **optimizer(2e-4))
+    assert not {"tokens per parameter", "critical batch size", "learning rate"} & set(rows)
+
+
 def test_a_validation_set_that_takes_billions_of_tokens_is_noted() -> None:
     steps = {"training__steps": 100_000}
     row = checks_of(**steps)["validation split"]
