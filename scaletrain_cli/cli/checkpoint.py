@@ -186,7 +186,7 @@ def _export(
         spec = record.spec
         # Checkpoints lack the weights that never train.
         if record.hub and any(read_base(checkpoint) is not None for checkpoint in chosen):
-            spec = fetched_spec(spec, ["model.weights"], show_fetch(), record.hub)
+            spec = fetched_spec(spec, "model.weights", show_fetch(), record.hub)
         spec = with_local_files(spec, record.hub, settings)
         create_file(resolved, json.dumps(spec.model_dump(mode="json", by_alias=True)))
         places = [resolved, output.absolute(), run.path.parent, *(checkpoint.path for checkpoint in chosen)]

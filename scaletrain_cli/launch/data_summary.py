@@ -32,6 +32,7 @@ _ABSENT = (
     "checks.no-folder",
     "checks.no-program",
     "document_steps.files-missing",
+    "images.nothing-there",
     "remote.no-credentials",
     "remote.profile-without-keys",
     "remote.unavailable",

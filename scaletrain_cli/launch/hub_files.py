@@ -85,16 +85,17 @@ def fetch_to_shared_cache(
 
 def fetched_spec(
     spec: RunSpec,
-    keys: Sequence[str],
+    keys: str | Sequence[str],
     on_progress: Callable[[FetchProgress], None] = lambda progress: None,
     known: Mapping[str, str] | None = None,
 ) -> RunSpec:
     """Return the spec with local paths, after a fetch on this machine: for verbs that read files here.
 
-    ``keys``: keys or sections, such as DATA. ``known``: commits that a run has recorded.
+    ``keys``: a key or a section, or several such as DATA. ``known``: commits that a run has recorded.
     Raises HubError, FetchError and OSError.
     """
-    uses = [use for use in hub_uses(spec) if any(f"{use.key}.".startswith(f"{key}.") for key in keys)]
+    sections = (keys,) if isinstance(keys, str) else keys
+    uses = [use for use in hub_uses(spec) if any(f"{use.key}.".startswith(f"{section}.") for section in sections)]
     if not uses:
         return spec
     environment = environment_here(spec, os.environ)

@@ -249,6 +249,8 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
     except UsageError as error:
         return getattr(error, "problem", None)  # a library that is missing here may be there on the nodes
     except OSError as error:
+        if not os.path.lexists(path):
+            return Reason("checks.tokenizer-missing")
         return Reason("checks.tokenizer-unreadable", {"said": error.strerror or str(error)})
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return Reason("checks.tokenizer-invalid")
