@@ -17,11 +17,13 @@ from tests.slurm_cluster.cluster import DevCluster
 pytestmark = pytest.mark.slurm
 PROJECT = Path(__file__).parents[2]
 SMALL = PROJECT / "tests" / "cli" / "small.yaml"
+LITTLE_TEXT = (f"data.source={PROJECT}/docs/*.md", "evaluation.every=0")  # each test prepares it in its own runs root
 ON_GPUS = (
     *("cluster.scheduler=slurm", "cluster.gpu=h100-sxm-80gb", "cluster.gpus_per_node=8", "cluster.cpus_per_gpu=1"),
     *("cluster.slurm={gres_type: h100, time: 30m}", "training.global_batch_size=192", "training.micro_batch_size=auto"),
+    *LITTLE_TEXT,
 )
-ON_CPUS = ("cluster.scheduler=slurm", "cluster.gpus_per_node=2")
+ON_CPUS = ("cluster.scheduler=slurm", "cluster.gpus_per_node=2", *LITTLE_TEXT)
 
 
 @pytest.fixture(scope="module")
