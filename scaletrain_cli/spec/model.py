@@ -348,6 +348,8 @@ class ModelSpec(Section):
             yield "num_experts", "must be at least 1 when swiglu_limit is set."
         if self.has_pattern and self.num_hidden_layers > _MOST_LAYERS:
             yield "num_hidden_layers", f"must not exceed {_MOST_LAYERS} with decoder_sparse_step or mlp_only_layers."
+        elif (self.adapter is not None or self.quantization != "none") and self.num_hidden_layers > _MOST_LAYERS:
+            yield "num_hidden_layers", f"must not exceed {_MOST_LAYERS} with adapter or quantization."
         if any(block >= self.num_hidden_layers for block in self.mlp_only_layers):
             yield "mlp_only_layers", f"must be numbers below num_hidden_layers = {self.num_hidden_layers}."
         if self.bias_update_speed and self.adapter is not None:

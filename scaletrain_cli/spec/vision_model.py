@@ -13,7 +13,8 @@ from scaletrain_cli.spec.section import Section, used_when, where_not
 
 # Bounded, so that a typing error does not create a network that takes minutes to size.
 Widths = Annotated[tuple[Whole, ...], Field(min_length=1, max_length=16)]
-Depths = Annotated[tuple[Annotated[int, Field(strict=True, ge=1, le=1000)], ...], Field(min_length=1, max_length=16)]
+Depth = Annotated[int, Field(strict=True, ge=1, le=1000)]
+Depths = Annotated[tuple[Depth, ...], Field(min_length=1, max_length=16)]
 ImageSize = Annotated[int, Field(strict=True, ge=1, le=8192)]
 Activation = Literal["gelu", "gelu_pytorch_tanh", "quick_gelu"]
 Number = Annotated[float, BeforeValidator(not_a_switch)]
@@ -108,7 +109,7 @@ class VitSpec(Section):
     family: Literal["vit"]
     preset: str | None = None
     hidden_size: Whole
-    num_hidden_layers: Whole
+    num_hidden_layers: Depth
     num_attention_heads: Whole
     intermediate_size: Whole
     image_size: ImageSize = 224
@@ -140,7 +141,7 @@ class ClipVisionSpec(Section):
     """The image tower of CLIP: a vision transformer without a classifier."""
 
     hidden_size: Whole
-    num_hidden_layers: Whole
+    num_hidden_layers: Depth
     num_attention_heads: Whole
     intermediate_size: Whole
     image_size: ImageSize = 224
@@ -162,7 +163,7 @@ class ClipTextSpec(Section):
     """The text tower of CLIP: a causal transformer with learned positions."""
 
     hidden_size: Whole
-    num_hidden_layers: Whole
+    num_hidden_layers: Depth
     num_attention_heads: Whole
     intermediate_size: Whole
     vocab_size: Whole = 49408

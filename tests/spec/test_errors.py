@@ -131,6 +131,10 @@ def test_a_wrong_value_is_rejected_with_the_allowed_values(override: str, expect
         ("training.grad_dtype=bf16", "must be fp32 with precision: fp32."),
         ("layout.tensor_parallel=3", "must divide 4 attention heads. Use 1, 2 or 4."),
         ("layout.pipeline_parallel=3", "must not exceed 2 layers."),
+        (
+            "model={preset: llama-7b, adapter: {name: lora}, num_hidden_layers: 4097}",
+            "must not exceed 4096 with adapter or quantization.",
+        ),
         ("data.tokenizer.vocab_size=513", "must not exceed model.vocab_size = 512."),
         ("data.tokenizer.kind=file", "data.tokenizer.path: is required with kind: file."),
         ("data.tokenizer={kind: tiktoken, path: a}", "data.tokenizer.encoding: is required with kind: tiktoken"),

@@ -104,6 +104,7 @@ def test_keys_of_the_section_override_the_towers_of_a_preset() -> None:
             "{preset: clip-vit-base-patch32, text_config: {vocab_size: 9}}",
             "eos_token_id = 49407: must be below vocab_s",
         ),
+        ("{preset: vit-base-patch16, num_hidden_layers: 1001}", "num_hidden_layers = 1001: must be at most 1000."),
         ("{preset: clip-vit-base-patch32, logit_scale_init_value: 5}", "must not exceed max_logit_scale = 4.60517."),
         (
             "{preset: clip-vit-base-patch32, vision_config: {patch_size: 3}}",
