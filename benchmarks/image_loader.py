@@ -3,9 +3,10 @@
 Both have the same number of processes, draw images in random order, crop, resize and flip them with Pillow, and hand
 over batches of bytes. The dataset of torch is what a plain program has: a list of files, Pillow and torch's own random
 numbers. Both start once and take turns, with the other one at rest; which one begins a round alternates, and a ratio is
-the median of the ratios of the rounds. Rates of one core, and those per CPU second, hold on a machine that is not idle
-too, and so does the idle share: the time in which processes neither ran nor waited for a core, because they had nothing
-to read. The files are parts of the two photographs of scikit-learn.
+the median of the ratios of the rounds. Three figures hold on a machine that is not idle, too: rates per CPU second;
+rates by the clock without the time in which the processes waited for a core; and the idle share, the time in which
+they neither ran nor waited for a core, because they had nothing to read. The files are parts of the two photographs of
+scikit-learn.
 """
 
 from __future__ import annotations
@@ -60,9 +61,12 @@ class Pictures(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Images per second, and per second of CPU time of the process and its children; share of idle time of these."""
+    """Images per second; per second in which the processes did not wait for a core; per second of CPU time of this
+    process and of those; and the share of their idle time.
+    """
 
     rate: float
+    free_rate: float
     cpu_rate: float
     idle: float
 
@@ -218,16 +222,18 @@ def measured(side: Side, workers: int, batches: int, batch: int) -> Measured:
     for _ in range(4 * workers):  # those that were read ahead
         side.take()
     pids = side.pids()
-    wall, cpu, busy = time.perf_counter(), _cpu_seconds(pids), _busy_seconds(pids)
+    wall, cpu, (ran, waited) = time.perf_counter(), _cpu_seconds(pids), _scheduled(pids)
     for _ in range(batches):
         side.take()
     wall, cpu = time.perf_counter() - wall, _cpu_seconds(pids) - cpu
-    idle = 1 - (_busy_seconds(pids) - busy) / (wall * len(pids))
+    ran, waited = (now - before for now, before in zip(_scheduled(pids), (ran, waited), strict=True))
+    free = wall - waited / len(pids)
     while True:  # until it has read ahead as far as it may
         before = _cpu_seconds(pids)
         time.sleep(0.3)
         if _cpu_seconds(pids) - before < 0.02:
-            return Measured(batches * batch / wall, batches * batch / cpu, idle)
+            images = batches * batch
+            return Measured(images / wall, images / free, images / cpu, 1 - (ran + waited) / (wall * len(pids)))
 
 
 def _cpu_seconds(pids: Sequence[int]) -> float:
@@ -236,10 +242,10 @@ def _cpu_seconds(pids: Sequence[int]) -> float:
     return float(sum(each.user + each.system for each in times))
 
 
-def _busy_seconds(pids: Sequence[int]) -> float:
-    """Return the seconds that the main threads of processes ran or waited for a core (proc(5), schedstat)."""
+def _scheduled(pids: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds that the main threads of processes ran, and waited for a core (proc(5), schedstat)."""
     fields = [Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split() for pid in pids]
-    return sum(int(ran) + int(waited) for ran, waited, _ in fields) / 1e9
+    return sum(int(ran) for ran, _, _ in fields) / 1e9, sum(int(waited) for _, waited, _ in fields) / 1e9
 
 
 def of_one_core(work: Callable[[int, bytes], object], files: Sequence[bytes]) -> float:
@@ -292,12 +298,15 @@ def compare(read: Callable[[int], Any], dataset: Plain, workers: int, options: a
             side.close()
     theirs, ours = rounds
     pairs = list(zip(theirs, ours, strict=True))
-    rate, cpu = (
-        statistics.median(getattr(b, name) / getattr(a, name) for a, b in pairs) for name in Measured._fields[:2]
-    )
+    ratios = [
+        statistics.median(b.rate / a.rate for a, b in pairs),
+        statistics.median(b.free_rate / a.free_rate for a, b in pairs),
+        statistics.median(b.cpu_rate / a.cpu_rate for a, b in pairs),
+    ]
+    shown = " | ".join(f"{ratio:.2f}" for ratio in ratios)
     rates = [statistics.median(each.rate for each in side) for side in rounds]
     idle = [statistics.median(each.idle for each in side) for side in rounds]
-    return f"| {workers} | {rates[0]:.0f} | {rates[1]:.0f} | {rate:.2f} | {cpu:.2f} | {idle[0]:.0%} | {idle[1]:.0%} |"
+    return f"| {workers} | {rates[0]:.0f} | {rates[1]:.0f} | {shown} | {idle[0]:.0%} | {idle[1]:.0%} |"
 
 
 def main() -> None:
@@ -321,8 +330,8 @@ def main() -> None:
         for name, rate in core_rates(paths, min(5, options.rounds), options.side).items():
             print(f"| {name} | {rate:.0f} |", flush=True)
         read = reader(folder, options.batch, Path(place) / "runs", options.side).without_groups().batch
-        columns = "torch images/s | engine images/s | ratio | ratio per CPU second | torch idle | engine idle"
-        print(f"\n| processes | {columns} |\n|-|-|-|-|-|-|-|")
+        columns = "torch images/s | engine images/s | ratio | without waits for a core | per CPU second"
+        print(f"\n| processes | {columns} | torch idle | engine idle |\n|-|-|-|-|-|-|-|-|")
         for workers in options.workers:
             print(compare(read, Plain(paths, options.side), workers, options), flush=True)
 
