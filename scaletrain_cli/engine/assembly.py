@@ -19,10 +19,13 @@ from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer, identif
 from scaletrain_cli.engine.checkpoint.resume_point import find_resume_point
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule, DiskSpaceError, check_disk_space
 from scaletrain_cli.engine.compose import Composed, compose
+from scaletrain_cli.engine.data.batches import BatchReader
+from scaletrain_cli.engine.data.prepared import tokenizer_path
 from scaletrain_cli.engine.data.rows import RowSequences
 from scaletrain_cli.engine.data.sample_order import RunMixture, mixture_of_run, sample_order
 from scaletrain_cli.engine.data.splits import RunData, Samples, open_data, open_reader
 from scaletrain_cli.engine.deepspeed_engine import forward_dtype
+from scaletrain_cli.engine.evaluation.sample_answers import SampleAnswers
 from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.engine.health import preflight
 from scaletrain_cli.engine.health.guard import Guard
@@ -40,7 +43,7 @@ from scaletrain_cli.engine.objectives.dpo import first_loss
 from scaletrain_cli.engine.objectives.reference import ReferencePass
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.parallel.batch_norm import statistics_of
-from scaletrain_cli.engine.parallel.mesh import build_mesh
+from scaletrain_cli.engine.parallel.mesh import Mesh, build_mesh
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, connect
 from scaletrain_cli.engine.stages import StageSwitch, trained_at
 from scaletrain_cli.engine.step import build_stepper
@@ -57,7 +60,7 @@ from scaletrain_cli.rundir.evaluations import MOST_WAITING
 from scaletrain_cli.rundir.journal import read_events, read_rollbacks
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, checkpoint_folder
-from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.loader_processes import loader_processes
 from scaletrain_cli.worker.heartbeat import DATA_SECONDS, IMPORT_SECONDS, Heartbeat, collective_seconds
 from scaletrain_cli.worker.signals import PreemptionFlag
@@ -185,6 +188,7 @@ def assemble(
             step_sync=step_sync,
             heartbeat=heartbeat,
             zero_shot=zero_shot,
+            answers=_sample_answers(run, spec, layout, mesh, data, device),
         ),
         faults=faults,
         guard=GuardActions(
@@ -370,6 +374,20 @@ def _least_loss(spec: RunSpec, layout: Layout, objective: Objective, train: Samp
         labels = [train.label(number) for number in range(0, len(train), apart)]
         targets = torch.tensor(labels, dtype=torch.float32)
     return objective.uninformed_loss(layout.global_batch_size, targets)
+
+
+def _sample_answers(
+    run: RunDir, spec: RunSpec, layout: Layout, mesh: Mesh, data: RunData, device: torch.device
+) -> SampleAnswers | None:
+    """Return what answers rows of the validation split; None without ``evaluation.sample_answers``."""
+    if not isinstance(spec.model, LlavaSpec) or not spec.evaluation.sample_answers or not spec.evaluation.every:
+        return None
+    reader = open_reader(spec, next(iter(data.validation.values())), layout, mesh)
+    tokenizer = tokenizer_path(spec, run.path.parent, run)
+    assert isinstance(reader, BatchReader)
+    assert tokenizer is not None
+    compiled = layout.compile or spec.training.compile is True
+    return SampleAnswers(spec.model, reader, tokenizer, device, compiled)
 
 
 def _stop_if_preempted(flag: PreemptionFlag, long_consensus: RankConsensus) -> None:

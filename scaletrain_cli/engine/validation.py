@@ -15,6 +15,7 @@ from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.loader import Loader, Round, rounds_reader
 from scaletrain_cli.engine.data.splits import Reader, sequences_validated
 from scaletrain_cli.engine.evaluation.measures import Figures
+from scaletrain_cli.engine.evaluation.sample_answers import SampleAnswers
 from scaletrain_cli.engine.metrics.reporting import MetricsLog
 from scaletrain_cli.engine.optim.averaging import WeightAverage
 from scaletrain_cli.engine.optim.schedules import should_stop
@@ -61,6 +62,7 @@ class Validation:
     shares: dict[str, float]  # of the sources in the validation loss; the sum is 1
     step_sync: StepSync
     heartbeat: Heartbeat
+    answers: SampleAnswers | None = None  # None: no validation writes answers
     zero_shot: ZeroShot | None = None  # None: no images are classified by the texts of their classes
 
     @property
@@ -94,8 +96,27 @@ class Validation:
             found = None if averaged is None else found._replace(metrics=found.metrics | averaged.metrics)
         if found is None:
             return None
+        if self.answers is not None:
+            answers = self._sample_answers(step, self.answers)
+            if answers is None:
+                return None
+            found = found._replace(details=found.details | {"answers": answers})
         metrics.log_validation(step, sum(counts.values()), found.details, **found.metrics)
         return found.metrics
+
+    def _sample_answers(self, step: int, answers: SampleAnswers) -> list[dict[str, str]] | None:
+        """Return the answers to the first rows; None after a preemption signal."""
+        found: list[dict[str, str]] = []
+        self.composed.engine.eval()
+        for row in range(min(self.record.spec.evaluation.sample_answers, len(answers))):
+            if self.step_sync.agree(step)[0] is StepDecision.PREEMPT:
+                self.composed.engine.train()
+                return None
+            self.heartbeat.beat(step, "evaluation")
+            answer = answers.answer(self.composed.engine, self.composed.objective, row)
+            found += [] if answer is None else [answer]
+        self.composed.engine.train()
+        return found
 
     def _measured(self, step: int, counts: dict[str, int], prefix: str, ahead: ReadAhead) -> Figures | None:
         """Return losses and other measures, by their names with the prefix, and details; None after a signal."""

@@ -112,6 +112,7 @@ class ZeroShotSpec(Section):
 
 _WITH_PAIRS = used_when(where("model.family", "clip"))
 _WITH_VALIDATION = used_when(where_not("evaluation.every", 0))
+_WITH_IMAGES_IN_ROWS = used_when(where("model.family", "llava"))
 _WITH_TASKS = used_when(where_not("evaluation.tasks", ()))
 
 
@@ -142,6 +143,9 @@ class EvaluationSpec(Section):
     )
     zero_shot: Annotated[ZeroShotSpec | None, _WITH_PAIRS, _WITH_VALIDATION] = Field(
         default=None, description="labeled images that are classified in each validation; null: none"
+    )
+    sample_answers: Annotated[WholeOrZero, _WITH_IMAGES_IN_ROWS, _WITH_VALIDATION] = Field(
+        default=0, description="llava: first rows of the validation split of which each validation writes answers"
     )
     tasks: tuple[Task, ...] = ()
     job: Annotated[EvaluationJobSpec, _WITH_TASKS] = LEFT_OUT

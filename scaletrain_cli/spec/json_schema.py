@@ -14,6 +14,7 @@ from scaletrain_cli.spec.presets import presets, vision_presets
 from scaletrain_cli.spec.run import FAMILIES, MODELS, SCHEMA, RunSpec, model_kind
 from scaletrain_cli.spec.section import OpenSection
 from scaletrain_cli.spec.training import OptimizerSpec
+from scaletrain_cli.spec.vision_model import ClipSpec, LlavaSpec
 
 # Keys that a file must have if neither a preset nor a config.json gives them; others are derived or have a default.
 _DIMENSIONS = {
@@ -44,6 +45,8 @@ def json_schema() -> dict[str, Any]:
     _allow_list(schema["properties"]["tracking"])
     for kind, model in MODELS.items():
         _loosen_model(kind, sections[model.__name__])
+    for model in (ClipSpec, LlavaSpec):
+        _loosen_parts(sections[model.__name__]["properties"], sections)
     schema["properties"]["model"] = {"anyOf": [{"$ref": f"#/$defs/{model.__name__}"} for model in MODELS.values()]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -102,6 +105,15 @@ def _allow_empty(field: dict[str, Any]) -> None:
     whole = dict(field)
     field.clear()
     field["anyOf"] = [whole, {"type": "null"}]
+
+
+def _loosen_parts(properties: dict[str, Any], sections: dict[str, Any]) -> None:
+    """Require no key of the towers of a model, which a preset of the whole model may give."""
+    for tower in ("vision_config", "text_config"):
+        name = properties[tower]["$ref"].rpartition("/")[2]
+        whole = sections[name]
+        sections[f"{name}Part"] = {key: value for key, value in whole.items() if key not in ("required", "anyOf")}
+        properties[tower] = {**properties[tower], "$ref": f"#/$defs/{name}Part"}
 
 
 def _loosen_model(kind: str, model: dict[str, Any]) -> None:

@@ -130,6 +130,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "evaluation.retrieval_pairs": ("100", IMAGES, CLIP),
     "evaluation.zero_shot": ("{source: pictures}", (*CLIP, "evaluation.every=0"), CLIP),
+    "evaluation.sample_answers": ("3", CLIP, LLAVA),
     "evaluation.batches": ("3", ("evaluation.every=0",), ()),
     "layout.selective_scope": ("attention", ("layout.activation_checkpointing=full",), ()),
     "layout.selective_every": ("3", ("layout.activation_checkpointing=none",), ()),

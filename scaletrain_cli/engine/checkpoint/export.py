@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -94,11 +95,12 @@ def text_files(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> Tex
     return TextFiles(found.files | {"chat_template.jinja": template}, found.ids)
 
 
-def image_files(spec: RunSpec) -> dict[str, bytes]:
+def image_files(spec: RunSpec, text: Mapping[str, bytes] = MappingProxyType({})) -> dict[str, bytes]:
     """Return the files with which transformers prepares images as the evaluation of this run does, by their names.
 
     Empty for a language model. CLIP's processor resizes, crops and normalizes images for every family; it has no other
-    number of channels than 3. That of LLaVA, which also pads, has a second file with the tokens of an image.
+    number of channels than 3. That of LLaVA, which also pads, has a second file with the tokens of an image, and the
+    chat template. ``text``: the files of the tokenizer.
     """
     model = spec.model
     if isinstance(model, ModelSpec) or image_channels(model) != _COLORS:
@@ -126,13 +128,20 @@ def image_files(spec: RunSpec) -> dict[str, bytes]:
         return {"preprocessor_config.json": _json(config)}
     config |= {"image_processor_type": "LlavaImageProcessor", "do_pad": images.aspect == "pad"}
     config["processor_class"] = "LlavaProcessor"
-    tokens = {
+    tokens: dict[str, Any] = {
         "processor_class": "LlavaProcessor",
         "patch_size": tower.patch_size,
-        "num_additional_image_tokens": 1,  # the class token
+        "num_additional_image_tokens": 1,  # the class token, which "default" takes off again
         "vision_feature_select_strategy": model.vision_feature_select_strategy,
     }
-    return {"preprocessor_config.json": _json(config), "processor_config.json": _json(tokens)}
+    words = {number: word for word, number in _vocabulary(text.get("tokenizer.json", b"")).items()}
+    if (word := words.get(model.image_token_index)) is not None:
+        tokens["image_token"] = word
+    found = {"preprocessor_config.json": _json(config), "processor_config.json": _json(tokens)}
+    template = _parsed(text.get("tokenizer_config.json", b"{}")).get("chat_template")
+    if isinstance(template, str) and not {"chat_template.jinja", "chat_template.json"} & text.keys():
+        found["chat_template.jinja"] = template.encode()
+    return found
 
 
 _COLORS = 3
@@ -257,8 +266,12 @@ def _read_json(path: Path | None) -> bytes | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
+    return _parsed(_read_json(path) or b"{}")
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(_read_json(path) or b"{}")
+        found = json.loads(content)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -323,7 +336,7 @@ def export(
     with _draft_of(output) as draft:
         written = draft / "config.json"
         create_file(written, json.dumps(config, indent=2) + "\n", public=True)
-        for name, content in (text.files | image_files(spec)).items():
+        for name, content in (text.files | image_files(spec, text.files)).items():
             create_file(draft / name, content, public=True)
         whole = outline(model)
         shapes, exact = named_weights(whole), {matrix.name: buffer.dtype for buffer, matrix in stored_buffers(whole)}

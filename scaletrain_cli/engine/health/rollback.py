@@ -83,7 +83,10 @@ class GuardActions:
         """
         spec = self.record.spec
         for step, seconds, measured in measures:
-            units = int(measured.pop("tokens", spec.training.global_batch_size * spec.units_per_sample))
+            tokens = measured.pop("tokens", None)
+            units = spec.training.global_batch_size * spec.units_per_sample
+            if tokens is not None and spec.unit == "tokens":
+                units = int(tokens)
             if measured.get("skipped"):
                 del measured["grad_norm"]  # infinite, because of the overflow
             loss, norm = measured["loss"], measured.get("grad_norm", 0.0)
@@ -101,7 +104,7 @@ class GuardActions:
             if step % spec.tracking.log_every == 0 or step in (1, spec.total_steps):
                 # a source without a label in this batch has no loss
                 known = {key: value for key, value in measured.items() if math.isfinite(value) or "/" not in key}
-                metrics.log(step, units=units, step_seconds=seconds, **known)
+                metrics.log(step, units=units, step_seconds=seconds, tokens=tokens, **known)
             if status == "spike" and (back := self._after_spike(step, trained, metrics)) is not None:
                 return back
             if (clean := self.guard.clean_step(step)) is not None:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from scaletrain_cli.event_texts import event_sentence
+from scaletrain_cli.plan.vision.llava import language_share
 from scaletrain_cli.rundir.evaluations import read_evaluations
 from scaletrain_cli.rundir.journal import append_lines, record_event
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.rundir.validations import measures_in, write_validation
+from scaletrain_cli.spec import LlavaSpec
 from scaletrain_cli.text import measures_text
 from scaletrain_cli.tracking.guard import Trackers
 from scaletrain_cli.tracking.jsonl import JsonlWriter
@@ -53,6 +55,7 @@ class MetricsLog:
         plan = record.plan.time
         known = record.spec.cluster.gpu != "cpu" and plan.tokens_per_second > 0
         self._mfu_per_unit_per_second = plan.mfu / plan.tokens_per_second if known else None
+        self._language_share = language_share(record.spec) if isinstance(record.spec.model, LlavaSpec) else 0.0
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -69,16 +72,25 @@ class MetricsLog:
             self._pass_on_evaluations()
         self._trackers.finish("failed" if error is not None else "finished" if self.finished else "preempted")
 
-    def log(self, step: int, *, units: int, step_seconds: float, **measured: float) -> None:
-        """Record optimizer step ``step`` (1-based), which trained on ``units`` tokens, images or pairs on all ranks."""
+    def log(
+        self, step: int, *, units: int, step_seconds: float, tokens: float | None = None, **measured: float
+    ) -> None:
+        """Record optimizer step ``step`` (1-based), which trained on ``units`` of ``RunSpec.unit`` on all ranks.
+
+        ``tokens``: of its sequences, padding included; None: not counted, or the units are all tokens of the step. The
+        MFU of sequences with images counts these tokens, and an image for each sequence.
+        """
         if not self._active:
             return
         per_second = units / step_seconds
         factor, unit = self._mfu_per_unit_per_second, self._record.spec.unit
-        line: dict[str, Any] = {
-            "step": step,
-            **measured,
-            rate_name(unit): round(per_second, 1),
+        line: dict[str, Any] = {"step": step, **measured, rate_name(unit): round(per_second, 1)}
+        if tokens is not None and unit != "tokens":
+            line["tokens_per_second"] = round(tokens / step_seconds, 1)
+        if factor is not None and tokens is not None and self._language_share:
+            planned = units * self._record.spec.language_model.seq_len
+            factor *= 1.0 - self._language_share * (1.0 - tokens / planned)
+        line |= {
             "step_seconds": round(step_seconds, 5),
             "memory_bytes": peak_memory_bytes(self._device),
             "mfu": None if factor is None else round(factor * per_second, 4),

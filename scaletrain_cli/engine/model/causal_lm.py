@@ -91,6 +91,10 @@ class CausalLM(TrainedModel):
         """
         return self.lm_head(self.final_norm(hidden), labels, divisor, weights)  # type: ignore[no-any-return]
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [batch, length, vocabulary] in fp32 of hidden states after the blocks."""
+        return self.lm_head(self.final_norm(hidden))  # type: ignore[no-any-return]
+
     def row_log_probabilities(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the summed log-probabilities of the labels of each row that count, [batch], in fp32."""
         return self.lm_head(self.final_norm(hidden), labels, by_row=True)  # type: ignore[no-any-return]

@@ -45,7 +45,7 @@ class LanguageModelHead(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        labels: Tensor,
+        labels: Tensor | None = None,
         divisor: Tensor | None = None,
         weights: Tensor | None = None,
         *,
@@ -54,11 +54,14 @@ class LanguageModelHead(nn.Module):
         """Return summed cross-entropy in nats over ``divisor``, or its mean over the labels that count.
 
         hidden [batch, length, size]; labels and ``weights``, factors of their losses, [batch, length]. ``by_row``:
-        return instead the summed log-probabilities of the labels of each row, [batch], in fp32.
+        return instead the summed log-probabilities of the labels of each row, [batch], in fp32. Without labels: the
+        logits of a whole vocabulary, [batch, length, vocabulary], in fp32.
         """
         weight: Tensor = self.weight
         if self.extended is not None:
             hidden, weight = self.extended(hidden, weight)
+        if labels is None:
+            return logits_of(hidden, weight, self.softcap)
         if by_row:
             return self._row_log_probabilities(hidden, weight, labels)
         hidden, labels = hidden.flatten(0, 1), labels.flatten()

@@ -86,6 +86,20 @@ def llava_flops(spec: RunSpec, stage: Stage | None) -> float:
     return float(model.seq_len * stage_flops_per_token(model, parts.language) + parts.images.training_flops)
 
 
+def language_share(spec: RunSpec) -> float:
+    """Return the share of the language model in the FLOPs of a sequence of ``seq_len`` tokens with one image.
+
+    Over the run, in which stages may train different parts.
+    """
+    language = whole = 0.0
+    for stage in stages_of_run(spec):
+        steps = 1 if stage is None else stage.last_step - stage.first_step + 1
+        every = llava_flops(spec, stage)
+        whole += steps * every
+        language += steps * (every - llava_parts(spec, stage).images.training_flops)
+    return language / whole
+
+
 def plan_llava_memory(spec: RunSpec, layout: Layout, device: Accelerator) -> Memory:
     """Return the memory of a data-parallel rank, in the stage of the run that needs most."""
     fullest = max(
