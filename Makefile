@@ -86,7 +86,8 @@ slurm-packages:
 		slurm/install_packages.sh || { echo 'Slurm could not be installed.' >&2; [[ $${CI:-} != true ]]; }; \
 	fi
 
-# One row: make parity ARGS='zero3 tp2'. The page beside the benchmarks: ARGS='--write benchmarks/results/parity.md'.
+# One row: make parity ARGS='zero3 tp2'; networks for images: ARGS=vision.
+# The page beside the benchmarks: ARGS='--write benchmarks/results/parity.md'.
 parity: setup ## Train every layout beside one plain process, and print how far they differ
 	@$(BIN)/python -m tests.engine.parity $(ARGS)
 

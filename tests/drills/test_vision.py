@@ -6,14 +6,19 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scaletrain_cli.data.images.prepared import prepare_image_datasets
 from scaletrain_cli.engine.data.images.batches import ImageStepBatch
 from scaletrain_cli.engine.data.loader import Loader
+from scaletrain_cli.engine.model import outline
+from scaletrain_cli.engine.model.materialization import materialize
+from scaletrain_cli.rundir.checkpoints import list_checkpoints
 from scaletrain_cli.rundir.journal import read_metrics
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import RunSpec
@@ -21,6 +26,7 @@ from tests.cli.command_line import PROJECT, scaletrain
 from tests.drills.campaign.elastic import resize
 from tests.drills.campaign.forked_attempts import ForkedRun, be_rank, strays
 from tests.drills.vision_runs import draw_pairs, vision_spec, vision_text
+from tests.engine.checkpoint.whole_state import whole_state
 
 pytestmark = pytest.mark.drill
 EMA = "{name: ema, every: 1, decay: 0.9}"
@@ -71,12 +77,14 @@ def contents_by_sample(run: RunDir) -> dict[int, str]:
 
 
 def test_a_vit_on_2_then_1_then_3_ranks_has_the_same_images_augmentations_and_losses(prepared: Path) -> None:
-    settings = {"training__steps": 9, "layout__zero_stage": 2, "evaluation__every": 0}
-    spec = prepared_spec("vit", prepared, **settings)
+    folder = draw_pairs(prepared / "shapes")
+    images = {"data__source": folder / "pairs", "model__num_channels": 3, "model__num_labels": 2}
+    images |= {"data__images__mean": "null", "data__images__std": "null", "evaluation__every": 0}
+    spec = prepared_spec("vit", prepared, **images, training__steps=9, layout__zero_stage=2)
     undisturbed, run = (ForkedRun.create(spec, noting_rank) for _ in range(2))
     undisturbed.attempts_to_end()
-    for ranks, readers, last in ((2, 0, 4), (1, 1, 7), (3, 0, None)):
-        resize(run, [f"cluster.gpus_per_node={ranks}", f"data.loader.workers={readers}"])
+    for ranks, last in ((2, 4), (1, 7), (3, None)):
+        resize(run, [f"cluster.gpus_per_node={ranks}"])
         ended = run.attempt(fault=f"sigterm rank=0 step={last}" if last else "")
         assert ended.exit_codes == ([75] if last else [0]) * ranks, run.log()
     assert [event["step"] for event in run.events("resumed")] == [4, 7]
@@ -120,13 +128,49 @@ def test_images_with_a_loss_that_is_no_number_are_skipped_as_if_from_the_start(p
 
 
 @pytest.mark.long
+def test_layers_that_are_frozen_in_a_stage_keep_their_batch_norm_statistics_to_the_bit(prepared: Path) -> None:
+    """The classifier trains, then everything, then the classifier again; a run that is killed in between as well."""
+    stages = "[{match: 'classifier*', end_step: 4}, {match: '*', start_step: 5, end_step: 8},"
+    stages += " {match: 'classifier*', start_step: 9}]"
+    settings = {"training__trainable": stages, "training__steps": 12, "layout__zero_stage": 1}
+    spec = prepared_spec("resnet", prepared, **settings, checkpoint__every=4, checkpoint__keep=4)
+    undisturbed, run = ForkedRun.create(spec), ForkedRun.create(spec)
+    undisturbed.attempts_to_end()
+    first, *states = (
+        {name.removeprefix("weight/"): each for name, each in state.items() if name.startswith("weight/")}
+        for state in (
+            {f"weight/{name}": each.flatten() for name, each in drawn_weights(spec).items()},
+            *(whole_state(checkpoint.path) for checkpoint in list_checkpoints(undisturbed.run.checkpoints)),
+        )
+    )
+    body = [name for name in first if not name.startswith("classifier")]
+    statistics = [name for name in body if name.endswith(("running_mean", "running_var"))]
+    assert len(statistics) > 8
+    before = [[name for name in body if not torch.equal(a[name], b[name])] for a, b in pairwise([first, *states])]
+    assert before[0] == []
+    assert set(statistics) <= set(before[1])
+    assert before[2] == []
+    assert all(not torch.equal(a["classifier.1.weight"], b["classifier.1.weight"]) for a, b in pairwise(states))
+    assert run.attempt(fault="sigkill rank=1 step=7").exit_codes is None
+    assert run.attempt(fault="sigkill rank=0 step=11").exit_codes is None
+    run.attempts_to_end()
+    assert strays(run, undisturbed) == []
+
+
+def drawn_weights(spec: RunSpec) -> dict[str, torch.Tensor]:
+    """Return the weights and running statistics that a run begins with."""
+    model, device = outline(spec.model), torch.device("cpu")
+    materialize(model, model.first_weights(spec.training.seed, device), device)
+    return model.state_dict()
+
+
+@pytest.mark.long
 def test_the_drill_verb_reports_that_runs_on_images_and_pairs_recovered(prepared: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.yaml"
     pairs.write_text(vision_text("clip", draw_pairs(tmp_path / "shapes")))
     for spec, kinds in ((PROJECT / "recipes/vision-digits-cpu.yaml", ["sigterm", "spike"]), (pairs, ["flip"])):
         ended = scaletrain("drill", *kinds, "--spec", spec, "--steps", 40)
         assert ended.code == 0, ended.out + ended.err
-        assert [row.split()[1] for row in ended.out.splitlines() if row.split()[0] in kinds] == ["survived"] * len(
-            kinds
-        )
+        rows = [row.split() for row in ended.out.splitlines() if row.split()[:1] and row.split()[0] in kinds]
+        assert [row[1] for row in rows] == ["survived"] * len(kinds)
         assert ended.out.count("bit for bit") == 1

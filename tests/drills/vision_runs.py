@@ -57,20 +57,24 @@ def vision_spec(family: str, folder: Path, **overrides: Any) -> RunSpec:
 
 
 def draw_pairs(folder: Path, pairs: int = 80) -> Path:
-    """Draw images of colored shapes with their captions, and a tokenizer of one token per word; return the folder."""
+    """Draw images of colored shapes and write their captions beside them; return the folder.
+
+    ``pairs`` has a folder for each shape, which is the class of its images. tokenizer.json has a token for each word.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
     draw, images = random.Random(0), folder / "pairs"
-    images.mkdir(parents=True)
+    for shape in _SHAPES:
+        (images / shape).mkdir(parents=True)
     for number in range(pairs):
         color, shape = draw.choice(_COLORS), draw.choice(_SHAPES)
         image, left, top = Image.new("RGB", (16, 16)), draw.randrange(8), draw.randrange(8)
         pen = ImageDraw.Draw(image)
         (pen.ellipse if shape == "circle" else pen.rectangle)((left, top, left + 7, top + 7), fill=color)
-        image.save(images / f"{number}.png")
-        (images / f"{number}.txt").write_text(f"a {color} {shape} on black")
+        image.save(images / shape / f"{number}.png")
+        (images / shape / f"{number}.txt").write_text(f"a {color} {shape} on black")
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(_WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.add_special_tokens(list(_SPECIAL))

@@ -21,6 +21,7 @@ from tests.engine.parity.layouts import stray_activations, stray_state_bytes, tr
 from tests.engine.parity.reference import Trained, train_alone
 from tests.engine.parity.rows import Row, families, features, grid, in_bf16
 from tests.engine.parity.table import HEADER, Line, page
+from tests.engine.vision import table as vision
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
         for row in [*grid(), *features(), *families(), *in_bf16()]
         if all(word in row.name for word in options.words)
     ]
-    print(HEADER)
+    print(HEADER if rows else "")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCALETRAIN_RUNS"] = folder
         lines = list(_measured(rows, write_dataset(Path(folder))))
@@ -47,12 +48,20 @@ def main() -> int:
         print(text, flush=True)
         second.append(text)
         wrong_rows += [] if right else [row.name]
+    networks = [row for row in vision.vision_rows() if all(word in vision.name_of(row) for word in options.words)]
+    third: list[str] = []
+    print(f"\n{vision.HEADER}" if networks else "")
+    for network, (text, right) in zip(networks, vision.measured(networks), strict=True):
+        print(text, flush=True)
+        third.append(text)
+        wrong_rows += [] if right else [vision.name_of(network)]
     if options.write is not None:
-        text = "\n".join([*page(lines, "make parity"), *fine_tuning.page(second)])
+        text = "\n".join([*page(lines, "make parity"), *fine_tuning.page(second), *vision.page(third)])
         options.write.write_text(text + "\n", encoding="utf-8")
     wrong = [line.row.name for line in lines if not line.right] + wrong_rows
-    print(f"\n{len(lines) + len(tuned)} rows, {len(wrong)} of them wrong" + "".join(f"\n  {name}" for name in wrong))
-    return 1 if wrong or not (lines or tuned) else 0
+    rows_run = len(lines) + len(tuned) + len(networks)
+    print(f"\n{rows_run} rows, {len(wrong)} of them wrong" + "".join(f"\n  {name}" for name in wrong))
+    return 1 if wrong or not rows_run else 0
 
 
 def _measured(rows: list[Row], dataset: Path) -> Iterator[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,20 @@ MODELS = {
     " text_config: {family: llama, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4,"
     " num_key_value_heads: 2, intermediate_size: 64, vocab_size: 40, seq_len: 16, max_position_embeddings: 32}}",
 }
+# By name the settings of a loss; the reference is in ``_plain_loss``.
+LOSSES = {
+    "smoothing": ("training.label_smoothing=0.1",),
+    "bce": ("training.loss={name: bce, pos_weight: 2.0}",),
+    "mse": ("training.objective=regression", "training.loss=mse"),
+    "mae": ("training.objective=regression", "training.loss=mae"),
+    "huber": ("training.objective=regression", "training.loss={name: huber, delta: 0.3}"),
+    "nt_xent": (
+        "training.objective=contrastive",
+        "training.loss={name: nt_xent, temperature: 0.5}",
+        "evaluation.every=0",
+    ),
+    "sigmoid": ("training.loss=sigmoid",),
+}
 _SPEC = """
 schema: scaletrain/v1
 name: images
@@ -69,9 +84,11 @@ class Row:
     checkpointing: str = "none"
     overrides: tuple[str, ...] = ()
     trainable: tuple[str, ...] = ()  # parts of the names of what trains; empty: everything
+    loss: str = ""  # of LOSSES; empty: the default one of the family
+    steps: int = STEPS
 
     def __str__(self) -> str:
-        words = [self.family, f"ZeRO-{self.zero}", f"{self.ranks} ranks"]
+        words = [self.family, *([self.loss] if self.loss else []), f"ZeRO-{self.zero}", f"{self.ranks} ranks"]
         words += [f"accumulation {self.accumulation}"] if self.accumulation > 1 else []
         words += [f"checkpointing {self.checkpointing}"] if self.checkpointing != "none" else []
         words += [f"trains {', '.join(self.trainable)}"] if self.trainable else []
@@ -81,12 +98,17 @@ class Row:
     def micro_batch_size(self) -> int:
         return BATCH // (self.ranks * self.accumulation)
 
+    @property
+    def joins_samples(self) -> bool:
+        """Whether the loss compares all samples of a step."""
+        return self.family == "clip" or self.loss == "nt_xent"
+
     def spec(self) -> RunSpec:
         text = _SPEC.format(
             model=MODELS[self.family],
             batch=BATCH,
             micro=self.micro_batch_size,
-            steps=STEPS,
+            steps=self.steps,
             rate=RATE,
             eps=EPS,
             zero=self.zero,
@@ -94,32 +116,49 @@ class Row:
             ranks=self.ranks,
         )
         chosen = ", ".join(f'{{match: "*{word}*"}}' for word in self.trainable)
-        overrides = (*self.overrides, f"training.trainable=[{chosen}]") if chosen else self.overrides
+        overrides = (*LOSSES.get(self.loss, ()), *self.overrides)
+        if self.loss == "nt_xent" and self.family == "vit":  # else all features are alike, and their rounding counts
+            overrides = ("model.initializer_range=0.2", *overrides)
+        if self.loss == "sigmoid":
+            overrides = ("model.logit_bias_init_value=-10", "model.logit_scale_init_value=2.302585", *overrides)
+        overrides = (*overrides, f"training.trainable=[{chosen}]") if chosen else overrides
         return parse_spec(text, file="images.yaml", base_dir=None, overrides=overrides)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """By step the loss and the gradient norm; the weights and running statistics by name after the last step."""
+    """By step the loss and the gradient norm; the weights and running statistics by name after the last step.
+
+    ``gradients``: those of the first step before clipping.
+    """
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
 
 
-def global_batch(family: str, step: int) -> ImageMicroBatch:
-    """The samples of a step: images with a pattern of their class, or of their caption."""
+def global_batch(row: Row, step: int) -> ImageMicroBatch:
+    """The samples of a step: images with a pattern of their class or of their caption, [views, samples, 3, 16, 16]."""
     draw = torch.Generator().manual_seed(step)
     classes = torch.randint(5, (BATCH,), generator=draw)
-    images = torch.randint(100, (BATCH, 3, 16, 16), generator=draw)
-    images[torch.arange(BATCH), classes % 3, 3 * classes] += 150
-    samples = torch.arange(step * BATCH, (step + 1) * BATCH)
-    if family != "clip":
-        return ImageMicroBatch(images.to(torch.uint8), samples, targets=classes)
+    views = 2 if row.loss == "nt_xent" else 1
+    images = torch.randint(100, (views, BATCH, 3, 16, 16), generator=draw)
+    images[:, torch.arange(BATCH), classes % 3, 3 * classes] += 150
+    images, samples = images.to(torch.uint8), torch.arange(step * BATCH, (step + 1) * BATCH)
+    if row.loss == "nt_xent":
+        return ImageMicroBatch(images, samples)
+    if row.family != "clip":
+        targets = classes
+        if row.loss == "bce":  # one to three classes of each image
+            targets = (F.one_hot(classes, 5) + F.one_hot((classes * samples) % 5, 5)).clamp(max=1).float()
+        elif row.loss in ("mse", "mae", "huber"):
+            targets = F.one_hot(classes, 5) * 0.5 + torch.rand(BATCH, 5, generator=draw)
+        return ImageMicroBatch(images, samples, targets=targets)
     words = torch.randint(1, 38, (BATCH, 8), generator=draw)
     words[:, 1] = classes
     words[torch.arange(BATCH), torch.randint(3, 8, (BATCH,), generator=draw)] = 39
-    return ImageMicroBatch(images.to(torch.uint8), samples, tokens=words)
+    return ImageMicroBatch(images, samples, tokens=words)
 
 
 def conversations(step: int) -> MicroBatch:
@@ -159,7 +198,9 @@ def rows_of(batch: MicroBatch, first: int, count: int, losses: int) -> MicroBatc
 
 
 def part(batch: ImageMicroBatch, first: int, count: int) -> ImageMicroBatch:
-    return ImageMicroBatch(*[None if each is None else each[first : first + count] for each in batch])  # type: ignore[arg-type]
+    """Samples of a global batch as a micro-batch, all first views before all second ones."""
+    cut = [None if each is None else each[first : first + count] for each in batch[1:]]
+    return ImageMicroBatch(batch.images[:, first : first + count].flatten(0, 1), *cut)  # type: ignore[arg-type]
 
 
 def train_rank(row: Row) -> Trained:
@@ -169,22 +210,42 @@ def train_rank(row: Row) -> Trained:
     assert (layout.zero_stage, layout.gradient_accumulation_steps) == (row.zero, row.accumulation)
     mesh, device = build_mesh(layout), torch.device("cpu")
     composed = compose(spec, layout, mesh, device, trained=trained_at(spec, 1))
-    stepper = build_stepper(composed, mesh, device, spec.training)
+    stepper: Any = build_stepper(composed, mesh, device, spec.training)
     losses: list[float] = []
     norms: list[float] = []
-    size = row.micro_batch_size
-    for step in range(1, STEPS + 1):
+    size, update = row.micro_batch_size, stepper._update
+    gradients: dict[str, Tensor] = {}
+
+    def noting_update(largest_norm: float) -> Any:
+        gradients.update(gradients or _whole_gradients(composed))
+        return update(largest_norm)
+
+    stepper._update = noting_update
+    for step in range(1, row.steps + 1):
         set_rates(composed.optimizer, step, RATE)
         firsts = [(micro * row.ranks + mesh.data.rank) * size for micro in range(row.accumulation)]
         batches: list[Any]
         if row.family == "llava":
             batches = [rows_of(conversations(step), first, size, row.ranks * row.accumulation) for first in firsts]
         else:
-            batches = [part(global_batch(row.family, step), first, size) for first in firsts]
+            batches = [part(global_batch(row, step), first, size) for first in firsts]
         result = stepper.train(batches)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
-    return Trained(losses, norms, whole_weights(composed, layout))
+    return Trained(losses, norms, whole_weights(composed, layout), gradients)
+
+
+def _whole_gradients(composed: Composed) -> dict[str, Tensor]:
+    """The mean gradients over the ranks by name, before clipping. Collective."""
+    from deepspeed.utils import safe_get_full_grad
+
+    sharded = composed.engine.zero_optimization_stage() > 0
+    found = {}
+    for name, parameter in composed.model.named_parameters():
+        if parameter.requires_grad:
+            gradient = safe_get_full_grad(parameter) if sharded else parameter.grad
+            found[name] = gradient.detach().float().clone().view(gradient.shape)
+    return found
 
 
 def whole_weights(composed: Composed, layout: Any) -> dict[str, Tensor]:
@@ -204,42 +265,25 @@ def train_plainly(row: Row) -> Trained:
     mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in normalization(row.family))
     losses: list[float] = []
     norms: list[float] = []
-    width = row.micro_batch_size * row.ranks
+    gradients: dict[str, Tensor] = {}
+    width = BATCH if row.joins_samples else row.micro_batch_size * row.ranks
     model.train()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) and not module.weight.requires_grad:
             module.eval()
-    for step in range(1, STEPS + 1):
+    for step in range(1, row.steps + 1):
+        total, chunks = 0.0, list[Any]()
         if row.family == "llava":
-            rows = conversations(step)
-            assert rows.images is not None
-            assert rows.weights is not None
-            found = model(input_ids=rows.tokens, pixel_values=(rows.images / 255 - mean) / std)
-            each = F.cross_entropy(found.logits.transpose(1, 2), rows.labels, reduction="none")
-            loss = (each * rows.weights).sum() / rows.weights.sum()
-            loss.backward()
-            losses.append(loss.item())
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            optimizer.zero_grad()
-            continue
-        whole, total = global_batch(row.family, step), 0.0
-        chunks = [part(whole, first, width) for first in range(0, BATCH, width)]
-        if row.family == "clip":
-            pixels = (whole.images / 255 - mean) / std
-            found = model(input_ids=whole.tokens, pixel_values=pixels)
-            targets = torch.arange(BATCH)
-            logits = found.logits_per_image
-            loss = (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
-            loss.backward()
-            total = loss.item()
+            chunks = [conversations(step)]
         else:
-            for chunk in chunks:
-                found = model(pixel_values=(chunk.images / 255 - mean) / std)
-                loss = F.cross_entropy(found.logits, chunk.targets) / len(chunks)
-                loss.backward()
-                total += loss.item()
+            whole = global_batch(row, step)
+            chunks = [part(whole, first, width) for first in range(0, BATCH, width)]
+        for chunk in chunks:
+            loss = plain_loss(row, model, (chunk.images / 255 - mean) / std, chunk) / len(chunks)
+            loss.backward()
+            total += loss.item()
         losses.append(total)
+        gradients = gradients or _plain_gradients(model)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
@@ -248,7 +292,52 @@ def train_plainly(row: Row) -> Trained:
                 model.logit_scale.clamp_(0, 2.7)
     files = under_file_names(model)
     names = {name: stored_name(name, files) or name for name in first_weights(row)}
-    return Trained(losses, norms, {name: files[stored] for name, stored in names.items()})
+    weights = {name: files[stored] for name, stored in names.items()}
+    return Trained(
+        losses, norms, weights, {name: gradients[stored] for name, stored in names.items() if stored in gradients}
+    )
+
+
+def plain_loss(row: Row, model: Any, pixels: Tensor, batch: Any) -> Tensor:
+    """The loss of a micro-batch as torch and the papers have it."""
+    if row.family == "llava":
+        found = model(input_ids=batch.tokens, pixel_values=pixels)
+        each = F.cross_entropy(found.logits.transpose(1, 2), batch.labels, reduction="none")
+        return (each * batch.weights).sum() / batch.weights.sum()
+    if row.family == "clip":
+        found = model(input_ids=batch.tokens, pixel_values=pixels)
+        logits, count = found.logits_per_image, len(batch.samples)
+        if row.loss == "sigmoid":  # arXiv:2303.15343, algorithm 1
+            signs = 2 * torch.eye(count) - 1
+            return -F.logsigmoid(signs * (logits + model.logit_bias)).sum() / count
+        targets = torch.arange(count)
+        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+    outputs = model(pixel_values=pixels).logits
+    if row.loss == "nt_xent":  # arXiv:2002.05709, algorithm 1
+        features, count = F.normalize(outputs), len(batch.samples)
+        similarities = features @ features.T / 0.5
+        similarities = similarities.masked_fill(torch.eye(2 * count, dtype=torch.bool), -torch.inf)
+        return F.cross_entropy(similarities, (torch.arange(2 * count) + count) % (2 * count))
+    assert batch.targets is not None
+    if row.loss == "bce":
+        return F.binary_cross_entropy_with_logits(outputs, batch.targets, pos_weight=torch.full((5,), 2.0))
+    if row.loss in ("mse", "mae"):
+        return (F.mse_loss if row.loss == "mse" else F.l1_loss)(outputs, batch.targets)
+    if row.loss == "huber":
+        return F.huber_loss(outputs, batch.targets, delta=0.3)
+    return F.cross_entropy(outputs, batch.targets, label_smoothing=0.1 if row.loss == "smoothing" else 0.0)
+
+
+def _plain_gradients(model: Any) -> dict[str, Tensor]:
+    """The gradients under the names of the weights in Hugging Face files."""
+    copied = copy.deepcopy(model)
+    trained = {}
+    for parameter, source in zip(copied.parameters(), model.parameters(), strict=True):
+        parameter.data = torch.full_like(source, torch.nan) if source.grad is None else source.grad.clone()
+    for name, gradient in under_file_names(copied).items():
+        if not name.endswith(("running_mean", "running_var", "num_batches_tracked")) and not gradient.isnan().any():
+            trained[name] = gradient
+    return trained
 
 
 def first_weights(row: Row) -> dict[str, Tensor]:
@@ -293,10 +382,13 @@ def reference_model(family: str, spec: RunSpec, weights: dict[str, Tensor]) -> A
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         files = under_file_names(kind(config)) if family == "llava" else weights
-        tensors = {stored_name(name, files) or name: value.contiguous() for name, value in weights.items()}
+        own = {name: value for name, value in weights.items() if name != "logit_bias"}
+        tensors = {stored_name(name, files) or name: value.contiguous() for name, value in own.items()}
         save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
         model, about = kind.from_pretrained(folder, output_loading_info=True)
     assert not {*about["missing_keys"], *about["unexpected_keys"]}, about
+    if "logit_bias" in weights:  # transformers has it in SigLIP alone
+        model.logit_bias = nn.Parameter(weights["logit_bias"].clone())
     return model
 
 
@@ -342,11 +434,25 @@ def reference_config(family: str, spec: RunSpec) -> tuple[Any, Any]:
     return transformers.CLIPModel, config
 
 
-def difference(found: Trained, expected: Trained) -> Difference:
+@dataclass(frozen=True)
+class ImageDifference(Difference):
+    """``gradient``: of any element in the first step, relative to the largest one of all."""
+
+    gradient: float = 0.0
+
+    def within(self, limit: Difference) -> bool:
+        return super().within(limit) and self.gradient <= getattr(limit, "gradient", torch.inf)
+
+
+def difference(found: Trained, expected: Trained) -> ImageDifference:
     """The largest differences: of the loss, of the gradient norm (relative), and of any weight or statistic."""
     assert found.weights.keys() == expected.weights.keys()
-    return Difference(
+    assert found.gradients.keys() == expected.gradients.keys()
+    largest = max(each.abs().max().item() for each in expected.gradients.values())
+    return ImageDifference(
         loss=max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)),
         norm=max(abs(a - b) / b for a, b in zip(found.norms, expected.norms, strict=True)),
         weight=max((found.weights[name] - each).abs().max().item() for name, each in expected.weights.items()),
+        gradient=max((found.gradients[name] - each).abs().max().item() for name, each in expected.gradients.items())
+        / largest,
     )
