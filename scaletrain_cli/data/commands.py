@@ -21,6 +21,7 @@ from scaletrain_cli.reasons import Reason, reason_from
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.shared_datasets import DATASET, owner_of_dataset
 from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.text import counted, whole_text
 
 _SECONDS_BETWEEN_LINES = 2.0
@@ -91,10 +92,14 @@ def prepare_images(spec: RunSpec, runs_root: Path, workers: int = 0) -> dict[str
         sources.append({"name": name, "path": str(datasets[name]), "format": document["format"], **counts})
         if (owner := owner_of_dataset(datasets[name])) is not None:
             print(f"{datasets[name]} was prepared by {owner}; using it as it is", file=sys.stderr)
+    training = [source for source in sources if source["name"] != ZERO_SHOT]
+    for source in sources[len(training) :]:
+        count = counted(source["train_samples"] + source["validation_samples"], "image")
+        print(f"{ZERO_SHOT}: {count} of {counted(source['num_classes'], 'class', 'classes')}", file=sys.stderr)
     print(f"ready in {time.monotonic() - started:.1f} s", file=sys.stderr)
     return {
         "path": sources[0]["path"] if len(sources) == 1 else None,
-        **{key: sum(source[key] for source in sources) for key in _OF_IMAGES},
+        **{key: sum(source[key] for source in training) for key in _OF_IMAGES},
         "sources": sources,
     }
 

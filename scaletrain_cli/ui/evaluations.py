@@ -49,7 +49,7 @@ def show_validations(validations: Sequence[Validation]) -> None:
     """Print a table with a row per validation of the training job and a column per metric."""
     names = list(dict.fromkeys(name for one in validations for name in one.metrics))[:_MOST_COLUMNS]
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row(*(Text(title, "dim") for title in ("step", *names)))
+    table.add_row(*(Text(title, "dim") for title in ("step", *map(_short, names))))
     for one in validations:
         table.add_row(str(one.step), *(_value(one.metrics.get(name)) for name in names))
     show(stdout_console(), table)
@@ -87,6 +87,13 @@ def _show_classes(classes: Sequence[Mapping[str, Any]], title: str) -> None:
         row = (str(one["class"]), whole_text(one["samples"]), *(_value(one[name]) for name in measures))
         table.add_row(*map(escaped_text, row))
     show(stdout_console(), table)
+
+
+def _short(name: str) -> str:
+    """Return the name of a measure for a column, on two lines if it is long."""
+    for long, short in (("recall_at_", "recall@"), ("/image_to_text", "\nto text"), ("/text_to_image", "\nto image")):
+        name = name.replace(long, short)
+    return name.replace("zero_shot_", "zero-shot\n")
 
 
 def _value(value: Any) -> str:

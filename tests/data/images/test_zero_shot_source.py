@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrain_cli.data.commands import prepare_images
 from scaletrain_cli.data.images.compatibility import zero_shot_classes, zero_shot_settings
 from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
@@ -71,6 +72,9 @@ def test_images_of_a_split_that_is_held_out_are_indexed_alone(
     assert [sample.key for sample in samples] == read
     classes = zero_shot_classes(run, found.document, made[ZERO_SHOT])
     assert [classes[int(str(sample.label))] for sample in samples] == [key.partition("/")[0] for key in read]
+    answer = prepare_images(run, runs, 1)
+    assert answer["train_samples"] + answer["validation_samples"] == 20  # of pairs alone
+    assert answer["sources"][1]["train_samples"] == len(read)
 
 
 def test_a_run_keeps_its_images_and_others_are_looked_up_again(tmp_path: Path) -> None:
