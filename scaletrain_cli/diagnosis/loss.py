@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scaletrain_cli.diagnosis.case import Case, Curve
@@ -194,18 +194,20 @@ def spiking(case: Case) -> Iterator[Finding]:
 def not_finite(case: Case) -> Iterator[Finding]:
     """Yield an error if a loss or a gradient was NaN or infinite, as the guard recorded it.
 
+    A warning once steps have followed it.
     Ranked by what came before: a gradient norm that rose tenfold speaks for the learning rate, fp16 for overflow, and a
     normal norm for one bad batch (seeds 000 and 004).
     """
     events = [event for event in case.events_named("rolled-back") if event.get("cause") == "nan"]
-    ended = [event for event in case.events_named("attempt-ended") if event.get("reason") == "nan"]
-    if not events and not ended:
+    events += [event for event in case.events_named("attempt-ended") if event.get("reason") == "nan"]
+    if not events:
         return
     last = case.history.last_step
-    step = events[-1].get("from_step", last) if events else last + 1
-    _, norms = case.history.known("grad_norm")
-    usual, before = (median(norms), max(norms[-5:])) if norms else (0.0, 0.0)
-    evidence = {"step": step, "count": max(1, len(events)), "norm": before, "usual_norm": usual}
+    step = max(found if (found := _step_of(event)) is not None else last + 1 for event in events)
+    steps, norms = case.history.known("grad_norm")
+    earlier = [norm for at, norm in zip(steps, norms, strict=True) if at < step]
+    usual, before = (median(earlier), max(earlier[-5:])) if earlier else (0.0, 0.0)
+    evidence = {"step": step, "count": len(events), "norm": before, "usual_norm": usual}
     high = Cause(Reason("diagnosis.cause-rate-too-high", {"lr": case.peak_rate}), _lower_rate(case))
     batch = Cause(Reason("diagnosis.cause-bad-batch", {"step": step}), case.change("data"))
     half = Cause(Reason("diagnosis.cause-fp16-overflow"), case.change("training.precision", "bf16"))
@@ -213,7 +215,18 @@ def not_finite(case: Case) -> Iterator[Finding]:
     ranked = [high, batch] if grows else [batch, high]
     if case.spec.training.precision == "fp16":
         ranked.insert(0, half)
-    yield Finding(Reason("diagnosis.not-finite", evidence), "error", "high", tuple(ranked))
+    severity: Severity = "warning" if last >= step else "error"
+    yield Finding(Reason("diagnosis.not-finite", evidence), severity, "high", tuple(ranked))
+
+
+def _step_of(event: Mapping[str, Any]) -> int | None:
+    """Return the step of a rollback, or of the failure that ended an attempt; None if it has none."""
+    step = event.get("from_step")
+    params = event.get("params")
+    while step is None and isinstance(params, Mapping):
+        step = params.get("step")
+        params = params["failure"].get("params") if isinstance(params.get("failure"), Mapping) else None
+    return step if isinstance(step, int) else None
 
 
 def _margin(curve: Curve, level: float) -> float:

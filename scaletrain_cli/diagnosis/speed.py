@@ -42,15 +42,16 @@ def data_wait(case: Case) -> Iterator[Finding]:
         return
     wait = share * median(seconds) if seconds else 0.0
     severity: Severity = "warning" if share > _HIGH_WAIT_SHARE and wait >= _LEAST_WAIT_SECONDS else "note"
-    workers, prefetch = case.spec.data.loader.workers, case.spec.data.loader.prefetch
-    evidence = {"share": share, "rank": rank, "wait": wait, "workers": workers}
-    causes = (
-        Cause(
-            Reason("diagnosis.cause-few-workers", {"workers": workers}),
-            case.change("data.loader.workers", max(2, 2 * workers)),
-        ),
-        Cause(Reason("diagnosis.cause-slow-storage", {"prefetch": prefetch}), case.change("data.loader.prefetch")),
-    )
+    loader = case.spec.data.loader
+    recorded = next((event.get("workers") for event in reversed(events)), None)
+    workers = recorded if isinstance(recorded, int) else loader.workers if isinstance(loader.workers, int) else None
+    few = Cause(Reason("diagnosis.cause-chosen-workers"), case.change("data.loader.workers"))
+    if workers is not None:
+        more = case.change("data.loader.workers", max(2, 2 * workers))
+        few = Cause(Reason("diagnosis.cause-few-workers", {"workers": workers}), more)
+    evidence = {"share": share, "rank": rank, "wait": wait}
+    slow = Reason("diagnosis.cause-slow-storage", {"prefetch": loader.prefetch})
+    causes = (few, Cause(slow, case.change("data.loader.prefetch")))
     yield Finding(Reason("diagnosis.data-wait", evidence), severity, "high", causes)
 
 

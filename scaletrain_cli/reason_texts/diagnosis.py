@@ -104,6 +104,7 @@ _CAUSES = {
     "cause-alternating-data": Text("batches of two kinds alternate in the data"),
     "cause-bad-batch": Text("unusual samples around step {step:whole}; `scaletrain data show` prints a batch"),
     "cause-changed-data": Text("other data came later, or the data are damaged"),
+    "cause-chosen-workers": Text("the workers that were chosen cannot read and decode fast enough"),
     "cause-ends": Text("attempts ended: {reason}, {times:of time}; `scaletrain explain` has the evidence"),
     "cause-few-steps": Text("{steps:of step} are too few to learn"),
     "cause-few-workers": Text("{workers:of worker} cannot read and decode fast enough"),

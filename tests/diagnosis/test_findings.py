@@ -227,6 +227,31 @@ def test_memory_is_compared_with_its_capacity_and_its_plan() -> None:
     assert "3.00 GB" in str(found["memory-above-plan"].reason)
 
 
+ENDED = {"event": "attempt-ended", "reason": "nan", "params": {"failure": {"params": {"step": 700}}}}
+
+
+def test_the_number_of_workers_is_that_of_the_event_if_the_spec_leaves_it_open() -> None:
+    waits = {"data_wait": lambda step: 0.05, "step_seconds": lambda step: 0.2}
+    event = {"event": "data-wait", "step": 1000, "share": 0.3, "rank": 1, "workers": 6, "prefetch": 2}
+    chosen = findings(case(more=waits))["data-wait"].causes[0]
+    assert chosen.reason.code == "diagnosis.cause-chosen-workers"
+    known = findings(case(events=[event], more=waits))["data-wait"]
+    assert (known.reason.params["rank"], known.causes[0].reason.params["workers"]) == (1, 6)
+    change = findings(case("data.loader.workers=4", more=waits))["data-wait"].causes[0].change
+    assert change is not None
+    assert (change.given, change.to) == (4, 8)
+
+
+def test_values_that_are_not_finite_are_an_error_until_training_goes_on() -> None:
+    stopped = findings(case(steps=range(1, 700), events=[ENDED]))["not-finite"]
+    assert (stopped.severity, stopped.reason.params["step"]) == ("error", 700)
+    assert stopped.causes[0].reason.code == "diagnosis.cause-bad-batch"
+    assert findings(case(events=[ENDED]))["not-finite"].severity == "warning"
+    grown = case(steps=range(1, 700), events=[ENDED], grad_norm=lambda step: 0.4 if step < 696 else 20.0)
+    exploded = findings(grown)["not-finite"]
+    assert exploded.causes[0].reason.code == "diagnosis.cause-rate-too-high"
+
+
 def test_the_interval_of_checkpoints_is_compared_with_the_best_one() -> None:
     saves = [
         {"event": "checkpoint", "step": step, "seconds": 30, "blocked_seconds": 20, "bytes": 1e9}
