@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.result import Layout
 from scaletrain_cli.plan.vision.losses import views
-from scaletrain_cli.plan.vision.networks import autocasts, vision_model
-from scaletrain_cli.spec import ClipSpec, LlavaSpec, RunSpec
+from scaletrain_cli.plan.vision.networks import autocasts
+from scaletrain_cli.spec import ClipSpec, LlavaSpec, ModelSpec, RunSpec
 from scaletrain_cli.spec.image_files import SKLEARN_DIGITS
 from scaletrain_cli.spec.images import AugmentSpec, ImagesSpec
 from scaletrain_cli.spec.loader_processes import cores_per_rank, decodes_beside_gpus, loader_processes
@@ -126,7 +126,8 @@ def reader_bytes(spec: RunSpec, layout: Layout) -> int:
         return 0
     count = loader_processes(spec, cores_per_rank(spec) if set_cores(spec) is not None else MOST_WORKERS)
     samples = layout.global_batch_size // layout.data_parallel
-    return count * (_PROCESS_BYTES + 3 * samples * views(spec) * _side(spec) ** 2 * image_channels(vision_model(spec)))
+    assert not isinstance(spec.model, ModelSpec)
+    return count * (_PROCESS_BYTES + 3 * samples * views(spec) * _side(spec) ** 2 * image_channels(spec.model))
 
 
 def data_wait(spec: RunSpec, layout: Layout, step: float) -> float:
