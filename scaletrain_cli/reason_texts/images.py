@@ -114,6 +114,10 @@ TEXTS: dict[str, Text] = {
         "evaluation.zero_shot.classes: {path} has {names:whole} names, and {folder} has {classes:whole} classes",
         ("Give a name for each class, in the order of the labels",),
     ),
+    "zero-shot-label-not-named": Text(
+        "evaluation.zero_shot.classes: {path} has no name for the class {label} of {folder}",
+        ("Write the class itself or another name for every class, in the order of the labels",),
+    ),
     # ---- a sample --------------------------------------------------------------------------------------------------
     "bad-sample": Text(
         "{where}: {problem}",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scaletrain_cli.data.images.samples import ImageSettings, Targets, class_names, image_settings
+from scaletrain_cli.data.images.samples import ImageSettings, Targets, class_names, image_settings, labels_named
 from scaletrain_cli.data.tokenizers.files import special_tokens
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.reasons import Reason
@@ -78,7 +78,8 @@ def zero_shot_classes(spec: RunSpec, document: Mapping[str, Any], index: Path, f
     path, names, count = spec.evaluation.zero_shot.classes, document.get("classes"), document.get("num_classes")
     if count is None or (document.get("settings") or {}).get("targets") != "class":
         raise UsageError(Reason("images.zero-shot-without-classes", {"folder": str(index)}))
-    if path is None or (document.get("settings") or {}).get("only_evaluation"):  # made with the names of this file
+    made_for_it = (document.get("settings") or {}).get("only_evaluation")
+    if path is None or (made_for_it and given_index(spec.evaluation.zero_shot.source, folder) is None):
         if names is None:
             raise UsageError(Reason("images.zero-shot-without-names", {"folder": str(index)}))
         return list(names)
@@ -86,7 +87,13 @@ def zero_shot_classes(spec: RunSpec, document: Mapping[str, Any], index: Path, f
     if len(given) < count or (names is not None and len(given) != count):
         params = {"path": path, "names": len(given), "classes": count, "folder": str(index)}
         raise UsageError(Reason("images.zero-shot-names-differ", params))
-    return list(given)
+    if names is None:
+        return list(given)
+    name_of = dict(zip(labels_named(names, given), given, strict=True))
+    if absent := [label for label in names if label not in name_of]:
+        params = {"path": path, "label": absent[0], "folder": str(index)}
+        raise UsageError(Reason("images.zero-shot-label-not-named", params))
+    return [name_of[label] for label in names]
 
 
 def rows_problem(spec: RunSpec, document: Mapping[str, Any], folder: Path) -> Reason | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scaletrain_cli.data.images.digits import CLASS_NAMES, DigitsUnit
 from scaletrain_cli.data.images.folders import FolderUnit, class_of_path, label_suffixes, reads_beside
-from scaletrain_cli.data.images.samples import ImageSettings, Unit
+from scaletrain_cli.data.images.samples import ImageSettings, Unit, labels_named
 from scaletrain_cli.data.images.shards import ShardUnit
 from scaletrain_cli.data.images.tables import names_of_classes, table_units
 from scaletrain_cli.data.sources.local_files import local_file
@@ -90,11 +90,12 @@ class Listing:
     def class_labels(self, settings: ImageSettings) -> tuple[str, ...]:
         """Return what the labels of the source call its classes, in the order of their numbers; empty without names.
 
-        These are the names of a file, unless the source has as many names of its own, all of them others: then the
-        file has a name for each, in the same order, such as goldfish for the folder n01443537.
+        Those of ``evaluation.zero_shot`` may differ from the names of a file, see ``labels_named``.
         """
-        own, given = self._own_names(settings), settings.class_names
-        return own if not given or (len(own) == len(given) and not set(own) & set(given)) else given
+        if settings.class_names and not settings.only_evaluation:
+            return settings.class_names
+        own = self._own_names(settings)
+        return labels_named(own, settings.class_names) if settings.class_names else own
 
     def _own_names(self, settings: ImageSettings) -> tuple[str, ...]:
         if settings.targets not in ("class", "classes"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -98,6 +98,26 @@ def image_settings(
         validation_share,
         skips_bad,
     )
+
+
+def labels_named(labels: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return what a source calls each class that a file names, in the order of the file; ``names`` if it is not clear.
+
+    ``labels``: the classes of the source, in the order of their numbers; empty if they have no names. A label has the
+    name that equals it up to case, ``_`` and ``-``. Of as many labels as names, all of them others, each has the name
+    in the same place, such as goldfish for the folder n01443537.
+    """
+    own, given = ({_folded(each): each for each in these} for these in (labels, names))
+    if not set(labels) & set(names) and len(own) == len(labels) == len(names) == len(given):
+        if own.keys() == given.keys():
+            return tuple(own[each] for each in given)
+        if own.keys().isdisjoint(given):
+            return tuple(labels)
+    return tuple(names)
+
+
+def _folded(name: str) -> str:
+    return " ".join(name.casefold().replace("_", " ").replace("-", " ").split())
 
 
 def class_names(path: str, folder: Path = Path(), key: str = "data.images.classes") -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.journal import read_events
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.spec import ClipSpec, RunSpec
+from scaletrain_cli.spec.evaluation import ZERO_SHOT
 
 _CAPTIONS = 1024  # that are tokenized together
 
@@ -64,9 +65,9 @@ def _of_images(spec: RunSpec, datasets: Mapping[str, Path], mixture: Mapping[str
 
 
 def datasets_of(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> dict[str, Path]:
-    """Return the folder of the prepared data of each source, by its name. Raises UsageError if one is missing.
+    """Return the folder of the prepared data of each source of training, by its name.
 
-    ``run``: which has recorded its datasets.
+    ``run``: which has recorded its datasets. Raises UsageError if one is missing.
     """
     known = {} if run is None else recorded_folders(spec, runs_root, read_entries(datasets_file(run)))[0]
     found: dict[str, Path] | None = dict(known)
@@ -77,7 +78,7 @@ def datasets_of(spec: RunSpec, runs_root: Path, run: RunDir | None = None) -> di
         found = {spec.data.all_sources[0].name: folder} if (folder / "dataset.json").is_file() else None
     if found is None:
         raise UsageError(Reason("data.not-prepared", {"root": str(runs_root)}))
-    return found
+    return {name: folder for name, folder in found.items() if name != ZERO_SHOT}
 
 
 def _mixture(spec: RunSpec, datasets: Mapping[str, Path], run: RunDir | None) -> dict[str, Any]:

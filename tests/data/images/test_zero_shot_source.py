@@ -9,7 +9,9 @@ import pytest
 from scaletrain_cli.data.commands import prepare_images
 from scaletrain_cli.data.images.compatibility import zero_shot_classes, zero_shot_settings
 from scaletrain_cli.data.images.reading import open_images
+from scaletrain_cli.data.images.samples import ImageSettings
 from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
+from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.resource_checks.files import View, not_checked
@@ -130,6 +132,48 @@ def test_an_index_of_other_runs_can_be_given_with_names(tmp_path: Path) -> None:
     captions = prepare_run_datasets(spec(tmp_path, "evaluation.zero_shot=null"), runs, {}, 1, ignore)["source"]
     (problem,) = problems(spec(tmp_path, source(captions)), tmp_path)
     assert "an index of images without one class each" in problem
+
+
+def test_the_classes_of_an_index_that_is_given_have_the_names_of_the_file(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", 1, 20)
+    write_folder(tmp_path / "pictures", ("cat/1.png", "red_dog/1.png"))
+    runs = tmp_path / "runs"
+    made = prepare_run_datasets(spec(tmp_path, source(tmp_path / "pictures")), runs, {}, 1, ignore)[ZERO_SHOT]
+
+    def named(*names: str) -> list[str]:  # in the order of the labels: cat, red_dog
+        run = spec(tmp_path, source(made), names_in(tmp_path, *names))
+        return zero_shot_classes(run, read_document(made / "dataset.json") or {}, made)
+
+    assert named("red_dog", "cat") == ["cat", "red_dog"]
+    assert named("Red dog", "Cat") == ["Cat", "Red dog"]
+    assert named("goldfish", "shark") == ["goldfish", "shark"]
+    with pytest.raises(UsageError, match=r"names\.txt has no name for the class red_dog"):
+        named("cat", "shark")
+
+
+def test_folders_have_the_names_that_equal_theirs_up_to_case(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", 1, 20)
+    write_folder(tmp_path / "pictures", ("cat/1.png", "red_dog/1.png"))
+    run = spec(tmp_path, source(tmp_path / "pictures"), names_in(tmp_path, "red dog", "Cat"))
+    made = prepare_run_datasets(run, tmp_path / "runs", {}, 1, ignore)[ZERO_SHOT]
+    found = open_images(made)["train"]
+    names = zero_shot_classes(run, found.document, made)
+    assert [names[int(str(found.read(number).label))] for number in range(2)] == ["Cat", "red dog"]
+
+
+def test_classes_of_training_have_the_names_of_their_labels_alone(tmp_path: Path) -> None:
+    write_folder(tmp_path / "pictures", ("n01/1.png", "n02/1.png"))
+    settings = ImageSettings(class_names=("goldfish", "shark"), validation_share=0.0)
+    with pytest.raises(UsageError, match="has the label 'n01', which is none of the 2 names"):
+        index(tmp_path / "pictures", tmp_path / "runs", settings)
+
+
+def test_the_images_of_zero_shot_are_not_shown_as_a_source_of_training(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", 1, 20)
+    write_folder(tmp_path / "pictures", ("cat/1.png", "dog/1.png"))
+    run, runs = spec(tmp_path, source(tmp_path / "pictures")), tmp_path / "runs"
+    made = prepare_run_datasets(run, runs, {}, 1, ignore)
+    assert datasets_of(run, runs) == {"source": made["source"]}
 
 
 @pytest.mark.parametrize(
