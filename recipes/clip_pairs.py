@@ -20,11 +20,12 @@ import random
 import shutil
 import sys
 import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image, ImageDraw
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 COLORS = {
     "red": (214, 40, 40),
@@ -130,15 +131,41 @@ def write_pairs(path: Path, scenes: list[Scene], first: int, draw: random.Random
     return captions
 
 
+def trained(words: Counter[str]) -> models.BPE:
+    """Return byte-pair encoding (arXiv:1508.07909) trained on words with their counts, with </w> at their ends.
+
+    Of equally frequent pairs the first in alphabetical order is merged: the trainer of the library chooses one of them
+    at random.
+    """
+    parts = {word: [*word[:-1], f"{word[-1]}</w>"] for word in sorted(words)}
+    letters = sorted({letter for word in words for letter in word})
+    tokens = [START, END, *letters, *(f"{letter}</w>" for letter in letters)]
+    merges: list[tuple[str, str]] = []
+    while len(tokens) < VOCABULARY:
+        pairs = Counter[tuple[str, str]]()
+        for word, split in parts.items():
+            for pair in itertools.pairwise(split):
+                pairs[pair] += words[word]
+        if not pairs:
+            break
+        left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append((left, right))
+        tokens.append(left + right)
+        for split in parts.values():
+            for place in range(len(split) - 1, 0, -1):
+                if split[place - 1 : place + 1] == [left, right]:
+                    split[place - 1 : place + 1] = [left + right]
+    return models.BPE({token: number for number, token in enumerate(tokens)}, merges, end_of_word_suffix="</w>")
+
+
 def write_tokenizer(folder: Path, captions: list[str]) -> None:
     """Write a tokenizer of CLIP's kind, trained on captions: lower case, words that end with </w>."""
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    split = pre_tokenizers.Whitespace()
+    words = Counter(word for caption in captions for word, _ in split.pre_tokenize_str(caption.lower()))
+    tokenizer = Tokenizer(trained(words))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[START, END], end_of_word_suffix="</w>", show_progress=False
-    )
-    tokenizer.train_from_iterator(captions, trainer)
+    tokenizer.pre_tokenizer = split
+    tokenizer.add_special_tokens([START, END])
     ids = [(token, tokenizer.token_to_id(token)) for token in (START, END)]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A {END}", special_tokens=ids)
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
