@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import random
-import shutil
 import sys
 import tarfile
 from collections import Counter
@@ -181,10 +180,9 @@ def write_tokenizer(folder: Path, captions: list[str]) -> None:
 
 
 def main(folder: Path) -> None:
-    """Write everything, the same bytes each time."""
+    """Write everything, the same bytes each time, over what an earlier call has written."""
     draw = random.Random(1)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     scenes = list(itertools.starmap(Scene, itertools.product(SHAPES, COLORS, SIZES, PLACES, BACKGROUNDS)))
     draw.shuffle(scenes)
     validation, training = scenes[:VALIDATION], scenes[VALIDATION:]
@@ -196,7 +194,7 @@ def main(folder: Path) -> None:
     write_pairs(folder / "val-0000.tar", validation, TRAIN, draw)
     for shape, color in itertools.product(SHAPES, COLORS):
         place = folder / "shapes" / f"{color} {shape}"
-        place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)
         of_class = [scene for scene in scenes if (scene.shape, scene.color) == (shape, color)]
         for number, scene in enumerate(draw.sample(of_class, PER_CLASS)):
             (place / f"{number:02d}.png").write_bytes(drawn(scene, draw))

@@ -23,7 +23,7 @@ def cores_per_rank(spec: RunSpec) -> int:
 def decodes_beside_gpus(spec: RunSpec) -> bool:
     """Return whether CPU cores decode images while GPUs train the engine's model."""
     has_files = any(path != SKLEARN_DIGITS for _, path in spec.data.paths())
-    return spec.cluster.gpu != "cpu" and spec.unit != "tokens" and has_files
+    return spec.cluster.gpu != "cpu" and spec.unit != "tokens" and has_files and not spec.code.own_program
 
 
 def loader_processes(spec: RunSpec, cores: int | None = None) -> int:

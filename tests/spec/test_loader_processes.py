@@ -55,6 +55,8 @@ def test_the_cores_that_a_job_requests_are_those_that_are_counted_on() -> None:
     assert (cores_per_rank(chosen), loader_processes(chosen)) == (10, 9)
     assert requested(chosen) == [f"cpus-per-task={10 * ranks}"]
     assert cores_per_node(tokens()) is None  # tokens: as many as the cluster gives
+    own = images(code__command=["python", "train.py"])
+    assert cores_per_node(own) is None  # a program of the user's own
     pod = {"scheduler": "kubernetes", "kubernetes": {"namespace": "x", "image": "y:1", "cpus_per_node": 12 * ranks}}
     assert cores_per_rank(images(**{f"cluster__{key}": value for key, value in pod.items()})) == 12
 

@@ -90,10 +90,8 @@ class Listing:
     def class_labels(self, settings: ImageSettings) -> tuple[str, ...]:
         """Return what the labels of the source call its classes, in the order of their numbers; empty without names.
 
-        Those of ``evaluation.zero_shot`` may differ from the names of a file, see ``labels_named``.
+        They may differ from the names of a file, see ``labels_named``.
         """
-        if settings.class_names and not settings.only_evaluation:
-            return settings.class_names
         own = self._own_names(settings)
         return labels_named(own, settings.class_names) if settings.class_names else own
 

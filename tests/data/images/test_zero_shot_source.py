@@ -161,11 +161,18 @@ def test_folders_have_the_names_that_equal_theirs_up_to_case(tmp_path: Path) -> 
     assert [names[int(str(found.read(number).label))] for number in range(2)] == ["Cat", "red dog"]
 
 
-def test_classes_of_training_have_the_names_of_their_labels_alone(tmp_path: Path) -> None:
-    write_folder(tmp_path / "pictures", ("n01/1.png", "n02/1.png"))
-    settings = ImageSettings(class_names=("goldfish", "shark"), validation_share=0.0)
-    with pytest.raises(UsageError, match="has the label 'n01', which is none of the 2 names"):
-        index(tmp_path / "pictures", tmp_path / "runs", settings)
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [(("Red-Dog", "Cat"), {"cat": 1, "red_dog": 0}), (("goldfish", "shark"), {"cat": 0, "red_dog": 1})],
+)
+def test_a_file_names_classes_of_training_in_the_same_way(
+    names: tuple[str, ...], labels: dict[str, int], tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "pictures", ("cat/1.png", "red_dog/1.png"))
+    settings = ImageSettings(class_names=names, validation_share=0.0)
+    found = open_images(index(tmp_path / "pictures", tmp_path / "runs", settings))["train"]
+    samples = [found.read(number) for number in range(2)]
+    assert {sample.key.partition("/")[0]: sample.label for sample in samples} == labels
 
 
 def test_the_images_of_zero_shot_are_not_shown_as_a_source_of_training(tmp_path: Path) -> None:
