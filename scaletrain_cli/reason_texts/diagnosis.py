@@ -110,6 +110,7 @@ _CAUSES = {
     "cause-few-workers": Text("{workers:of worker} cannot read and decode fast enough"),
     "cause-fp16-overflow": Text("fp16 overflows at 65,504; bf16 has the range of fp32"),
     "cause-fp16-range": Text("activations or gradients leave the range of fp16; bf16 needs no loss scale"),
+    "cause-free-blocks": Text("the C library keeps free blocks between blocks in use"),
     "cause-frequent-saves": Text("checkpoints are more frequent than interruptions need"),
     "cause-growing-wait": Text("the wait for data has grown by {wait:seconds} per step"),
     "cause-growing-weights": Text("weights or logits grow; weight decay holds them"),
