@@ -26,6 +26,13 @@ TEXTS: dict[str, Text] = {
         "{place}: the image cannot be decoded: {problem}",
         ("Start a new run with data.on_bad: skip, which decodes all images first and leaves such ones out",),
     ),
+    "image-missing": Text(
+        "{place}: there is no such file",
+        (
+            "Set data.images.folder to the folder that the paths of rows begin in",
+            "Set data.on_bad: skip to leave out rows with bad images",
+        ),
+    ),
     "requires-images": Text("{option} is for images, and the spec trains on text or rows", ("Remove the option",)),
     "validation-or-step": Text("--validation and --step exclude each other: steps read the training split"),
     "images-without-page": Text("--html is for reports of text", ("Use --json for the whole report of images",)),

@@ -16,7 +16,7 @@ from scaletrain_cli.spec.section import Section, used_when, where, where_not
 
 # A share of a whole, without zero.
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
-_MOST_LAYERS = 4096  # of a model whose blocks are looked at one by one
+MOST_LAYERS = 4096  # of a model whose blocks are looked at one by one
 AttentionKind = Literal["full_attention", "sliding_attention"]
 _ROTARY = where("model.positions", "rotary", setting="model.position_embedding")
 _EXPERTS = used_when(where_not("model.num_experts", 0))
@@ -346,10 +346,10 @@ class ModelSpec(Section):
             )
         if self.num_experts == 0 and self.swiglu_limit is not None:
             yield "num_experts", "must be at least 1 when swiglu_limit is set."
-        if self.has_pattern and self.num_hidden_layers > _MOST_LAYERS:
-            yield "num_hidden_layers", f"must not exceed {_MOST_LAYERS} with decoder_sparse_step or mlp_only_layers."
-        elif (self.adapter is not None or self.quantization != "none") and self.num_hidden_layers > _MOST_LAYERS:
-            yield "num_hidden_layers", f"must not exceed {_MOST_LAYERS} with adapter or quantization."
+        if self.has_pattern and self.num_hidden_layers > MOST_LAYERS:
+            yield "num_hidden_layers", f"must not exceed {MOST_LAYERS} with decoder_sparse_step or mlp_only_layers."
+        elif (self.adapter is not None or self.quantization != "none") and self.num_hidden_layers > MOST_LAYERS:
+            yield "num_hidden_layers", f"must not exceed {MOST_LAYERS} with adapter or quantization."
         if any(block >= self.num_hidden_layers for block in self.mlp_only_layers):
             yield "mlp_only_layers", f"must be numbers below num_hidden_layers = {self.num_hidden_layers}."
         if self.bias_update_speed and self.adapter is not None:

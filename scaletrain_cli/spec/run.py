@@ -548,6 +548,8 @@ class RunSpec(Section):
         yield from ((f"data.images.{key}", message) for key, message in images.inconsistencies(channels))
         if isinstance(model, LlavaSpec):
             yield from self.data.conversation_inconsistencies()
+            if self.data.loss_on == "all" and self.evaluation.sample_answers:
+                yield "evaluation.sample_answers", "must be 0 with data.loss_on: all, which has no answers."
             return
         if self.data.format not in ("auto", *IMAGE_FORMATS):
             yield "data.format", f"must be auto, {', '.join(IMAGE_FORMATS)} with family: {model.family}."

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from scaletrain_cli.spec.hub_files import ModelPath
-from scaletrain_cli.spec.model import ModelSpec
+from scaletrain_cli.spec.model import MOST_LAYERS, ModelSpec
 from scaletrain_cli.spec.quantities import Fraction, NonNegative, Positive, Whole, WholeOrZero, not_a_switch
 from scaletrain_cli.spec.section import Section, used_when, where_not
 
@@ -268,6 +268,8 @@ class LlavaSpec(Section):
             yield "text_config.seq_len", f"must be at least {self.tokens_per_image}, the tokens of one image."
         if self.text_config.base_family != "llama":
             yield "text_config.family", "must be llama: transformers has no LLaVA with another language model."
+        if self.text_config.num_hidden_layers > MOST_LAYERS:
+            yield "text_config.num_hidden_layers", f"must not exceed {MOST_LAYERS} in a llava."
         if self.text_config.final_logit_softcapping is not None:
             yield "text_config.final_logit_softcapping", "must be null: transformers caps no logits of a LLaVA."
         for key in ("vision_weights", "text_weights"):

@@ -98,6 +98,10 @@ def test_keys_of_the_section_override_the_towers_of_a_preset() -> None:
             "{preset: llava-tiny, text_config: {weights: w}}",
             "has no effect in family: llava. Remove it, and set model.text_weights",
         ),
+        (
+            "{preset: llava-tiny, text_config: {num_hidden_layers: 4097}}",
+            "layers = 4097: must not exceed 4096 in a llava",
+        ),
         ("{preset: llava-tiny, text_config: {qk_norm_scope: projection}}", "with model.text_config.qk_norm = false."),
         ("{preset: llava-tiny, text_config: {hidden_size: x}}", "model.text_config.hidden_size = x: must be a whole"),
         (
@@ -257,3 +261,11 @@ def test_data_that_a_vision_network_cannot_read_are_rejected(override: str, expe
 def test_micro_batches_of_mixed_images_are_even() -> None:
     spec = load(VISION, "data.images.augment.cutmix=1", "training.global_batch_size=198", "cluster.gpus_per_node=1")
     assert make_plan(spec).layout.micro_batch_size % 2 == 0
+
+
+def test_answers_of_samples_require_a_loss_of_answers() -> None:
+    text = with_model("{preset: llava-tiny}")
+    own = ("data={source: rows.json, loss_on: all}",)
+    load(text, *own)
+    found = problem(text, *own, "evaluation={every: 2, sample_answers: 1}")
+    assert "evaluation.sample_answers = 1: must be 0 with data.loss_on: all, which has no answers." in found

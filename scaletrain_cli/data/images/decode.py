@@ -31,6 +31,15 @@ class BadImageError(CorruptDataError):
         self.evidence = {"file": place, "problem": problem}
 
 
+class MissingImageError(BadImageError):
+    """A row names an image that does not exist."""
+
+    def __init__(self, place: str) -> None:
+        """``place``: the path that the row gives, after ``data.images.folder``."""
+        DoNotRequeueError.__init__(self, Reason("data.image-missing", {"place": place}))
+        self.evidence = {"file": place, "problem": "there is no such file"}
+
+
 def decode(content: bytes, place: str, channels: int) -> Image.Image:
     """Return the image with its orientation applied: mode L for 1 channel, RGB for 3, 8 bits each.
 

@@ -266,10 +266,10 @@ class _Images:
     """Reads and stores the images of the rows of a LLaVA, and counts rows whose images are bad."""
 
     def __init__(self, spec: RunSpec, model: LlavaSpec, folder: Path, tokens: ImageTokens) -> None:
-        from scaletrain_cli.data.images.decode import BadImageError  # these need Pillow
+        from scaletrain_cli.data.images.decode import BadImageError, MissingImageError  # these need Pillow
         from scaletrain_cli.engine.data.images.of_rows import read_image
 
-        self._bad, self._read = BadImageError, read_image
+        self._bad, self._missing, self._read = BadImageError, MissingImageError, read_image
         self._skips, self._channels, self._tokens = spec.data.on_bad == "skip", image_channels(model), tokens
         self._writers = {split: ImageWriter(folder, split) for split in SPLITS}
         self.bad: list[str] = []
@@ -289,6 +289,8 @@ class _Images:
                 yield row, [self._read(each, self._channels, decodes=self._skips) for each in row.images]
             except self._bad as error:
                 if not self._skips:
+                    if isinstance(error, self._missing):
+                        raise row_error(row.where, RowError("image-missing", place=error.evidence["file"])) from error
                     raise UsageError(Reason("data.bad-image", {"where": row.where, "problem": error.reason})) from error
                 self.rows_left_out += 1
                 if len(self.bad) < _BAD_SHOWN:

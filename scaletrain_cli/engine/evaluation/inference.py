@@ -109,9 +109,10 @@ def answer(
 ) -> list[int]:
     """Return the likeliest tokens after a prompt about images, up to ``max_new_tokens``, without the end token.
 
-    ``prompt``: with the image tokens of all images. ``pixels``: [images, channels, image_size, image_size], normalized;
-    None: the prompt has no image. The features of the images are computed again for each token. An answer ends where
-    the language model has no more positions (``seq_len``). Raises ValueError if the image tokens do not fit.
+    An answer has no image token, and ends where the language model has no more positions (``seq_len``). The features of
+    the images are computed again for each token. ``prompt``: with the image tokens of all images. ``pixels``: [images,
+    channels, image_size, image_size], normalized; None: the prompt has no image. Raises ValueError if the image tokens
+    do not fit.
     """
     device, ends = next(model.parameters()).device, frozenset(end_tokens)
     tokens, longest = list(prompt), len(prompt) + max_new_tokens
@@ -119,11 +120,18 @@ def answer(
         rows = torch.tensor([tokens], device=device)
         context = _context_of(rows)
         logits = _logits_after(model.language_model, model.embed(rows, context, pixels), context)[0]
-        token = int(logits.argmax())
+        token = int(without_images(logits, model.spec.image_token_index).argmax())
         if token in ends:
             break
         tokens.append(token)
     return tokens[len(prompt) :]
+
+
+def without_images(logits: Tensor, image_token: int) -> Tensor:
+    """Set the logit of the image token to -inf in logits [..., vocabulary], and return them: an answer has no image."""
+    if image_token < logits.shape[-1]:
+        logits[..., image_token] = -math.inf
+    return logits
 
 
 def perplexity(loss: float) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scaletrain_cli.engine.data.batches import BatchReader
 from scaletrain_cli.engine.data.rows import NOT_COUNTED, RowSequences
+from scaletrain_cli.engine.evaluation.inference import without_images
 from scaletrain_cli.engine.model.attention import TokenContext
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.objectives.base import Objective
@@ -72,7 +73,7 @@ class SampleAnswers:
 
     def _greedy(self, engine: Any, prompt: Sequence[int], pixels: Tensor | None, end: int) -> list[int]:
         """Return tokens until ``end``, of which the first rank decides."""
-        longest = self.spec.text_config.seq_len
+        longest, image = self.spec.text_config.seq_len, self.spec.image_token_index
         most = min(_MOST_TOKENS, longest - len(prompt) + 1)
         length = min(longest, -(-(len(prompt) + most) // _MULTIPLE) * _MULTIPLE)
         # padding: any token that is not an image
@@ -83,7 +84,7 @@ class SampleAnswers:
         while len(found) < most:
             count = len(prompt) + len(found)
             context = TokenContext(positions, samples.to(self.device), real=(positions < count).unsqueeze(0))
-            token = engine(row, row, pixels, context, output=_likeliest_after(count - 1))
+            token = engine(row, row, pixels, context, output=_likeliest_after(count - 1, image))
             if dist.is_initialized():
                 dist.broadcast(token, 0)  # ranks of ZeRO-3 must not differ in the number of passes
             number = int(token)
@@ -95,8 +96,8 @@ class SampleAnswers:
         return found
 
 
-def _likeliest_after(place: int) -> Callable[[CausalLM, Tensor], Tensor]:
+def _likeliest_after(place: int, image: int) -> Callable[[CausalLM, Tensor], Tensor]:
     def likeliest(language: CausalLM, hidden: Tensor) -> Tensor:
-        return language.logits(hidden[:, place : place + 1]).argmax(-1).flatten()
+        return without_images(language.logits(hidden[:, place : place + 1]), image).argmax(-1).flatten()
 
     return likeliest

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scaletrain_cli.data.images.decode import BadImageError, decode, size_of
+from scaletrain_cli.data.images.decode import BadImageError, MissingImageError, decode, size_of
 from scaletrain_cli.data.images.samples import MOST_IMAGE_BYTES
 from scaletrain_cli.engine.data.images.decoders import decoder_of
 from scaletrain_cli.engine.data.images.transforms import ImageTransform
@@ -27,6 +27,8 @@ def read_image(image: RowImage, channels: int, *, decodes: bool) -> StoredImage:
             if image.path.stat().st_size > MOST_IMAGE_BYTES:
                 raise BadImageError(image.place, f"it has more than {MOST_IMAGE_BYTES} bytes")
             content = image.path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise MissingImageError(image.place) from error
         except OSError as error:
             raise BadImageError(image.place, error.strerror or str(error)) from error
     assert content is not None
