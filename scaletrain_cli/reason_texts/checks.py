@@ -97,6 +97,10 @@ TEXTS: dict[str, Text] = {
         ("Set it to a folder on the nodes that you may write to",),
     ),
     "tokenizer-size": Text("must not exceed model.vocab_size = {vocab_size}, since a tokenizer is trained"),
+    "trained-image-token": Text(
+        "must be {id}, the id of {mark} in a tokenizer that is trained on the rows",
+        ("Set it to {id}, or set data.tokenizer.path to a tokenizer with the image token",),
+    ),
     "tokenizer-missing": Text("cannot be read: No such file or directory", _TOKENIZER),
     "tokenizer-unreadable": Text("cannot be read: {said}", _TOKENIZER),
     "tokenizer-invalid": Text("is not a tokenizer.json of Hugging Face tokenizers", _TOKENIZER),

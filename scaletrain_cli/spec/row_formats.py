@@ -30,6 +30,7 @@ _SHAREGPT_ROLES = {
 ASSISTANT = "assistant"
 # The place of an image in a text, as in the files of LLaVA and of the datasets library.
 IMAGE_MARK = "<image>"
+TRAINED_IMAGE_TOKEN = 3  # id of IMAGE_MARK in a tokenizer that is trained on the rows
 # Columns that a format must have.
 _NEEDED = {
     "messages": ("messages",),

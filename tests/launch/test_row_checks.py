@@ -18,6 +18,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     row_problems,
     template_problems,
     tokenizer_problem,
+    tokenizer_problems,
 )
 from tests.spec.samples import SPEC, load
 
@@ -208,3 +209,18 @@ def test_the_tokenizer_must_have_the_image_token(tmp_path: Path) -> None:
     assert found(5, "model.text_config.vocab_size=2") == "None"  # no row of the embedding
     assert found(4).startswith("data.tokenizer: the id 4 of model.image_token_index is not one token of the tokenizer;")
     assert "has token ids up to 5, and model.vocab_size is 2" in found(1, "model.text_config.vocab_size=2")
+
+
+def test_a_trained_tokenizer_has_the_image_token_at_one_id(tmp_path: Path) -> None:
+    """Found before the queue, as the size of its vocabulary is."""
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+
+    def found(token: int) -> list[str]:
+        model = f"model={{preset: llava-tiny, image_token_index: {token}}}"
+        given = view(tmp_path, model, "data.tokenizer.vocab_size=300")
+        return [f"{each.key}: {each.message} {each.hint}" for each in tokenizer_problems(given)]
+
+    assert found(3) == []
+    (told,) = found(32000)
+    assert told.startswith("model.image_token_index: must be 3")
+    assert "data.tokenizer.path" in told

@@ -146,7 +146,7 @@ def _template_hash(files: TemplateFiles) -> str:
 def tokenizer_of(data: DataSpec, objective: str, most_rows: int | None = None, *, images: bool = False) -> Any:
     """Return the tokenizer of a spec: read from its file, or trained on the rows, at most ``most_rows`` of them.
 
-    ``images``: a trained tokenizer has a token for the place of an image, with the id 3.
+    ``images``: a trained tokenizer has a token for the place of an image, with the id TRAINED_IMAGE_TOKEN.
     """
     if data.tokenizer.path is not None:
         return given_tokenizer(data.tokenizer)

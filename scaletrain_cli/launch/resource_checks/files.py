@@ -39,7 +39,7 @@ from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec
 from scaletrain_cli.spec.presets import SourceError
-from scaletrain_cli.spec.row_formats import IMAGE_MARK
+from scaletrain_cli.spec.row_formats import IMAGE_MARK, TRAINED_IMAGE_TOKEN
 from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.shared_paths import is_shared, parent_of_glob
 from scaletrain_cli.spec.vision_model import ClipVisionSpec
@@ -168,12 +168,17 @@ def _is_empty(files: tuple[Path, ...]) -> bool:
 
 
 def tokenizer_problems(view: View) -> Iterator[Problem]:
-    """Yield the problems of ``data.tokenizer``: its file, or the size of one that is trained."""
+    """Yield the problems of ``data.tokenizer``: its file, or what the model does not fit in one that is trained."""
     path, size = view.spec.data.tokenizer.path, view.spec.data.tokenizer.vocab_size
     most = size if _of_networks(view.spec) else view.spec.language_model.vocab_size
-    if path is None and size > most and not view.spec.code.own_program and _has_unprepared_source(view):
+    model, is_trained = view.spec.model, path is None and not view.spec.code.own_program
+    if is_trained and size > most and _has_unprepared_source(view):
         why = Reason("checks.tokenizer-size", {"vocab_size": most})
         yield view.problem("data.tokenizer.vocab_size", why, size)
+    token = model.image_token_index if isinstance(model, LlavaSpec) else TRAINED_IMAGE_TOKEN
+    if is_trained and token != TRAINED_IMAGE_TOKEN and _has_unprepared_source(view):
+        why = Reason("checks.trained-image-token", {"id": TRAINED_IMAGE_TOKEN, "mark": IMAGE_MARK})
+        yield view.problem("model.image_token_index", why, token)
     if view.spec.code.own_program or path is None or is_reference(path) or view.unseen(path):
         return
     if reason := tokenizer_problem(view.folder / expand_home(path), view.spec):
