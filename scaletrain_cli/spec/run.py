@@ -521,7 +521,8 @@ class RunSpec(Section):
         if self.training.precision == "fp8":
             yield "training.precision", f"must be bf16, fp16, tf32 or fp32: {family} has no layers in fp8."
         if self.training.cross_entropy != "auto":
-            yield "training.cross_entropy", f"must be auto: {family} has no logits of tokens."
+            why = "" if isinstance(self.model, LlavaSpec) else ", which has no logits of tokens"
+            yield "training.cross_entropy", f"must be auto with family: {family}{why}."
         axes = ("tensor", "pipeline", "sequence", "context", "expert")
         for key in (*(f"{axis}_parallel" for axis in axes), "virtual_pipeline"):
             if getattr(self.layout, key) not in ("auto", 1):

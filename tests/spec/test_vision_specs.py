@@ -263,6 +263,12 @@ def test_micro_batches_of_mixed_images_are_even() -> None:
     assert make_plan(spec).layout.micro_batch_size % 2 == 0
 
 
+@pytest.mark.parametrize(("preset", "why"), [("llava-tiny", ""), ("resnet-50", ", which has no logits of tokens")])
+def test_the_cross_entropy_of_a_network_is_chosen_by_the_engine(preset: str, why: str) -> None:
+    found = problem(with_model(f"{{preset: {preset}}}"), "training.cross_entropy=whole")
+    assert f"must be auto with family: {preset.partition('-')[0]}{why}." in found
+
+
 def test_answers_of_samples_require_a_loss_of_answers() -> None:
     text = with_model("{preset: llava-tiny}")
     own = ("data={source: rows.json, loss_on: all}",)
