@@ -16,6 +16,9 @@ import pytest
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
+# Tests of several folders import it, before the conftest of its own folder is read.
+pytest.register_assert_rewrite("tests.drills.training_runs")
+
 TESTS = Path(__file__).parent
 # The folders that take longest, first: two at a time, the last file should be a short one.
 LONGEST = ("slurm_cluster", "drills", "engine")

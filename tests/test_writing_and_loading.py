@@ -15,6 +15,17 @@ HOME = "scaletrain_cli/safe_files.py"  # opens for all others
 # File and call: why it may write by itself.
 MAY_WRITE = {
     ("scaletrain_cli/cli/init.py", "shutil.copytree"): "into a folder that the user named and that is made anew",
+    **{
+        ("recipes/clip_pairs.py", call): "into the folder that the user named"
+        for call in (
+            "tarfile.open",
+            "tokenizer.save",
+            "(folder / 'tokenizer_config.json').write_text",
+            "folder.mkdir",
+            "place.mkdir",
+            "(place / f'{number:02d}.png').write_bytes",
+        )
+    },
     ("scaletrain_cli/unexpected.py", "open(number, ...)"): "a descriptor of mkstemp, which opens exclusively",
     ("scaletrain_cli/launch/code.py", "shutil.copy2"): "into a folder of TemporaryDirectory, mode 0700",
     ("scaletrain_cli/launch/code.py", "Path(scratch, 'info').mkdir"): "within the same folder",

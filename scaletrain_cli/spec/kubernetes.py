@@ -298,6 +298,11 @@ class KubernetesSpec(BackendSection):
         """Return ``memory_per_node``; None if it is auto."""
         return None if self.memory_per_node == "auto" else self.memory_per_node
 
+    @property
+    def cores_per_node(self) -> int | None:
+        """Return ``cpus_per_node``; None if it is auto."""
+        return None if self.cpus_per_node == "auto" else self.cpus_per_node
+
     def run_inconsistencies(self, *, env: Collection[str], secret_env: Collection[str]) -> Iterator[tuple[str, str]]:
         """Yield the names of ``secret_env`` without a Secret, and those that are also in ``env``."""
         if unknown := sorted(set(secret_env) - self.secrets.keys()):

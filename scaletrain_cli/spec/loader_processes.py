@@ -12,9 +12,9 @@ _MOST_AUTOMATIC = 15  # processes of a rank, of about 250 MB each; they decode 5
 
 def cores_per_rank(spec: RunSpec) -> int:
     """Return the CPU cores that a rank of a job of images has at least."""
-    cluster, kubernetes = spec.cluster, spec.cluster.kubernetes
-    if cluster.scheduler == "kubernetes" and kubernetes.cpus_per_node != "auto":
-        return max(1, kubernetes.cpus_per_node // cluster.gpus_per_node)
+    cluster, of_node = spec.cluster, spec.cluster.section.cores_per_node
+    if of_node is not None:
+        return max(1, of_node // cluster.gpus_per_node)
     if cluster.cpus_per_gpu != "auto":
         return cluster.cpus_per_gpu
     return 1 if cluster.gpu == "cpu" else CORES_PER_GPU

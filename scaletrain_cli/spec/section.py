@@ -223,6 +223,11 @@ class BackendSection(Section):
         """Return the bytes of host memory requested on each node; None to request what the plan needs."""
         return None
 
+    @property
+    def cores_per_node(self) -> int | None:
+        """Return the CPU cores that the section requests on each node; None to leave them to other settings."""
+        return None
+
     def inconsistencies(self) -> Iterator[tuple[str, str]]:
         """Yield (key of the section, message) for each setting that contradicts another one of the section."""
         yield from ()

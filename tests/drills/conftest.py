@@ -13,12 +13,9 @@ import pytest
 
 from scaletrain_cli.launch.backends.local.backend import LocalBackend
 from scaletrain_cli.spec import DataSpec
-
-pytest.register_assert_rewrite("tests.drills.training_runs")
-
-from tests.drills.campaign.forked_attempts import ForkedRun  # noqa: E402
-from tests.drills.training_runs import Drill, drill_spec  # noqa: E402
-from tests.prepared_text import prepared_text  # noqa: E402
+from tests.drills.campaign.forked_attempts import ForkedRun
+from tests.drills.training_runs import Drill, drill_spec
+from tests.prepared_text import prepared_text
 
 Undisturbed = Callable[..., Drill]
 

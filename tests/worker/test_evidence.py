@@ -88,7 +88,8 @@ def test_an_error_of_the_package_keeps_its_code_and_another_error_gets_one_with_
 
 def test_a_failure_has_the_list_of_problems_of_its_error() -> None:
     problems = (Problem("model.safetensors", "wte.weight", "the model has [32, 16]."),)
-    failure = failure_of(UsageError(Reason("engine.weights-missing", {"folder": "w", "name": "x"}), problems), 0)
+    missing = Reason("engine.weights-missing", {"key": "model.weights", "folder": "w", "name": "x"})
+    failure = failure_of(UsageError(missing, problems), 0)
     assert str(failure.why) == "model.weights: w has no x: model.safetensors wte.weight: the model has [32, 16]."
     assert failure.params["cause"]["code"] == "engine.weights-missing"
 

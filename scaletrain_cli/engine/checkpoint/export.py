@@ -328,7 +328,10 @@ def export(
     """
     model = exported_model(spec.model) if isinstance(spec.model, ModelSpec) else spec.model
     config = to_hugging_face(model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    (config["text_config"] if isinstance(model, ClipSpec) else config).update(text.ids)
+    if isinstance(model, ClipSpec):  # the model itself needs the end of a caption
+        config["text_config"] |= {name: number for name, number in text.ids.items() if number is not None}
+    else:
+        config |= text.ids
     kind = AVERAGE if averaged else WEIGHT
     sources: list[Weights] = [_open(checkpoint, kind, spec.model) for checkpoint in checkpoints]
     if isinstance(spec.model, ModelSpec) and spec.model.adapter is not None:

@@ -113,8 +113,8 @@ def allowed_workers(spec: RunSpec, feed: ImageFeed) -> int:
 
 def set_cores(spec: RunSpec) -> int | None:
     """Return the cores of a rank that the spec sets; None if it leaves them to the node."""
-    of_node = spec.cluster.scheduler == "kubernetes" and spec.cluster.kubernetes.cpus_per_node != "auto"
-    return cores_per_rank(spec) if of_node or spec.cluster.cpus_per_gpu != "auto" else None
+    is_set = spec.cluster.section.cores_per_node is not None or spec.cluster.cpus_per_gpu != "auto"
+    return cores_per_rank(spec) if is_set else None
 
 
 def reader_bytes(spec: RunSpec, layout: Layout) -> int:

@@ -147,6 +147,8 @@ def test_the_averaged_loss_is_measured_once_there_is_an_average() -> None:
         readers={"source": [0]},
         shares={"source": 1.0},
         average=average,
+        zero_shot=None,
+        answers=None,
         stepper=SimpleNamespace(take_measures=dict),
         composed=SimpleNamespace(
             objective=SimpleNamespace(

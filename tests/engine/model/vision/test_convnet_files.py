@@ -23,6 +23,7 @@ from scaletrain_cli.launch.resource_checks.files import config_problems, header_
 from scaletrain_cli.spec import to_hugging_face
 from scaletrain_cli.spec.hugging_face import from_hugging_face
 from scaletrain_cli.spec.presets import SourceError
+from scaletrain_cli.spec.run import InitialWeights
 from scaletrain_cli.spec.weight_files import read_headers
 from tests.engine.checkpoint.test_export import NO_TEXT, checkpoint_of
 from tests.engine.checkpoint.test_export import spec_of as run_spec_of
@@ -39,7 +40,9 @@ def loaded(folder: Path, spec: Any) -> VisionModel:
 def found_before_the_run(folder: Path, spec: Any) -> list[str]:
     """Return the problems that the checks before a run report."""
     headers = read_headers(folder / "model.safetensors")
-    return [str(each) for each in (*config_problems(folder, spec), *header_problems(headers, folder, spec, "weights"))]
+    given = InitialWeights("model.weights", str(folder), spec)
+    found = (*config_problems(folder, given), *header_problems(headers, folder, given, "weights"))
+    return [str(each) for each in found]
 
 
 @pytest.mark.parametrize("name", DIMS)
