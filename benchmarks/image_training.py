@@ -324,7 +324,7 @@ def main() -> None:
         data = Path(folder)
         write_digits(data / "digits")
         subprocess.run(
-            [sys.executable, str(RECIPES / "clip_pairs.py")], cwd=data, check=True, stdout=subprocess.DEVNULL
+            [sys.executable, str(RECIPES / "clip_pairs_cpu.py")], cwd=data, check=True, stdout=subprocess.DEVNULL
         )
         for name in options.rows:
             row = ROWS[name]

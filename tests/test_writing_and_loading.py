@@ -16,7 +16,7 @@ HOME = "scaletrain_cli/safe_files.py"  # opens for all others
 MAY_WRITE = {
     ("scaletrain_cli/cli/init.py", "shutil.copytree"): "into a folder that the user named and that is made anew",
     **{
-        ("recipes/clip_pairs.py", call): "into the folder that the user named"
+        ("recipes/clip_pairs_cpu.py", call): "into the folder that the user named"
         for call in (
             "tarfile.open",
             "tokenizer.save",

@@ -159,7 +159,7 @@ def _known() -> dict[str, list[str]]:
 
 
 def _recipe(name: str, target: Path) -> dict[Path, str]:
-    """Return the files of a recipe by the path to write: its spec at ``target``, other files in the same folder."""
+    """Return the files of a recipe by the path to write: its spec at ``target``, its programs in the same folder."""
     from scaletrain_cli.project_files import recipes
     from scaletrain_cli.text import did_you_mean
 
@@ -168,7 +168,8 @@ def _recipe(name: str, target: Path) -> dict[Path, str]:
         hint = f"{did_you_mean(name, known)}Known: {', '.join(known)}."
         raise UsageError(f"no recipe {name}", (Problem("--recipe", "", "unknown recipe.", name, hint),))
     spec = known[name]
-    beside = [path for path in sorted(spec.parent.glob("*.py")) if spec.name == "run.yaml"]
+    programs = "*.py" if spec.name == "run.yaml" else f"{name.replace('-', '_')}.py"
+    beside = sorted(spec.parent.glob(programs))
     texts = {target: spec.read_text(encoding="utf-8")}
     return texts | {target.parent / path.name: path.read_text(encoding="utf-8") for path in beside}
 

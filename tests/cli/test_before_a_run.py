@@ -105,6 +105,9 @@ def test_init_copies_recipes_and_lists_them() -> None:
     Path("own").mkdir()
     assert scaletrain("init", "--recipe", "own-engine", "own/run.yaml").code == 0
     assert sorted(path.name for path in Path("own").iterdir()) == ["run.yaml", "train.py"]
+    Path("pairs").mkdir()
+    assert scaletrain("init", "--recipe", "clip-pairs-cpu", "pairs/run.yaml").code == 0
+    assert sorted(path.name for path in Path("pairs").iterdir()) == ["clip_pairs_cpu.py", "run.yaml"]
     wrong = scaletrain("init", "--recipe", "LLaMA-7b")
     assert wrong.code == ExitCode.USAGE
     assert "Did you mean llama-7b-h100? Known: clip-b32-kubernetes-spot," in wrong.err

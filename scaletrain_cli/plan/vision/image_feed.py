@@ -25,7 +25,7 @@ _SMALL_SIDE = 64
 # Decoding such an image by Pillow takes 1.4 to 2.8 ms of one core: 537 to 726 images a second on Zen 4 and 5, 577 on
 # Xeon 8581C, 360 and 551 on Neoverse N1 and V2 (arXiv:2605.08731, ImageNet's validation set).
 _DECODE_SECONDS = 1.75e-3
-# Of an image whatever its size: a PNG of 32 x 32 takes 0.12 to 0.14 ms with its changes, recipes/clip_pairs.py.
+# Of an image whatever its size: a PNG of 32 x 32 takes 0.12 to 0.14 ms with its changes, recipes/clip_pairs_cpu.py.
 _FILE_SECONDS = 0.1e-3
 # By pixels of the result, ``benchmarks/image_loader.py`` on a 2-core x86 machine, at 224 x 224: crop, resize, flip and
 # copy to the batch take 1.0 ms, four color changes 0.5 ms, two operations of RandAugment, of which half

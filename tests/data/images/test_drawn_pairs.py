@@ -1,4 +1,4 @@
-"""recipes/clip_pairs.py: what it writes is the same each time, in a folder that may have other files."""
+"""recipes/clip_pairs_cpu.py: what it writes is the same each time, in a folder that may have other files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from tokenizers import Tokenizer
 
-FILE = Path(__file__).parents[3] / "recipes" / "clip_pairs.py"
+FILE = Path(__file__).parents[3] / "recipes" / "clip_pairs_cpu.py"
 CAPTIONS = ["a small red circle on the left, on white", "at the top edge there is a large blue ring", "Tiny cross"] * 20
 
 

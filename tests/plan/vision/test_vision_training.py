@@ -196,7 +196,7 @@ def test_images_for_small_networks_are_taken_to_be_small_files() -> None:
         spec_of("vit-base-patch16").model_copy(update={"model": model_of("vit-base-patch16", image_size=side)})
         for side in (32, 112)
     )
-    assert 5_000 < 1 / core_seconds(small) < 9_000  # 7,000 of recipes/clip_pairs.py
+    assert 5_000 < 1 / core_seconds(small) < 9_000  # 7,000 of recipes/clip_pairs_cpu.py
     assert core_seconds(usual) > 10 * core_seconds(small)
     layout = build_layout(usual, resolve_axes(usual), 1, "none", 32)
     feeds = [image_feed(spec, layout, step=0.1) for spec in (small, usual)]

@@ -1,6 +1,6 @@
 """Draw the data of recipes/clip-pairs-cpu.yaml: pictures of one shape each, described by an English caption.
 
-`python recipes/clip_pairs.py [FOLDER]` writes to FOLDER (clip-pairs):
+`python recipes/clip_pairs_cpu.py [FOLDER]` writes to FOLDER (clip-pairs):
 
 - train-0000.tar to train-0003.tar, val-0000.tar: pairs as WebDataset writes them, NAME.png and NAME.txt
 - shapes/red circle/00.png: pictures with a class each, for zero-shot classification
