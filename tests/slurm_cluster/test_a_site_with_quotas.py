@@ -136,6 +136,7 @@ def test_a_resume_beyond_a_quota_that_has_shrunk_is_refused_and_changes_nothing(
     assert "+#SBATCH --nodes=1" in fewer.stderr
 
 
+@pytest.mark.long
 def test_flags_of_a_qos_have_the_same_effect_as_in_slurm(cluster: DevCluster) -> None:
     """A job that Slurm would never start is refused; one that a flag permits is accepted, and Slurm runs it."""
     for words in (

@@ -116,6 +116,7 @@ def test_high_preempts_spot_and_the_job_is_requeued(
     assert lines.count("restarted") == 3
 
 
+@pytest.mark.long
 def test_a_node_that_was_powered_off_can_be_started_again(cluster: DevCluster) -> None:
     job = cluster.submit("srun sleep 32323", "-N2", "-wn2,n3", "--no-requeue", "-o/dev/null")
     # A job is RUNNING before srun has launched its tasks; an srun that loses a node then fails, with the whole job.

@@ -34,6 +34,7 @@ def site(shared: DevCluster, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
+@pytest.mark.long
 def test_a_run_preempted_by_a_higher_qos_continues_without_losing_a_step(site: Site) -> None:
     run_id = site.submit(FOREVER, "cluster.slurm.qos=scavenger")
     before = site.trains(run_id)
