@@ -43,7 +43,7 @@ def test_a_run_continues_without_the_batch_of_a_cut_jpeg(tmp_path: Path) -> None
     batch = int(named[1])
     assert batch == 4
     refused = scaletrain("resume", "r1", "--set", "data.skip=[[1, 1]]")
-    assert (refused.code, "changes which batches the run was trained on" in refused.err) == (ExitCode.USAGE, True)
+    assert (refused.code, "changes which batches the run was trained on" in " ".join(refused.err.split())) == (2, True)
     explained = scaletrain("explain", "r1")
     assert "--set 'data.skip=[[B, B]]'" in " ".join(explained.out.split())
     resumed = scaletrain("resume", "r1", "--set", f"data.skip=[[{batch}, {batch}]]")
