@@ -35,5 +35,6 @@ def skipped_until(batch: int, skip_ranges: Iterable[SkipRange]) -> tuple[SkipRan
 
 def keeps_batches(step: int, before: Iterable[SkipRange], after: Iterable[SkipRange]) -> bool:
     """Return True if the first ``step`` steps have the same batches with the ranges ``after`` as with ``before``."""
-    trained = batch_number(step, merged_skip_ranges(before)) if step else 0
-    return skipped_until(trained, before) == skipped_until(trained, after)
+    given = tuple(before)  # which may be an iterator, and is used twice
+    trained = batch_number(step, merged_skip_ranges(given)) if step else 0
+    return skipped_until(trained, given) == skipped_until(trained, after)

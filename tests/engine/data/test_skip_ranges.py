@@ -56,3 +56,4 @@ def test_ranges_keep_the_batches_of_a_checkpoint_if_its_steps_have_the_same_ones
     assert not keeps_batches(5, [(2, 3)], [(3, 4)])
     assert not keeps_batches(5, [(2, 3)], [])
     assert keeps_batches(5, [(2, 3), (90, 99)], [(2, 3)])
+    assert keeps_batches(5, iter([(2, 3)]), iter([(2, 3)]))  # as those of a checkpoint's state are given
