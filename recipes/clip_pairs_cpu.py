@@ -55,7 +55,7 @@ VOCABULARY = 256
 
 
 class Scene(NamedTuple):
-    """What a caption can say about a picture."""
+    """The attributes of a picture that its caption may name."""
 
     shape: str
     color: str

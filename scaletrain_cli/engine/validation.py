@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # which need Pillow
 
 
 class ReadAhead(NamedTuple):
-    """What reads images before they are needed.
+    """The loader that reads images before they are needed.
 
     ``following``: training batches of the next steps, read after the last images of a validation. ``batches``: number
     of training batches that are read ahead, in whose place as many images of the validation are.

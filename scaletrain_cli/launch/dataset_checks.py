@@ -15,7 +15,7 @@ from scaletrain_cli.data.images.compatibility import (
 )
 from scaletrain_cli.data.stages import planned_stages
 from scaletrain_cli.errors import Problem, UsageError
-from scaletrain_cli.launch.resource_checks.files import View
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.checkpoints import Checkpoint, read_client_state
 from scaletrain_cli.rundir.datasets import Entry

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from scaletrain_cli.hub.cache import HubSettings
 from scaletrain_cli.launch.hub_fetch import FetchProgress, fetch
-from scaletrain_cli.launch.resource_checks.files import View
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.evaluation import ZERO_SHOT
 from scaletrain_cli.spec.hub_files import hub_environment, hub_uses, with_local_files

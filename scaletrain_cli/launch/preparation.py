@@ -22,7 +22,7 @@ from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.dataset_checks import require_usable
 from scaletrain_cli.launch.engine_process import run_engine_command
 from scaletrain_cli.launch.hub_files import DATA, MEASURES_ONLY, fetched_spec
-from scaletrain_cli.launch.resource_checks.files import View
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.launch.restart import forget_secrets
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.datasets import Entry, datasets_file, record_datasets

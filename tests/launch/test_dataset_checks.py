@@ -14,7 +14,7 @@ from scaletrain_cli.errors import InfeasibleError, UsageError
 from scaletrain_cli.launch.data_summary import _infeasible
 from scaletrain_cli.launch.dataset_checks import dataset_problems, require_same_data, require_usable
 from scaletrain_cli.launch.resource_checks.checks import check_external
-from scaletrain_cli.launch.resource_checks.files import View
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.rundir.checkpoints import Checkpoint
 from tests.launch.conftest import make_spec
 

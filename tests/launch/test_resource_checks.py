@@ -15,8 +15,9 @@ import pytest
 
 from scaletrain_cli.errors import ExitCode, UsageError, WrongNodesError
 from scaletrain_cli.launch.resource_checks.checks import check_external, check_on_node, has_login
-from scaletrain_cli.launch.resource_checks.files import View, class_file_problems, tokenizer_problem
+from scaletrain_cli.launch.resource_checks.files import class_file_problems, tokenizer_problem
 from scaletrain_cli.launch.resource_checks.keys import EXTERNAL_KEYS
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.rundir.paths import RunDir, runs_root
 from scaletrain_cli.rundir.record import RunRecord
 from scaletrain_cli.spec import load_spec

@@ -12,7 +12,6 @@ import pytest
 
 from scaletrain_cli.errors import sentences
 from scaletrain_cli.launch.resource_checks.files import (
-    View,
     image_folder_problems,
     not_recorded,
     row_problems,
@@ -20,6 +19,7 @@ from scaletrain_cli.launch.resource_checks.files import (
     tokenizer_problem,
     tokenizer_problems,
 )
+from scaletrain_cli.launch.resource_checks.view import View
 from tests.spec.samples import SPEC, load
 
 ANSWERED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]

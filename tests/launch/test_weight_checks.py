@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scaletrain_cli.errors import ExitCode
-from scaletrain_cli.launch.resource_checks.files import config_problems, header_problems
+from scaletrain_cli.launch.resource_checks.weights import config_problems, header_problems
 from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import load_spec, parse_spec, to_hugging_face

@@ -43,8 +43,8 @@ def master_weights(engine: Any) -> list[Tensor]:
 def counter_names(optimizer: torch.optim.Optimizer) -> set[str]:
     """Return the names of the states that count steps and are the same for all elements of a weight.
 
-    All other states have a value for each element, also of a weight without dimensions, whose states have none either:
-    those are told from counters by the states of other weights.
+    All other states have a value for each element. A weight without dimensions has states without dimensions, like
+    counters; the states of other weights show which of them count steps.
     """
     found = {"step"}
     for weight, states in optimizer.state.items():

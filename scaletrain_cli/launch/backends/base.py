@@ -24,7 +24,7 @@ from scaletrain_cli.spec.backend_traits import BackendTraits, backend_traits
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord
-    from scaletrain_cli.launch.resource_checks.files import View
+    from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
     from scaletrain_cli.rundir.preparation import PreparationJob
 

@@ -23,9 +23,6 @@ from scaletrain_cli.extras import EXTRAS, install_command
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.dataset_checks import dataset_problems
 from scaletrain_cli.launch.resource_checks.files import (
-    CheckResults,
-    View,
-    adapter_problems,
     class_file_problems,
     evaluation_problems,
     image_folder_problems,
@@ -35,11 +32,12 @@ from scaletrain_cli.launch.resource_checks.files import (
     row_problems,
     template_problems,
     tokenizer_problems,
-    weights_problems,
 )
 from scaletrain_cli.launch.resource_checks.hub import hub_notes, hub_problems
 from scaletrain_cli.launch.resource_checks.images import zero_shot_problems
 from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_text, reads_text, text_problems
+from scaletrain_cli.launch.resource_checks.view import CheckResults, View
+from scaletrain_cli.launch.resource_checks.weights import adapter_problems, weights_problems
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.code import code_file, paths_in
 from scaletrain_cli.rundir.datasets import datasets_file, read_entries, recorded_folders

@@ -1,4 +1,4 @@
-"""Check the files that a run spec names: training data, tokenizer and weights."""
+"""Check the files that a run spec names: training data, tokenizer, templates and classes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.hub.reference import is_reference
-from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.resource_checks.images import image_problems
+from scaletrain_cli.launch.resource_checks.prepared import prepared_problem
 from scaletrain_cli.launch.resource_checks.rows import problem_of_rows
-from scaletrain_cli.plan.parameters import modules_with_adapter, stored_shapes
+from scaletrain_cli.launch.resource_checks.view import View
+from scaletrain_cli.launch.resource_checks.weights import adapter_weights
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
-from scaletrain_cli.spec import LlavaSpec, ModelSpec, RunSpec
+from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.corpus_files import (
     EMBEDDED,
     EMBEDDED_SOURCES,
@@ -32,72 +31,10 @@ from scaletrain_cli.spec.corpus_files import (
     problems_of,
 )
 from scaletrain_cli.spec.evaluation import LmEvalTask, LossTask
-from scaletrain_cli.spec.extensions import BUILT_IN_FAMILIES
-from scaletrain_cli.spec.hugging_face import read_config
-from scaletrain_cli.spec.hugging_face_weights import config_mismatches
 from scaletrain_cli.spec.image_files import IMAGE_SUFFIXES
 from scaletrain_cli.spec.losses import LOSSES_OF
-from scaletrain_cli.spec.preparation import C4Spec, ContaminationSpec
-from scaletrain_cli.spec.presets import SourceError
 from scaletrain_cli.spec.row_formats import IMAGE_MARK, TRAINED_IMAGE_TOKEN
-from scaletrain_cli.spec.run import InitialWeights
-from scaletrain_cli.spec.shared_paths import is_shared, parent_of_glob
-from scaletrain_cli.spec.vision_model import ClipVisionSpec
-from scaletrain_cli.spec.weight_files import (
-    INDEX,
-    SINGLE,
-    DamagedHeaderError,
-    Header,
-    WeightDifferences,
-    is_drawn,
-    peft_differences,
-    peft_shapes,
-    read_headers,
-    tower_names,
-)
-
-_MOST_SHOWN = 3  # differences of weights; a wrong number of layers would list hundreds
-
-
-@dataclass(frozen=True)
-class CheckResults:
-    """The results. ``problems`` keep the run from starting; ``warnings`` name what could not be checked here."""
-
-    problems: tuple[Problem, ...]
-    warnings: tuple[Reason, ...]
-
-
-@dataclass(frozen=True)
-class View:
-    """The machine and folder from which a spec is checked.
-
-    ``folder``: the base of its relative paths. ``code``: the files kept of code.path, None if no snapshot was taken.
-    ``begun``: a checkpoint was committed, so initial weights are not read. ``on_node``: checked on a node of the job.
-    ``secrets``: names whose values are in the run directory. ``hub``: commits of references that the run has recorded.
-    ``prepared``: names of the sources whose datasets the run has recorded: their files are not read again.
-    """
-
-    spec: RunSpec
-    folder: Path
-    environment: Mapping[str, str]
-    code: Collection[str] | None = None
-    begun: bool = False
-    on_node: bool = False
-    secrets: Collection[str] = ()
-    hub: Mapping[str, str] = field(default_factory=dict)
-    prepared: Collection[str] = ()
-
-    def problem(self, key: str, reason: Reason, given: object) -> Problem:
-        """Return the problem of a key of the spec, with the line of the key."""
-        return Problem.because(self.spec.where(key), key, reason, given)
-
-    def unseen(self, path: str) -> str:
-        """Return where the ranks look for ``path`` if that is not visible from here; empty if it is."""
-        return "" if self.on_node else backend_for(self.spec.cluster.scheduler).unseen_place(self, path)
-
-
-def is_missing(path: str) -> bool:
-    return not os.path.lexists(path) and is_shared(PurePosixPath(path))
+from scaletrain_cli.spec.shared_paths import parent_of_glob
 
 
 def row_problems(view: View) -> Iterator[Problem]:
@@ -170,7 +107,7 @@ def _is_empty(files: tuple[Path, ...]) -> bool:
 def tokenizer_problems(view: View) -> Iterator[Problem]:
     """Yield the problems of ``data.tokenizer``: its file, or what the model does not fit in one that is trained."""
     path, size = view.spec.data.tokenizer.path, view.spec.data.tokenizer.vocab_size
-    most = size if _of_networks(view.spec) else view.spec.language_model.vocab_size
+    most = size if view.spec.training.objective in LOSSES_OF else view.spec.language_model.vocab_size
     model, is_trained = view.spec.model, path is None and not view.spec.code.own_program
     if is_trained and size > most and _has_unprepared_source(view):
         why = Reason("checks.tokenizer-size", {"vocab_size": most})
@@ -183,11 +120,6 @@ def tokenizer_problems(view: View) -> Iterator[Problem]:
         return
     if reason := tokenizer_problem(view.folder / expand_home(path), view.spec):
         yield view.problem("data.tokenizer.path", reason, path)
-
-
-def _of_networks(spec: RunSpec) -> bool:
-    """Return True if a run trains a network for images, whose data have no tokens of a language model."""
-    return spec.training.objective in LOSSES_OF
 
 
 def _has_unprepared_source(view: View) -> bool:
@@ -261,7 +193,7 @@ def tokenizer_problem(path: Path, spec: RunSpec) -> Reason | None:
         return Reason("checks.tokenizer-invalid")
     if not any(name in ids for name in ENDS_OF_TEXT):
         return Reason("checks.tokenizer-no-end", {"tokens": list(ENDS_OF_TEXT)})
-    if _of_networks(spec):
+    if spec.training.objective in LOSSES_OF:
         return None
     if isinstance(spec.model, LlavaSpec):
         own = spec.model.image_token_index
@@ -292,259 +224,6 @@ def token_ids_of(path: Path, spec: RunSpec) -> dict[str, int]:
     return dict(pairs) | {str(token["content"]): int(token["id"]) for token in added}
 
 
-def weights_problems(view: View) -> Iterator[Problem]:
-    """Yield the problems of ``model.weights`` and of weights of parts; after the first checkpoint they are not read."""
-    if view.spec.code.own_program or view.begun:
-        return
-    for weights in view.spec.initial_weights:
-        if not is_reference(weights.path) and not view.unseen(weights.path):
-            yield from (view.problem(weights.key, reason, weights.path) for reason in _folder_problems(view, weights))
-
-
-def _folder_problems(view: View, weights: InitialWeights) -> Iterator[Reason]:
-    folder = view.folder / expand_home(weights.path)
-    if reason := weights_problem(folder):
-        yield reason
-        return
-    try:
-        differing = list(config_problems(folder, weights))
-    except UsageError as error:
-        yield Reason("checks.weights-config-unusable", {"why": error.message.rstrip(".")})
-        return
-    yield from differing or tensor_problems(folder, weights)
-
-
-def tensor_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
-    """Yield how the tensors of a folder of complete files differ from those of the model, by the files' headers."""
-    index = folder / INDEX
-    names = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {SINGLE}
-    headers: dict[str, Header] = {}
-    for name in sorted(map(str, names)):
-        headers |= read_headers(folder / name)
-    yield from header_problems(headers, folder, weights, str(folder))
-
-
-def header_problems(
-    headers: Mapping[str, Header], folder: Path, weights: InitialWeights, place: str
-) -> Iterator[Reason]:
-    """Yield how tensors differ from those of the model. ``folder``: has config.json; ``place``: for the message.
-
-    Models of families that others have added are not compared: their names are their own.
-    """
-    model = weights.model
-    if isinstance(model, ModelSpec) and model.family not in BUILT_IN_FAMILIES:
-        return
-    try:
-        config = read_config(folder)
-    except SourceError:
-        config = {}
-    expected = {name: shape for name, shape in stored_shapes(model).items() if not is_drawn(model, name)}
-    headers = {name: header for name, header in headers.items() if not is_drawn(model, name)}
-    if isinstance(model, ClipVisionSpec):
-        headers = {name: headers[stored] for name, stored in tower_names(headers).items()}
-    found = WeightDifferences(
-        expected,
-        headers,
-        experts=getattr(model, "num_experts", 0),
-        config=config,
-        folder=place,
-        may_lack_tokens=weights.may_lack_tokens,
-    )
-    problems = list(found.problems())
-    if problems and not found.known:
-        yield Reason("checks.weights-other-model", {"tensors": len(headers)})
-    elif problems:
-        shown = [str(problem).removesuffix(".") for problem in problems[:_MOST_SHOWN]]
-        yield Reason("checks.weights-differ", {"count": len(problems), "shown": shown})
-
-
-def config_problems(folder: Path, weights: InitialWeights) -> Iterator[Reason]:
-    """Yield the differences between the weights' config.json and the model. Raises UsageError if it is unusable."""
-    for problem in config_mismatches(folder, weights.model, weights.section):
-        params = {"setting": problem.subject, "difference": problem.message.rstrip("."), "remedy": str(problem.hint)}
-        yield Reason("checks.weights-config-differs", params)
-
-
-def adapter_problems(view: View) -> Iterator[Problem]:
-    """Yield the problems of ``model.adapter.weights``; after the first checkpoint they are not read."""
-    given = _adapter_weights(view.spec)
-    if view.spec.code.own_program or given is None or is_reference(given) or view.begun or view.unseen(given):
-        return
-    folder = view.folder / expand_home(given)
-    if not os.path.lexists(folder):
-        yield view.problem("model.adapter.weights", Reason("checks.adapter-missing", {"folder": str(folder)}), given)
-        return
-    differing = list(adapter_config_problems(folder, getattr(view.spec.model, "adapter", None)))
-    for reason in differing:
-        yield view.problem("model.adapter.weights", reason, given)
-    if differing:
-        return
-    path = folder / "adapter_model.safetensors"
-    try:
-        stored = {name: header.shape for name, header in read_headers(path).items()}
-    except DamagedHeaderError as damage:
-        yield view.problem("model.adapter.weights", damage_of(damage), given)
-        return
-    except OSError as error:
-        said = f"{error.filename}: {error.strerror or error}"
-        yield view.problem("model.adapter.weights", Reason("checks.adapter-unreadable", {"said": said}), given)
-        return
-    different = factor_problem(stored, view.spec, str(path))
-    if different is not None:
-        yield view.problem("model.adapter.weights", different, given)
-
-
-def factor_problem(stored: Mapping[str, tuple[int, ...]], spec: RunSpec, path: str) -> Reason | None:
-    """Return how the factors in a PEFT adapter differ from those of the spec's; None if they are the same."""
-    model = spec.transformer
-    if model.adapter is None or model.family not in BUILT_IN_FAMILIES:
-        return None
-    problems = list(peft_differences(peft_shapes(model.adapter, modules_with_adapter(model)), stored, path))
-    if not problems:
-        return None
-    shown = [str(problem).removesuffix(".") for problem in problems[:_MOST_SHOWN]]
-    return Reason("checks.adapter-tensors-differ", {"count": len(problems), "shown": shown})
-
-
-def adapter_config_problems(folder: Path, adapter: object) -> Iterator[Reason]:
-    """Yield why the adapter_config.json of a PEFT adapter cannot be read, or where it differs from the spec's."""
-    try:
-        with open_to_read(folder / "adapter_config.json") as file:
-            config = json.loads(file.read())
-    except OSError as error:
-        yield Reason("checks.adapter-unreadable", {"said": f"{error.filename}: {error.strerror or error}"})
-        return
-    except ValueError:
-        yield Reason("checks.weights-file", {"file": "adapter_config.json"})
-        return
-    for key, theirs in (("rank", "r"), ("alpha", "lora_alpha"), ("rslora", "use_rslora"), ("dora", "use_dora")):
-        trained = config.get(theirs) if isinstance(config, dict) else None
-        if trained is not None and trained != getattr(adapter, key):
-            yield Reason("checks.adapter-differs", {"key": key, "theirs": theirs, "value": str(trained).lower()})
-
-
-def _adapter_weights(spec: RunSpec) -> str | None:
-    adapter = getattr(spec.model, "adapter", None)
-    return None if adapter is None else adapter.weights
-
-
-def weights_problem(folder: Path) -> Reason | None:
-    """Return the problem of a folder of weights; None if its files are complete."""
-    if not folder.is_dir():
-        return Reason("checks.weights-no-folder" if folder.exists() else "checks.weights-missing")
-    try:
-        files = sorted(folder.glob("*.safetensors"))
-        index = folder / "model.safetensors.index.json"
-        if not index.exists() and not (folder / "model.safetensors").exists():
-            return Reason("checks.weights-no-files")
-        if index.is_file():
-            named = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-            if missing := sorted(name for name in named if not (folder / name).is_file()):
-                return Reason("checks.weights-incomplete", {"files": missing})
-        return next((problem for path in files if (problem := _safetensors_problem(path))), None)
-    except OSError as error:
-        return Reason("checks.weights-unreadable", {"said": str(error)})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Reason("checks.weights-index")
-
-
-def _safetensors_problem(path: Path) -> Reason | None:
-    """Return the problem of a safetensors file; None for a valid one. Raises OSError."""
-    try:
-        read_headers(path)
-    except DamagedHeaderError as error:
-        return damage_of(error)
-    return None
-
-
-def damage_of(error: DamagedHeaderError) -> Reason:
-    """Return the reason of an invalid or incomplete file."""
-    if error.found is None:
-        return Reason("checks.weights-file", {"file": error.file})
-    params = {"file": error.file, "bytes": error.found, "expected": error.expected}
-    return Reason("checks.weights-file-size", params)
-
-
-def prepared_problem(folder: Path, view: View) -> Reason | None:
-    """Return the problem of a folder of prepared data, of any version; None if the run can use it."""
-    from scaletrain_cli.data.images.compatibility import rows_problem
-
-    spec = view.spec
-    try:
-        info = json.loads((folder / "dataset.json").read_bytes())
-        if "shards" in info:
-            return _shards_problem(folder, view)
-        width = {"uint16": 2, "uint32": 4}[info["dtype"]]
-        for split in ("train", "validation"):
-            found, expected = (folder / f"{split}.bin").stat().st_size // width, info[f"{split}_tokens"]
-            if found != expected:
-                params = {"file": f"{split}.bin", "tokens": found, "expected": expected}
-                return Reason("checks.dataset-size", params)
-        vocab_size, tokens = int(info["vocab_size"]), int(info["train_tokens"])
-        objective, length = info.get("objective", "causal_lm"), info.get("seq_len")
-        packed = info.get("packing") or "none"
-    except OSError as error:
-        return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
-    except (ValueError, KeyError, TypeError):
-        return Reason("checks.dataset-unreadable")
-    if _of_networks(spec):
-        return None
-    model = spec.language_model
-    if vocab_size > model.vocab_size:
-        return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": model.vocab_size})
-    if objective != spec.training.objective:
-        return Reason("checks.dataset-objective", {"found": objective, "objective": spec.training.objective})
-    if length is not None:  # rows for fine-tuning, which have any number of tokens
-        if length != model.seq_len:
-            return Reason("checks.dataset-length", {"found": length, "seq_len": model.seq_len})
-        if problem := rows_problem(spec, info, folder):
-            return problem
-        packing = {"found": packed, "packing": spec.data.packing}
-        if packed != spec.data.packing:
-            return Reason("checks.dataset-packing", packing)
-        for key, value, recorded in () if view.begun else spec.data.differences(info, view.folder):
-            if recorded:
-                return Reason("checks.dataset-setting", {"key": key, "value": value, "found": recorded})
-        return None
-    if tokens <= model.seq_len:
-        return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": model.seq_len})
-    return None
-
-
-def _shards_problem(folder: Path, view: View) -> Reason | None:
-    """Return the problem of prepared text in shards: the sizes and hashes of its files, and its token ids."""
-    from scaletrain_cli.data.chunk_hashes import CorruptDataError
-    from scaletrain_cli.data.token_files import open_source
-
-    try:
-        info, _ = open_source(folder)
-    except ScaletrainError as error:
-        if isinstance(error, CorruptDataError) and view.on_node and view.begun:
-            return None  # the engine ends the run: another node has the same data
-        return error.reason or Reason("checks.dataset-incomplete", {"said": str(error)})
-    except OSError as error:
-        return Reason("checks.dataset-incomplete", {"said": f"{error.filename}: {error.strerror or error}"})
-    return description_problem(info, view.spec)
-
-
-def description_problem(info: Mapping[str, Any], spec: RunSpec) -> Reason | None:
-    """Return why a run cannot use prepared text in shards with this dataset.json; None if it can."""
-    try:
-        vocab_size, tokens = int(info["tokenizer"]["vocab_size"]), int(info["train_tokens"])
-    except (KeyError, TypeError, ValueError):
-        return Reason("checks.dataset-unreadable")
-    if _of_networks(spec):
-        return None
-    if vocab_size > spec.language_model.vocab_size:
-        return Reason("checks.dataset-vocabulary", {"tokens": vocab_size, "vocab_size": spec.language_model.vocab_size})
-    if spec.training.objective != "causal_lm":
-        return Reason("checks.dataset-objective", {"found": "causal_lm", "objective": spec.training.objective})
-    length = spec.language_model.seq_len
-    if len(spec.data.all_sources) == 1 and tokens <= length:
-        return Reason("checks.dataset-too-short", {"tokens": tokens, "seq_len": length})
-    return None
-
-
 def not_checked(view: View) -> Iterator[Reason]:
     """Yield a note for each location that is not visible here, with the keys that refer to it."""
     spec = view.spec
@@ -557,7 +236,7 @@ def not_checked(view: View) -> Iterator[Reason]:
         "data.images.classes": None if own or view.prepared else spec.data.images.classes,
         "data.images.folder": None if own or view.prepared else spec.data.images.folder,
         **{each.key: None if own or view.begun else each.path for each in spec.initial_weights},
-        "model.adapter.weights": None if own or view.begun else _adapter_weights(spec),
+        "model.adapter.weights": None if own or view.begun else adapter_weights(spec),
         "checkpoint.dir": None if spec.checkpoint.dir == "auto" else spec.checkpoint.dir,
     }
     places: dict[str, list[str]] = {}
@@ -568,18 +247,6 @@ def not_checked(view: View) -> Iterator[Reason]:
             places.setdefault(place, []).append(f"{key} = {path}")
     for place, named in places.items():
         yield Reason("checks.not-checked", {"keys": named, "place": place})
-
-
-def _paths_of_steps(spec: RunSpec) -> dict[str, str]:
-    """Return the files that the steps of data.prepare read, by key."""
-    found: dict[str, str] = {}
-    for number, step in enumerate(spec.data.prepare):
-        key = f"data.prepare.{number}"
-        if isinstance(step, ContaminationSpec):
-            found |= {f"{key}.files.{each}": path for each, path in enumerate(step.files)}
-        elif isinstance(step, C4Spec) and step.bad_words is not None:
-            found[f"{key}.bad_words"] = step.bad_words
-    return found
 
 
 def not_recorded(view: View) -> Iterator[Reason]:

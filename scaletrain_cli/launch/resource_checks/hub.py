@@ -14,15 +14,15 @@ from scaletrain_cli.hub.cache import VARIABLES, HubFile, HubSettings, Listing, m
 from scaletrain_cli.hub.reference import HubError
 from scaletrain_cli.launch.backends.registry import backend_for
 from scaletrain_cli.launch.hub_files import environment_here, shared_cache
-from scaletrain_cli.launch.resource_checks.files import (
-    View,
+from scaletrain_cli.launch.resource_checks.files import tokenizer_problem
+from scaletrain_cli.launch.resource_checks.view import View
+from scaletrain_cli.launch.resource_checks.weights import (
     adapter_config_problems,
     config_problems,
     damage_of,
     factor_problem,
     header_problems,
     tensor_problems,
-    tokenizer_problem,
     weights_problem,
 )
 from scaletrain_cli.reasons import Reason

@@ -19,7 +19,7 @@ from scaletrain_cli.spec.sources import SourceSpec
 
 if TYPE_CHECKING:
     from scaletrain_cli.data.images.samples import ImageSettings
-    from scaletrain_cli.launch.resource_checks.files import View
+    from scaletrain_cli.launch.resource_checks.view import View
 
 _LOOK_SECONDS = 5.0  # for a request to a remote store, with its repetitions
 # What a machine without credentials or network cannot see, and the nodes may.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FILES = "scaletrain_cli.launch.resource_checks.files:"
+_WEIGHTS = "scaletrain_cli.launch.resource_checks.weights:"
 _SOURCES = "scaletrain_cli.launch.resource_checks.sources:"
 _CHECKS = "scaletrain_cli.launch.resource_checks.checks:"
 _SLURM_FILES = "scaletrain_cli.launch.backends.slurm.backend:SlurmBackend"
@@ -64,7 +65,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "exists, is readable, every file is complete; config.json agrees with the spec; by the headers of the files, "
         "also on the hub: names, shapes and types of all tensors",
         _SUBMIT,
-        f"{_FILES}weights_problems",
+        f"{_WEIGHTS}weights_problems",
         f"{_UNSEEN}; a head that is a copy of a tied embedding: each rank before it loads the tensors",
     ),
     _row(
@@ -73,7 +74,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "exists, is readable, every file is complete; config.json agrees with model.vision_config; by the headers of "
         "the files, also on the hub: names, shapes and types of the tensors of the image tower",
         _SUBMIT,
-        f"{_FILES}weights_problems",
+        f"{_WEIGHTS}weights_problems",
         _UNSEEN,
     ),
     _row(
@@ -82,7 +83,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "exists, is readable, every file is complete; config.json agrees with model.text_config; by the headers of the "
         "files, also on the hub: names, shapes and types of all tensors; embedding and head may have fewer rows",
         _SUBMIT,
-        f"{_FILES}weights_problems",
+        f"{_WEIGHTS}weights_problems",
         f"{_UNSEEN}; a head that is a copy of a tied embedding: each rank before it loads the tensors",
     ),
     _row(
@@ -91,7 +92,7 @@ EXTERNAL_KEYS: tuple[ExternalKey, ...] = (
         "both files are readable and complete; rank, alpha, rsLoRA and DoRA agree with the spec; names and shapes of "
         "all factors",
         _SUBMIT,
-        f"{_FILES}adapter_problems",
+        f"{_WEIGHTS}adapter_problems",
         _UNSEEN,
     ),
     _row(

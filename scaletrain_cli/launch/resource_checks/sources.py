@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from scaletrain_cli.errors import Problem, ScaletrainError, UsageError
 from scaletrain_cli.extras import install_command
 from scaletrain_cli.hub.reference import is_reference
-from scaletrain_cli.launch.resource_checks.files import View, description_problem, prepared_problem
+from scaletrain_cli.launch.resource_checks.prepared import description_problem, prepared_problem
 from scaletrain_cli.launch.resource_checks.token_sources import token_source_problem
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home, open_to_read
 from scaletrain_cli.spec import RunSpec

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.hub.reference import is_reference
-from scaletrain_cli.launch.resource_checks.files import View, token_ids_of
+from scaletrain_cli.launch.resource_checks.files import token_ids_of
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import expand_home
 

@@ -82,14 +82,17 @@ def test_kills_and_processes_at_the_same_time_change_nothing(tmp_path: Path) -> 
     root = tmp_path / "runs"
     generator = np.random.default_rng(0)
     kills = 0
-    for _ in range(12):
+    for _ in range(8):
+        before = len(list(root.rglob("*")))
         running = [process(source, root, workers) for workers in (1, 2)]
-        time.sleep(0.2 + 0.6 * generator.random())
+        while any(each.poll() is None for each in running) and len(list(root.rglob("*"))) <= before:
+            time.sleep(0.01)
+        time.sleep(0.1 * generator.random())
         for each in running:
             kills += each.poll() is None
             os.killpg(each.pid, signal.SIGKILL) if each.poll() is None else None
             each.communicate()
-    assert kills >= 3
+    assert kills >= 6
     running = [process(source, root, workers) for workers in (1, 2, 1)]
     answers = [each.communicate(timeout=300) for each in running]
     assert [each.returncode for each in running] == [0, 0, 0], answers

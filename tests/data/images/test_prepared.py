@@ -16,7 +16,8 @@ from scaletrain_cli.data.images.reading import open_images
 from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, prepare_run_datasets
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable
-from scaletrain_cli.launch.resource_checks.files import View, class_file_problems, row_problems
+from scaletrain_cli.launch.resource_checks.files import class_file_problems, row_problems
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.rundir.datasets import entries_of, record_datasets
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.data.images.pictures import ignore, write_folder, write_shards

@@ -14,8 +14,9 @@ from scaletrain_cli.data.run_datasets import find_run_datasets, known_datasets, 
 from scaletrain_cli.engine.data.stats import datasets_of
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable
-from scaletrain_cli.launch.resource_checks.files import View, not_checked
+from scaletrain_cli.launch.resource_checks.files import not_checked
 from scaletrain_cli.launch.resource_checks.images import zero_shot_problems
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.rundir.datasets import entries_of, record_datasets
 from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.spec import RunSpec, parse_spec

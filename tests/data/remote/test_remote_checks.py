@@ -15,8 +15,8 @@ from scaletrain_cli.data.sources import places
 from scaletrain_cli.engine.data import upload
 from scaletrain_cli.errors import ExitCode, UsageError
 from scaletrain_cli.launch.preparation import prepare_data as prepare_before_a_run
-from scaletrain_cli.launch.resource_checks.files import View
 from scaletrain_cli.launch.resource_checks.sources import cache_problems, check_text
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.rundir.paths import runs_root
 from scaletrain_cli.spec import load_spec
 from scaletrain_cli.spec.sources import CacheSpec

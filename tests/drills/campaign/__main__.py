@@ -20,7 +20,7 @@ from scaletrain_cli.spec import DataSpec
 from tests.drills.campaign.damages import damage_files, fill_disks
 from tests.drills.campaign.elastic import reshard
 from tests.drills.campaign.forked_attempts import ForkedRun
-from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES, kill, text_specs, vision_specs
+from tests.drills.campaign.kills import FINE_TUNING, ZERO_STAGES, Kills, kill, text_specs, vision_specs
 from tests.drills.campaign.requests import request
 from tests.drills.training_runs import drill_spec
 from tests.drills.vision_runs import draw_pairs
@@ -99,30 +99,26 @@ def with_sections(page: str, sections: list[Section]) -> str:
 
 def _kills(dataset: Path, options: argparse.Namespace, chance: random.Random) -> list[Line]:
     found = kill(text_specs(dataset, ZERO_STAGES), options.kills, chance)
-    tried = f"{found.kills} kills, {found.in_saves} of them inside a save, ZeRO 0 to 3"
-    return [
-        Line("a killed run resumes from its latest checkpoint", tried, found.failed_resumes),
-        Line("its losses, weights and moments then equal an undisturbed run's bit for bit", tried, found.different),
-    ]
+    return _lines_of_kills("a killed run", "ZeRO 0 to 3", found)
 
 
 def _fine_tuning_kills(dataset: Path, options: argparse.Namespace, chance: random.Random) -> list[Line]:
     found = kill(text_specs(dataset, FINE_TUNING), options.fine_tuning_kills, chance)
-    tried = f"{found.kills} kills, {found.in_saves} of them inside a save: {', '.join(FINE_TUNING)}"
-    return [
-        Line("fine-tuning resumes from its latest checkpoint", tried, found.failed_resumes),
-        Line("its losses, weights and moments then equal an undisturbed run's bit for bit", tried, found.different),
-    ]
+    return _lines_of_kills("fine-tuning", ", ".join(FINE_TUNING), found)
 
 
 def _vision_kills(dataset: Path, options: argparse.Namespace, chance: random.Random) -> list[Line]:
     specs = vision_specs(draw_pairs(dataset.parent / "shapes"))
     found = kill(specs, options.vision_kills, chance)
-    tried = f"{found.kills} kills, {found.in_saves} of them inside a save: {'; '.join(specs)}"
-    equal = "its losses, weights, moments, statistics and averages then equal an undisturbed run's bit for bit"
+    states = "losses, weights, moments, statistics and averages"
+    return _lines_of_kills("training on images and pairs", "; ".join(specs), found, states)
+
+
+def _lines_of_kills(subject: str, kinds: str, found: Kills, states: str = "losses, weights and moments") -> list[Line]:
+    tried = f"{found.kills} kills, {found.in_saves} of them inside a save: {kinds}"
     return [
-        Line("training on images and pairs resumes from its latest checkpoint", tried, found.failed_resumes),
-        Line(equal, tried, found.different),
+        Line(f"{subject} resumes from its latest checkpoint", tried, found.failed_resumes),
+        Line(f"its {states} then equal an undisturbed run's bit for bit", tried, found.different),
     ]
 
 

@@ -210,7 +210,7 @@ def processor(folder: Path, template: str) -> Any:
 
 @pytest.mark.parametrize("takes_parts", [True, False])
 def test_tokens_and_pixels_are_those_of_the_processor_of_transformers(takes_parts: bool, folder: Path) -> None:
-    """Of a template for parts, and of one for text, whose user writes the image token."""
+    """A template for parts, and one for text, in which the user writes the image token, give the same rows."""
     draw = np.random.default_rng(7)
     for color in COLORS:
         Image.fromarray(draw.integers(0, 256, (48, 64, 3), np.uint8)).save(folder / f"{color}.png")
@@ -291,9 +291,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changed", "said"), BAD)
 def test_a_bad_row_is_named(changed: dict[str, Any], said: str, folder: Path) -> None:
-    told = refused(folder, chat("red", "blue") | changed)
-    assert f"{folder}/rows.json, row 3" in told
-    assert said in told
+    message = refused(folder, chat("red", "blue") | changed)
+    assert f"{folder}/rows.json, row 3" in message
+    assert said in message
 
 
 def test_rows_with_bad_images_may_be_left_out(folder: Path) -> None:

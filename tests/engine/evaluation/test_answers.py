@@ -73,6 +73,6 @@ def test_an_answer_has_no_image_token(tmp_path: Path) -> None:
     assert len(found) == 3
     assert own.image_token_index not in found
     for row in range(3):
-        told = samples.answer(model, objective, row)
-        assert told is not None
-        assert "<image>" not in told["answer"]
+        shown = samples.answer(model, objective, row)
+        assert shown is not None
+        assert "<image>" not in shown["answer"]

@@ -100,7 +100,7 @@ class Row:
 
     @property
     def joins_samples(self) -> bool:
-        """Whether the loss compares all samples of a step."""
+        """Return True if the loss compares all samples of a step."""
         return self.family == "clip" or self.loss == "nt_xent"
 
     def spec(self) -> RunSpec:

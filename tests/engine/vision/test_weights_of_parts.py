@@ -13,7 +13,8 @@ from scaletrain_cli.engine.compose import _weights
 from scaletrain_cli.engine.model import outline
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.resource_checks.files import View, weights_problems
+from scaletrain_cli.launch.resource_checks.view import View
+from scaletrain_cli.launch.resource_checks.weights import weights_problems
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.spec.hub_files import hub_uses
 from tests.engine.model.vision.towers import TEXT, TOWER, clip, llava

@@ -77,7 +77,7 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 if TYPE_CHECKING:
     from scaletrain_cli.launch.attempts import AttemptRecord
     from scaletrain_cli.launch.finding import Finding
-    from scaletrain_cli.launch.resource_checks.files import View
+    from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
 
 _CHECK_SECONDS = 10  # timeout of `scaletrain doctor`

@@ -42,7 +42,7 @@ from scaletrain_cli.launch.backends.slurm.site import (
 )
 from scaletrain_cli.launch.finding import Evidence, Finding
 from scaletrain_cli.launch.node_exclusion import Exclusion
-from scaletrain_cli.launch.resource_checks.files import is_missing
+from scaletrain_cli.launch.resource_checks.view import is_missing
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.reasons import Reason, recorded
 from scaletrain_cli.rundir.code import CodeRecord
@@ -53,7 +53,7 @@ from scaletrain_cli.spec import ClusterSpec, RunSpec
 
 if TYPE_CHECKING:
     from scaletrain_cli.launch.node.probe import NodeFacts
-    from scaletrain_cli.launch.resource_checks.files import View
+    from scaletrain_cli.launch.resource_checks.view import View
     from scaletrain_cli.launch.status import RunStatus
 
 

@@ -24,7 +24,8 @@ from scaletrain_cli.engine.objectives.images import Classification, Regression
 from scaletrain_cli.engine.parallel.mesh import Axis, Mesh
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.launch.dataset_checks import require_usable
-from scaletrain_cli.launch.resource_checks.files import View, row_problems
+from scaletrain_cli.launch.resource_checks.files import row_problems
+from scaletrain_cli.launch.resource_checks.view import View
 from scaletrain_cli.rundir.datasets import entries_of
 from scaletrain_cli.spec import RunSpec, parse_spec
 from tests.data.images.pictures import ignore, image_bytes, write_folder, write_shard

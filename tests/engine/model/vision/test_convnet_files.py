@@ -19,7 +19,7 @@ from scaletrain_cli.engine.model.base import VisionModel
 from scaletrain_cli.engine.model.materialization import materialize
 from scaletrain_cli.engine.model.safetensors import HuggingFaceFolder
 from scaletrain_cli.errors import UsageError
-from scaletrain_cli.launch.resource_checks.files import config_problems, header_problems
+from scaletrain_cli.launch.resource_checks.weights import config_problems, header_problems
 from scaletrain_cli.spec import to_hugging_face
 from scaletrain_cli.spec.hugging_face import from_hugging_face
 from scaletrain_cli.spec.presets import SourceError

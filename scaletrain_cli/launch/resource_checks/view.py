@@ -1,0 +1,55 @@
+"""The place from which a run spec is checked, and the results of the checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from scaletrain_cli.errors import Problem
+from scaletrain_cli.launch.backends.registry import backend_for
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.shared_paths import is_shared
+
+
+@dataclass(frozen=True)
+class CheckResults:
+    """The results. ``problems`` keep the run from starting; ``warnings`` name what could not be checked here."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Reason, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """The machine and folder from which a spec is checked.
+
+    ``folder``: the base of its relative paths. ``code``: the files kept of code.path, None if no snapshot was taken.
+    ``begun``: a checkpoint was committed, so initial weights are not read. ``on_node``: checked on a node of the job.
+    ``secrets``: names whose values are in the run directory. ``hub``: commits of references that the run has recorded.
+    ``prepared``: names of the sources whose datasets the run has recorded: their files are not read again.
+    """
+
+    spec: RunSpec
+    folder: Path
+    environment: Mapping[str, str]
+    code: Collection[str] | None = None
+    begun: bool = False
+    on_node: bool = False
+    secrets: Collection[str] = ()
+    hub: Mapping[str, str] = field(default_factory=dict)
+    prepared: Collection[str] = ()
+
+    def problem(self, key: str, reason: Reason, given: object) -> Problem:
+        """Return the problem of a key of the spec, with the line of the key."""
+        return Problem.because(self.spec.where(key), key, reason, given)
+
+    def unseen(self, path: str) -> str:
+        """Return where the ranks look for ``path`` if that is not visible from here; empty if it is."""
+        return "" if self.on_node else backend_for(self.spec.cluster.scheduler).unseen_place(self, path)
+
+
+def is_missing(path: str) -> bool:
+    return not os.path.lexists(path) and is_shared(PurePosixPath(path))
