@@ -168,6 +168,15 @@ def _stragglers(event: Event) -> str:
     return f"rank {event['rank']} is slower than the others"
 
 
+def _finding(event: Event) -> str:
+    worse = ", worse than before" if event.get("change") == "worse" else ""
+    return f"{event['severity']}{worse}, at step {event['step']}: {event['text']}"
+
+
+def _finding_cleared(event: Event) -> str:
+    return f"after {seconds_text(event['seconds'])}, at step {event['step']}: {event['text']}"
+
+
 def _hang(event: Event) -> str:
     return f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})"
 
@@ -227,6 +236,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "data-wait": _data_wait,
     "hub-fetching": _hub_fetching,
     "hub-fetched": _hub_fetched,
+    "finding": _finding,
+    "finding-cleared": _finding_cleared,
     "hang": _hang,
     "node-agent-stopped": _node_agent_stopped,
     "signal": _signal,

@@ -30,6 +30,14 @@ from scaletrain_cli.event_texts import event_sentence
             "rank 3 waited for data 12 % of the time of the last 49 steps; raise data.loader.workers (0) and "
             "data.loader.prefetch (2), or use faster storage",
         ),
+        (
+            {"event": "finding", "severity": "error", "change": "worse", "step": 90, "text": "the loss diverges"},
+            "error, worse than before, at step 90: the loss diverges",
+        ),
+        (
+            {"event": "finding-cleared", "severity": "error", "seconds": 90.0, "step": 95, "text": "the loss rises"},
+            "after 90 s, at step 95: the loss rises",
+        ),
         ({"event": "stage", "step": 5, "last_step": 12, "tensors": 27}, "steps 5 to 12 train 27 tensors"),
         (
             {"event": "stopped-early", "step": 40, "validation_losses": [2.0, 2.5]},

@@ -24,7 +24,7 @@ def command(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new events until the run has ended.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the events of a run: submissions, starts, checkpoints, signals, rollbacks, ends of attempts.
+    """Show the events of a run: submissions, starts, checkpoints, findings, signals, rollbacks, ends of attempts.
 
     With --json the events are those of events.jsonl; with --follow, one JSON object per line.
     """

@@ -1,4 +1,4 @@
-"""What is known of a run, from its directory: the input of every check."""
+"""The input of every check: spec, plan, measurements and events of one run, read from its directory."""
 
 from __future__ import annotations
 

@@ -44,6 +44,12 @@ CHECKS: tuple[Check, ...] = (
     durability.slow_saves,
     durability.interval,
 )
+# Checks of settings, plans and records of the built-in engine, which a program of the user's need not follow.
+_OF_THE_ENGINE: tuple[Check, ...] = (
+    *(learning_rate.too_high, learning_rate.warm_up_too_short, learning_rate.too_low),
+    *(gradients.loss_scale, gradients.always_clipped, speed.slower_than_plan, memory.above_plan),
+    *(durability.slow_saves, durability.interval),
+)
 # Symptoms that a finding explains; they are left out beside it.
 _EXPLAINS = {
     "diagnosis.learning-rate-too-high": ("diagnosis.loss-spikes", "diagnosis.gradient-norm-spikes"),
@@ -91,6 +97,8 @@ def diagnose(run_id: str, case: Case) -> Diagnosis:
     found: list[Finding] = []
     failed: list[Reason] = []
     for check in CHECKS:
+        if check in _OF_THE_ENGINE and case.spec.code.own_program:
+            continue
         try:
             found += check(case)
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):  # a damaged or foreign record

@@ -10,6 +10,9 @@ from scaletrain_cli.reasons import Reason
 Severity = Literal["note", "warning", "error"]
 Confidence = Literal["low", "medium", "high"]
 _ORDER = ("error", "warning", "note", "high", "medium", "low")
+# Parameters that name what a finding is about, as far as there may be several findings with one code.
+_SUBJECTS = ("source", "layer", "gpu", "node", "rank")
+_OF_ANY_RANK = ("diagnosis.data-wait",)  # the rank is the one that waits longest at the moment
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ class Finding:
     def code(self) -> str:
         """The stable code, such as ``diagnosis.loss-diverging``."""
         return self.reason.code
+
+    @property
+    def subject(self) -> str:
+        """What the finding is about, such as ``rank 3`` or ``source web``; empty for the run as a whole."""
+        params = self.reason.params
+        names = () if self.code in _OF_ANY_RANK else _SUBJECTS
+        return next((f"{name} {params[name]}" for name in names if isinstance(params.get(name), str | int)), "")
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Checks of the step time: beside the plan, over time, and where it goes, as far as the run records it.
 
 Recorded are the step time and the wait for data of rank 0, and events about ranks that wait for data or are slow. Not
-recorded are GPU utilization and clocks, and the time in collectives, in kernels and on the host: what they cost cannot
-be told apart here.
+recorded are GPU utilization and clocks, and the time in collectives, in kernels and on the host: the cost of each of
+them is not known here.
 """
 
 from __future__ import annotations

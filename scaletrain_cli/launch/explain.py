@@ -20,6 +20,7 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import last_logged_step, read_events, read_lines_backwards
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.preparation import preparation_folder
+from scaletrain_cli.rundir.raised_findings import SEVERITIES, raised_findings
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.worker.failures import read_failures
 
@@ -32,6 +33,21 @@ RESUME_IS_A_REMEDY: tuple[ExitReason, ...] = (
     *("cancelled", "time-limit", "crash", "oom", "spike", "disk-full", "unreadable", "data"),
 )
 _MOST_FAILURES = 4
+_MOST_FINDINGS = 3
+# The raised findings that explain an exit reason, by the beginning of their code.
+_OF_TRAINING = tuple(f"diagnosis.{name}" for name in ("not-finite", "l", "warm-up", "gradient", "always-clipped"))
+_OF_SPEED = tuple(f"diagnosis.{name}" for name in ("slow", "data-wait", "saves", "restarts", "checkpoint-interval"))
+_EXPLAINED_BY: dict[ExitReason, tuple[str, ...]] = {
+    "nan": _OF_TRAINING,
+    "spike": _OF_TRAINING,
+    "oom": ("diagnosis.memory",),
+    "host-oom": ("diagnosis.memory",),
+    "killed": ("diagnosis.memory",),
+    "time-limit": _OF_SPEED,
+    "out-of-grace": ("diagnosis.saves",),
+    "hang": ("diagnosis.slow-rank",),
+    "communication": ("diagnosis.slow-rank",),
+}
 
 
 def explain(run: RunDir) -> Explanation:
@@ -135,6 +151,7 @@ def why_it_ended(run: RunDir, record: RunRecord, attempt: AttemptRecord, job: Jo
             *_failures(run, attempt),
             *_log_end(run, attempt, cause),
             *_memory_report(run, attempt, cause),
+            *_raised(run, cause),
             *_stacks(run, attempt, cause),
             *_history(run, attempt),
             *_decision(attempt, job),
@@ -212,6 +229,16 @@ def _memory_report(run: RunDir, attempt: AttemptRecord, reason: ExitReason) -> I
     if reason == "oom":
         for path in sorted((run.attempt(attempt.number) / "memory").glob("rank-*.json"))[:1]:
             yield Evidence.because(f"{_folder(attempt)}/memory/{path.name}", Reason("launch.memory-by-part"))
+
+
+def _raised(run: RunDir, reason: ExitReason) -> Iterator[Evidence]:
+    """Yield the raised findings of the diagnosis that explain the end, the most severe first."""
+    codes = _EXPLAINED_BY.get(reason, ())
+    found = [each for each in raised_findings(read_events(run)).values() if each.reason.code.startswith(codes or "-")]
+    found.sort(key=lambda each: -SEVERITIES.index(each.severity))
+    for each in found[:_MOST_FINDINGS]:
+        params = {"severity": each.severity, "finding": each.reason, "run": run.run_id}
+        yield Evidence.because("events.jsonl", Reason("launch.raised-finding", params))
 
 
 def _stacks(run: RunDir, attempt: AttemptRecord, reason: ExitReason) -> Iterator[Evidence]:

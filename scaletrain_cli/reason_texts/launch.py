@@ -265,6 +265,7 @@ TEXTS: dict[str, Text] = {
     "more-failures": Text("and {count} more"),
     "memory-by-part": Text("memory of each part, beside the plan"),
     "stacks-written": Text("{count:of file}, one for each rank"),
+    "raised-finding": Text("diagnosed while it trained ({severity}): {finding}; see `scaletrain diagnose {run}`"),
     "earlier-attempts": Text("{attempts:list}; {lost:of step} trained twice so far"),
     "follows": Text("another attempt follows"),
     "follows-not": Text("no attempt follows unless the run is resumed"),

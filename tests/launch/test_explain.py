@@ -13,7 +13,8 @@ from scaletrain_cli.launch.explain import RESUME_IS_A_REMEDY, explain
 from scaletrain_cli.launch.finding import Explanation, Finding
 from scaletrain_cli.launch.submit import submit_run
 from scaletrain_cli.reason_texts.launch import TEXTS
-from scaletrain_cli.reasons import recorded
+from scaletrain_cli.reasons import Reason, recorded
+from scaletrain_cli.rundir.journal import record_event
 from tests.cli.command_line import scaletrain
 from tests.launch.conftest import LOCAL, MadeRun, MakeRun
 from tests.waiting import wait_until
@@ -53,6 +54,24 @@ def test_every_exit_reason_of_an_attempt_is_explained(make_run: MakeRun, reason:
     if reason != "done":
         assert "no attempt follows unless" in reported(finding)
         assert any(f"scaletrain resume {made.run.run_id}" in action for action in finding.actions)
+
+
+def test_the_findings_that_explain_a_failed_attempt_are_listed(make_run: MakeRun) -> None:
+    made = make_run()
+    begin_attempt(made.run, made.record.spec, scheduler="local", job_id="1", nodes=("here",))
+    diverges = Reason("diagnosis.loss-above-start", {"now": 8.0, "step": 90, "start": 4.0})
+    cleared = Reason("diagnosis.loss-rising", {"now": 5.0, "step": 50, "best": 4.0, "best_step": 20})
+    memory = Reason("diagnosis.memory-nearly-full", {"share": 0.97})
+    for reason in (memory, cleared, diverges):
+        fields = {"attempt": 1, "step": 90, "subject": "", "text": str(reason), **reason.to_document()}
+        record_event(made.run, "finding", severity="error", change="raised", **fields)
+        if reason is cleared:
+            record_event(made.run, "finding-cleared", severity="error", seconds=5.0, **fields)
+    end_attempt(made.run, made.record.spec, 1, Outcome(1, "nan", recorded("NaN")), Decision(False, 1, "over"))
+    (finding,) = explain(made.run).findings
+    listed = [each.text for each in finding.evidence if each.code == "launch.raised-finding"]
+    text = "diagnosed while it trained (error): the loss diverges: 8.000 at step 90, 4.000 at the start"
+    assert listed == [f"{text}; see `scaletrain diagnose {made.run.run_id}`"]
 
 
 def test_a_crash_shows_the_failure_reason_of_the_rank_and_the_end_of_its_log(make_run: MakeRun) -> None:

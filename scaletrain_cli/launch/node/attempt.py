@@ -24,6 +24,7 @@ from scaletrain_cli.launch.node.code import code_environment, left_in_code, plac
 from scaletrain_cli.launch.node.heartbeats import START_SECONDS, stopped_seconds
 from scaletrain_cli.launch.node.hub import fetch_hub_files
 from scaletrain_cli.launch.node.inspection import inspect_node, write_inspection
+from scaletrain_cli.launch.node.observer import Observer
 from scaletrain_cli.launch.node.options import LAST_LOOK_SIGNAL, AgentOptions
 from scaletrain_cli.launch.node.processes import (
     StoppedProcesses,
@@ -115,8 +116,13 @@ def run_node(options: AgentOptions) -> int:
         write_node_record(run, options.attempt, replace(node, ranks=tuple(local_ranks.ranks)))
         stopped = StoppedProcesses(stopped_seconds(record.spec))
         watch = Watch(run, options, node.node, local_ranks, record.spec.cluster, stopped)
+        watch.observer = Observer(run, options.attempt) if options.node_rank == 0 else None
         submitting = _start_submitting_evaluations(run, record, options)
         watch.run_to_end()
+        if watch.observer is not None:
+            # Half of what is left of the grace period: the end of the node is recorded after it.
+            left = (watch.deadline - time.monotonic()) / 2 if watch.preempted else math.inf
+            watch.observer.finish(left, failed=local_ranks.first_failure is not None)
         if submitting is not None:
             if node_exit_code(local_ranks.ranks, local_ranks.first_failure) == ExitCode.DONE:
                 _submit_last_evaluation(run, record, submitting)

@@ -17,6 +17,7 @@ from scaletrain_cli.errors import ExitCode
 from scaletrain_cli.full_disk import no_space
 from scaletrain_cli.launch.logs import end_of
 from scaletrain_cli.launch.node.heartbeats import LastBeat, PauseClock, hung_rank
+from scaletrain_cli.launch.node.observer import Observer
 from scaletrain_cli.launch.node.options import AGENT_SIGNALS, AgentOptions
 from scaletrain_cli.launch.node.processes import (
     STOPPED_SECONDS,
@@ -203,7 +204,7 @@ class Watch:
     """Waits for signals and for ranks to end, and decides when the remaining ranks must end.
 
     At ``deadline`` (monotonic) the remaining ranks get SIGKILL. ``disk_full`` is set where a rank ended
-    because of a full disk. ``ending``: a rank has failed, here or on another node.
+    because of a full disk. ``ending``: a rank has failed, here or on another node. ``observer``: diagnoses the run.
     """
 
     run: RunDir
@@ -219,6 +220,7 @@ class Watch:
     preempted: bool = field(default=False, init=False)
     disk_full: Failure | None = field(default=None, init=False)
     ending: bool = field(default=False, init=False)
+    observer: Observer | None = field(default=None, init=False)
 
     def run_to_end(self) -> None:
         """Run until every rank has ended and is recorded, or cannot be killed."""
@@ -233,6 +235,8 @@ class Watch:
                 self._forward(signal.SIGTERM)  # cancelled before the agent could receive a signal
             if not self.ending and not self.killed:
                 self._check_progress()
+                if self.observer is not None:
+                    self.observer.start_if_due()
             if time.monotonic() >= self.deadline:
                 if self.killed:
                     logger.error("%d ranks cannot be killed; this node needs attention", len(self.local_ranks.alive))
@@ -245,7 +249,8 @@ class Watch:
 
     def _wait_for_children(self) -> None:
         """Wait for processes that a program has left when the signal ended it, such as the child of a shell."""
-        while time.monotonic() < self.deadline and descendants():
+        own = None if self.observer is None else self.observer.pid
+        while time.monotonic() < self.deadline and descendants(own):
             for _ in reap():
                 pass
             time.sleep(_STACKS_POLL_SECONDS)

@@ -1,0 +1,172 @@
+"""The process that diagnoses a run while it trains: a child of the first node's agent (launch/node/observer.py).
+
+``python -m scaletrain_cli.launch.live_diagnosis RUN_DIR --attempt N --parent-pid PID``. It reads the run directory and
+appends the events ``finding`` and ``finding-cleared``. The end of its standard input asks for a last diagnosis; it then
+ends. It has the lowest priority, is the first process that the kernel kills for lack of memory, dies with the agent,
+and no rank waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli.diagnosis.case import read_case
+from scaletrain_cli.diagnosis.checks import diagnose
+from scaletrain_cli.diagnosis.findings import Finding
+from scaletrain_cli.diagnosis.hysteresis import Hysteresis, Transition
+from scaletrain_cli.errors import ExitCode, ScaletrainError
+from scaletrain_cli.launch.node.processes import die_with_parent
+from scaletrain_cli.log_setup import set_up_logging
+from scaletrain_cli.rundir.journal import read_events, record_event
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.raised_findings import CLEARED_EVENT, RAISED_EVENT, raised_findings
+from scaletrain_cli.rundir.record import RunRecord, read_record
+
+# The first minutes of an attempt show most mistakes. Then a diagnosis a minute, or fewer: the CPU time of all of them
+# stays below this share of one core.
+_YOUNG_SECONDS = 300.0
+_YOUNG_PAUSE_SECONDS, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 10.0, 60.0, 1800.0
+_YOUNG_SHARE, _SHARE = 0.01, 0.001
+_NICE = 19
+_FIRST_TO_KILL = "1000"
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Diagnose until the standard input ends; return the exit code of the process, which nobody needs."""
+    parser = argparse.ArgumentParser(prog="live_diagnosis", description="Diagnose a run while it trains.")
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    options = parser.parse_args(arguments)
+    if not die_with_parent(options.parent_pid, signal.SIGKILL):
+        return ExitCode.CRASHED
+    _yield_to_training()
+    set_up_logging("live diagnosis")
+    run = RunDir(options.run_folder)
+    try:
+        _run_until_asked(LiveDiagnosis(run, read_record(run), options.attempt), descriptor=0)
+    except (ScaletrainError, OSError) as error:
+        logger.warning("the run is not diagnosed while it trains: %s", error)
+        return ExitCode.CRASHED
+    return ExitCode.DONE
+
+
+def _yield_to_training() -> None:
+    """Take the lowest priority for the CPU, and be the first process to be killed for lack of memory."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_KILL, encoding="ascii")
+
+
+def _run_until_asked(diagnosis: LiveDiagnosis, descriptor: int) -> None:
+    """Diagnose at intervals until ``descriptor`` can be read, which is its end; then a last time."""
+    began = time.monotonic()
+    while True:
+        cost = diagnosis.look()
+        pause = pause_seconds(time.monotonic() - began, cost)
+        if select.select([descriptor], [], [], pause)[0]:
+            diagnosis.look(is_last=True)
+            return
+
+
+def pause_seconds(age: float, cost: float) -> float:
+    """Return the time until the next diagnosis, for the age of this process and the CPU time of the last one."""
+    shortest, share = (_YOUNG_PAUSE_SECONDS, _YOUNG_SHARE) if age < _YOUNG_SECONDS else (_PAUSE_SECONDS, _SHARE)
+    return min(_LONGEST_PAUSE_SECONDS, max(shortest, cost / share))
+
+
+@dataclass
+class LiveDiagnosis:
+    """Diagnoses one run again and again. Findings that an earlier attempt has raised are not raised again."""
+
+    run: RunDir
+    record: RunRecord
+    attempt: int
+    _seen: tuple[int, int] = field(default=(-1, -1), init=False)
+    _problem: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        raised = raised_findings(read_events(self.run))
+        self._hysteresis = Hysteresis({key: each.severity for key, each in raised.items()})
+
+    def look(self, *, is_last: bool = False) -> float:
+        """Diagnose once if there are new measurements or events; return the CPU time in seconds.
+
+        A failure is logged once and changes nothing else: the next diagnosis may succeed.
+        """
+        before = time.process_time()
+        try:
+            if is_last or self._sizes() != self._seen:
+                case = read_case(self.run, self.record)
+                findings = diagnose(self.run.run_id, case).findings
+                step = case.history.last_step
+                for transition in self._hysteresis.next(findings, is_last=is_last):
+                    self._write(transition, step)
+                self._seen = self._sizes()
+        except Exception as error:  # a damaged file or an error of a check must not end the later diagnoses
+            if repr(error) != self._problem:
+                logger.warning("a diagnosis failed: %r", error)
+            self._problem = repr(error)
+        return time.process_time() - before
+
+    def _sizes(self) -> tuple[int, int]:
+        return _size(self.run.metrics), _size(self.run.events)
+
+    def _write(self, transition: Transition, step: int) -> None:
+        if transition.finding is None:
+            raised = raised_findings(read_events(self.run)).get(transition.key)
+            if raised is None:  # the run has started again from scratch
+                return
+            lasted = round(max(0.0, time.time() - raised.time), 3)
+            known = {"subject": raised.subject, "severity": raised.severity, **raised.reason.to_document()}
+            known |= {"text": str(raised.reason), "seconds": lasted}
+            record_event(self.run, CLEARED_EVENT, attempt=self.attempt, step=step, **known)
+            return
+        fields = _fields_of(transition.finding)
+        record_event(self.run, RAISED_EVENT, attempt=self.attempt, step=step, change=transition.change, **fields)
+
+
+def _fields_of(finding: Finding) -> dict[str, Any]:
+    """Return the fields of the event: the finding without its causes, which depend on the spec alone."""
+    return {
+        "subject": finding.subject,
+        "severity": finding.severity,
+        "confidence": finding.confidence,
+        **_finite(finding.reason.to_document()),
+        "text": str(finding.reason),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value with null for NaN and infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _size(path: Path) -> int:
+    try:
+        with path.open("rb") as file:  # opened, since a network file system answers a mere stat from its cache
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The agent's side of the process that diagnoses the run while it trains (launch/live_diagnosis.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import time
+from dataclasses import dataclass, field
+
+from scaletrain_cli.own_processes import python_command
+from scaletrain_cli.rundir.paths import RunDir
+
+_MODULE = "scaletrain_cli.launch.live_diagnosis"
+_START_SECONDS = 10.0  # shorter attempts are diagnosed at their end, and only if they failed
+_LAST_SECONDS = 5.0
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Observer:
+    """Starts the process once the attempt has trained for some seconds, and asks it for a last diagnosis at the end.
+
+    No method raises or waits, except ``finish`` for at most 5 seconds.
+    """
+
+    run: RunDir
+    attempt: int
+    start_seconds: float = _START_SECONDS
+    _began: float = field(default_factory=time.monotonic, init=False)
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _is_tried: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._size_before = self._metrics_size()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None before the start."""
+        return None if self._process is None else self._process.pid
+
+    def start_if_due(self) -> None:
+        """Start the process if the attempt is old enough and has written measurements. Called about every second."""
+        if not self._is_tried and time.monotonic() - self._began >= self.start_seconds and self._has_trained():
+            self._start()
+
+    def finish(self, seconds: float = _LAST_SECONDS, *, failed: bool) -> None:
+        """Ask for a last diagnosis, and wait for it for at most ``seconds``, and at most 5; then kill the process.
+
+        ``failed``: the attempt did, so that it is worth a process of its own even if it was short.
+        """
+        if failed and not self._is_tried and self._has_trained():
+            self._start()
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(OSError):
+            if process.stdin is not None:
+                process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, min(seconds, _LAST_SECONDS)))
+        with contextlib.suppress(OSError):
+            process.kill()
+
+    def _start(self) -> None:
+        self._is_tried = True
+        words = (str(self.run.path), "--attempt", str(self.attempt), "--parent-pid", str(os.getpid()))
+        try:
+            self._process = subprocess.Popen(
+                python_command(_MODULE, *words), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            )
+        except OSError as error:
+            logger.warning("the run is not diagnosed while it trains: %s", error)
+
+    def _has_trained(self) -> bool:
+        return self._metrics_size() > self._size_before
+
+    def _metrics_size(self) -> int:
+        try:
+            return os.stat(self.run.metrics).st_size
+        except OSError:
+            return 0

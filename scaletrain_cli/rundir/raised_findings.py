@@ -1,0 +1,72 @@
+"""Findings of a run that are raised: what the events ``finding`` and ``finding-cleared`` of events.jsonl add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scaletrain_cli.reasons import Reason, reason_from
+
+RAISED_EVENT, CLEARED_EVENT = "finding", "finding-cleared"
+SEVERITIES = ("note", "warning", "error")
+
+
+@dataclass(frozen=True)
+class RaisedFinding:
+    """A finding that was raised and has not been cleared.
+
+    ``subject``: the source, rank or device that it is about; empty for the run. ``severity``: the highest since it was
+    raised. ``time``: Unix seconds at which it was raised. ``attempt``, ``step``: where the evidence is from.
+    """
+
+    reason: Reason
+    subject: str
+    severity: str
+    time: float
+    attempt: int
+    step: int
+
+    @property
+    def key(self) -> str:
+        """The code with the subject: at most one finding with a key is raised at a time."""
+        return finding_key(self.reason.code, self.subject)
+
+
+def finding_key(code: str, subject: str) -> str:
+    """Return the key by which findings of all attempts are compared."""
+    return f"{code} {subject}".rstrip()
+
+
+def raised_findings(events: Iterable[Mapping[str, Any]]) -> dict[str, RaisedFinding]:
+    """Return the raised findings by key, in the order in which they were raised. ``events``: oldest first.
+
+    A run that starts again from scratch has none. Events of another form are skipped.
+    """
+    found: dict[str, RaisedFinding] = {}
+    for event in events:
+        name = event.get("event")
+        if name == "from-scratch":
+            found = {}
+        elif name in (RAISED_EVENT, CLEARED_EVENT):
+            one = _read(event)
+            if name == CLEARED_EVENT:
+                found.pop(one.key, None)
+            elif one.severity in SEVERITIES:
+                before = found.get(one.key)
+                since = one.time if before is None else before.time
+                found[one.key] = RaisedFinding(one.reason, one.subject, one.severity, since, one.attempt, one.step)
+    return found
+
+
+def _read(event: Mapping[str, Any]) -> RaisedFinding:
+    """Return the finding of an event; missing values are empty, and zero."""
+    time, attempt, step = (event.get(name) for name in ("time", "attempt", "step"))
+    return RaisedFinding(
+        reason_from(event),
+        str(event.get("subject") or ""),
+        str(event.get("severity")),
+        float(time) if isinstance(time, int | float) else 0.0,
+        attempt if isinstance(attempt, int) else 0,
+        step if isinstance(step, int) else 0,
+    )

@@ -1,0 +1,102 @@
+"""The process that diagnoses a run while it trains, with measurements that a test writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scaletrain_cli.launch.live_diagnosis import LiveDiagnosis, pause_seconds
+from scaletrain_cli.launch.node.observer import Observer
+from tests.launch.conftest import MadeRun, MakeRun, is_running
+from tests.waiting import wait_until
+
+
+def log_steps(made: MadeRun, first: int, last: int, *, rises: bool) -> None:
+    """Append measured steps whose loss rises from 4 to 8, or falls."""
+    with made.run.metrics.open("a", encoding="utf-8") as file:
+        for step in range(first, last + 1):
+            loss = 4 + 4 * min(1.0, step / 100) if rises else 4 - 2 * min(1.0, step / 100)
+            line = {"step": step, "loss": loss + 0.01 * (-1) ** step, "attempt": 1, "step_seconds": 0.1}
+            file.write(json.dumps(line | {"time": float(step)}) + "\n")
+
+
+def test_a_process_raises_what_a_program_of_the_user_logs_and_ends_when_asked(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    made = make_run("code.command=[python, train.py]", run_id=f"observed-{tmp_path.name}")
+    observer = Observer(made.run, 1, start_seconds=0.0)
+    observer.start_if_due()
+    assert observer.pid is None  # nothing is measured yet
+    log_steps(made, 1, 200, rises=True)
+    observer.start_if_due()
+    assert observer.pid is not None
+    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, observer.pid or 0) == 19, "it yields to training")
+    observer.finish(failed=False)
+    assert not is_running(observer.pid)
+    (raised,) = made.events("finding")
+    assert (raised["code"], raised["severity"], raised["change"]) == ("diagnosis.loss-above-start", "error", "raised")
+    assert raised["text"].startswith("the loss diverges: 8.0")
+    assert raised["step"] == 200
+
+
+def test_a_short_attempt_is_diagnosed_if_it_failed(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Observer] = []
+    monkeypatch.setattr(Observer, "_start", lambda self: started.append(self))
+    made = make_run()
+    before = Observer(made.run, 1)
+    log_steps(made, 1, 200, rises=True)
+    before.finish(failed=False)
+    Observer(made.run, 2).finish(failed=True)  # it has trained nothing
+    assert started == []
+    before.finish(failed=True)
+    assert started == [before]
+
+
+def test_findings_are_raised_once_over_attempts_and_cleared(make_run: MakeRun) -> None:
+    made = make_run("code.command=[python, train.py]")
+    log_steps(made, 1, 200, rises=True)
+    first = LiveDiagnosis(made.run, made.record, 1)
+    first.look()
+    first.look()  # nothing new
+    assert made.events("finding") == []
+    log_steps(made, 201, 210, rises=True)
+    first.look()
+    second = LiveDiagnosis(made.run, made.record, 2)
+    for last in (220, 230):
+        log_steps(made, last - 9, last, rises=True)
+        second.look()
+    assert [event["attempt"] for event in made.events("finding")] == [1]
+    for last in (330, 340, 350):
+        log_steps(made, last - 99, last, rises=False)
+        assert not made.events("finding-cleared")
+        second.look()
+    (cleared,) = made.events("finding-cleared")
+    assert (cleared["code"], cleared["attempt"], cleared["step"]) == ("diagnosis.loss-above-start", 2, 350)
+
+
+def test_a_failed_diagnosis_is_logged_once_and_the_next_one_may_succeed(
+    make_run: MakeRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_run()
+    live = LiveDiagnosis(made.run, made.record, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("scaletrain_cli.launch.live_diagnosis.read_case", lambda *_: 1 / 0)
+        log_steps(made, 1, 100, rises=True)
+        live.look()
+        live.look()
+    assert [record.getMessage() for record in caplog.records] == [
+        "a diagnosis failed: ZeroDivisionError('division by zero')"
+    ]
+    live.look(is_last=True)
+    assert made.events("finding")
+
+
+def test_the_pause_bounds_the_share_of_a_core() -> None:
+    assert pause_seconds(5.0, 0.02) == 10
+    assert pause_seconds(5.0, 0.5) == pytest.approx(50)  # 1 % in the first minutes
+    assert pause_seconds(1000.0, 0.02) == 60
+    assert pause_seconds(1000.0, 0.3) == pytest.approx(300)  # 0.1 % later
+    assert pause_seconds(1000.0, 60.0) == 1800
