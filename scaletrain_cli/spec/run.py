@@ -18,11 +18,13 @@ from scaletrain_cli.spec.image_files import IMAGE_FORMATS, SKLEARN_DIGITS
 from scaletrain_cli.spec.losses import LOSSES_OF
 from scaletrain_cli.spec.model import ModelSpec, divisors
 from scaletrain_cli.spec.quantities import (
+    LARGEST_WHOLE,
     AutoSeconds,
     AutoWhole,
     Matching,
     Positive,
     PositiveBytes,
+    PositiveSeconds,
     Text,
     Whole,
     WholeOrZero,
@@ -167,6 +169,33 @@ class RestartsSpec(Section):
     oom: WholeOrZero = 0
 
 
+_MEASURED = used_when(where("telemetry.enabled", True))
+_SHORTEST_INTERVAL_SECONDS = 0.1
+
+
+class TelemetrySpec(Section):
+    """Measured values of ranks, GPUs, nodes and layers over time, kept in the run directory."""
+
+    enabled: bool = True
+    interval: Annotated[PositiveSeconds, _MEASURED] = Field(
+        default=1.0, description="time between two measurements of a node, and between two rows of a rank"
+    )
+    layers_every: Annotated[
+        int | Literal["auto"],
+        or_word("auto", partial(parse_whole, minimum=0)),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0, "maximum": LARGEST_WHOLE}, {"const": "auto"}]}),
+        _MEASURED,
+    ] = Field(default="auto", description="steps between two measurements of all layers; 0: never")
+    noise_scale: Annotated[bool, _MEASURED] = Field(
+        default=True, description="estimate the gradient noise scale where the ranks' gradients show it"
+    )
+
+    def inconsistencies(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) if the interval is too short to measure in."""
+        if self.interval < _SHORTEST_INTERVAL_SECONDS:
+            yield "interval", f"must be at least {_SHORTEST_INTERVAL_SECONDS} s."
+
+
 class PlannerSpec(Section):
     """Framework and search space of the planner; only ``deepspeed`` can be submitted.
 
@@ -259,6 +288,7 @@ class RunSpec(Section):
     guard: GuardSpec = LEFT_OUT
     restarts: RestartsSpec = LEFT_OUT
     tracking: TrackingSpec = LEFT_OUT
+    telemetry: TelemetrySpec = LEFT_OUT
     planner: PlannerSpec = LEFT_OUT
     code: CodeSpec = LEFT_OUT
     env: dict[EnvName, EnvValue] = {}

@@ -108,6 +108,7 @@ _TAIL = """\
 checkpoint: {every: $checkpoint_every, keep: 3}  # in steps; written in the background
 restarts: {preemption: unlimited, node: 10, crash: 3}
 # tracking: [tensorboard, {wandb: {project: $name}}]  # also mlflow; metrics.jsonl is always written
+# telemetry: {enabled: false}  # by default ranks, GPUs and nodes are measured each second
 # code: {path: ., engine: train}  # your own program in a git working tree, instead of the built-in engine
 # env: {NCCL_DEBUG: WARN}
 """

@@ -96,7 +96,7 @@ class Heartbeat:
     def from_environment(cls, environment: Mapping[str, str]) -> Heartbeat:
         """Return the heartbeat for the agent's pipe, which child processes of the rank do not inherit."""
         several = environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE")
-        return cls(_private_descriptor(environment, HEARTBEAT_VARIABLE, stat.S_ISFIFO), several_nodes=several)
+        return cls(private_descriptor(environment, HEARTBEAT_VARIABLE, stat.S_ISFIFO), several_nodes=several)
 
     def allow(self, *, hang_seconds: float | None, step_seconds: float, bytes_per_node: float, compiled: bool) -> None:
         """Set the time limits for the set-up and the first steps, which have no measured median yet.
@@ -159,14 +159,14 @@ class Heartbeat:
 
 def install_stack_dump(environment: Mapping[str, str]) -> None:
     """Install a SIGUSR2 handler in C that writes all threads' stacks for the agent, even in a hung collective."""
-    descriptor = _private_descriptor(environment, STACKS_VARIABLE, stat.S_ISREG)
+    descriptor = private_descriptor(environment, STACKS_VARIABLE, stat.S_ISREG)
     if descriptor is None:
         return
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2,))  # blocked by the agent: by default it terminates
 
 
-def _private_descriptor(environment: Mapping[str, str], name: str, is_kind: Callable[[int], bool]) -> int | None:
+def private_descriptor(environment: Mapping[str, str], name: str, is_kind: Callable[[int], bool]) -> int | None:
     """Return the descriptor that a variable names, made non-inheritable; None without the variable.
 
     Also None where a process between the agent and this one has closed it, as ``subprocess`` does: the number may then
