@@ -278,7 +278,7 @@ def test_every_package_is_in_the_table() -> None:
         (
             "launch/backends/local/backend.py",
             "from scaletrain_cli.cli.main import app",
-            "launch may import data, diagnosis, plan, rundir, spec, tracking, worker",
+            "launch may import data, diagnosis, plan, rundir, spec, telemetry, tracking, worker",
         ),
         ("launch/probe.py", "try:\n    import submitit\nexcept ImportError:\n    pass", "heavy"),
         ("launch/probe.py", "class Probe:\n    import submitit", "heavy"),
@@ -286,7 +286,7 @@ def test_every_package_is_in_the_table() -> None:
         (
             "engine/train.py",
             "from scaletrain_cli.launch import agent",
-            "engine may import data, plan, rundir, spec, tracking, worker",
+            "engine may import data, plan, rundir, spec, telemetry, tracking, worker",
         ),
         ("ui/tables.py", "from scaletrain_cli.plan import make_plan", "classes only"),
         ("ui/tables.py", "import scaletrain_cli.plan", "classes only"),
