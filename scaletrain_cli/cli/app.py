@@ -48,6 +48,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
     ),
     "Follow": (
         Verb("status", "Show the state of a run and how its attempts ended."),
+        Verb("watch", "Watch a run: progress, curves, speed beside the plan, memory, nodes, events, findings."),
         Verb("diagnose", "Diagnose how a run trains: loss, learning rate, data, speed, memory, checkpoints."),
         Verb("explain", "Explain why a run is pending or failed, and how to fix it."),
         Verb("list", "List runs."),

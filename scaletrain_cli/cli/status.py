@@ -13,8 +13,6 @@ from scaletrain_cli.cli.options import AsJson, seconds_of
 from scaletrain_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from scaletrain_cli.diagnosis.findings import Finding
-    from scaletrain_cli.diagnosis.timing import RunFigures
     from scaletrain_cli.launch.status import RunStatus
     from scaletrain_cli.launch.sweep import SweepStatus
     from scaletrain_cli.rundir.paths import RunDir
@@ -71,8 +69,8 @@ def command(
         return
     if scheduler is not None:
         raise UsageError("--scheduler requires --cluster.")
-    from scaletrain_cli.launch.attempts import read_attempts
     from scaletrain_cli.launch.status import run_status
+    from scaletrain_cli.launch.view import read_view
     from scaletrain_cli.rundir.sweeps import Sweep, find_run_or_sweep
 
     found = find_run_or_sweep(run) if run is not None else _newest()
@@ -82,33 +80,24 @@ def command(
         status, code = run_status(found), int(ExitCode.DONE)
     else:
         status, code = _wait(found, seconds_of("--wait", wait))
-    attempts = read_attempts(found)
-    figures, findings = _diagnosed(found, status)
+    view = read_view(found, status)
     if as_json:
         from scaletrain_cli.ui.json import print_json
 
-        more = figures.to_json() | {"findings": [finding.to_json() for finding in findings]}
-        attempted = {"attempts": [dataclasses.asdict(attempt) for attempt in attempts]}
-        print_json(status.to_json() | more | attempted)
+        print_json(view.to_json() | {"attempts": [dataclasses.asdict(attempt) for attempt in view.attempts]})
     else:
         from scaletrain_cli.ui.status import show_status
 
-        show_status(status, attempts, figures=figures, findings=findings)
+        show_status(
+            view.status,
+            view.attempts,
+            figures=view.figures,
+            findings=view.diagnosis.findings,
+            plan=view.record.plan,
+            hardware=view.hardware,
+            guard_events=view.guard_events,
+        )
     raise typer.Exit(code)
-
-
-def _diagnosed(run: RunDir, status: RunStatus) -> tuple[RunFigures, tuple[Finding, ...]]:
-    """Return the times and costs of a run, and the findings of its diagnosis, from one reading of its directory."""
-    from scaletrain_cli.diagnosis.case import read_case
-    from scaletrain_cli.diagnosis.checks import diagnose
-    from scaletrain_cli.diagnosis.timing import run_figures
-    from scaletrain_cli.launch.status import is_over
-    from scaletrain_cli.rundir.record import read_record
-
-    record = read_record(run)
-    case = read_case(run, record)
-    figures = run_figures(run, record, case, step=status.step, is_over=is_over(run, status), now=time.time())
-    return figures, diagnose(run.run_id, case).findings
 
 
 def _show_cluster(name: str | None, scheduler: str | None, as_json: bool) -> None:

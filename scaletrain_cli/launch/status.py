@@ -123,6 +123,9 @@ class RunStatus:
     unit: str = "tokens"  # of the training data: tokens, images or pairs
     samples_per_second: float | None = None  # images or pairs; None for a language model
     validation_measures: Mapping[str, float] = dataclasses.field(default_factory=dict)  # beside the loss, by name
+    learning_rate: float | None = None
+    grad_norm: float | None = None  # of the whole model, before clipping
+    mfu: float | None = None  # model FLOPs utilization, from 0 to 1; None on a CPU
 
     @property
     def why(self) -> str:
@@ -142,16 +145,17 @@ class RunStatus:
         return {"schema": "scaletrain.status/v1", **plain, "measured": measured, "goodput": goodput, "sweep": sweep}
 
 
-def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
+def run_status(run: RunDir, scheduler: Backend | None = None, *, job: Job | None = None) -> RunStatus:
     """Return the status of the run. Raises UsageError when run.json is damaged.
 
-    Where the scheduler does not answer, the state is that of the run directory, or unknown.
+    ``job``: a recent answer of the scheduler, which is then not asked. Where it does not answer, the state is that of
+    the run directory, or unknown.
     """
     record = read_record(run)
     attempts = read_attempts(run)
     last = attempts[-1] if attempts else None
     submission = read_submission(run)
-    job = _ask(run, record, last, scheduler)
+    job = _ask(run, record, last, scheduler) if job is None else job
     measured = {**job.progress, **_newest_measures(run, evaluates=record.spec.evaluation.every > 0)}
     state = _state(run, record, job, last)
     # The volume is not visible here, and the pods were deleted before any command read their output.
@@ -185,6 +189,9 @@ def run_status(run: RunDir, scheduler: Backend | None = None) -> RunStatus:
         unit=record.spec.unit,
         samples_per_second=measured.get("samples_per_second"),
         validation_measures=measures_in(measured),
+        learning_rate=measured.get("learning_rate"),
+        grad_norm=measured.get("grad_norm"),
+        mfu=measured.get("mfu"),
     )
 
 

@@ -25,7 +25,7 @@ def show_diagnosis(diagnosis: Diagnosis) -> None:
     console = stdout_console()
     line(console, Text.assemble((plain(diagnosis.run_id), "bold"), f"  {_summary(diagnosis)}"))
     for finding in diagnosis.findings:
-        show(console, Group("", *_finding(finding)))
+        show(console, Group("", *finding_in_full(finding)))
     if diagnosis.not_concluded:
         rows = Table.grid(padding=(0, 1, 0, 0))
         rows.add_column(no_wrap=True)
@@ -37,7 +37,7 @@ def show_diagnosis(diagnosis: Diagnosis) -> None:
 
 def finding_lines(findings: Sequence[Finding]) -> list[Text]:
     """Return a line for each of the first findings, and how many more there are, for the screen of `status`."""
-    lines = [_headline(finding) for finding in findings[:_IN_STATUS]]
+    lines = [finding_headline(finding) for finding in findings[:_IN_STATUS]]
     if len(findings) > _IN_STATUS:
         lines.append(Text(f"and {counted(len(findings) - _IN_STATUS, 'more finding')}", "dim"))
     return lines
@@ -51,13 +51,15 @@ def _summary(diagnosis: Diagnosis) -> str:
     return f"{steps}  " + ", ".join(counted(count, name) for name, count in counts.items() if count)
 
 
-def _headline(finding: Finding) -> Text:
+def finding_headline(finding: Finding) -> Text:
+    """Return the severity and the text of a finding."""
     head = Text.assemble((finding.severity, _STYLES[finding.severity]), " ")
     return head.append_text(escaped_text(str(finding.reason)))
 
 
-def _finding(finding: Finding) -> Iterator[RenderableType]:
-    text = _headline(finding).append(f" (confidence: {finding.confidence})", "dim")
+def finding_in_full(finding: Finding) -> Iterator[RenderableType]:
+    """Yield the text of a finding, and its likely causes with the changes of the spec."""
+    text = finding_headline(finding).append(f" (confidence: {finding.confidence})", "dim")
     yield text
     if finding.causes:
         yield Text("  likely causes" if len(finding.causes) > 1 else "  likely cause", "dim")

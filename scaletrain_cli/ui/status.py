@@ -12,16 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from scaletrain_cli.diagnosis.findings import Finding
+from scaletrain_cli.diagnosis.hardware import Hardware
 from scaletrain_cli.diagnosis.timing import RunFigures
+from scaletrain_cli.event_texts import Event, event_sentence
 from scaletrain_cli.launch.attempts import AttemptRecord
 from scaletrain_cli.launch.status import RunStatus
 from scaletrain_cli.launch.sweep import SweepStatus
+from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured
 from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text
 from scaletrain_cli.text import measures_text as validation_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
 from scaletrain_cli.ui.diagnosis import finding_lines
+from scaletrain_cli.ui.hardware import gpu_text, rank_memory_text
 
 STYLES = {
     "finished": "bold green",
@@ -43,8 +47,13 @@ def show_status(
     *,
     figures: RunFigures | None = None,
     findings: Sequence[Finding] = (),
+    plan: RunPlan | None = None,
+    hardware: Hardware | None = None,
+    guard_events: Sequence[Event] = (),
 ) -> None:
-    """Print the status of a run to stdout, with its times and costs, and the first findings of its diagnosis."""
+    """Print the status of a run to stdout, with its times and costs, what its ranks and GPUs measure, the events of
+    its guard, and the first findings of its diagnosis.
+    """
     console = stdout_console()
     share = f" ({percent_text(status.step / status.total_steps)})" if status.total_steps else ""
     headline = Text.assemble(
@@ -67,6 +76,10 @@ def show_status(
         table.add_row("  slow", escaped_text(str(status.straggler)))
     if status.measured is not None:
         table.add_row("  memory", escaped_text(memory_text(status.measured)))
+    if hardware is not None and hardware.memory is not None and plan is not None:
+        table.add_row("  ranks", escaped_text(rank_memory_text(hardware.memory, plan)))
+    if hardware is not None and (gpus := gpu_text(hardware)):
+        table.add_row("  GPU", escaped_text(gpus))
     if figures is not None and (times := times_text(figures)):
         table.add_row("  time", escaped_text(times))
     if figures is not None and (cost := cost_text(figures)):
@@ -76,6 +89,8 @@ def show_status(
     if status.last_checkpoint_step is not None:
         lost = f"; {status.steps_lost_total} steps lost so far" if status.attempt > 1 else ""
         table.add_row("  saved", escaped_text(f"step {status.last_checkpoint_step}{lost}"))
+    if guard_events:
+        table.add_row("  guard", escaped_text(guard_text(guard_events)))
     where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
     waits_again = status.job.state == "queued" and status.attempt > 0  # `why` is then the end of the last attempt
     nodes = f" on {', '.join(status.nodes)}" if status.nodes and not waits_again else ""
@@ -99,6 +114,13 @@ def times_text(figures: RunFigures) -> str:
         return "; ".join(left)
     planned = f", planned {seconds_text(figures.planned_step_seconds)}" if figures.planned_step_seconds > 0 else ""
     return "; ".join([*left, f"{seconds_text(figures.measured_step_seconds)} per step{planned}"])
+
+
+def guard_text(events: Sequence[Event]) -> str:
+    """Return ``2 rolled-back, 1 spike; last: ...``: how many events of each name, and the text of the last one."""
+    names = [str(event.get("event")) for event in events]
+    counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+    return f"{counts}; last: {event_sentence(events[-1])}"
 
 
 def cost_text(figures: RunFigures) -> str:

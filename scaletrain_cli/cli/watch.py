@@ -1,0 +1,104 @@
+"""`scaletrain watch`: a living view of a run in the terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson, RunName
+from scaletrain_cli.errors import ExitCode
+
+if TYPE_CHECKING:
+    from scaletrain_cli.launch.view import RunView
+    from scaletrain_cli.rundir.paths import RunDir
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.USAGE)
+_LOOK_SECONDS = 0.5
+_LINE_SECONDS = 10.0  # between two lines of a run that only trains
+
+
+def command(
+    run: RunName,
+    once: Annotated[bool, typer.Option("--once", help="Print the overview once and exit.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run: progress, time and money left, curves, speed beside the plan, memory, nodes, events, findings.
+
+    Keys: q quits, 1 to 7 choose a page, ? shows all keys. Works for queued and ended runs. Without a terminal, or with
+    TERM=dumb, it prints a line when something changes, until the run has ended. With --json it prints the answer of
+    `scaletrain status --json` as one line per change; with --once one answer.
+    """
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.ui.watch.terminal import is_capable
+
+    found = find_run(run)
+    if once:
+        _show_once(found, as_json)
+    elif as_json:
+        _follow_as_json(found)
+    elif is_capable():
+        from scaletrain_cli.ui.watch.screen import watch_screen
+
+        watch_screen(found)
+    else:
+        _follow(found)
+
+
+def _show_once(run: RunDir, as_json: bool) -> None:
+    from scaletrain_cli.launch.view import read_view
+
+    view = read_view(run)
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(_document(view))
+    else:
+        from scaletrain_cli.ui.watch.lines import show_overview
+
+        show_overview(view)
+
+
+def _follow_as_json(run: RunDir) -> None:
+    """Write a line for each change of step, state, events or findings, and the envelope at the end of the run."""
+    from scaletrain_cli.launch.view import ViewReader
+    from scaletrain_cli.ui.json import print_json, stream_json
+
+    reader, written = ViewReader(run), None
+    while True:
+        view = reader.read()
+        if (mark := _mark(view)) != written:
+            stream_json(_document(view))
+            written = mark
+        if view.is_over:
+            break
+        time.sleep(_LOOK_SECONDS)
+    print_json({"run_id": run.run_id})
+
+
+def _follow(run: RunDir) -> None:
+    from scaletrain_cli.launch.view import ViewReader
+    from scaletrain_cli.ui.watch.lines import show_change
+
+    reader, before, printed = ViewReader(run), None, float("-inf")
+    while True:
+        view = reader.read()
+        is_due = time.monotonic() - printed >= _LINE_SECONDS
+        if before is None or view.is_over or _mark(view, steps=is_due) != _mark(before, steps=is_due):
+            show_change(view, before)
+            before, printed = view, time.monotonic()
+        if view.is_over:
+            return
+        time.sleep(_LOOK_SECONDS)
+
+
+def _mark(view: RunView, *, steps: bool = True) -> tuple[object, ...]:
+    """Return what differs between two views that are shown apart."""
+    status = view.status
+    findings = tuple(finding.code for finding in view.diagnosis.findings)
+    return (status.state, status.attempt, str(status.reason), len(view.events), findings, status.step if steps else 0)
+
+
+def _document(view: RunView) -> dict[str, object]:
+    return {**view.to_json(), "schema": "scaletrain.watch/v1", "is_over": view.is_over}

@@ -1,0 +1,141 @@
+"""The first page of `watch`: state, progress, loss, and a line for each figure of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.text import Text
+
+from scaletrain_cli.launch.view import RunView, next_checkpoint_step
+from scaletrain_cli.text import bytes_text, counted, listed, percent_text, ratio_text, seconds_text
+from scaletrain_cli.ui.console import escaped_text
+from scaletrain_cli.ui.diagnosis import finding_headline
+from scaletrain_cli.ui.events import event_line
+from scaletrain_cli.ui.hardware import gpu_text, planned_parts_text, rank_memory_text, step_parts_text
+from scaletrain_cli.ui.status import cost_text, goodput_text, measures_text, memory_text, sources_text
+from scaletrain_cli.ui.watch.curves import loss_curve
+from scaletrain_cli.ui.watch.layout import Choices, Content, cut, joined, rows_of, wrapped
+
+_LEAST_CHART_ROWS = 6
+_TALL = 30
+
+
+def progress_bar(done: int, total: int, width: int, unicode: bool = True) -> Text:
+    """Return a bar with ``1,234 of 2,000 steps  61.7 %`` behind it."""
+    share = min(1.0, done / total) if total else 0.0
+    words = f" {done:,} of {total:,} steps  {100 * share:.1f} %"
+    cells = max(4, width - len(words))
+    full = int(cells * share)
+    filled, empty = ("━", "─") if unicode else ("#", "-")
+    return Text.assemble((filled * full, "bold green"), (empty * (cells - full), "dim"), words)
+
+
+def overview(view: RunView, choices: Choices, width: int, height: int) -> Content:
+    """Return the state, the loss, and a line for each figure; the chart takes the lines that are left."""
+    bar = progress_bar(view.status.step, view.status.total_steps, width, choices.unicode)
+    lines = 2 if height >= _TALL else 1
+    figures = [line for label, text in _figures(view) if text for line in rows_of(label, text, width, lines)]
+    findings = [cut(finding_headline(finding), width) for finding in view.diagnosis.findings]
+    events = [cut(event_line(event), width) for event in view.events if event.get("event") not in _MINOR_EVENTS]
+    head = [bar, *_why(view, width)]
+    left = height - len(head) - len(figures)
+    shown_findings = findings[: 5 if height >= _TALL else 2]
+    if len(findings) > len(shown_findings):
+        more = f"and {counted(len(findings) - len(shown_findings), 'more finding')}: page 6"
+        shown_findings = [*shown_findings, Text(more, "dim")]
+    left -= len(shown_findings)
+    has_curve = len(view.case.history) > 1
+    wanted = max(1, left // 4) if has_curve else left
+    shown_events = events[-max(1, wanted) :] if left > 0 or not has_curve else []
+    rows = left - len(shown_events)
+    chart: list[Text] = []
+    if has_curve and rows >= _LEAST_CHART_ROWS:
+        chart = loss_curve(view, choices, width, rows)
+    return Content([*head, *chart, *figures, *shown_findings, *shown_events])
+
+
+_MINOR_EVENTS = ("measured", "first-loss", "mixture")
+
+
+def _why(view: RunView, width: int) -> list[Text]:
+    """Return why the run is in its state, where that needs a reason, in at most three lines."""
+    status = view.status
+    if not status.why or status.state in ("finished", "running"):
+        return []
+    return wrapped(escaped_text(status.why), width)[:3]
+
+
+def _figures(view: RunView) -> list[tuple[str, str]]:
+    """Return label and text of each line of figures; an empty text where nothing is known."""
+    status, figures, plan, hardware = view.status, view.figures, view.record.plan, view.hardware
+    left = [f"{seconds_text(figures.eta_seconds)} left" if figures.eta_seconds else "", cost_text(figures)]
+    if figures.eta_seconds and figures.eta_seconds > 60:
+        left[0] += time.strftime(" until %b %d %H:%M", time.localtime(view.now + figures.eta_seconds))
+    rate = [f"learning rate {status.learning_rate:.3g}"] if status.learning_rate is not None else []
+    rate += [f"gradient norm {status.grad_norm:.3g}"] if status.grad_norm is not None else []
+    mfu = "" if status.mfu is None else f"MFU {percent_text(status.mfu)}, planned {percent_text(plan.time.mfu)}"
+    parts = "" if hardware is None else step_parts_text(hardware)
+    memory = ""
+    if hardware is not None and hardware.memory is not None:
+        memory = rank_memory_text(hardware.memory, plan)
+    elif status.measured is not None:
+        memory = memory_text(status.measured)
+    return [
+        ("left", joined(left)),
+        ("last", measures_text(status)),
+        ("", ", ".join(rate)),
+        ("sources", sources_text(status)),
+        ("step", joined([_step_text(view), mfu])),
+        ("measured", parts),
+        ("planned", planned_parts_text(plan) if parts or figures.measured_step_seconds is None else ""),
+        ("slow", str(status.straggler or "")),
+        ("memory", memory),
+        ("GPU", gpu_text(hardware) if hardware is not None else ""),
+        ("goodput", goodput_text(status.goodput) if status.goodput is not None else ""),
+        ("saved", _saved(view)),
+        ("nodes", _nodes_text(view)),
+    ]
+
+
+def _step_text(view: RunView) -> str:
+    """Return ``0.52 s per step, planned 0.48 s (x1.08)``."""
+    figures = view.figures
+    measured, planned = figures.measured_step_seconds, figures.planned_step_seconds
+    if measured is None:
+        return f"planned {seconds_text(planned)}" if planned > 0 else ""
+    if planned <= 0:
+        return f"{seconds_text(measured)} per step"
+    return f"{seconds_text(measured)} per step, planned {seconds_text(planned)} ({ratio_text(measured / planned)})"
+
+
+def _saved(view: RunView) -> str:
+    step, seconds = view.status.last_checkpoint_step, view.figures.measured_step_seconds
+    parts = []
+    if step is not None:
+        saved: Mapping[str, Any] = next(
+            (e for e in reversed(view.events) if e.get("event") == "checkpoint" and e.get("step") == step), {}
+        )
+        at = saved.get("time")
+        age = f", {seconds_text(max(0, round(view.now - at)))} ago" if isinstance(at, int | float) else ""
+        size = f", {bytes_text(saved['bytes'])}" if isinstance(saved.get("bytes"), int) else ""
+        took = f" in {seconds_text(saved['seconds'])}" if isinstance(saved.get("seconds"), int | float) else ""
+        parts.append(f"step {step:,}{age}{size}{took}")
+    following = next_checkpoint_step(view)
+    if following is not None:
+        wait = max(0, following - view.status.step)
+        when = "" if seconds is None else f" in {seconds_text(round(wait * seconds))}"
+        parts.append(f"next at step {following:,}{when}")
+    if view.status.steps_lost_total:
+        parts.append(f"{counted(view.status.steps_lost_total, 'step')} lost so far")
+    return joined(parts)
+
+
+def _nodes_text(view: RunView) -> str:
+    status = view.status
+    where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
+    nodes = f" on {listed(status.nodes)}" if status.nodes else ""
+    attempt = f"attempt {status.attempt}, " if status.attempt > 1 else ""
+    detail = f": {status.job.detail}" if status.state == "running" and status.job.detail else ""
+    return attempt + where + nodes + detail

@@ -1,0 +1,136 @@
+"""The screen of `watch`: a headline, the names of the pages, the page, and a line of keys; and what each key does."""
+
+from __future__ import annotations
+
+import time
+
+from rich.text import Text
+
+from scaletrain_cli.launch.view import RunView
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.ui.console import plain
+from scaletrain_cli.ui.watch.curves import MOST_HALVINGS
+from scaletrain_cli.ui.watch.layout import PAGES, Choices, Content, cut
+from scaletrain_cli.ui.watch.lines import headline
+from scaletrain_cli.ui.watch.pages import page_content
+from scaletrain_cli.ui.watch.reading import Reading, Shown
+from scaletrain_cli.ui.watch.tables import ORDERS
+from scaletrain_cli.ui.watch.terminal import Terminal
+
+DRAW_SECONDS = 0.5
+_FRAME_ROWS = 3  # headline, names of the pages, keys
+_KEYS = "q quit  1-7 Tab page  ↑↓ scroll  s steps/time  +- part  ? help"
+
+
+def watch_screen(run: RunDir) -> None:
+    """Show the run until the user quits. Raises UsageError for a damaged record."""
+    reading = Reading(run, DRAW_SECONDS)
+    reading.start()
+    choices = Choices()
+    try:
+        with Terminal() as terminal:
+            choices.unicode = terminal.unicode
+            size, quits = (0, 0), False
+            while not quits:
+                reading.follow_log(choices.log if choices.page == "logs" else None)
+                if reading.changed.is_set() or terminal.size != size:
+                    reading.changed.clear()
+                    if terminal.size != size:
+                        terminal.forget()
+                    size = terminal.size
+                    terminal.draw(screen_lines(reading.shown, choices, *size))
+                key = terminal.key(DRAW_SECONDS)
+                if key is not None:
+                    quits = not press(key, choices, reading.shown, *size)
+                    if key == "r":
+                        terminal.forget()
+                    terminal.draw(screen_lines(reading.shown, choices, *size))
+    finally:
+        reading.stop()
+
+
+def screen_lines(shown: Shown, choices: Choices, width: int, height: int) -> list[Text]:
+    """Return ``height`` lines of at most ``width`` columns; ``choices.scroll`` is limited to what there is."""
+    content = page_content(shown, choices, width, height - _FRAME_ROWS)
+    room = max(1, height - _FRAME_ROWS - len(content.head))
+    choices.scroll = max(0, min(choices.scroll, len(content.body) - room))
+    first = len(content.body) - room - choices.scroll if content.from_end else choices.scroll
+    first = max(0, first)
+    body = [*content.head, *content.body[first : first + room]]
+    body += [Text("")] * (height - _FRAME_ROWS - len(body))
+    lines = [_headline(shown, width), _names(choices, width), *body, _foot(shown, content, first, room, width)]
+    return lines if choices.unicode else [_ascii(line) for line in lines]
+
+
+def press(key: str, choices: Choices, shown: Shown, width: int, height: int) -> bool:
+    """Change the choices by a key; return False if it quits."""
+    rows = max(1, height - _FRAME_ROWS - 1)
+    is_from_end = page_content(shown, choices, width, height - _FRAME_ROWS).from_end
+    moves = {"up": -1, "down": 1, "page-up": -rows, "page-down": rows, "home": -(10**9), "end": 10**9}
+    if key == "q":
+        return False
+    if key in moves:
+        choices.scroll += -moves[key] if is_from_end else moves[key]
+    elif key.isdigit() and 1 <= int(key) <= len(PAGES):
+        choices.page, choices.scroll = PAGES[int(key) - 1], 0
+    elif key in ("tab", "shift-tab"):
+        place = PAGES.index(choices.page) if choices.page in PAGES else -1
+        choices.page, choices.scroll = PAGES[(place + (1 if key == "tab" else -1)) % len(PAGES)], 0
+    elif key in ("?", "escape"):
+        is_help = key == "?" and choices.page != "help"
+        choices.page, choices.scroll = ("help" if is_help else "overview"), 0
+    elif key == "s":
+        choices.by_time = not choices.by_time
+    elif key in ("+", "-"):
+        choices.halvings = max(0, min(MOST_HALVINGS, choices.halvings + (1 if key == "+" else -1)))
+    elif key == "o":
+        choices.order, choices.scroll = (choices.order + 1) % len(ORDERS), 0
+    elif key in ("left", "right") and choices.page == "logs":
+        count = 1 if shown.log is None else shown.log.count
+        choices.log, choices.scroll = (choices.log + (1 if key == "right" else -1)) % count, 0
+    return True
+
+
+def _headline(shown: Shown, width: int) -> Text:
+    """Return run id, state, attempt, and the time of the reading at the right."""
+    view = shown.view
+    left = _state_text(view)
+    clock = time.strftime("%H:%M:%S", time.localtime(view.now))
+    if shown.problem:
+        left.append(f"  {plain(shown.problem)}", "bold red")
+    left = cut(left, width - len(clock) - 1)
+    left.pad_right(width - len(clock) - left.cell_len)
+    return left.append(clock, "dim")
+
+
+def _state_text(view: RunView) -> Text:
+    text = headline(view)
+    if view.is_over and view.status.state != "finished":
+        text.append("  ended", "dim")
+    return text
+
+
+def _names(choices: Choices, width: int) -> Text:
+    """Return the names of the pages; that of the shown one is in brackets, so that it is seen without colors."""
+    text = Text()
+    for number, page in enumerate(PAGES, 1):
+        name = f"{number} {page}"
+        text.append(f"[{name}]" if page == choices.page else f" {name} ", "bold" if page == choices.page else "dim")
+    return cut(text, width)
+
+
+def _foot(shown: Shown, content: Content, first: int, room: int, width: int) -> Text:
+    total = len(content.body)
+    where = "" if total <= room else f"lines {first + 1}-{min(total, first + room)} of {total}"
+    keys = cut(Text(_KEYS, "dim"), width - len(where) - 1)
+    keys.pad_right(width - len(where) - keys.cell_len)
+    return keys.append(where, "dim")
+
+
+_ASCII = str.maketrans("×→·•–≤°↑↓…", "x>-*-<\u0020^v.")
+
+
+def _ascii(line: Text) -> Text:
+    line = line.copy()
+    line.plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode()
+    return line
