@@ -342,6 +342,7 @@ def write_module(project: Path, file: str, source: str) -> None:
         ["schema"],
         ["list"],
         ["diagnose", "--help"],
+        ["watch", "--help"],
     ],
     ids=" ".join,
 )

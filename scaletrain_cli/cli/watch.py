@@ -39,9 +39,11 @@ def command(
     elif as_json:
         _follow_as_json(found)
     elif is_capable():
-        from scaletrain_cli.ui.watch.screen import watch_screen
+        from scaletrain_cli.launch.watching import Reading
+        from scaletrain_cli.ui.watch.screen import DRAW_SECONDS, watch_screen
 
-        watch_screen(found)
+        with Reading(found, DRAW_SECONDS) as reading:
+            watch_screen(reading)
     else:
         _follow(found)
 
@@ -62,7 +64,7 @@ def _show_once(run: RunDir, as_json: bool) -> None:
 
 def _follow_as_json(run: RunDir) -> None:
     """Write a line for each change of step, state, events or findings, and the envelope at the end of the run."""
-    from scaletrain_cli.launch.view import ViewReader
+    from scaletrain_cli.launch.watching import ViewReader
     from scaletrain_cli.ui.json import print_json, stream_json
 
     reader, written = ViewReader(run), None
@@ -78,7 +80,7 @@ def _follow_as_json(run: RunDir) -> None:
 
 
 def _follow(run: RunDir) -> None:
-    from scaletrain_cli.launch.view import ViewReader
+    from scaletrain_cli.launch.watching import ViewReader
     from scaletrain_cli.ui.watch.lines import show_change
 
     reader, before, printed = ViewReader(run), None, float("-inf")

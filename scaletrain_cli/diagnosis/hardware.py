@@ -24,6 +24,28 @@ _GPU_COLUMNS = ("utilization", "sm_clock_hertz", "temperature_celsius", "power_w
 _THROTTLES = ("throttled_by_power", "throttled_by_heat", "throttled_by_hardware")
 
 
+class Recent:
+    """The latest rows of one rank, GPU or node. Each method returns None for a column that was not measured."""
+
+    def __init__(self, series: Series) -> None:
+        self._series = series
+
+    def mean(self, column: str) -> float | None:
+        """Return the mean, in which each row counts as often as the values that it stands for."""
+        means, counts = self._series.mean.get(column, ()), self._series.counts
+        pairs = [(value, count) for value, count in zip(means, counts, strict=False) if math.isfinite(value)]
+        total = sum(count for _, count in pairs)
+        return math.fsum(value * count for value, count in pairs) / total if total else None
+
+    def highest(self, column: str) -> float | None:
+        """Return the highest value."""
+        return max(filter(math.isfinite, self._series.highest.get(column, ())), default=None)
+
+    def latest(self, column: str) -> float | None:
+        """Return the last value."""
+        return next(filter(math.isfinite, reversed(self._series.mean.get(column, ()))), None)
+
+
 @dataclass(frozen=True)
 class Spread:
     """A measure over subjects: the lowest and highest value, each with the subject that has it, and the median."""
@@ -45,18 +67,17 @@ class Hardware:
     """Of the newest attempt that measured anything. ``is_whole`` is False if only some of very many nodes were read.
 
     ``memory``: bytes by rank, the most of the rows read. ``step_parts``: seconds, the median over ranks of their mean.
-    ``gpus``: by column of the telemetry. ``throttled``: share of time by cause, of the GPU with the most.
+    ``gpu_spreads``: by column. ``throttled``: share of time by cause, of the GPU with the most.
     """
 
-    telemetry: Telemetry
+    ranks: Mapping[int, Recent]
+    gpus: Mapping[str, Recent]
+    nodes: Mapping[str, Recent]
+    is_whole: bool
     memory: Spread | None
     step_parts: Mapping[str, float]
-    gpus: Mapping[str, Spread]
+    gpu_spreads: Mapping[str, Spread]
     throttled: Mapping[str, Spread]
-
-    @property
-    def is_whole(self) -> bool:
-        return self.telemetry.is_whole
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of `status`; null for what was not measured."""
@@ -64,7 +85,7 @@ class Hardware:
             "is_whole": self.is_whole,
             "memory_bytes": None if self.memory is None else self.memory.to_json(),
             "step_parts": dict(self.step_parts),
-            "gpus": {name: spread.to_json() for name, spread in self.gpus.items()},
+            "gpus": {name: spread.to_json() for name, spread in self.gpu_spreads.items()},
             "throttled": {name: spread.to_json() for name, spread in self.throttled.items()},
         }
 
@@ -79,44 +100,20 @@ def read_hardware(run: RunDir) -> Hardware | None:
 
 def hardware_of(telemetry: Telemetry) -> Hardware:
     """Return the figures of a telemetry that was read."""
-    ranks = {f"rank {number}": series for number, series in telemetry.ranks.items()}
+    ranks = {number: Recent(series) for number, series in telemetry.ranks.items()}
+    gpus = {name: Recent(series) for name, series in telemetry.gpus.items()}
+    nodes = {name: Recent(series) for name, series in telemetry.nodes.items()}
     parts = {}
-    for name in STEP_PARTS:
-        means = [value for series in ranks.values() if (value := mean_of(series, name)) is not None]
+    for column in STEP_PARTS:
+        means = [value for each in ranks.values() if (value := each.mean(column)) is not None]
         if means:
-            parts[name] = median(means)
-    memory = _spread((name, highest_of(series, "memory_bytes")) for name, series in ranks.items())
-    gpus = {
-        column: found
-        for column in _GPU_COLUMNS
-        if (found := _spread((name, mean_of(series, column)) for name, series in telemetry.gpus.items())) is not None
-    }
-    throttled = {
-        column: found
-        for column in _THROTTLES
-        if (found := _spread((name, mean_of(series, column)) for name, series in telemetry.gpus.items())) is not None
-    }
-    return Hardware(telemetry, memory, parts, gpus, throttled)
-
-
-def mean_of(series: Series, column: str) -> float | None:
-    """Return the mean of a column over its rows, each with the number of values that it stands for."""
-    values = series.mean.get(column)
-    if values is None:
-        return None
-    pairs = [(value, count) for value, count in zip(values, series.counts, strict=True) if math.isfinite(value)]
-    total = sum(count for _, count in pairs)
-    return math.fsum(value * count for value, count in pairs) / total if total else None
-
-
-def highest_of(series: Series, column: str) -> float | None:
-    """Return the highest value of a column."""
-    return max((value for value in series.highest.get(column, ()) if math.isfinite(value)), default=None)
-
-
-def latest_of(series: Series, column: str) -> float | None:
-    """Return the last value of a column that was measured."""
-    return next((value for value in reversed(series.mean.get(column, ())) if math.isfinite(value)), None)
+            parts[column] = median(means)
+    memory = _spread((f"rank {number}", each.highest("memory_bytes")) for number, each in ranks.items())
+    found = {c: _spread((name, each.mean(c)) for name, each in gpus.items()) for c in (*_GPU_COLUMNS, *_THROTTLES)}
+    known = {column: spread for column, spread in found.items() if spread is not None}
+    spreads = {column: known[column] for column in _GPU_COLUMNS if column in known}
+    throttled = {column: known[column] for column in _THROTTLES if column in known}
+    return Hardware(ranks, gpus, nodes, telemetry.is_whole, memory, parts, spreads, throttled)
 
 
 def _spread(values: Iterable[tuple[str, float | None]]) -> Spread | None:

@@ -118,9 +118,24 @@ def withdraw_event(run: RunDir, event: str) -> None:
         os.close(descriptor)
 
 
+# The file of events that was parsed last, with its identity, size and time: a verb reads the same events several times.
+_parsed: tuple[Path, tuple[int, int, int, int], list[dict[str, Any]]] | None = None
+
+
 def read_events(run: RunDir) -> list[dict[str, Any]]:
-    """Return all events, oldest first."""
-    return list(read_lines(run.events))
+    """Return all events, oldest first. They are parsed again only if the file has changed; do not modify them."""
+    global _parsed
+    known = _parsed
+    try:
+        with open_to_read(run.events) as file:
+            found = os.fstat(file.fileno())
+            state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+            if known is None or known[:2] != (run.events, state):
+                known = (run.events, state, list(_objects(file.read(found.st_size).split(b"\n"))))
+                _parsed = known
+            return list(known[2])
+    except FileNotFoundError:
+        return []
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:

@@ -23,23 +23,30 @@ _LEAST_THROTTLED = 0.01
 
 
 def rank_memory_text(memory: Spread, plan: RunPlan) -> str:
-    """Return ``rank 3 61.2 GB, median 60.1 GB of 8 ranks; planned 62.0 GB of 80.0 GB``."""
+    """Return ``rank 3 61.2 GB, median 60.1 GB of 8 ranks; planned 62.0 GB of 80.0 GB``.
+
+    Of very many ranks a part is read, which the text tells: ``of 512 ranks (of 4,096)``.
+    """
+    world = plan.layout.world_size
+    part = f" (of {world:,})" if memory.count < world else ""
     worst = f"{memory.highest_name} {bytes_text(memory.highest)}"
-    others = f", median {bytes_text(memory.median)} of {counted(memory.count, 'rank')}" if memory.count > 1 else ""
+    others = (
+        f", median {bytes_text(memory.median)} of {counted(memory.count, 'rank')}{part}" if memory.count > 1 else ""
+    )
     return f"{worst}{others}; planned {bytes_text(plan.memory.peak)} of {bytes_text(plan.memory.capacity)}"
 
 
 def gpu_text(hardware: Hardware) -> str:
     """Return ``97 % used (gpu07/0 80 %), 1.98 GHz, up to 71 °C (gpu07/0), 650 W each``; empty without GPUs."""
     parts = []
-    if (use := hardware.gpus.get("utilization")) is not None:
+    if (use := hardware.gpu_spreads.get("utilization")) is not None:
         parts.append(f"{percent_text(use.median)} used{_named(use.lowest_name, percent_text(use.lowest), use)}")
-    if (clock := hardware.gpus.get("sm_clock_hertz")) is not None:
+    if (clock := hardware.gpu_spreads.get("sm_clock_hertz")) is not None:
         slowest = _named(clock.lowest_name, f"{clock.lowest / 1e9:.2f}", clock)
         parts.append(f"{clock.median / 1e9:.2f} GHz{slowest}")
-    if (heat := hardware.gpus.get("temperature_celsius")) is not None:
+    if (heat := hardware.gpu_spreads.get("temperature_celsius")) is not None:
         parts.append(f"up to {heat.highest:.0f} °C{f' ({heat.highest_name})' if heat.count >= _MANY else ''}")
-    if (power := hardware.gpus.get("power_watts")) is not None:
+    if (power := hardware.gpu_spreads.get("power_watts")) is not None:
         parts.append(f"{power.median:,.0f} W each" if power.count >= _MANY else f"{power.median:,.0f} W")
     for column, name in _THROTTLE_NAMES.items():
         share = hardware.throttled.get(column)

@@ -21,12 +21,13 @@ from scaletrain_cli.launch.sweep import SweepStatus
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.goodput import Goodput
 from scaletrain_cli.rundir.measured import Figure, Measured
-from scaletrain_cli.text import bytes_text, count_text, dollars_text, percent_text, seconds_text
+from scaletrain_cli.text import bytes_text, count_text, dollars_text, listed, percent_text, seconds_text
 from scaletrain_cli.text import measures_text as validation_text
 from scaletrain_cli.ui.console import escaped_text, line, plain, show, stdout_console
 from scaletrain_cli.ui.diagnosis import finding_lines
 from scaletrain_cli.ui.hardware import gpu_text, rank_memory_text
 
+_MOST_NODES = 8
 STYLES = {
     "finished": "bold green",
     "running": "bold cyan",
@@ -93,7 +94,7 @@ def show_status(
         table.add_row("  guard", escaped_text(guard_text(guard_events)))
     where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
     waits_again = status.job.state == "queued" and status.attempt > 0  # `why` is then the end of the last attempt
-    nodes = f" on {', '.join(status.nodes)}" if status.nodes and not waits_again else ""
+    nodes = f" on {listed(status.nodes, _MOST_NODES)}" if status.nodes and not waits_again else ""
     is_shown = status.reason != status.job.why if waits_again else status.state == "running"
     says = f": {status.job.detail}" if is_shown and status.job.detail else ""
     table.add_row("  job", escaped_text(where + nodes + says))

@@ -57,7 +57,7 @@ def curves(view: RunView, choices: Choices, width: int, height: int) -> list[Tex
 
 def _step_title(view: RunView) -> Text:
     planned = view.figures.planned_step_seconds
-    return Text(f"seconds per step, planned {seconds_text(planned)}" if planned > 0 else "seconds per step")
+    return Text(f"step time, planned {seconds_text(planned)}" if planned > 0 else "step time")
 
 
 def _chart(
@@ -70,7 +70,7 @@ def _chart(
     y_text: Callable[[float], str],
     levels: Mapping[str, float] | None = None,
 ) -> list[Text]:
-    part = f"  last {len(lines[0].x):,} measured" if choices.halvings else ""
+    part = f"  last {len(lines[0].x):,}" if choices.halvings else ""
     x_text = seconds_text if choices.by_time else _step_text
     drawn = plot(
         lines,

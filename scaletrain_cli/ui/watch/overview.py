@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from scaletrain_cli.launch.view import RunView, next_checkpoint_step
+from scaletrain_cli.launch.view import RunView
 from scaletrain_cli.text import bytes_text, counted, listed, percent_text, ratio_text, seconds_text
 from scaletrain_cli.ui.console import escaped_text
 from scaletrain_cli.ui.diagnosis import finding_headline
@@ -95,7 +95,7 @@ def _figures(view: RunView) -> list[tuple[str, str]]:
         ("GPU", gpu_text(hardware) if hardware is not None else ""),
         ("goodput", goodput_text(status.goodput) if status.goodput is not None else ""),
         ("saved", _saved(view)),
-        ("nodes", _nodes_text(view)),
+        ("job", _job_text(view)),
     ]
 
 
@@ -114,15 +114,14 @@ def _saved(view: RunView) -> str:
     step, seconds = view.status.last_checkpoint_step, view.figures.measured_step_seconds
     parts = []
     if step is not None:
-        saved: Mapping[str, Any] = next(
-            (e for e in reversed(view.events) if e.get("event") == "checkpoint" and e.get("step") == step), {}
-        )
+        commits = [event for event in view.events if event.get("event") == "checkpoint" and event.get("step") == step]
+        saved: Mapping[str, Any] = commits[-1] if commits else {}
         at = saved.get("time")
         age = f", {seconds_text(max(0, round(view.now - at)))} ago" if isinstance(at, int | float) else ""
         size = f", {bytes_text(saved['bytes'])}" if isinstance(saved.get("bytes"), int) else ""
         took = f" in {seconds_text(saved['seconds'])}" if isinstance(saved.get("seconds"), int | float) else ""
         parts.append(f"step {step:,}{age}{size}{took}")
-    following = next_checkpoint_step(view)
+    following = view.next_checkpoint_step
     if following is not None:
         wait = max(0, following - view.status.step)
         when = "" if seconds is None else f" in {seconds_text(round(wait * seconds))}"
@@ -132,7 +131,7 @@ def _saved(view: RunView) -> str:
     return joined(parts)
 
 
-def _nodes_text(view: RunView) -> str:
+def _job_text(view: RunView) -> str:
     status = view.status
     where = f"{status.scheduler} job {status.job_id}" if status.job_id else status.scheduler
     nodes = f" on {listed(status.nodes)}" if status.nodes else ""

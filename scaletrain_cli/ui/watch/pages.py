@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from rich.text import Text
 
+from scaletrain_cli.launch.watching import Shown
 from scaletrain_cli.ui.console import escaped_text
 from scaletrain_cli.ui.diagnosis import finding_in_full
 from scaletrain_cli.ui.events import event_line
 from scaletrain_cli.ui.watch.curves import curves
 from scaletrain_cli.ui.watch.layout import Choices, Content, Page, cut, rendered, wrapped
 from scaletrain_cli.ui.watch.overview import overview
-from scaletrain_cli.ui.watch.reading import Shown
 from scaletrain_cli.ui.watch.tables import nodes_page, ranks_page
 
 
@@ -61,17 +62,25 @@ def _logs(shown: Shown, choices: Choices, width: int, height: int) -> Content:
         return Content(wrapped(waits, width))
     of = f"rank {log.file.rank} on {log.file.node}, attempt {log.file.attempt}"
     head = escaped_text(f"{of}: log {log.number + 1} of {log.count}, left and right choose another", "dim")
-    rows = [part for line in log.lines for part in wrapped(escaped_text(line), width, indent=2)]
+    rows = [part for line in log.lines for part in wrapped(escaped_text(_without_origin(line)), width, indent=2)]
     return Content(rows or [Text("empty", "dim")], [cut(head, width)], from_end=True)
+
+
+# The date and the source of a rank's own lines, which the first line of the page names.
+_ORIGIN = re.compile(r"\d{4}-\d\d-\d\dT(\d\d:\d\d:\d\d)\.\d+Z INFO rank \d+: ")
+
+
+def _without_origin(line: str) -> str:
+    return _ORIGIN.sub(r"\1Z ", line, count=1) if _ORIGIN.match(line) else line
 
 
 def _help(shown: Shown, choices: Choices, width: int, height: int) -> Content:
     """Return the keys."""
     keys = {
         "1 to 7, Tab, Shift-Tab": "choose a page",
-        "Up, Down, Page Up, Page Down": "scroll; Home and End: to the first and last line",
+        "Up, Down, Page Up, Page Down": "scroll; Home, End: first and last line",
         "s": "curves over steps or over time",
-        "+ and -": "curves of a shorter or longer part of the run, up to now",
+        "+ and -": "curves of a shorter or longer part, up to now",
         "o": "order of the ranks: rank, own time, memory",
         "Left, Right": "log of another rank",
         "r": "draw the screen again",

@@ -7,46 +7,50 @@ import time
 from rich.text import Text
 
 from scaletrain_cli.launch.view import RunView
-from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.launch.watching import Reading, Shown
 from scaletrain_cli.ui.console import plain
 from scaletrain_cli.ui.watch.curves import MOST_HALVINGS
 from scaletrain_cli.ui.watch.layout import PAGES, Choices, Content, cut
 from scaletrain_cli.ui.watch.lines import headline
 from scaletrain_cli.ui.watch.pages import page_content
-from scaletrain_cli.ui.watch.reading import Reading, Shown
 from scaletrain_cli.ui.watch.tables import ORDERS
 from scaletrain_cli.ui.watch.terminal import Terminal
 
 DRAW_SECONDS = 0.5
+_FIRST_SECONDS = 0.1  # until the first reading
 _FRAME_ROWS = 3  # headline, names of the pages, keys
 _KEYS = "q quit  1-7 Tab page  ↑↓ scroll  s steps/time  +- part  ? help"
 
 
-def watch_screen(run: RunDir) -> None:
-    """Show the run until the user quits. Raises UsageError for a damaged record."""
-    reading = Reading(run, DRAW_SECONDS)
-    reading.start()
+def watch_screen(reading: Reading) -> None:
+    """Show what is read until the user quits. Raises what the first reading raised."""
     choices = Choices()
-    try:
-        with Terminal() as terminal:
-            choices.unicode = terminal.unicode
-            size, quits = (0, 0), False
-            while not quits:
-                reading.follow_log(choices.log if choices.page == "logs" else None)
-                if reading.changed.is_set() or terminal.size != size:
-                    reading.changed.clear()
-                    if terminal.size != size:
-                        terminal.forget()
-                    size = terminal.size
-                    terminal.draw(screen_lines(reading.shown, choices, *size))
-                key = terminal.key(DRAW_SECONDS)
-                if key is not None:
-                    quits = not press(key, choices, reading.shown, *size)
-                    if key == "r":
-                        terminal.forget()
-                    terminal.draw(screen_lines(reading.shown, choices, *size))
-    finally:
-        reading.stop()
+    with Terminal() as terminal:
+        choices.unicode = terminal.unicode
+        size, quits = (0, 0), False
+        while not quits:
+            reading.follow_log(choices.log if choices.page == "logs" else None)
+            is_new = reading.changed.is_set() or terminal.size != size
+            reading.changed.clear()
+            if reading.shown is None and reading.failure is not None:
+                raise reading.failure
+            if terminal.size != size:
+                terminal.forget()
+            size = terminal.size
+            if is_new:
+                terminal.draw(_lines(reading, choices, *size))
+            key = terminal.key(DRAW_SECONDS if reading.shown is not None else _FIRST_SECONDS)
+            if key is not None:
+                quits = key == "q" or (reading.shown is not None and not press(key, choices, reading.shown, size[1]))
+                if key == "r":
+                    terminal.forget()
+                terminal.draw(_lines(reading, choices, *size))
+
+
+def _lines(reading: Reading, choices: Choices, width: int, height: int) -> list[Text]:
+    if reading.shown is None:
+        return [cut(Text.assemble((plain(reading.run.run_id), "bold"), "  reading the run directory"), width)]
+    return screen_lines(reading.shown, choices, width, height)
 
 
 def screen_lines(shown: Shown, choices: Choices, width: int, height: int) -> list[Text]:
@@ -58,19 +62,19 @@ def screen_lines(shown: Shown, choices: Choices, width: int, height: int) -> lis
     first = max(0, first)
     body = [*content.head, *content.body[first : first + room]]
     body += [Text("")] * (height - _FRAME_ROWS - len(body))
-    lines = [_headline(shown, width), _names(choices, width), *body, _foot(shown, content, first, room, width)]
+    lines = [_headline(shown, width), _names(choices, width), *body, _foot(content, first, room, width)]
+    lines = [cut(line, width) for line in lines]
     return lines if choices.unicode else [_ascii(line) for line in lines]
 
 
-def press(key: str, choices: Choices, shown: Shown, width: int, height: int) -> bool:
+def press(key: str, choices: Choices, shown: Shown, height: int) -> bool:
     """Change the choices by a key; return False if it quits."""
     rows = max(1, height - _FRAME_ROWS - 1)
-    is_from_end = page_content(shown, choices, width, height - _FRAME_ROWS).from_end
     moves = {"up": -1, "down": 1, "page-up": -rows, "page-down": rows, "home": -(10**9), "end": 10**9}
     if key == "q":
         return False
     if key in moves:
-        choices.scroll += -moves[key] if is_from_end else moves[key]
+        choices.scroll += -moves[key] if choices.page == "logs" else moves[key]
     elif key.isdigit() and 1 <= int(key) <= len(PAGES):
         choices.page, choices.scroll = PAGES[int(key) - 1], 0
     elif key in ("tab", "shift-tab"):
@@ -119,7 +123,7 @@ def _names(choices: Choices, width: int) -> Text:
     return cut(text, width)
 
 
-def _foot(shown: Shown, content: Content, first: int, room: int, width: int) -> Text:
+def _foot(content: Content, first: int, room: int, width: int) -> Text:
     total = len(content.body)
     where = "" if total <= room else f"lines {first + 1}-{min(total, first + room)} of {total}"
     keys = cut(Text(_KEYS, "dim"), width - len(where) - 1)

@@ -6,54 +6,60 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from scaletrain_cli.diagnosis.hardware import highest_of, latest_of, mean_of
+from scaletrain_cli.diagnosis.hardware import Recent
 from scaletrain_cli.launch.node.record import NodeRecord
-from scaletrain_cli.telemetry.series import Series
+from scaletrain_cli.launch.watching import Shown
 from scaletrain_cli.text import bytes_text, counted, percent_text, seconds_text
 from scaletrain_cli.ui.console import plain
 from scaletrain_cli.ui.watch.layout import Choices, Content, cut, wrapped
-from scaletrain_cli.ui.watch.reading import Shown
 
-_Value = Callable[[Series], float | None]
+_Value = Callable[[Recent], float | None]
 ORDERS: tuple[tuple[str, _Value | None], ...] = (
     ("rank", None),
-    ("own time", lambda series: mean_of(series, "own_seconds")),
-    ("memory", lambda series: highest_of(series, "memory_bytes")),
+    ("own time", lambda one: one.mean("own_seconds")),
+    ("memory", lambda one: one.highest("memory_bytes")),
 )
 _RANK_COLUMNS: tuple[tuple[str, _Value, Callable[[float], str]], ...] = (
-    ("step", lambda series: mean_of(series, "step_seconds"), seconds_text),
-    ("own", lambda series: mean_of(series, "own_seconds"), seconds_text),
-    ("data wait", lambda series: mean_of(series, "data_wait_seconds"), seconds_text),
-    ("communication", lambda series: mean_of(series, "communication_seconds"), seconds_text),
-    ("memory", lambda series: highest_of(series, "memory_bytes"), bytes_text),
-    ("reserved", lambda series: highest_of(series, "memory_reserved_bytes"), bytes_text),
-    ("retries", lambda series: highest_of(series, "allocation_retries"), lambda value: f"{value:,.0f}"),
+    ("step", lambda one: one.mean("step_seconds"), seconds_text),
+    ("own", lambda one: one.mean("own_seconds"), seconds_text),
+    ("data wait", lambda one: one.mean("data_wait_seconds"), seconds_text),
+    ("communication", lambda one: one.mean("communication_seconds"), seconds_text),
+    ("memory", lambda one: one.highest("memory_bytes"), bytes_text),
+    ("reserved", lambda one: one.highest("memory_reserved_bytes"), bytes_text),
+    ("retries", lambda one: one.highest("allocation_retries"), lambda value: f"{value:,.0f}"),
 )
+
+
+def _throttled_share(one: Recent) -> float | None:
+    columns = ("throttled_by_power", "throttled_by_heat", "throttled_by_hardware")
+    return max((value for column in columns if (value := one.mean(column)) is not None), default=None)
+
+
 _GPU_COLUMNS: tuple[tuple[str, _Value, Callable[[float], str]], ...] = (
-    ("used", lambda series: mean_of(series, "utilization"), percent_text),
-    ("clock", lambda series: mean_of(series, "sm_clock_hertz"), lambda value: f"{value / 1e9:.2f} GHz"),
-    ("heat", lambda series: highest_of(series, "temperature_celsius"), lambda value: f"{value:.0f} °C"),
-    ("power", lambda series: mean_of(series, "power_watts"), lambda value: f"{value:,.0f} W"),
-    ("memory", lambda series: latest_of(series, "memory_used_bytes"), bytes_text),
-    ("throttled", lambda series: _throttled(series), percent_text),
-    ("ECC", lambda series: highest_of(series, "uncorrected_errors"), lambda value: f"{value:,.0f}"),
+    ("used", lambda one: one.mean("utilization"), percent_text),
+    ("clock", lambda one: one.mean("sm_clock_hertz"), lambda value: f"{value / 1e9:.2f} GHz"),
+    ("heat", lambda one: one.highest("temperature_celsius"), lambda value: f"{value:.0f} °C"),
+    ("power", lambda one: one.mean("power_watts"), lambda value: f"{value:,.0f} W"),
+    ("memory", lambda one: one.latest("memory_used_bytes"), bytes_text),
+    ("throttled", _throttled_share, percent_text),
+    ("ECC", lambda one: one.highest("uncorrected_errors"), lambda value: f"{value:,.0f}"),
 )
 _NODE_COLUMNS: tuple[tuple[str, _Value, Callable[[float], str]], ...] = (
-    ("CPU", lambda series: mean_of(series, "cpu_utilization"), percent_text),
-    ("free memory", lambda series: latest_of(series, "memory_available_bytes"), bytes_text),
-    ("disk write", lambda series: mean_of(series, "disk_written_bytes_per_second"), lambda v: f"{bytes_text(v)}/s"),
-    ("net in", lambda series: mean_of(series, "network_received_bytes_per_second"), lambda v: f"{bytes_text(v)}/s"),
-    ("net out", lambda series: mean_of(series, "network_sent_bytes_per_second"), lambda v: f"{bytes_text(v)}/s"),
-    ("IB in", lambda series: mean_of(series, "infiniband_received_bytes_per_second"), lambda v: f"{bytes_text(v)}/s"),
+    ("CPU", lambda one: one.mean("cpu_utilization"), percent_text),
+    ("free memory", lambda one: one.latest("memory_available_bytes"), bytes_text),
+    ("disk write", lambda one: one.mean("disk_written_bytes_per_second"), lambda v: f"{bytes_text(v)}/s"),
+    ("net in", lambda one: one.mean("network_received_bytes_per_second"), lambda v: f"{bytes_text(v)}/s"),
+    ("net out", lambda one: one.mean("network_sent_bytes_per_second"), lambda v: f"{bytes_text(v)}/s"),
+    ("IB in", lambda one: one.mean("infiniband_received_bytes_per_second"), lambda v: f"{bytes_text(v)}/s"),
 )
 
 
 def ranks_page(shown: Shown, choices: Choices, width: int, height: int) -> Content:
     """Return a line for each rank; columns that no rank has are left out."""
     hardware = shown.view.hardware
-    if hardware is None or not hardware.telemetry.ranks:
+    if hardware is None or not hardware.ranks:
         return Content(_nothing(shown, width))
-    ranks = hardware.telemetry.ranks
+    ranks = hardware.ranks
     title, value = ORDERS[choices.order % len(ORDERS)]
     order = sorted(ranks)
     if value is not None:
@@ -75,8 +81,8 @@ def nodes_page(shown: Shown, choices: Choices, width: int, height: int) -> Conte
     if hardware is None:
         return Content([*lines, Text(""), *_nothing(shown, width)])
     for series, columns, title in (
-        (hardware.telemetry.gpus, _GPU_COLUMNS, "GPU"),
-        (hardware.telemetry.nodes, _NODE_COLUMNS, "node"),
+        (hardware.gpus, _GPU_COLUMNS, "GPU"),
+        (hardware.nodes, _NODE_COLUMNS, "node"),
     ):
         if series:
             names = sorted(series)
@@ -117,15 +123,10 @@ def _nodes_of_ranks(nodes: Sequence[NodeRecord]) -> dict[int, str]:
     return {rank.rank + offset: node.name for node in nodes for rank in node.ranks for offset in range(rank.ranks)}
 
 
-def _throttled(series: Series) -> float | None:
-    columns = ("throttled_by_power", "throttled_by_heat", "throttled_by_hardware")
-    return max((value for column in columns if (value := mean_of(series, column)) is not None), default=None)
-
-
 def _table(
     titles: Sequence[str],
     names: Sequence[Sequence[str]],
-    series: Sequence[Series],
+    series: Sequence[Recent],
     columns: Sequence[tuple[str, _Value, Callable[[float], str]]],
     width: int,
 ) -> list[Text]:
