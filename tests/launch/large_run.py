@@ -1,4 +1,4 @@
-"""A run of many steps and ranks, as its directory would be: attempt, nodes, events, metrics, telemetry. No tests here."""
+"""The directory of a run of many steps and ranks: attempt, nodes, events, metrics, telemetry. No tests here."""
 
 from __future__ import annotations
 
