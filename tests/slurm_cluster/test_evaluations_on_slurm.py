@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DevCluster]:
-    with DevCluster.running(nodes=3, grace_seconds=60, kill_wait_seconds=20, slurmd_timeout_seconds=5) as cluster:
+    with DevCluster.running(nodes=3, grace_seconds=60, kill_wait_seconds=20, slurmd_timeout_seconds=15) as cluster:
         yield cluster
 
 
