@@ -69,6 +69,7 @@ RUN: dict[str, Runs] = {
     "scaletrain plan SPEC": Runs(f"plan {SPEC}", ": fits"),
     "scaletrain plan SPEC --explain": Runs(f"plan {SPEC} --explain", "Why"),
     "scaletrain plan SPEC --all": Runs(f"plan {SPEC} --all", "PaLM"),
+    "scaletrain plan SPEC --calibrate RUN": Runs(f"plan {SPEC} --calibrate small", "a calibration needs 20", 2),
     "scaletrain plan A B": Runs(f"plan {SPEC} recipes/gpt2-124m-a100.yaml", "gpt2-124m-a100"),
     "scaletrain plan SPEC --plot plan.html": Runs(f"plan {SPEC} --plot plan.html", "wrote plan.html"),
     "scaletrain plan SPEC --deadline 30d": Runs(f"plan {SPEC} --deadline 30d", "finished in 30 d"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from scaletrain_cli.cli.completion import complete_gpu, complete_setting
+from scaletrain_cli.cli.completion import complete_gpu, complete_run, complete_setting
 from scaletrain_cli.cli.options import AsJson, ClusterName, Overrides
 from scaletrain_cli.errors import ExitCode, InfeasibleError, Problem, UsageError
 from scaletrain_cli.extras import install_command
@@ -26,6 +26,7 @@ from scaletrain_cli.spec import RunSpec
 
 if TYPE_CHECKING:
     from scaletrain_cli.plan.advice.answer import Answer
+    from scaletrain_cli.plan.planning import Measurements
     from scaletrain_cli.plan.reliability.spot_trace import SpotTrace
     from scaletrain_cli.plan.search.cluster_limits import Limits
 
@@ -90,6 +91,18 @@ def command(
         bool,
         typer.Option("--live-prices", help="Use current cloud prices; requires the extra [prices] and network access."),
     ] = False,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--calibrate",
+            metavar="RUN",
+            help="Keep the measured step time of a run for this and later plans; repeatable.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    uncalibrated: Annotated[
+        bool, typer.Option("--uncalibrated", help="Use the planner's own times, not measurements of earlier runs.")
+    ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every layout considered, and the assumptions.")
     ] = False,
@@ -110,11 +123,16 @@ def command(
     --objective, --max-gpus, --deadline and --budget choose the number of GPUs. A deadline alone chooses the fewest
     GPUs that meet it, also more than in the spec.
 
+    Step times that were measured before (--calibrate, and every rehearsal) scale those of a plan for the same GPU,
+    model family, precision and framework; --uncalibrated leaves them out. A number of GPUs is chosen without them.
+
     hf://org/name plans full fine-tuning of a model of the Hugging Face Hub without a spec file, from its config.json.
     """
     from scaletrain_cli.plan.search.cluster_limits import parse_limits
     from scaletrain_cli.spec.source import variants
 
+    for name in calibrate or ():
+        _calibrate(name)
     models = [name for name in specs if is_reference(name)]
     if gpus is not None and len(models) < len(specs):
         raise UsageError("--gpus requires hf://org/name. For a spec file use --set cluster.nodes=N or --max-gpus.")
@@ -134,7 +152,7 @@ def command(
         for option, given in single.items():
             if given:
                 raise UsageError(f"{option} requires a single run, but {len(specs) * len(sets)} are compared.")
-        _compare(specs, overrides or [], sets, cluster, hardware, as_json=as_json)
+        _compare(specs, overrides or [], sets, cluster, hardware, uncalibrated=uncalibrated, as_json=as_json)
         return
     if plot is not None:
         from scaletrain_cli.ui.plan_figure import check_plot_file
@@ -146,7 +164,9 @@ def command(
 
         recorded = read_trace(trace)
     run = _load(specs[0], overrides or [], sets[0], cluster, hardware)
-    found = _ask(_priced(run) if live_prices else run, limits, explain, recorded, as_json=as_json)
+    measurements = _measurements(run, uncalibrated=uncalibrated)
+    run = _priced(run) if live_prices else run
+    found = _ask(run, limits, explain, recorded, measurements, as_json=as_json)
     data = summarize_data(run)
     if as_json:
         from scaletrain_cli.ui.json import print_json
@@ -192,12 +212,39 @@ def _load(name: str, overrides: list[str], varied: tuple[str, ...], cluster: str
     return load_varied(Path(name), overrides, varied, VARY, cluster)
 
 
-def _ask(run: RunSpec, limits: Limits | None, explain: bool, trace: SpotTrace | None, *, as_json: bool) -> Answer:
+def _calibrate(name: str) -> None:
+    """Keep the measured step time of a run, and say so on stderr."""
+    from scaletrain_cli.launch.calibration import keep_measurement, measure_run
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.text import seconds_text
+    from scaletrain_cli.ui.console import say
+
+    found = measure_run(find_run(name))
+    path = keep_measurement(found)
+    planned = f"{seconds_text(found.seconds)} per step, planned {seconds_text(found.planned_seconds)}"
+    say(f"{found.source}: {planned}, factor {found.factor:.3g}; kept in {path}")
+
+
+def _measurements(run: RunSpec, *, uncalibrated: bool) -> Measurements | None:
+    from scaletrain_cli.launch.calibration import read_measurements
+
+    return None if uncalibrated else read_measurements(run)
+
+
+def _ask(
+    run: RunSpec,
+    limits: Limits | None,
+    explain: bool,
+    trace: SpotTrace | None,
+    measurements: Measurements | None,
+    *,
+    as_json: bool,
+) -> Answer:
     """Return the answer. Prints partial results before it raises InfeasibleError."""
     from scaletrain_cli.plan.advice.answer import answer
 
     try:
-        return answer(run, limits, explained=explain, trace=trace)
+        return answer(run, limits, explained=explain, trace=trace, measurements=measurements)
     except InfeasibleError as error:
         from scaletrain_cli.plan.search.sizing import SizingError
 
@@ -232,12 +279,14 @@ def _compare(
     cluster: str | None,
     on: Hardware,
     *,
+    uncalibrated: bool,
     as_json: bool,
 ) -> None:
     from scaletrain_cli.plan.advice.answer import compare, name_runs, none_feasible
 
     runs = [(Path(name), chosen, _load(name, overrides, chosen, cluster, on)) for name in specs for chosen in sets]
-    compared = compare(name_runs(runs))
+    named = name_runs(runs)
+    compared = compare([(name, run, _measurements(run, uncalibrated=uncalibrated)) for name, run in named])
     if as_json:
         from scaletrain_cli.ui.json import print_json
 

@@ -54,9 +54,10 @@ if TYPE_CHECKING:
 
 def plan_for_engine(spec: RunSpec, file: Path | str) -> RunPlan:
     """Return the plan. Raises InfeasibleError for a run that can be planned but not run by this engine."""
+    from scaletrain_cli.launch.calibration import read_measurements
     from scaletrain_cli.plan import make_plan, submittable
 
-    plan = make_plan(spec)
+    plan = make_plan(spec, read_measurements(spec))
     broken = submittable(spec, plan)
     if broken:
         problems = tuple(rule.problem(spec.where(rule.key)) for rule in broken)

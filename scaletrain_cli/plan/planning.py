@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
 from scaletrain_cli.errors import UsageError
 from scaletrain_cli.plan.adapters import check_adapter
 from scaletrain_cli.plan.advice.data_feed import feed_assumptions, feed_warnings
 from scaletrain_cli.plan.advice.recipe_checks import check_recipe
 from scaletrain_cli.plan.advice.warnings import assumptions, warnings
 from scaletrain_cli.plan.axes import Rule, resolve_axes
+from scaletrain_cli.plan.calibration import Measurement, calibrated, find_calibration
 from scaletrain_cli.plan.catalogue.hardware import Accelerator, find_accelerator
 from scaletrain_cli.plan.frameworks.registry import framework_of
 from scaletrain_cli.plan.parameters import check_what_trains, trains_everything
 from scaletrain_cli.plan.reliability.cost import plan_cost
 from scaletrain_cli.plan.reliability.durability import plan_durability
-from scaletrain_cli.plan.result import RunPlan
+from scaletrain_cli.plan.result import Calibration, RunPlan
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, does_not_divide, does_not_fit, suggestions
 from scaletrain_cli.plan.search.layout_search import Candidate, Found, alternatives, evaluate, search, smallest
 from scaletrain_cli.plan.search.layouts import division_problems
@@ -25,15 +29,25 @@ from scaletrain_cli.spec import LlavaSpec, RunSpec
 from scaletrain_cli.spec.problems import placed
 
 
-def make_plan(spec: RunSpec) -> RunPlan:
+@dataclass(frozen=True)
+class Measurements:
+    """Measured step times, and the ``machine`` on which the planned run will train (see plan/calibration.py)."""
+
+    measured: Sequence[Measurement] = ()
+    machine: str = ""
+
+
+def make_plan(spec: RunSpec, measurements: Measurements | None = None) -> RunPlan:
     """Return the plan of a run, with the fastest layout that divides and fits. Deterministic.
+
+    ``measurements`` correct its times, and with them durability and cost; they do not change the choice of the layout.
 
     Raises UsageError for an unknown accelerator or network, and for patterns of ``training.trainable`` that do not fit
     the model. Raises PlanInfeasibleError if no layout divides, or none
     fits; the error lists changes that would make the run fit, and its ``plan`` is that of the smallest layout.
     """
     try:
-        return plan_or_raise(spec)
+        return plan_or_raise(spec, measurements)
     except PlanInfeasibleError as error:
         if error.plan is None:
             raise
@@ -43,7 +57,7 @@ def make_plan(spec: RunSpec) -> RunPlan:
         raise
 
 
-def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
+def plan_or_raise(spec: RunSpec, measurements: Measurements | None = None, *, compared: bool = True) -> RunPlan:
     """Return the same plan as ``make_plan``; if no layout fits, the error has no suggested changes.
 
     ``compared=False`` leaves out the alternatives, which takes about half the time and chooses the same layout.
@@ -60,8 +74,8 @@ def plan_or_raise(spec: RunSpec, *, compared: bool = True) -> RunPlan:
     found = search(spec, device, all_axes, counts, compared=compared)
     if found.chosen is None:
         least = evaluate(spec, smallest(found).layout, device)
-        raise does_not_fit(spec, device, _assemble(spec, device, least, found, compared))
-    return _assemble(spec, device, found.chosen, found, compared)
+        raise does_not_fit(spec, device, _assemble(spec, device, least, found, compared, measurements))
+    return _assemble(spec, device, found.chosen, found, compared, measurements)
 
 
 def _check_family(spec: RunSpec) -> None:
@@ -78,9 +92,26 @@ def _check_framework(spec: RunSpec) -> None:
         raise UsageError(Reason("plan.trainable-invalid", {"problems": 1}), (rule.problem(spec.where(rule.key)),))
 
 
-def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Found, compared: bool) -> RunPlan:
+def _assemble(
+    spec: RunSpec,
+    device: Accelerator,
+    chosen: Candidate,
+    found: Found,
+    compared: bool,
+    measurements: Measurements | None,
+) -> RunPlan:
     size = workload_of(spec.model).training_size(spec)
     time = with_reference_pass(spec, chosen.layout, chosen.time)
+    known = measurements or Measurements()
+    calibration = find_calibration(spec, size, chosen.layout, known.measured, known.machine)
+    others = alternatives(spec, device, found, chosen) if compared else ()
+    stages = workload_of(spec.model).training_stages(spec, chosen.layout, device)
+    if calibration is not None:
+        slower = time.step
+        time = calibrated(time, calibration, nodes=spec.cluster.nodes)
+        slower = time.step / slower
+        others = tuple(replace(each, step_seconds=slower * each.step_seconds) for each in others)
+        stages = tuple(replace(each, step_seconds=slower * each.step_seconds) for each in stages)
     durability = plan_durability(spec, chosen.layout, time, device)
     return RunPlan(
         model=size,
@@ -90,7 +121,7 @@ def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Foun
         network=chosen.network,
         durability=durability,
         cost=plan_cost(spec, chosen.layout, time, durability),
-        alternatives=alternatives(spec, device, found, chosen) if compared else (),
+        alternatives=others,
         rejected=found.rejected,
         considered=found.considered,
         warnings=(
@@ -98,10 +129,24 @@ def _assemble(spec: RunSpec, device: Accelerator, chosen: Candidate, found: Foun
             *feed_warnings(spec, chosen.layout, time),
         ),
         assumptions=(
+            *_calibrated_assumption(spec, calibration),
             *assumptions(spec, chosen.layout, device, size.parameters),
             *feed_assumptions(spec, chosen.layout, time),
             *workload_of(spec.model).feed_assumptions(spec, chosen.layout, time),
         ),
         sanity=check_recipe(spec, chosen.layout, size, device),
-        training_stages=workload_of(spec.model).training_stages(spec, chosen.layout, device),
+        training_stages=stages,
+        calibration=calibration,
     )
+
+
+def _calibrated_assumption(spec: RunSpec, calibration: Calibration | None) -> Iterator[Reason]:
+    """Yield where the times come from, if they were measured."""
+    if calibration is None:
+        return
+    params = {name: getattr(calibration, name) for name in ("factor", "low", "high", "runs", "newest")}
+    code = "plan.calibrated-same" if calibration.same_workload else "plan.calibrated-similar"
+    yield Reason(code, params)
+    if calibration.nodes != spec.cluster.nodes:
+        nodes = {"nodes": calibration.nodes, "planned_nodes": spec.cluster.nodes}
+        yield Reason("plan.calibrated-other-nodes", nodes)

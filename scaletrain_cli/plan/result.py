@@ -6,7 +6,7 @@ The JSON is the stable contract `scaletrain.plan/v1`: keys are added, never rena
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from scaletrain_cli.reasons import Reason, reason_from, recorded
@@ -158,6 +158,25 @@ class Time:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What measurements of earlier runs say about the step time: measured seconds as a multiple of the planned ones.
+
+    ``factor``: the median of ``runs`` measurements; ``low`` and ``high``: the 10th and 90th percentile of their steps.
+    ``newest``: Unix time of the newest one, on ``nodes`` nodes with the packages in ``versions``. ``same_workload``: of
+    the same model in the same layout; otherwise of similar runs.
+    """
+
+    factor: float
+    low: float
+    high: float
+    runs: int
+    newest: float
+    same_workload: bool
+    nodes: int
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PerStepBytes:
     """Bytes that one rank sends per optimizer step, by axis of parallelism."""
 
@@ -278,6 +297,7 @@ class RunPlan:
     ``considered``: the number of layouts that the spec allows. ``alternatives``: the best of those that were sized.
     ``rejected``: counts by reason of the layouts that were not chosen, and of excluded degrees. ``training_stages``:
     empty if all steps train the same parameters; otherwise memory is that of the fullest, time the mean over the steps.
+    ``calibration``: None if times are the planner's own.
     """
 
     model: ModelSize
@@ -294,6 +314,7 @@ class RunPlan:
     assumptions: tuple[Reason, ...] = ()
     sanity: tuple[Sanity, ...] = ()
     training_stages: tuple[TrainingStage, ...] = ()
+    calibration: Calibration | None = None
     schema: str = SCHEMA
 
     def to_json(self) -> dict[str, Any]:

@@ -19,6 +19,10 @@ _LOST_NODE = ("scaletrain nodes list shows which nodes are excluded, and why", "
 
 TEXTS: dict[str, Text] = {
     # ---- exit classification: what the records of nodes and ranks show ---------------------------------------------
+    "calibration-few-steps": Text(
+        "{run} has {steps:of measured step} after the first ones of its latest attempt; a calibration needs {needed}"
+    ),
+    "calibration-not-written": Text("{path}: the measurement cannot be written: {why}"),
     "all-ranks-finished": Text("every rank finished"),
     "all-ranks-saved": Text("preempted; the ranks stopped with their state saved"),
     "programs-ended": Text("preempted; the programs of code.command ended within the grace period"),

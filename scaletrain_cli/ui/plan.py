@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +24,7 @@ from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.text import (
     bytes_text,
     count_text,
+    counted,
     dollars_text,
     seconds_text,
     whole_text,
@@ -263,8 +265,20 @@ def summary_rows(spec: RunSpec, plan: RunPlan) -> list[Row]:
     return [
         ("Layout", layout_view(plan.layout, spec.samples)),
         ("Memory", memory_total(plan)),
-        ("Time", Group(time_total(spec, plan.time), whole_run(spec, plan.time))),
+        ("Time", Group(time_total(spec, plan.time), *calibration_lines(plan), whole_run(spec, plan.time))),
     ]
+
+
+def calibration_lines(plan: RunPlan) -> list[Text]:
+    """Return the measured range of a step and where it comes from; nothing for times of the planner alone."""
+    found = plan.calibration
+    if found is None:
+        return []
+    low, high = (seconds_text(plan.time.step * each / found.factor) for each in (found.low, found.high))
+    day = time.strftime("%Y-%m-%d", time.localtime(found.newest))
+    of = "this layout" if found.same_workload else "similar runs"
+    measured = f"measured: {low} to {high} (p10 to p90), {counted(found.runs, 'run')} of {of}, newest {day}"
+    return [escaped_text(f"  {measured}; the planner's own times x {found.factor:.3g}", "dim")]
 
 
 def warning_rows(plan: RunPlan) -> list[Row]:
@@ -316,7 +330,7 @@ def _sections(spec: RunSpec, plan: RunPlan, console: Console, everything: bool) 
     yield "Memory", memory_view(plan, bar, unicode)
     if not plan.memory.fits:
         return  # times and costs of a layout that cannot run would mislead
-    yield "Time", time_view(spec, plan.time, bar, unicode, everything=everything)
+    yield "Time", Group(time_view(spec, plan.time, bar, unicode, everything=everything), *calibration_lines(plan))
     if plan.training_stages:
         yield "Stages", stages_view(plan.training_stages, plan.model.parameters)
     yield "Network", escaped_text(_network(plan))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaletrain_cli.errors import InfeasibleError, Problem
-from scaletrain_cli.plan.planning import make_plan
+from scaletrain_cli.plan.planning import Measurements, make_plan
 from scaletrain_cli.plan.result import RunPlan, coded
 from scaletrain_cli.plan.search.infeasible import PlanInfeasibleError, why_no_plan
 from scaletrain_cli.reasons import Reason
@@ -47,9 +47,9 @@ class Compared:
         return row | {"problems": problems, "plan": None if self.plan is None else self.plan.to_json()}
 
 
-def compare(runs: Sequence[tuple[str, RunSpec]]) -> tuple[Compared, ...]:
+def compare(runs: Sequence[tuple[str, RunSpec, Measurements | None]]) -> tuple[Compared, ...]:
     """Return a plan for each named run, in the order given. Raises UsageError as ``make_plan`` does."""
-    return tuple(_compared(name, spec) for name, spec in runs)
+    return tuple(_compared(name, spec, measurements) for name, spec, measurements in runs)
 
 
 def name_runs(runs: Sequence[tuple[Path, tuple[str, ...], RunSpec]]) -> list[tuple[str, RunSpec]]:
@@ -76,9 +76,9 @@ def none_feasible(compared: Sequence[Compared]) -> InfeasibleError | None:
     return InfeasibleError(Reason("plan.none-feasible", {"runs": len(compared)}), tuple(changes))
 
 
-def _compared(name: str, spec: RunSpec) -> Compared:
+def _compared(name: str, spec: RunSpec, measurements: Measurements | None) -> Compared:
     try:
-        return Compared(name, spec, make_plan(spec), None)
+        return Compared(name, spec, make_plan(spec, measurements), None)
     except PlanInfeasibleError as error:
         return Compared(name, spec, error.plan, error.reason if error.plan else why_no_plan(error), error.problems)
 
@@ -109,7 +109,12 @@ class Answer:
 
 
 def answer(
-    spec: RunSpec, limits: Limits | None = None, *, explained: bool = False, trace: SpotTrace | None = None
+    spec: RunSpec,
+    limits: Limits | None = None,
+    *,
+    explained: bool = False,
+    trace: SpotTrace | None = None,
+    measurements: Measurements | None = None,
 ) -> Answer:
     """Return the plan of the run; with ``limits`` on the best cluster within them.
 
@@ -122,7 +127,7 @@ def answer(
         spec, plan = sizing.spec, sizing.plan
     else:
         try:
-            plan = make_plan(spec)
+            plan = make_plan(spec, measurements)
         except PlanInfeasibleError as error:
             if error.plan is None:
                 raise

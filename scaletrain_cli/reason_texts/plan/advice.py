@@ -109,6 +109,18 @@ _WARNINGS = {
 # Where the numbers of a plan come from.
 _ASSUMPTIONS = {
     "assumes-device": Text("device {device}: {source}"),
+    "calibrated-same": Text(
+        "times are scaled by {factor:.3g} ({low:.3g} to {high:.3g}): measured in {runs:of run} of this model in this "
+        "layout on this hardware"
+    ),
+    "calibrated-similar": Text(
+        "times are scaled by {factor:.3g} ({low:.3g} to {high:.3g}): measured in {runs:of run} of similar size on this "
+        "hardware, not of this model in this layout"
+    ),
+    "calibrated-other-nodes": Text(
+        "communication is as planned without a measurement: the measured run had {nodes:of node}, this one has "
+        "{planned_nodes}"
+    ),
     "assumes-kernels": Text(
         "kernels: shares of the device's peak rates by size and GPU generation, in kernel_rates.json; host work and "
         "overlap of {framework}, in plan/frameworks/; `make bench-planner` prints the errors"

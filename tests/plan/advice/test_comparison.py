@@ -31,9 +31,9 @@ def test_runs_are_named_by_what_differs() -> None:
 def test_a_run_that_does_not_fit_has_a_reason_and_the_others_a_plan() -> None:
     fits, too_large, odd = compare(
         [
-            ("small", spec_of("gpt2")),
-            ("large", spec_of("llama-70b")),
-            ("odd", spec_of("gpt2", layout__data_parallel=3)),
+            ("small", spec_of("gpt2"), None),
+            ("large", spec_of("llama-70b"), None),
+            ("odd", spec_of("gpt2", layout__data_parallel=3), None),
         ]
     )
     assert (fits.feasible, fits.reason) == (True, None)

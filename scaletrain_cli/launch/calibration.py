@@ -1,0 +1,157 @@
+"""The user's measurements of step times, with which plans on the same hardware are corrected.
+
+``~/.config/scaletrain/calibration/`` has a JSON file for each measured run; deleting one removes its effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scaletrain_cli import __version__
+from scaletrain_cli.errors import UsageError
+from scaletrain_cli.plan.calibration import Measurement, samples_length, workload_text
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.planning import Measurements
+from scaletrain_cli.plan.result import Layout
+from scaletrain_cli.plan.search.layout_search import evaluate
+from scaletrain_cli.reasons import Reason
+from scaletrain_cli.rundir.journal import read_lines_backwards
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord, read_record
+from scaletrain_cli.safe_files import make_folder, open_to_read, replace_file
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.spec.clusters_file import clusters_file
+
+SCHEMA = "scaletrain.measurement/v1"
+FEWEST_STEPS = 20
+_MOST_FILES = 1000  # a folder of others is not searched for long
+_CPU_NAMES = Path("/proc/cpuinfo")
+_MOST_STEPS = 1000
+_NOT_COUNTED = 3  # first steps of an attempt: they allocate, compile and open files
+
+
+def calibration_folder() -> Path:
+    """Return the folder of the user's measurements, beside clusters.yaml."""
+    return clusters_file().parent / "calibration"
+
+
+def read_measurements(spec: RunSpec) -> Measurements:
+    """Return the user's measurements by this version, and where the run will train. Unreadable files are left out."""
+    return Measurements(tuple(_measured()), machine_of(spec))
+
+
+def _measured() -> Iterator[Measurement]:
+    folder = calibration_folder()
+    for path in sorted(folder.glob("*.json"))[:_MOST_FILES] if folder.is_dir() else ():
+        try:
+            with open_to_read(path) as file:
+                found = _from_json(json.loads(file.read()))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+        if found is not None and found.versions.get("scaletrain") == __version__:
+            yield found
+
+
+def machine_of(spec: RunSpec) -> str:
+    """Return the name of the CPU for ranks on CPUs of this machine; empty where it is not known."""
+    if spec.cluster.gpu != "cpu" or not spec.cluster.traits.runs_here:
+        return ""
+    try:
+        lines = _CPU_NAMES.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
+
+
+def measure_run(run: RunDir) -> Measurement:
+    """Return the measurement of a run, from its metrics. Raises UsageError if it has too few measured steps."""
+    record = read_record(run)
+    rows = _measured_steps(run)
+    if len(rows) < FEWEST_STEPS:
+        params = {"run": record.run_id, "steps": len(rows), "needed": FEWEST_STEPS}
+        raise UsageError(Reason("launch.calibration-few-steps", params))
+    versions = {name: str(record.versions.get(name, "")) for name in ("scaletrain", "torch", "deepspeed")}
+    return measurement(record, [seconds for seconds, _ in rows], rows[-1][1], versions)
+
+
+def measurement(
+    record: RunRecord, seconds: Sequence[float], measured: float, versions: Mapping[str, str]
+) -> Measurement:
+    """Return a measurement of a run with these step times. ``measured``: Unix time of the last of them."""
+    spec, layout = record.spec, record.plan.layout
+    ordered = sorted(seconds)
+    device = find_accelerator(spec.cluster)
+    planned = evaluate(spec, layout, device).time.step
+
+    def percentile(share: float) -> float:
+        return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
+
+    return Measurement(
+        gpu=device.name,
+        machine=machine_of(spec),
+        family=spec.model.family,
+        precision=spec.training.precision,
+        framework=spec.planner.framework,
+        workload=workload_text(spec),
+        parameters=record.plan.model.parameters,
+        samples_length=samples_length(spec),
+        nodes=spec.cluster.nodes,
+        layout=layout,
+        seconds=percentile(0.5),
+        low=percentile(0.1),
+        high=percentile(0.9),
+        steps=len(ordered),
+        planned_seconds=planned,
+        measured=measured,
+        source=record.run_id,
+        versions={**versions, "scaletrain": __version__},
+    )
+
+
+def keep_measurement(found: Measurement) -> Path:
+    """Write the measurement to the user's folder; it replaces an earlier one of the same run. Raises UsageError."""
+    folder = calibration_folder()
+    path = folder / f"{found.source}.json"
+    data = {"schema": SCHEMA, **dataclasses.asdict(found), "factor": found.factor}
+    try:
+        make_folder(folder)
+        replace_file(path, json.dumps(data, indent=1).encode() + b"\n")
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(Reason("launch.calibration-not-written", {"path": str(path), "why": why})) from error
+    return path
+
+
+def _measured_steps(run: RunDir) -> list[tuple[float, float]]:
+    """Return (seconds, Unix time) of up to 1,000 steps of the newest attempt, oldest first, without its first steps."""
+    found: list[tuple[float, float]] = []
+    attempt = None
+    for line in read_lines_backwards(run.metrics):
+        seconds, at = line.get("step_seconds"), line.get("time")
+        if not isinstance(seconds, int | float) or not isinstance(at, int | float) or not math.isfinite(seconds):
+            continue
+        attempt = line.get("attempt") if attempt is None else attempt
+        if line.get("attempt") != attempt or len(found) == _MOST_STEPS:
+            break
+        found.append((float(seconds), float(at)))
+    else:
+        del found[-_NOT_COUNTED:]
+        return found[::-1]
+    return found[: None if len(found) == _MOST_STEPS else -_NOT_COUNTED][::-1]
+
+
+def _from_json(data: Any) -> Measurement | None:
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        return None
+    fields = {field.name: data[field.name] for field in dataclasses.fields(Measurement)}
+    found = Measurement(**{**fields, "layout": Layout(**data["layout"])})
+    numbers = (found.seconds, found.low, found.high, found.planned_seconds, found.measured)
+    usable = all(isinstance(each, int | float) and math.isfinite(each) and each > 0 for each in numbers)
+    return found if usable else None

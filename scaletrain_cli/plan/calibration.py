@@ -1,0 +1,158 @@
+"""Correct planned step times by measurements of earlier runs on the same hardware.
+
+A measurement has the step time of a run and what its plan was without any correction. Their ratio, the factor, is
+applied to the plan of another run of the same GPU, model family, precision and framework: that of the same workload
+and layout if it was measured, otherwise that of the nearest ones in model size, tokens per micro-batch and ranks. One
+factor scales all causes, since the time of a step does not show them apart. Exposed communication stays as planned
+where the measured run had another number of nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from scaletrain_cli.plan.catalogue.hardware import find_accelerator
+from scaletrain_cli.plan.result import Calibration, Layout, ModelSize, StageTime, Time
+from scaletrain_cli.spec import RunSpec
+
+# Sum of the doublings, of parameters, tokens per micro-batch and ranks, beyond which a measurement says nothing.
+_FURTHEST = 4.0
+_OTHER_METHOD = 1.0  # distance of another recomputation, offloading or compilation, in doublings
+_MOST_USED = 5
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The measured step time of one run, with what decides whether it applies to another.
+
+    ``machine``: the cluster's name in clusters.yaml, or the CPU's name for ranks on CPUs; empty: unknown. ``workload``:
+    the dimensions of the model and the length of its samples, as one text. ``seconds``: the median of the measured
+    steps; ``low`` and ``high``: their 10th and 90th percentile. ``planned_seconds``: without any calibration.
+    ``measured``: Unix time of the last step. ``versions``: of scaletrain, torch and deepspeed.
+    """
+
+    gpu: str
+    machine: str
+    family: str
+    precision: str
+    framework: str
+    workload: str
+    parameters: int
+    samples_length: int
+    nodes: int
+    layout: Layout
+    seconds: float
+    low: float
+    high: float
+    steps: int
+    planned_seconds: float
+    measured: float
+    source: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def factor(self) -> float:
+        """The measured time of a step as a multiple of the planned one."""
+        return self.seconds / self.planned_seconds
+
+
+def workload_text(spec: RunSpec) -> str:
+    """Return the model section, with the length of the samples, as one text that is equal for equal work."""
+    model: dict[str, Any] = spec.model.model_dump(mode="json", exclude={"weights", "text_weights", "vision_weights"})
+    return ";".join(f"{key}={value}" for key, value in sorted(model.items()) if value is not None)
+
+
+def samples_length(spec: RunSpec) -> int:
+    """Return the tokens of a sample, or the pixels of an image."""
+    length = getattr(spec.model, "seq_len", None)
+    if length is not None:
+        return int(length)
+    of = getattr(spec.model, "vision_config", spec.model)
+    return int(getattr(of, "image_size", 1)) ** 2
+
+
+def find_calibration(
+    spec: RunSpec, model: ModelSize, layout: Layout, measured: Sequence[Measurement], machine: str = ""
+) -> Calibration | None:
+    """Return what measurements say about the step time of a planned layout; None if none of them applies.
+
+    ``machine``: where the run will train, as in ``Measurement``; a measurement of another named machine does not apply.
+    """
+    applicable = [each for each in measured if _applies(each, spec, machine)]
+    apart = sorted(
+        ((_distance(each, spec, model, layout), -each.measured, each) for each in applicable), key=lambda row: row[:2]
+    )
+    near = [(distance, each) for distance, _, each in apart if distance <= _FURTHEST]
+    if not near:
+        return None
+    closest = near[0][0]
+    used = [each for distance, each in near if distance == closest][:_MOST_USED]
+    if closest > 0:
+        used = [each for _, each in near][:_MOST_USED]
+    logs = sorted(math.log(each.factor) for each in used)
+    middle = logs[len(logs) // 2] if len(logs) % 2 else (logs[len(logs) // 2 - 1] + logs[len(logs) // 2]) / 2
+    return Calibration(
+        factor=math.exp(middle),
+        low=min(each.low / each.planned_seconds for each in used),
+        high=max(each.high / each.planned_seconds for each in used),
+        runs=len(used),
+        newest=max(each.measured for each in used),
+        same_workload=closest == 0,
+        nodes=used[0].nodes,
+        versions=dict(max(used, key=lambda each: each.measured).versions),
+    )
+
+
+def calibrated(time: Time, calibration: Calibration, *, nodes: int) -> Time:
+    """Return the time of a plan, for ``nodes`` nodes, scaled by the factor of its calibration."""
+    factor = calibration.factor
+    network = 1.0 if calibration.nodes != nodes else factor
+    step = factor * (time.step - time.exposed_communication) + network * time.exposed_communication
+    slower = step / time.step
+    return replace(
+        time,
+        step=step,
+        compute=factor * time.compute,
+        exposed_communication=network * time.exposed_communication,
+        bubble=factor * time.bubble,
+        optimizer=factor * time.optimizer,
+        data_wait=factor * time.data_wait,
+        recompute=factor * time.recompute,
+        reference=factor * time.reference,
+        to_train=slower * (time.to_train - time.reference) + factor * time.reference,
+        tokens_per_second=time.tokens_per_second / slower,
+        tokens_per_second_per_gpu=time.tokens_per_second_per_gpu / slower,
+        samples_per_second=time.samples_per_second / slower,
+        mfu=time.mfu / slower,
+        hfu=time.hfu / slower,
+        by_stage=tuple(StageTime(factor * each.forward, factor * each.backward) for each in time.by_stage),
+    )
+
+
+def _applies(measurement: Measurement, spec: RunSpec, machine: str) -> bool:
+    same = (
+        measurement.gpu == find_accelerator(spec.cluster).name
+        and measurement.family == spec.model.family
+        and measurement.precision == spec.training.precision
+        and measurement.framework == spec.planner.framework
+    )
+    return same and (not machine or not measurement.machine or measurement.machine == machine)
+
+
+def _distance(measurement: Measurement, spec: RunSpec, model: ModelSize, layout: Layout) -> float:
+    """Return how many doublings apart the work of a rank is; 0 for the same workload in the same layout."""
+    if measurement.workload == workload_text(spec) and measurement.layout == layout:
+        return 0.0
+    of, length = measurement.layout, samples_length(spec)
+    pairs = (
+        (measurement.parameters, model.parameters),
+        (measurement.samples_length * of.micro_batch_size, length * layout.micro_batch_size),
+        (of.world_size, layout.world_size),
+    )
+    methods = ("activation_checkpointing", "offload", "compile", "zero_stage", "pipeline_parallel", "tensor_parallel")
+    other = sum(1.0 for name in methods if getattr(of, name) != getattr(layout, name))
+    apart = sum(abs(math.log2(max(1, one) / max(1, two))) for one, two in pairs)
+    return max(apart + _OTHER_METHOD * other, 1e-6)
