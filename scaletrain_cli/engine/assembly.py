@@ -35,6 +35,7 @@ from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
+from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics
 from scaletrain_cli.engine.model.base import VisionModel
 from scaletrain_cli.engine.numa import pin_to_numa_node
@@ -210,6 +211,19 @@ def assemble(
         step_sync=step_sync,
         heartbeat=heartbeat,
         stragglers=stragglers,
+        measures=RankMeasures(
+            run,
+            record,
+            attempt,
+            ranks.rank,
+            composed,
+            stepper,
+            stragglers,
+            mesh,
+            consensus,
+            device,
+            first_step=resume_point.step + 1,
+        ),
         reference=reference,
         plan_check=PlanCheck(run, record, attempt, composed, average, mesh, consensus, device),
     )

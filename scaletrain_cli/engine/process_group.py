@@ -166,6 +166,12 @@ class RankConsensus:
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
         return float(smallest)
 
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of the ranks' values, the same on every rank."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums, group=self._group)
+        return [float(each) for each in sums]
+
     def on_values(self, values: dict[str, float]) -> dict[str, float]:
         """Return rank 0's values under the same names; sums of other groups may differ in their last bits."""
         agreed = torch.tensor(in_slots(values), dtype=torch.float64)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
+from scaletrain_cli.engine.metrics.noise_scale import NoiseScale
+from scaletrain_cli.engine.metrics.step_split import Phase, StepSplit
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import scale_router_losses, update_correction_biases
 from scaletrain_cli.engine.objectives.base import Inputs, Joined, RowLosses
@@ -42,9 +44,14 @@ class Stepper(ABC):
     def __init__(self, composed: Composed, training: TrainingSpec, mesh: Mesh) -> None:
         self._composed, self._mesh = composed, mesh
         self._source_losses: dict[str, Tensor] = {}  # of the last step, by the name of the measure
+        self._noise: dict[str, Tensor] = {}  # the estimate of the last step, if that was measured
         self._fp16 = training.precision == "fp16"
         self._by_norm = training.gradient_clipping if training.gradient_clipping_by == "norm" else 0.0
         self._by_value = training.gradient_clipping if training.gradient_clipping_by == "value" else 0.0
+        self.split: StepSplit | None = None  # told which phase of a step begins
+        self.noise_scale: NoiseScale | None = None
+        self.measures_noise = False  # in the next step
+        self.largest_norm = 0.0  # of the last update; 0: not limited
         self.engine_was_built()
         adaptive = training.gradient_clipping_by == "adaptive"
         self.adaptive_clip = AdaptiveClip(training.gradient_clipping) if adaptive else None
@@ -68,7 +75,8 @@ class Stepper(ABC):
         experts = language is not None and language.spec.num_experts > 0
         if experts:
             scale_router_losses(model, self.loss_scale / len(batches))
-        loss, norm = self._train(batches, self._largest_norm(), nan_gradient, factor)
+        self.largest_norm = self._largest_norm()
+        loss, norm = self._train(batches, self.largest_norm, nan_gradient, factor)
         if self._composed.averages_statistics:
             average_statistics(model, self._mesh.data)
         skipped = self._fp16 and step_was_skipped(self._engine)
@@ -77,7 +85,11 @@ class Stepper(ABC):
             update_correction_biases(model, 0.0 if skipped else finite.to(loss.device))
         if self.adaptive_clip is not None:
             self.adaptive_clip.observe(float(norm))
-        return StepResult(loss, norm, skipped, self.take_measures() | self._source_losses)
+        return StepResult(loss, norm, skipped, self.take_measures() | self._source_losses | self._noise)
+
+    def _enter(self, phase: Phase) -> None:
+        if self.split is not None:
+            self.split.enter(phase)
 
     def take_measures(self) -> dict[str, Tensor]:
         """Return the measures of the objective since the last call, the same on every rank."""
@@ -154,18 +166,30 @@ class ModelStepper(Stepper):
         if isinstance(objective, Joined) and len(batches) > 1:
             return self._train_joined(objective, batches, largest_norm, torch.nan if nan_gradient else factor)
         objective.row_losses = [] if self._sources else None
-        for batch in batches:
+        noise = self.noise_scale if self.measures_noise else None
+        for index, batch in enumerate(batches):
+            self._enter("forward")
             loss = self._loss(batch)
             if nan_gradient or factor != 1:
                 loss = loss * (torch.nan if nan_gradient else factor)
             total += loss.detach()
-            self._engine.backward(loss)
+            self._enter("backward")
+            if noise is not None and index == 0:
+                with noise.measuring(self._engine.module.parameters(), factor * self.loss_scale / len(batches)):
+                    self._engine.backward(loss)
+            else:
+                self._engine.backward(loss)
+            self._enter("optimizer")
             if self._engine.is_gradient_accumulation_boundary():
                 norm = self._update(largest_norm)
             else:
                 self._engine.step()  # only counts the micro-batch
         rows, objective.row_losses = objective.row_losses, None
-        return self._mean_of_step(total / len(batches), rows or []), norm
+        self._enter("other")
+        square = torch.zeros((), device=self._device) if noise is None else noise.take_square()
+        loss, square = self._mean_of_step(total / len(batches), square, rows or [])
+        self._noise = {} if noise is None else {"noise_scale": noise.add(square, norm)}
+        return loss, norm
 
     def _train_joined(
         self, objective: Joined, batches: Sequence[Any], largest_norm: float, factor: float
@@ -176,28 +200,38 @@ class ModelStepper(Stepper):
         norm = 0.0
 
         def forward(batch: Any) -> Any:
+            self._enter("forward")
             return self._forward(objective.prepared(batch), objective.features)
 
         def loss(features: Sequence[Any]) -> Tensor:
+            self._enter("forward")
             found = objective.joined_loss(features)
             return found if factor == 1 else found * factor
 
         def backward(scalar: Tensor) -> None:
             nonlocal norm
+            self._enter("backward")
             self._engine.backward(scalar, scale_wrt_gas=False)
+            self._enter("optimizer")
             if self._engine.is_gradient_accumulation_boundary():
                 norm = self._update(largest_norm)
             else:
                 self._engine.step()  # only counts the micro-batch
 
         total = cached_backward(forward, batches, loss, backward, self._device)
+        self._enter("other")
         return _mean(total, self._mesh.replicas.group), norm
 
-    def _mean_of_step(self, loss: Tensor, rows: Sequence[RowLosses]) -> Tensor:
-        """Return the mean loss over all replicas; in the same all-reduce, find the loss of each source."""
+    def _mean_of_step(self, loss: Tensor, square: Tensor, rows: Sequence[RowLosses]) -> tuple[Tensor, Tensor]:
+        """Return the means of loss and ``square`` over all replicas; in the same all-reduce, find each source's loss.
+
+        ``square`` is reduced in every step, also where it is 0, because the order of a sum over ranks depends on its
+        place in the tensor: the loss is the same with and without it.
+        """
         group = self._mesh.replicas.group
+        pair = torch.stack((loss.float(), square.float()))
         if not rows:
-            return _mean(loss, group)
+            return _mean(pair, group).unbind()  # type: ignore[return-value]
         count = len(self._sources)
         sums = torch.zeros(2, count, device=self._device)
         sums.index_add_(
@@ -205,10 +239,10 @@ class ModelStepper(Stepper):
             torch.cat([each.sources for each in rows]),
             torch.stack([torch.cat([each.losses for each in rows]), torch.cat([each.counted for each in rows])]),
         )
-        reduced = _mean(torch.cat([loss.float().view(1), sums.flatten()]), group)
-        losses = reduced[1 : 1 + count] / reduced[1 + count :]
+        reduced = _mean(torch.cat([pair, sums.flatten()]), group)
+        losses = reduced[2 : 2 + count] / reduced[2 + count :]
         self._source_losses = {f"loss/{name}": each for name, each in zip(self._sources, losses.unbind(), strict=True)}
-        return reduced[0]
+        return reduced[0], reduced[1]
 
     def _update(self, largest_norm: float) -> Any:
         """Clip and apply the accumulated gradient unless it is not finite; return its norm before clipping.
@@ -262,10 +296,42 @@ class ModelStepper(Stepper):
         return self._engine(*batch.inputs, output=of_batch)
 
 
+# By the names of deepspeed.runtime.pipe.schedule.
+_PHASE_OF_INSTRUCTION: dict[str, Phase] = {
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "ReduceGrads": "backward",
+    "ReduceTiedGrads": "backward",
+    "OptimizerStep": "optimizer",
+    "SendActivation": "communication",
+    "RecvActivation": "communication",
+    "SendGrad": "communication",
+    "RecvGrad": "communication",
+}
+
+
 class PipelineStepper(Stepper):
     """Every rank runs its pipeline stage, one forward and one backward pass in turn (1F1B), under ZeRO-1."""
 
     _shape: torch.Size | None = None  # of the tokens that the stages last sent each other
+
+    def engine_was_built(self) -> None:
+        super().engine_was_built()
+        engine = self._engine  # whose class maps each kind of instruction of the schedule to a method
+        engine._INSTRUCTION_MAP = {
+            kind: self._split(method, _PHASE_OF_INSTRUCTION.get(kind.__name__, "other"))
+            for kind, method in type(engine)._INSTRUCTION_MAP.items()
+        }
+
+    def _split(self, method: Callable[..., None], phase: Phase) -> Callable[..., None]:
+        """Return the method, which enters the phase before it runs."""
+
+        def in_phase(engine: Any, *arguments: Any, **named: Any) -> None:
+            self._enter(phase)
+            method(engine, *arguments, **named)
+            self._enter("other")
+
+        return in_phase
 
     def _train(
         self, batches: Sequence[MicroBatch], largest_norm: float, nan_gradient: bool, factor: float

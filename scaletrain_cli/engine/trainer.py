@@ -25,6 +25,7 @@ from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
+from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
 from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMeasures
 from scaletrain_cli.engine.model.attention import attention_kernel_of
@@ -117,6 +118,7 @@ class Trainer:
     step_sync: StepSync
     heartbeat: Heartbeat
     stragglers: Stragglers
+    measures: RankMeasures
     reference: ReferencePass | None  # None: the objective has no reference
     loader: Loader[Any] = field(init=False)
     metrics: MetricsLog = field(init=False)
@@ -134,6 +136,7 @@ class Trainer:
             contextlib.closing(self.ledger),
             MetricsLog(self.run, self.record, self.ranks.rank, self.attempt, self.device) as self.metrics,
             self.garbage_collection,
+            self.measures,
             contextlib.closing(self.loader),
             reporting(),
         ):
@@ -173,7 +176,9 @@ class Trainer:
         """Pass measures to the guard; return True, with ``state`` moved back, if it rolled the run back."""
         for measured in measures:
             self.step_sync.schedule.step_took(measured.seconds)
+            self.measures.step_took(measured.step, measured.seconds)
         step = self.guard.check(measures, state.step, self.metrics)
+        self.measures.add_of_run(self.metrics.take_latest())
         if step == state.step:
             return False
         self.step_sync.schedule.begin_at(step)
@@ -207,6 +212,7 @@ class Trainer:
         state.evaluation_due = self.validation.is_due(state.step)
         with self.ledger.during("step"):
             self.optimizer_step(state.step)
+            self.measures.after_step(state.step)
         self.ledger.step_trained()
         self.checkpointer.allocate()
         self.garbage_collection.after_step(state.step)
@@ -228,6 +234,7 @@ class Trainer:
         self.stragglers.begin(step)
         self.faults.before_step(step)
         self.deferred_metrics.begin()
+        self.measures.begin(step)
         scale = self.stepper.loss_scale
         with self.plan_check.around(step):
             number = self.guard.batch_number(step)
@@ -255,6 +262,7 @@ class Trainer:
         routing = routing_measures(model) if getattr(model.spec, "num_experts", 0) else None
         if routing is not None:  # last, because a pipeline stage without experts has none
             measured |= {f"router_{name}": value for name, value in routing._asdict().items()}
+        self.measures.end(step, waited, result.grad_norm)
         self.deferred_metrics.end(step, measured)
 
     @property

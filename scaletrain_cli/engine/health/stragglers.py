@@ -72,6 +72,7 @@ class Stragglers:
     rank: int
     consensus: RankConsensus
     device: torch.device
+    own_seconds: Callable[[], float] | None = field(default=None, init=False)  # of the present step, once it is known
     _clock: Clock = field(init=False)
     _running: bool = field(default=False, init=False)
     _seconds: list[Callable[[], float]] = field(default_factory=list, init=False)
@@ -106,13 +107,14 @@ class Stragglers:
         if self._begun == 0:
             self._since = now
         self._begun += 1
-        self._running = True
+        self._running, self.own_seconds = True, None
         self._clock.start()
 
     def _stop(self, *_: Any) -> None:
         if self._running:  # once per step, and not in an evaluation
             self._running = False
-            self._seconds.append(self._clock.stop())
+            self.own_seconds = self._clock.stop()
+            self._seconds.append(self.own_seconds)
 
     def _compare(self, step: int, step_seconds: float) -> None:
         own = median(seconds() for seconds in self._seconds) if self._seconds else 0.0

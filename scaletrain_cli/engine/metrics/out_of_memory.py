@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
 from scaletrain_cli.engine.metrics.memory_measurement import ModelStateBytes, model_state_bytes
 from scaletrain_cli.plan.result import RunPlan
 from scaletrain_cli.rundir.documents import write_document
@@ -101,7 +102,7 @@ def _gpu_bytes() -> dict[str, int]:
     return {
         "allocated": torch.cuda.memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),
-        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_allocated": peak_memory_bytes(torch.device("cuda", torch.cuda.current_device())),
         "peak_reserved": torch.cuda.max_memory_reserved(),
         "device_free": free,
         "device_total": total,

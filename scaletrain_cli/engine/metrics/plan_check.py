@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.metrics.device_memory import forget_peak_memory
 from scaletrain_cli.engine.metrics.memory_measurement import watching_activations, watching_model_states
 from scaletrain_cli.engine.metrics.out_of_memory import forget_allocations
 from scaletrain_cli.engine.metrics.reporting import report_event
@@ -64,7 +65,7 @@ class PlanCheck:
             return
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.device)
+            forget_peak_memory(self.device)
         with watching_model_states(self.composed.engine) as states, watching_activations(self.composed.model) as saved:
             yield
         forget_allocations(self.device)

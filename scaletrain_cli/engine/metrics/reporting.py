@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from scaletrain_cli.engine.metrics.device_memory import peak_memory_bytes
 from scaletrain_cli.event_texts import event_sentence
 from scaletrain_cli.plan.vision.llava import language_share
 from scaletrain_cli.rundir.evaluations import read_evaluations
@@ -50,6 +50,7 @@ class MetricsLog:
         self._writer = JsonlWriter(run.metrics, append_lines)
         self._trackers = start_trackers(run, record, attempt) if self._active else Trackers()
         self._evaluated, self._looked = self._evaluated_steps() if self._active else set(), time.monotonic()
+        self._latest: dict[str, float] = {}
         self.finished = False  # set by the loop after the last step
         # MFU is model FLOPs per second over peak FLOPs per second; the plan has it for its own speed.
         plan = record.plan.time
@@ -98,11 +99,18 @@ class MetricsLog:
             "time": round(time.time(), 3),
         }
         self._append(line)
+        shared = ("noise_scale", "mfu", rate_name(unit), "tokens_per_second")
+        self._latest = {name: line[name] for name in shared if line.get(name) is not None}
         if time.monotonic() - self._looked > _SECONDS_BETWEEN_EVALUATIONS:
             self._pass_on_evaluations()
         total = self._record.spec.total_steps
         logger.info(_log_line(line, total, unit))
         print(progress_line(step, total, measured["loss"], line[rate_name(unit)], unit), flush=True)
+
+    def take_latest(self) -> dict[str, float]:
+        """Return rates and noise scale of the latest step that was recorded, as in its line; once."""
+        latest, self._latest = self._latest, {}
+        return latest
 
     def flush(self) -> None:
         """Wait until every line is in the file. Raises OSError."""
@@ -142,13 +150,6 @@ class MetricsLog:
     def _append(self, line: dict[str, Any]) -> None:
         self._writer.put(line)
         self._trackers.log(line)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most bytes allocated on the GPU since the first update, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _log_line(line: dict[str, Any], total_steps: int, unit: str) -> str:

@@ -1,0 +1,94 @@
+"""The gradient noise scale in sequences (arXiv:1812.06162, appendix A): far beyond it a larger batch gains little.
+
+From the squared norms of the gradient of one micro-batch of a rank, before it is reduced, and of that of the global
+batch. Without new collectives: the first one is averaged over the replicas beside the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaletrain_cli.engine.objectives.base import Joined
+from scaletrain_cli.plan.result import Layout
+
+EVERY = 10  # steps; the estimate is a mean over hundreds of steps, so that most need not be measured
+_MEMORY = 0.98  # of a measurement in the means: they cover about 500 steps
+_FEWEST = 20  # measurements before the estimate is given: 200 steps
+
+
+class NoiseScale:
+    """The estimate of one run. All ranks measure the same steps and have the same values.
+
+    ``small``, ``large``: sequences in a micro-batch of a rank and in the global batch.
+    """
+
+    def __init__(self, small: int, large: int, device: torch.device) -> None:
+        self._small, self._large, self._device = small, large, device
+        self._means = torch.zeros(2, dtype=torch.float64, device=device)  # of trace and squared gradient, apart
+        self._measured = torch.zeros((), dtype=torch.float64, device=device)
+        self._square = torch.zeros((), device=device)
+
+    @classmethod
+    def of(cls, layout: Layout, objective: Any, device: torch.device) -> NoiseScale | None:
+        """Return None where it cannot be had: from one gradient, or where ranks or micro-batches have part of one.
+
+        That is: one micro-batch per step in all; tensor, sequence, expert or pipeline parallelism; and losses that
+        compare the samples of several micro-batches, whose gradients are no mean over these.
+        """
+        cuts = layout.tensor_parallel * layout.sequence_parallel * layout.expert_parallel * layout.pipeline_parallel
+        if cuts > 1 or isinstance(objective, Joined) or layout.micro_batch_size == layout.global_batch_size:
+            return None
+        return cls(layout.micro_batch_size, layout.global_batch_size, device)
+
+    @contextmanager
+    def measuring(self, parameters: Iterable[nn.Parameter], factor: float) -> Iterator[None]:
+        """A context around the backward pass of one micro-batch, which measures its gradient as autograd returns it.
+
+        In every stage of ZeRO that is before the gradient is reduced. ``factor``: by which it is too large.
+        """
+        squares: list[Tensor] = []
+
+        def observe(gradient: Tensor) -> None:
+            squares.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).square())
+
+        hooks = [
+            each.register_hook(observe)  # type: ignore[no-untyped-call]
+            for each in parameters
+            if each.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._square = torch.stack(squares).sum() / factor**2 if squares else torch.zeros((), device=self._device)
+
+    def take_square(self) -> Tensor:
+        """Return the squared norm of this rank's gradient of the last micro-batch measured, a scalar; once."""
+        square, self._square = self._square, torch.zeros((), device=self._device)
+        return square
+
+    @torch.no_grad()
+    def add(self, mean_square: Tensor, norm: Tensor | float) -> Tensor:
+        """Add a measurement; return the estimate, a scalar in sequences, NaN while it is unknown.
+
+        ``mean_square``: of ``take_square`` over the replicas. ``norm``: of the gradient of the global batch. A
+        measurement that is not finite is ignored.
+        """
+        small, large = self._small, self._large
+        of_small = mean_square.to(self._device, torch.float64)
+        of_large = torch.as_tensor(norm, dtype=torch.float64, device=self._device).square()
+        gradient = (large * of_large - small * of_small) / (large - small)
+        trace = (of_small - of_large) / (1 / small - 1 / large)
+        found = torch.stack((trace, gradient))
+        usable = torch.isfinite(found).all() & (of_small > 0)
+        weight = torch.where(usable, 1 - _MEMORY, 0.0)
+        self._means += weight * (torch.where(usable, found, 0.0) - self._means)
+        self._measured += usable
+        known = (self._measured >= _FEWEST) & (self._means > 0).all()
+        return torch.where(known, self._means[0] / self._means[1], torch.nan)

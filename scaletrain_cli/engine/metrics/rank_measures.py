@@ -1,0 +1,125 @@
+"""What this rank measures while it trains, sent to the node agent; rank 0 also writes the layers' norms to a file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.compose import Composed
+from scaletrain_cli.engine.health.stragglers import Stragglers
+from scaletrain_cli.engine.metrics.device_memory import MemorySampler
+from scaletrain_cli.engine.metrics.layer_measures import LayerMeasures
+from scaletrain_cli.engine.metrics.noise_scale import EVERY as NOISE_EVERY
+from scaletrain_cli.engine.metrics.noise_scale import NoiseScale
+from scaletrain_cli.engine.metrics.step_split import CollectiveWaits, StepSplit
+from scaletrain_cli.engine.parallel.mesh import Mesh
+from scaletrain_cli.engine.process_group import RankConsensus
+from scaletrain_cli.engine.step import Stepper
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import RunRecord
+from scaletrain_cli.telemetry.run import layers_file
+from scaletrain_cli.telemetry.series import SeriesWriter
+from scaletrain_cli.worker.telemetry import RankTelemetry
+
+
+class RankMeasures:
+    """Measures the steps of one rank. With ``telemetry.enabled: false`` every method does nothing.
+
+    None waits for the GPU, and all but ``after_step`` are local. No value that is trained depends on it.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        record: RunRecord,
+        attempt: int,
+        rank: int,
+        composed: Composed,
+        stepper: Stepper,
+        stragglers: Stragglers,
+        mesh: Mesh,
+        consensus: RankConsensus,
+        device: torch.device,
+        *,
+        first_step: int,
+        sender: RankTelemetry | None = None,
+    ) -> None:
+        """``first_step``: the first one that this attempt trains. ``sender``: default, to the agent of this process."""
+        spec, layout = record.spec, record.plan.layout
+        settings = spec.telemetry
+        self._enabled = settings.enabled
+        self._stepper, self._stragglers = stepper, stragglers
+        self._waits = CollectiveWaits() if self._enabled and device.type == "cpu" else None
+        self._of_run: dict[str, float] = {}  # what rank 0 sends with its next step
+        if not self._enabled:
+            return
+        self._sender = sender or RankTelemetry.from_environment(os.environ, interval_seconds=settings.interval)
+        self._split = stepper.split = StepSplit(device, self._waits)
+        self._memory = MemorySampler(device, settings.interval)
+        if settings.noise_scale:
+            stepper.noise_scale = NoiseScale.of(layout, composed.objective, device)
+        compiled = layout.compile or spec.training.compile is True
+        self._layers = LayerMeasures(spec, composed, mesh, consensus, device, compiled=compiled, first_step=first_step)
+        self._writer = SeriesWriter(layers_file(run, attempt)) if rank == 0 else None
+
+    def __enter__(self) -> RankMeasures:
+        if self._waits is not None:
+            self._waits.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._enabled:
+            return
+        if self._waits is not None:
+            self._waits.__exit__(kind, error, trace)
+        self._send()
+        self._sender.send()
+        if self._writer is not None:
+            self._writer.close()
+
+    def begin(self, step: int) -> None:
+        """Begin step ``step`` (1-based), before its batches are taken."""
+        if self._enabled:
+            self._layers.begin(step)
+            self._stepper.measures_noise = step % NOISE_EVERY == 0
+            self._split.begin()
+
+    def end(self, step: int, waited: float, norm: Tensor | float) -> None:
+        """End the step, whose work is enqueued. ``waited``: seconds for its batches; ``norm``: of its gradient."""
+        if not self._enabled:
+            return
+        known: dict[str, float | Callable[[], float]] = {"data_wait_seconds": waited, **self._memory.due()}
+        if (own := self._stragglers.own_seconds) is not None:
+            known["own_seconds"] = own
+        self._split.end(step, known)
+        self._layers.end(step, norm, self._stepper.largest_norm)
+        self._send()
+
+    def after_step(self, step: int) -> None:
+        """Finish a measurement of layers, if one is complete after step ``step``. Collective."""
+        if not self._enabled or (measured := self._layers.finished(step)) is None or self._writer is None:
+            return
+        for name, columns in measured.columns.items():
+            self._writer.add(f"layer {name}", time.time(), measured.step, columns)
+        self._writer.flush()
+
+    def step_took(self, step: int, seconds: float) -> None:
+        """Record how long a step took on this rank."""
+        if self._enabled:
+            self._layers.step_took(step, seconds)
+
+    def add_of_run(self, values: Mapping[str, float]) -> None:
+        """Send values of the whole run, of the latest step that was logged, with those of the next step."""
+        self._of_run.update(values)
+
+    def _send(self) -> None:
+        for step, values in self._split.done():
+            self._sender.add(step, values | self._of_run)
+            self._of_run = {}

@@ -1,0 +1,191 @@
+"""What each rank sends while it trains, and that nothing that is trained depends on it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from scaletrain_cli.engine.assembly import assemble
+from scaletrain_cli.engine.data.dataset import open_source_dataset
+from scaletrain_cli.engine.data.permutation import sample_at
+from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.launch.submit import create_run
+from scaletrain_cli.plan import make_plan
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.record import read_record
+from scaletrain_cli.spec import RunSpec
+from scaletrain_cli.worker.checkpoint_commit import open_attempt
+from scaletrain_cli.worker.heartbeat import Heartbeat
+from scaletrain_cli.worker.signals import PreemptionFlag
+from tests.engine.parity.dataset import write_dataset
+from tests.engine.parity.layouts import local_pieces, replica
+from tests.engine.parity.reference import batch_loss, first_weights, set_groups
+from tests.engine.parity.rows import Row
+from tests.engine.ranks import on_ranks
+
+STEPS = 12
+SLOW_SECONDS = 0.02  # of rank 1 in each forward pass
+EVERY, FEWEST = 2, 3  # of the noise scale, in place of a run of hundreds of steps
+OFF = "telemetry.enabled=false"
+ON = "telemetry.layers_every=3"
+
+
+class Outcome(NamedTuple):
+    """One rank's losses, norms and weights, what it sent by step, and the noise scale by step."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    sent: dict[int, dict[str, float]]
+    noise: dict[int, float]
+
+
+class Sent:
+    """Takes the place of the pipe to the agent."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        self.rows[step] = dict(values)
+
+    def send(self) -> None:
+        pass
+
+
+def train(path: Path) -> Outcome:
+    """Train the run in ``path`` on this rank."""
+    from scaletrain_cli.engine.metrics import noise_scale, rank_measures
+
+    rank_measures.NOISE_EVERY, noise_scale._FEWEST = EVERY, FEWEST  # type: ignore[attr-defined]
+    with contextlib.redirect_stdout(io.StringIO()):
+        run, ranks = RunDir(path), Ranks.from_environment()
+        record = read_record(run)
+        trainer = assemble(run, record, ranks, 1, PreemptionFlag(), Heartbeat(None))
+        trainer.resume()
+        assert trainer.prepare_batches(0)
+        sent = trainer.measures._sender = Sent()  # type: ignore[assignment]
+        if ranks.rank == 1:
+            trainer.composed.engine.register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
+        measured = []
+        with trainer.measures:
+            for step in range(1, STEPS + 1):
+                trainer.optimizer_step(step)
+                trainer.measures.after_step(step)
+                measured += trainer.deferred_metrics.remaining()
+    layout = record.plan.layout
+    pieces = local_pieces(trainer.composed.model, replica(ranks.rank, layout), layout)
+    losses, norms = ([step.values[name] for step in measured] for name in ("loss", "grad_norm"))
+    noise = {step.step: step.values["noise_scale"] for step in measured if "noise_scale" in step.values}
+    return Outcome(list(losses), list(norms), {name: each.values for name, each in pieces.items()}, sent.rows, noise)
+
+
+def noise_alone(spec: RunSpec, small: int) -> dict[int, float]:
+    """The noise scale by step of a plain loop, from the first micro-batch of ``small`` sequences of each of two replicas."""
+    _, sequences, _ = open_source_dataset(Path(spec.data.source), spec.transformer.seq_len)
+    model: Any = first_weights(spec)
+    settings = spec.training.optimizer
+    optimizer = torch.optim.AdamW(model.parameters(), betas=settings.betas, eps=settings.eps)
+    optimizer.param_groups.clear()
+    found: dict[int, float] = {}
+    means, measured = (0.0, 0.0), 0
+
+    def square(positions: range) -> float:
+        drawn = [sample_at(position, seed=spec.training.seed, samples=len(sequences)) for position in positions]
+        model.zero_grad()
+        batch_loss(model, spec, torch.from_numpy(sequences.rows(drawn)), torch.tensor(positions)).backward()
+        return sum(p.grad.double().square().sum().item() for p in model.parameters())
+
+    for step in range(1, STEPS + 1):
+        set_groups(optimizer, dict(model.named_parameters()), spec, step)
+        first = 8 * (step - 1)
+        of_small = sum(square(range(begin, begin + small)) for begin in (first, first + small)) / 2
+        of_large = square(range(first, first + 8))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), spec.training.gradient_clipping)
+        optimizer.step()
+        if step % EVERY == 0:
+            trace = (of_small - of_large) / (1 / small - 1 / 8)
+            gradient = (8 * of_large - small * of_small) / (8 - small)
+            means = 0.98 * means[0] + 0.02 * trace, 0.98 * means[1] + 0.02 * gradient
+            measured += 1
+            if measured >= FEWEST and min(means) > 0:
+                found[step] = means[0] / means[1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data"))
+
+
+def trained(row: Row, dataset: Path, *overrides: str) -> list[Outcome]:
+    spec = Row(**{**vars(row), "overrides": (*row.overrides, *overrides)}).spec(dataset)
+    created = create_run(spec, make_plan(spec))
+    open_attempt(created.run.checkpoints, 1)
+    created.run.attempt(1).mkdir(parents=True)  # as the agent does
+    return on_ranks(spec.world_size, train, created.run.path, connected=False)
+
+
+ROWS = [
+    Row(1, data=2, accumulation=2),
+    *(
+        pytest.param(row, marks=pytest.mark.long)
+        for row in (
+            Row(0, data=2),
+            Row(2, data=2, accumulation=2),
+            Row(3, data=2, checkpointing="full"),
+            Row(1, tensor=2, pipeline=2, accumulation=2),
+            Row(2, data=2, overrides=("training.precision=fp16",), title="fp16"),
+            Row(3, data=2, accumulation=2, overrides=("training.gradient_clipping_by=value",), title="by value"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_run_is_the_same_with_and_without_telemetry(row: Row, dataset: Path) -> None:
+    on, off = trained(row, dataset, ON), trained(row, dataset, OFF)
+    for with_it, without in zip(on, off, strict=True):
+        assert with_it.losses == without.losses
+        assert with_it.norms == without.norms
+        assert with_it.weights.keys() == without.weights.keys()
+        assert all(torch.equal(value, without.weights[name]) for name, value in with_it.weights.items())
+        assert not without.sent
+        assert not without.noise
+    phases = {"step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "communication_seconds"}
+    expected = {*phases, "data_wait_seconds", "host_seconds"} | ({"own_seconds"} if row.pipeline == 1 else set())
+    for outcome in on:
+        assert list(outcome.sent) == list(range(1, STEPS + 1))
+        assert outcome.sent[1].keys() == {*expected, "memory_bytes"}
+        for sent in outcome.sent.values():
+            assert sent.keys() - {"memory_bytes"} == expected
+            parts = sum(sent[f"{name}_seconds"] for name in ("forward", "backward", "optimizer"))
+            assert 0 < parts < sent["step_seconds"] == sent["host_seconds"]
+            assert 0 < sent["communication_seconds"] < sent["step_seconds"]
+    if row.pipeline == 1:
+        usual = [{name: median(sent[name] for sent in each.sent.values()) for name in expected} for each in on]
+        assert usual[1]["forward_seconds"] > SLOW_SECONDS * row.accumulation
+        # the rank that is slow waits least for the others
+        assert usual[0]["communication_seconds"] > usual[1]["communication_seconds"] + 0.5 * SLOW_SECONDS
+        if row.zero < 3:
+            assert usual[1]["own_seconds"] > usual[0]["own_seconds"] + 0.5 * SLOW_SECONDS
+        assert list(on[0].noise) == list(range(EVERY, STEPS + 1, EVERY))
+    else:
+        assert not on[0].noise
+    if row.pipeline == 1 and not row.overrides:
+        spec = row.spec(dataset)
+        small = spec.training.micro_batch_size
+        assert isinstance(small, int)
+        wanted = on_ranks(1, noise_alone, spec, small, connected=False)[0]
+        known = {step: value for step, value in on[0].noise.items() if value == value}
+        assert known == pytest.approx(wanted, rel=1e-4)
+        assert known == on[1].noise or len(known) == 4
