@@ -146,14 +146,19 @@ def weaken(trainer: Any) -> None:
 
 
 LAYOUTS = [
-    Row(0, data=2),
     Row(1, data=2, accumulation=2),
-    pytest.param(Row(2, data=2, checkpointing="full"), marks=pytest.mark.long),
     Row(3, data=2),
-    Row(1, tensor=2, pipeline=2, accumulation=2),
-    pytest.param(Row(0, tensor=2, sequence=2), marks=pytest.mark.long),
-    pytest.param(Row(1, data=2, overrides=("layout.offload=optimizer",)), marks=pytest.mark.long),
-    pytest.param(Row(3, data=2, overrides=("layout.offload=optimizer+params",)), marks=pytest.mark.long),
+    *(
+        pytest.param(row, marks=pytest.mark.long)
+        for row in (
+            Row(0, data=2),
+            Row(2, data=2, checkpointing="full"),
+            Row(1, tensor=2, pipeline=2, accumulation=2),
+            Row(0, tensor=2, sequence=2),
+            Row(1, data=2, overrides=("layout.offload=optimizer",), title="offload"),
+            Row(3, data=2, overrides=("layout.offload=optimizer+params",), title="offload both"),
+        )
+    ),
 ]
 
 

@@ -90,7 +90,7 @@ def train(path: Path) -> Outcome:
 
 
 def noise_alone(spec: RunSpec, small: int) -> dict[int, float]:
-    """The noise scale by step of a plain loop, from the first micro-batch of ``small`` sequences of each of two replicas."""
+    """The noise scale by step of a plain loop, from the first ``small`` sequences of each of two replicas."""
     _, sequences, _ = open_source_dataset(Path(spec.data.source), spec.transformer.seq_len)
     model: Any = first_weights(spec)
     settings = spec.training.optimizer
