@@ -177,6 +177,11 @@ def _finding_cleared(event: Event) -> str:
     return f"after {seconds_text(event['seconds'])}, at step {event['step']}: {event['text']}"
 
 
+def _profiled(event: Event) -> str:
+    steps = f"{counted(event['steps'], 'step')} from step {event['step']} on"
+    return f"{steps}, {'ranks' if len(event['ranks']) > 1 else 'rank'} {listed(event['ranks'])}"
+
+
 def _hang(event: Event) -> str:
     return f"{event.get('message') or 'no progress'} (attempt {event['attempt']}, node {event['node']})"
 
@@ -233,6 +238,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "batch-norm-images": _batch_norm_images,
     "damaged-data": lambda event: f"{event['file']}: {event['problem']}; the run stops",
     "stragglers": _stragglers,
+    "profiled": _profiled,
+    "profile-refused": lambda event: f"after step {event['step']}: {event['message']}",
     "data-wait": _data_wait,
     "hub-fetching": _hub_fetching,
     "hub-fetched": _hub_fetched,

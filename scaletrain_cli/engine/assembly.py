@@ -35,6 +35,7 @@ from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import remember_allocations
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
+from scaletrain_cli.engine.metrics.profiler import StepProfiler
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics
 from scaletrain_cli.engine.model.base import VisionModel
@@ -146,7 +147,9 @@ def assemble(
     stages = StageSwitch(spec, layout, mesh, device, composed, stepper, checkpointer, stragglers, swap, trained)
     order = sample_order(spec.training.seed, data.sizes, mixture.stages) if len(data.sizes) > 1 else None
     training = open_reader(spec, data.samples, layout, mesh, order)
-    step_sync = StepSync(run, ranks, consensus, checkpointer, _checkpoint_schedule(record), flag, heartbeat, ledger)
+    profiler = StepProfiler(run, record, ranks, attempt, device, heartbeat)
+    due = _checkpoint_schedule(record)
+    step_sync = StepSync(run, ranks, consensus, checkpointer, due, flag, heartbeat, ledger, profiler)
 
     def goes_on() -> bool:
         """Between micro-batches of the reference: return False on every rank after a preemption signal."""
@@ -208,6 +211,7 @@ def assemble(
         deferred_metrics=DeferredMetrics(device),
         data_waits=DataWaits(run, ranks.rank, consensus),
         ledger=ledger,
+        profiler=profiler,
         step_sync=step_sync,
         heartbeat=heartbeat,
         stragglers=stragglers,

@@ -13,6 +13,7 @@ from torch import Tensor
 from scaletrain_cli.engine.compose import Composed
 from scaletrain_cli.engine.data.batches import MicroBatch
 from scaletrain_cli.engine.metrics.noise_scale import NoiseScale
+from scaletrain_cli.engine.metrics.profiler import in_update
 from scaletrain_cli.engine.metrics.step_split import Phase, StepSplit
 from scaletrain_cli.engine.model.causal_lm import CausalLM
 from scaletrain_cli.engine.model.moe import scale_router_losses, update_correction_biases
@@ -181,7 +182,8 @@ class ModelStepper(Stepper):
                 self._engine.backward(loss)
             self._enter("optimizer")
             if self._engine.is_gradient_accumulation_boundary():
-                norm = self._update(largest_norm)
+                with in_update():
+                    norm = self._update(largest_norm)
             else:
                 self._engine.step()  # only counts the micro-batch
         rows, objective.row_losses = objective.row_losses, None
@@ -214,7 +216,8 @@ class ModelStepper(Stepper):
             self._engine.backward(scalar, scale_wrt_gas=False)
             self._enter("optimizer")
             if self._engine.is_gradient_accumulation_boundary():
-                norm = self._update(largest_norm)
+                with in_update():
+                    norm = self._update(largest_norm)
             else:
                 self._engine.step()  # only counts the micro-batch
 

@@ -13,6 +13,7 @@ from itertools import accumulate, chain
 from scaletrain_cli.engine.checkpoint.checkpointing import Checkpointer
 from scaletrain_cli.engine.checkpoint.schedule import CheckpointSchedule
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
+from scaletrain_cli.engine.metrics.profiler import StepProfiler
 from scaletrain_cli.engine.metrics.step_measures import StepMeasures
 from scaletrain_cli.engine.process_group import RankConsensus, Ranks, StepDecision, from_slots, in_slots
 from scaletrain_cli.rundir.paths import RunDir
@@ -34,6 +35,7 @@ class StepSync:
     flag: PreemptionFlag
     heartbeat: Heartbeat
     ledger: LedgerClock
+    profiler: StepProfiler
     _checked: float = field(default=0.0, init=False)
     _requested: bool = field(default=False, init=False)
 
@@ -44,14 +46,16 @@ class StepSync:
         """
         self.heartbeat.wait_for_ranks()
         slots = [in_slots(measured.values) for measured in measures]
-        values = list(chain.from_iterable(slots))
-        decision, anyone_writing, agreed = self.consensus.reach(
+        values = [float(self.profiler.is_requested()), *chain.from_iterable(slots)]
+        decision, anyone_writing, (profile_requested, *agreed) = self.consensus.reach(
             self._own_request(step), self.checkpointer.writing, values
         )
         agreed_measures = [
             measured._replace(values=from_slots(measured.values, agreed[start:]))
             for measured, start in zip(measures, accumulate(map(len, slots), initial=0), strict=False)
         ]
+        if profile_requested:
+            self.profiler.accept(step, self.consensus)
         with self.ledger.during("save"):
             self.checkpointer.advance(anyone_writing)
         for cost in self.checkpointer.take_costs():

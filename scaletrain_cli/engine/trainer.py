@@ -25,6 +25,7 @@ from scaletrain_cli.engine.metrics.data_waits import DataWaits
 from scaletrain_cli.engine.metrics.goodput_ledger import LedgerClock
 from scaletrain_cli.engine.metrics.out_of_memory import reporting_out_of_memory
 from scaletrain_cli.engine.metrics.plan_check import PlanCheck
+from scaletrain_cli.engine.metrics.profiler import StepProfiler, waiting_for_data
 from scaletrain_cli.engine.metrics.rank_measures import RankMeasures
 from scaletrain_cli.engine.metrics.reporting import MetricsLog, log_event, report_event
 from scaletrain_cli.engine.metrics.step_measures import DeferredMetrics, StepMeasures
@@ -115,6 +116,7 @@ class Trainer:
     data_waits: DataWaits
     ledger: LedgerClock
     plan_check: PlanCheck
+    profiler: StepProfiler
     step_sync: StepSync
     heartbeat: Heartbeat
     stragglers: Stragglers
@@ -138,6 +140,7 @@ class Trainer:
             self.garbage_collection,
             self.measures,
             contextlib.closing(self.loader),
+            contextlib.closing(self.profiler),
             reporting(),
         ):
             if prepared:
@@ -210,10 +213,12 @@ class Trainer:
         """Train one optimizer step and advance ``state`` to it."""
         state.step += 1
         state.evaluation_due = self.validation.is_due(state.step)
-        with self.ledger.during("step"):
+        self.profiler.before_step(state.step)
+        with self.ledger.during("step"), self.profiler.in_step():
             self.optimizer_step(state.step)
             self.measures.after_step(state.step)
         self.ledger.step_trained()
+        self.profiler.after_step(state.step)
         self.checkpointer.allocate()
         self.garbage_collection.after_step(state.step)
 
@@ -238,7 +243,7 @@ class Trainer:
         scale = self.stepper.loss_scale
         with self.plan_check.around(step):
             number = self.guard.batch_number(step)
-            with self.ledger.during("data"):
+            with self.ledger.during("data"), waiting_for_data():
                 began = time.perf_counter()
                 batches = self.loader.take(number, self._following(step)).micro_batches()
                 waited = time.perf_counter() - began
@@ -277,7 +282,7 @@ class Trainer:
     def _enter_stage(self, step: int, rate: float) -> None:
         """Begin the step, with another engine if a training stage begins: that takes as long as the set-up of a run."""
         if not self.stages.is_due(step):
-            self.heartbeat.beat(step, "step")
+            self.heartbeat.beat(step, "step", self.profiler.allowed_seconds)
             self.stages.enter(step, rate)
             return
         self.heartbeat.beat(step, "set-up")

@@ -34,6 +34,16 @@ TEXTS: dict[str, Text] = {
         "allows; the weights are unchanged",
         ("Lower the learning rate or inspect the batch; bf16 needs no loss scale.",),
     ),
+    # Profiles.
+    "profile-request-invalid": Text("the file profile of the run directory is not a request: {message}"),
+    "profile-step-passed": Text(
+        "step {step} is too early: the run is about to train step {next}, and one step before the trace "
+        "warms the profiler up",
+        ("Name step {earliest} or a later one, or none.",),
+    ),
+    "profile-beyond-end": Text("step {last} would be profiled, and the run has {total} steps"),
+    "profile-unknown-rank": Text("there is no rank {rank}: the run has {ranks:of rank}"),
+    "profile-nvtx-on-cpu": Text("NVTX ranges need GPUs, and the run trains on CPUs"),
     # Validation.
     "metric-not-measured": Text(
         "{key}: {metric} is not a measure of the validation of these data, which has {names:list}",

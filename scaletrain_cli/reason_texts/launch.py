@@ -18,6 +18,34 @@ _FREE_SPACE = ("Free some space, or set checkpoint.dir to another file system",)
 _LOST_NODE = ("scaletrain nodes list shows which nodes are excluded, and why", "Ask the administrator about that node")
 
 TEXTS: dict[str, Text] = {
+    # ---- profiles of a living run ----------------------------------------------------------------------------------
+    "profile-own-program": Text(
+        "the run trains with a program of its own (code.engine or code.command), and only the built-in engine serves "
+        "profiles"
+    ),
+    "profile-not-running": Text(
+        "{run} does not train; its state is {state}", ("`scaletrain profile RUN --show` shows its newest profile.",)
+    ),
+    "profile-unmounted": Text(
+        "the run directory that the ranks use is on a volume that is not mounted here, at {folder}",
+        ("Run the command where it is mounted, or create an empty file `profile` in it from a pod.",),
+    ),
+    "profile-waiting": Text(
+        "another request waits for the run to take it: {path}",
+        ("Repeat the command in a few seconds, or remove the file.",),
+    ),
+    "profile-later": Text("the run is {state}; it is profiled once it trains"),
+    "profile-not-reached": Text("the attempt ended before step {step}"),
+    "profile-replaced": Text("another request replaced this one before the run took it"),
+    "profile-run-ended": Text("{run} ended before it was profiled"),
+    "profile-timeout": Text(
+        "no profile within {seconds:seconds}",
+        (
+            "`scaletrain status {run}` shows whether the run trains, and `scaletrain profile {run} --show` the newest "
+            "profile.",
+        ),
+    ),
+    "profile-none": Text("{run} has no profile"),
     # ---- exit classification: what the records of nodes and ranks show ---------------------------------------------
     "calibration-few-steps": Text(
         "{run} has {steps:of measured step} after the first ones of its latest attempt; a calibration needs {needed}"

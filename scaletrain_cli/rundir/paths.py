@@ -80,6 +80,11 @@ class RunDir:
         return self.path / "save"
 
     @property
+    def profile_file(self) -> Path:
+        """Written by ``scaletrain profile``, or empty by a user, to request a profile; the run removes it."""
+        return self.path / "profile"
+
+    @property
     def is_cancelled(self) -> bool:
         """Return True if the run was canceled, by the command or by a stop file."""
         return self.stop_file.exists() or self.manual_stop_file.exists()

@@ -122,7 +122,13 @@ def _host_bytes() -> dict[str, int]:
 
 def _first_snapshot(folder: Path) -> bool:
     """Write the allocator's state unless another rank has: the snapshots are similar, and large."""
-    with contextlib.suppress(FileExistsError), open_new(folder / "snapshot.pickle", replace=False) as file:
-        pickle.dump(torch.cuda.memory._snapshot(), file)
+    with contextlib.suppress(FileExistsError):
+        write_memory_snapshot(folder / "snapshot.pickle")
         return True
     return False
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Write the GPU's allocations for https://pytorch.org/memory_viz. Raises FileExistsError and OSError."""
+    with open_new(path, replace=False) as file:
+        pickle.dump(torch.cuda.memory._snapshot(), file)

@@ -1,0 +1,84 @@
+"""`scaletrain profile`: profile a few steps of a living run on chosen ranks, without restarting it."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+import typer
+
+from scaletrain_cli.cli.options import AsJson, RunName, seconds_of
+from scaletrain_cli.errors import ExitCode, UsageError
+
+EXIT_CODES = (ExitCode.DONE, ExitCode.CRASHED, ExitCode.USAGE)
+
+
+def command(
+    run: RunName,
+    steps: Annotated[int, typer.Option(help="Number of steps in the trace.")] = 3,
+    step: Annotated[int, typer.Option(help="First step of the trace (default: as soon as possible).")] = 0,
+    ranks: Annotated[str, typer.Option(help="Ranks to profile, such as 0,8-11.")] = "0",
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Record allocations; on GPUs also write a memory snapshot.")
+    ] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Record lines of Python code; traces grow.")] = False,
+    nvtx: Annotated[
+        bool, typer.Option("--nvtx", help="Emit NVTX ranges for Nsight Systems instead of a trace.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the profile and show it.")] = True,
+    timeout: Annotated[str, typer.Option(help="How long to wait.")] = "10m",
+    show: Annotated[bool, typer.Option("--show", help="Show the newest profile of the run; request none.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Profile a few steps of a living run with torch.profiler, and compare their time with the plan, by cause.
+
+    Writes a request to the run directory; the run serves it at its next step, without a restart. Traces for Perfetto
+    and the summary are in attempts/NNNN/profile/ of the run directory.
+    """
+    from scaletrain_cli.launch.profile import await_profile, newest_profile, request_profile
+    from scaletrain_cli.rundir.paths import find_run
+    from scaletrain_cli.rundir.profiles import ProfileRequest
+    from scaletrain_cli.rundir.record import read_record
+    from scaletrain_cli.ui.console import say
+    from scaletrain_cli.ui.profile import show_profile
+
+    found = find_run(run)
+    if show:
+        summary = newest_profile(found)
+    else:
+        try:
+            chosen = _ranks(ranks)
+            request = ProfileRequest(secrets.token_hex(8), step, steps, chosen, memory, stacks, nvtx)
+        except ValueError as error:
+            raise UsageError(f"{error}.") from error
+        seconds = seconds_of("--timeout", timeout)
+        later = request_profile(found, read_record(found), request)
+        if later is not None:
+            say(str(later))
+        if not wait:
+            say(f"requested; `scaletrain profile {found.run_id} --show` shows the profile once it is there")
+            if as_json:
+                from scaletrain_cli.ui.json import print_json
+
+                print_json({"request": request.id})
+            return
+        summary = await_profile(found, request, seconds, lambda _, first: say(f"profiling from step {first:,} on"))
+    if as_json:
+        from scaletrain_cli.ui.json import print_json
+
+        print_json(summary)
+        return
+    show_profile(found, summary)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks in a list such as ``0,8-11``. Raises UsageError."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isascii() and first.isdigit()) or (dash and not (last.isascii() and last.isdigit())):
+            raise UsageError(f"--ranks {text}: {part.strip()!r} is not a rank or a range such as 8-11.")
+        if dash and int(last) - int(first) > 10_000:
+            raise UsageError(f"--ranks {text}: too many ranks.")
+        found += range(int(first), int(last if dash else first) + 1)
+    return tuple(sorted(set(found)))

@@ -1,0 +1,148 @@
+"""Requests for profiles: looked for once a second, taken once, refused with a reason; failures do not end training."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scaletrain_cli.engine.metrics import profiler
+from scaletrain_cli.engine.metrics.profiler import StepProfiler, profiled
+from scaletrain_cli.engine.process_group import Ranks
+from scaletrain_cli.rundir.documents import read_document
+from scaletrain_cli.rundir.journal import read_events
+from scaletrain_cli.rundir.paths import RunDir
+from scaletrain_cli.rundir.profiles import ProfileRequest, profile_folders, rank_file, read_profile, write_request
+from scaletrain_cli.worker.heartbeat import Heartbeat
+
+STEPS = 20
+
+
+class OneRank:
+    """The consensus of a run of one rank."""
+
+    def follow_rank_zero(self, item: Any) -> Any:
+        return item
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def profiler_of(tmp_path: Path, clock: Clock | None = None) -> tuple[RunDir, StepProfiler]:
+    run = RunDir(tmp_path / "run")
+    run.attempt(1).mkdir(parents=True)
+    seconds = {"compute": 1.0, "exposed_communication": 0.0, "bubble": 0.0, "optimizer": 0.5, "data_wait": 0.0}
+    plan = SimpleNamespace(time=SimpleNamespace(step=1.5, **seconds), layout=SimpleNamespace(pipeline_parallel=1))
+    record: Any = SimpleNamespace(spec=SimpleNamespace(total_steps=STEPS), plan=plan)
+    ranks = Ranks(0, 2, 0)
+    return run, StepProfiler(run, record, ranks, 1, torch.device("cpu"), Heartbeat(), clock=clock or Clock())
+
+
+def test_a_look_costs_nothing_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    _, found = profiler_of(tmp_path, clock)
+    looks: list[Any] = []
+    monkeypatch.setattr(profiler.os, "stat", lambda path: looks.append(path) or os.lstat(path))
+    for _ in range(1000):
+        assert not found.is_requested()
+    assert len(looks) == 1
+    clock.now += 1.0
+    found.is_requested()
+    assert len(looks) == 2
+
+    began = time.perf_counter()
+    for step in range(10_000):
+        found.is_requested()
+        found.before_step(step)
+        with found.in_step(), profiled("x"):
+            pass
+        found.after_step(step)
+    assert (time.perf_counter() - began) / 10_000 < 50e-6  # a step of the smallest model takes milliseconds
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (ProfileRequest(step=6), "engine.profile-step-passed"),
+        (ProfileRequest(step=19, steps=3), "engine.profile-beyond-end"),
+        (ProfileRequest(ranks=(1, 2)), "engine.profile-unknown-rank"),
+        (ProfileRequest(nvtx=True), "engine.profile-nvtx-on-cpu"),
+        ("[]", "engine.profile-request-invalid"),
+        ('{"steps": "3"}', "engine.profile-request-invalid"),
+        ('{"step": -1}', "engine.profile-request-invalid"),
+        ('{"ranks": [0, 0]}', "engine.profile-request-invalid"),
+        ('{"stack": true}', "engine.profile-request-invalid"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_once(tmp_path: Path, request_: Any, code: str) -> None:
+    clock = Clock()
+    run, found = profiler_of(tmp_path, clock)
+    if isinstance(request_, str):
+        run.profile_file.write_text(request_)
+    else:
+        write_request(run, request_)
+    assert found.is_requested()
+    found.accept(5, OneRank())  # type: ignore[arg-type]
+    (event,) = read_events(run)
+    assert (event["event"], event["code"]) == ("profile-refused", code)
+    clock.now += 1.0
+    assert not found.is_requested()
+    assert profile_folders(run) == []
+
+
+def test_an_empty_file_has_the_default_request(tmp_path: Path) -> None:
+    run, found = profiler_of(tmp_path)
+    run.profile_file.touch()
+    found.accept(5, OneRank())  # type: ignore[arg-type]
+    assert not run.profile_file.exists()
+    (folder,) = profile_folders(run)
+    scheduled = read_profile(folder)
+    assert scheduled is not None
+    assert (scheduled.state, scheduled.first_step, scheduled.steps, scheduled.ranks) == ("scheduled", 7, 3, [0])
+    found.close()
+    ended = read_profile(folder)
+    assert ended is not None
+    assert ended.state == "not-reached"
+
+
+def test_a_profiler_that_fails_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(**options: Any) -> None:
+        raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(profiler, "torch_profile", failing)
+    run, found = profiler_of(tmp_path)
+    write_request(run, ProfileRequest("a", steps=1))
+    found.accept(5, OneRank())  # type: ignore[arg-type]
+    for step in (6, 7, 8):
+        found.before_step(step)
+        with found.in_step():
+            pass
+        found.after_step(step)
+    (folder,) = profile_folders(run)
+    figures = read_document(rank_file(folder, 0))
+    assert figures is not None
+    assert "CUPTI_ERROR" in figures["error"]
+    recorded = read_profile(folder)
+    assert recorded is not None
+    assert recorded.state == "recorded"
+    assert [event["event"] for event in read_events(run)] == ["profiled"]
+
+
+def test_a_request_file_that_cannot_be_removed_is_looked_at_once(tmp_path: Path) -> None:
+    clock = Clock()
+    run, found = profiler_of(tmp_path, clock)
+    run.profile_file.mkdir()
+    assert found.is_requested()
+    found.accept(5, OneRank())  # type: ignore[arg-type]
+    clock.now += 60.0
+    assert not found.is_requested()
+    assert len(read_events(run)) == 1
