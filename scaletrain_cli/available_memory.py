@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB", re.MULTILINE)
+_TOTAL = re.compile(r"^MemTotal:\s+(\d+) kB", re.MULTILINE)
+_NO_LIMIT = 1 << 60  # version 1 shows the largest number of pages
 # Page cache and other memory that the kernel reclaims on demand. Cgroups of version 1 have ``total_`` for the
 # group and all below it.
 _RECLAIMED = ("active_file", "inactive_file", "slab_reclaimable")
@@ -25,6 +27,20 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     if found is None:
         return None
     return min([int(found[1]) * 1024, *_left_by_groups(root)])
+
+
+def used_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes in use, without what the kernel reclaims on demand; None if unknown.
+
+    Those of the lowest cgroup of this process that has a limit, else of the machine.
+    """
+    for folder, version in _folders(root):
+        limit, usage, statistics = (_text(folder / name) for name in _FILES[version])
+        if limit.strip().isdigit() and int(limit) < _NO_LIMIT and usage.strip().isdigit():
+            return max(0, int(usage) - _reclaimable(statistics))
+    text = _text(root / "proc/meminfo")
+    total, available = _TOTAL.search(text), _AVAILABLE.search(text)
+    return None if total is None or available is None else 1024 * (int(total[1]) - int(available[1]))
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:

@@ -20,6 +20,7 @@ from scaletrain_cli.engine.faults import Faults
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.worker.agent_watch import AgentWatch
 from scaletrain_cli.worker.heartbeat import Heartbeat, install_stack_dump
+from scaletrain_cli.worker.telemetry import RankTelemetry
 
 RANK = int(os.environ.get("RANK", "0"))
 ATTEMPT = int(os.environ.get("SCALETRAIN_ATTEMPT", "0"))
@@ -70,6 +71,7 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
     ``agent_watch``: limits of the watchdog over the node agent. $SCALETRAIN_FAULT injects faults as in the engine.
     """
     heartbeat = Heartbeat.from_environment(os.environ)
+    telemetry = RankTelemetry.from_environment(os.environ, interval_seconds=0.0)
     checkpoints = run_folder / "checkpoints"
     step = max((int(path.name[5:]) for path in checkpoints.glob("step-????????")), default=0)
     end, faults = planned(fake.get("die", {})), Faults.from_environment(RANK, ATTEMPT, checkpoints)
@@ -77,6 +79,7 @@ def misbehave(run_folder: Path, fake: dict[str, Any]) -> int:
         time.sleep(fake.get("step_seconds", 0.02))
         step += 1
         heartbeat.beat(step, "step", fake.get("silence"))
+        telemetry.add(step, {"step_seconds": fake.get("step_seconds", 0.02)})
         if step == planned(fake.get("hang", {})):
             hang(stopped=RANK in fake.get("stopped", []))
         faults.before_step(step)

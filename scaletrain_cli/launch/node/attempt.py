@@ -35,6 +35,7 @@ from scaletrain_cli.launch.node.processes import (
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks, NodePlace, program_command, rank_environment
 from scaletrain_cli.launch.node.record import NodeRecord, RankRecord, announce_failure, write_node_record
+from scaletrain_cli.launch.node.telemetry import NodeTelemetry
 from scaletrain_cli.launch.node.watch import Watch, observed_failure
 from scaletrain_cli.launch.resource_checks.checks import check_on_node
 from scaletrain_cli.log_setup import set_up_logging
@@ -44,6 +45,7 @@ from scaletrain_cli.rundir.documents import read_document
 from scaletrain_cli.rundir.paths import RunDir, swap_folder
 from scaletrain_cli.rundir.record import RunRecord, read_record
 from scaletrain_cli.safe_files import closing_descriptor, make_private_folder, open_to_append
+from scaletrain_cli.telemetry.run import node_file
 from scaletrain_cli.text import listed
 from scaletrain_cli.worker.failures import Failure, write_failure
 
@@ -117,8 +119,16 @@ def run_node(options: AgentOptions) -> int:
         stopped = StoppedProcesses(stopped_seconds(record.spec))
         watch = Watch(run, options, node.node, local_ranks, record.spec.cluster, stopped)
         watch.observer = Observer(run, options.attempt) if options.node_rank == 0 else None
+        if record.spec.telemetry.enabled:
+            path = node_file(run, options.attempt, node.node)
+            watch.telemetry = NodeTelemetry(
+                path, record.spec.telemetry.interval, local_ranks.rows, lambda: local_ranks.step
+            )
+            watch.telemetry.start(record.spec)
         submitting = _start_submitting_evaluations(run, record, options)
         watch.run_to_end()
+        if watch.telemetry is not None:
+            watch.telemetry.finish((watch.deadline - time.monotonic()) / 4 if watch.preempted else math.inf)
         if watch.observer is not None:
             # Half of what is left of the grace period: the end of the node is recorded after it.
             left = (watch.deadline - time.monotonic()) / 2 if watch.preempted else math.inf

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from scaletrain_cli.launch.node.processes import STOPPED_SECONDS
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.heartbeat import HEARTBEAT_VARIABLE, STACKS_VARIABLE, read_beat
+from scaletrain_cli.worker.telemetry import RankRow, read_telemetry_line
 
 START_SECONDS = 900.0  # for the first beat: the interpreter may start from a slow shared disk
 _READ_BYTES = 1 << 16
@@ -58,12 +59,16 @@ def hung_rank(beats: Mapping[int, LastBeat], now: float) -> int | None:
 
 
 class Channel:
-    """The channel between one rank and its agent: a pipe for beats, and an in-memory file for stacks.
+    """The channel between one rank and its agent: a pipe for beats and telemetry, and an in-memory file for stacks.
 
-    ``start_seconds``: limit for the first beat; infinite for a program that may never send one.
+    ``start_seconds``: limit for the first beat; infinite for a program that may never send one. ``take_row`` gets each
+    row of telemetry.
     """
 
-    def __init__(self, start_seconds: float = START_SECONDS) -> None:
+    def __init__(
+        self, start_seconds: float = START_SECONDS, take_row: Callable[[RankRow], None] = lambda row: None
+    ) -> None:
+        self._take_row = take_row
         self._reads, self._writes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stacks = os.memfd_create("stacks", os.MFD_CLOEXEC)
         self._rest = b""
@@ -84,7 +89,7 @@ class Channel:
             os.set_inheritable(self._stacks, False)
 
     def listen(self) -> None:
-        """Read the beats that have arrived; ``beat`` is the last of them."""
+        """Read the beats and the rows that have arrived; ``beat`` is the last of them."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reads, _READ_BYTES):
                 *lines, self._rest = (self._rest + data).split(b"\n")
@@ -92,6 +97,8 @@ class Channel:
                 for line in lines:
                     if (beat := read_beat(line)) is not None:
                         self.beat = LastBeat(beat.step, beat.phase, beat.allowed_seconds, time.monotonic(), beat.turn)
+                    elif (row := read_telemetry_line(line)) is not None:
+                        self._take_row(row)
 
     def extend(self, seconds: float) -> None:
         """Extend the deadline by ``seconds`` during which the agent or the rank was stopped."""

@@ -66,14 +66,14 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
-def descendants(without: int | None = None) -> list[int]:
-    """Return the pids of all processes below this one, without zombies, and without the process ``without``."""
+def descendants(without: Collection[int] = ()) -> list[int]:
+    """Return the pids of all processes below this one, without zombies, and without the processes ``without``."""
     import psutil
 
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.pid != without and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            if process.pid not in without and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 found.append(process.pid)
     return found
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ from scaletrain_cli.reasons import Reason
 from scaletrain_cli.safe_files import closing_descriptor, open_to_append
 from scaletrain_cli.spec import RunSpec
 from scaletrain_cli.worker.run_environment import RUN_DIR_VARIABLE
+from scaletrain_cli.worker.telemetry import RankRow
 
+_MOST_ROWS = 10_000  # of telemetry, where their file system does not respond; then the oldest are lost
 _PORTS = range(20_000, 32_000)  # below the kernel's ephemeral ports, which outgoing connections take
 ENGINE_MODULE = "scaletrain_cli.engine"
 # The setting of torch's GPU allocator, unless the user has set one: segments that grow do not fragment
@@ -153,6 +156,7 @@ class LocalRanks:
         self.ranks: list[RankRecord] = []
         self.first_failure: int | None = None
         self.channels: dict[int, Channel] = {}
+        self.rows: deque[tuple[int, RankRow]] = deque(maxlen=_MOST_ROWS)  # of telemetry: rank and row
         self._killed: set[int] = set()
 
     def start(self, rank: int, command: list[str], environment: Mapping[str, str], log: Path, ranks: int = 1) -> None:
@@ -160,7 +164,7 @@ class LocalRanks:
 
         ``ranks``: how many ranks the process will start itself.
         """
-        channel = self.channels[rank] = Channel(self.start_seconds)
+        channel = self.channels[rank] = Channel(self.start_seconds, lambda row: self.rows.append((rank, row)))
         with channel.inherited() as variables, closing_descriptor(open_to_append(log)) as output:
             files = [
                 (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
@@ -182,6 +186,11 @@ class LocalRanks:
     def alive(self) -> list[RankRecord]:
         """Return the records of the ranks that have not ended."""
         return [rank for rank in self.ranks if rank.exit_code is None]
+
+    @property
+    def step(self) -> int:
+        """Return the newest step that a rank has reported; 0 before the first."""
+        return max((channel.beat.step for channel in self.channels.values()), default=0)
 
     def forward(self, signum: int) -> None:
         """Send the signal once to each living rank, but not to its process group, which the rank manages.
@@ -220,6 +229,7 @@ class LocalRanks:
             if rank.pid == pid and rank.exit_code is None:
                 ended = rank.end(exit_code, time.time(), killed_by_agent=rank.rank in self._killed)
                 self.ranks[index] = ended
+                self.channels[rank.rank].listen()  # the last rows
                 self.channels[rank.rank].close()
                 if exit_code not in (0, 75) and self.first_failure is None:
                     self.first_failure = ended.rank

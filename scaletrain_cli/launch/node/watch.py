@@ -29,6 +29,7 @@ from scaletrain_cli.launch.node.processes import (
 )
 from scaletrain_cli.launch.node.ranks import LocalRanks
 from scaletrain_cli.launch.node.record import RankRecord, announce_failure, announce_hang, has_failed, is_hung
+from scaletrain_cli.launch.node.telemetry import NodeTelemetry
 from scaletrain_cli.reasons import Reason
 from scaletrain_cli.rundir.journal import record_event
 from scaletrain_cli.rundir.paths import RunDir
@@ -204,7 +205,8 @@ class Watch:
     """Waits for signals and for ranks to end, and decides when the remaining ranks must end.
 
     At ``deadline`` (monotonic) the remaining ranks get SIGKILL. ``disk_full`` is set where a rank ended
-    because of a full disk. ``ending``: a rank has failed, here or on another node. ``observer``: diagnoses the run.
+    because of a full disk. ``ending``: a rank has failed, here or on another node. ``observer``: diagnoses the run;
+    ``telemetry``: measures this node.
     """
 
     run: RunDir
@@ -221,6 +223,7 @@ class Watch:
     disk_full: Failure | None = field(default=None, init=False)
     ending: bool = field(default=False, init=False)
     observer: Observer | None = field(default=None, init=False)
+    telemetry: NodeTelemetry | None = field(default=None, init=False)
 
     def run_to_end(self) -> None:
         """Run until every rank has ended and is recorded, or cannot be killed."""
@@ -249,7 +252,8 @@ class Watch:
 
     def _wait_for_children(self) -> None:
         """Wait for processes that a program has left when the signal ended it, such as the child of a shell."""
-        own = None if self.observer is None else self.observer.pid
+        own = [] if self.observer is None or self.observer.pid is None else [self.observer.pid]
+        own += [] if self.telemetry is None else self.telemetry.pids
         while time.monotonic() < self.deadline and descendants(own):
             for _ in reap():
                 pass

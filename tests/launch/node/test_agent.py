@@ -16,20 +16,28 @@ from scaletrain_cli.launch.node.attempt import compiled_code, node_exit_code
 from scaletrain_cli.launch.node.options import parse_options
 from scaletrain_cli.launch.node.record import RankRecord, read_node_records
 from scaletrain_cli.rundir.journal import read_metrics
+from scaletrain_cli.telemetry.run import node_file, read_telemetry, telemetry_folder
 from scaletrain_cli.worker.failures import read_failures
 from tests.launch.conftest import ENGINE, MakeRun, StartAgent, is_running
 from tests.waiting import wait_until
 
 
-def test_ranks_that_all_finish_make_the_agent_exit_0_and_leave_a_full_record(
+def test_ranks_that_all_finish_make_the_agent_exit_0_and_leave_a_full_record_and_telemetry(
     make_run: MakeRun, start_agent: StartAgent
 ) -> None:
-    agent = start_agent(make_run())
+    made = make_run()
+    agent = start_agent(made)
     assert agent.wait() == 0
     assert [(rank.rank, rank.exit_code, rank.signal) for rank in agent.ranks] == [(0, 0, None), (1, 0, None)]
     assert all(rank.ended is not None and rank.ended >= rank.started for rank in agent.ranks)
     assert agent.node.ended is not None
     assert (agent.node.exit_code, agent.node.first_failure, agent.node.agent_pid) == (0, None, agent.process.pid)
+    found = read_telemetry(made.run)
+    assert [f"node-0000-{name}" for name in found.nodes] == [agent.node.node]
+    assert {rank: series.steps[-1] for rank, series in found.ranks.items()} == {0: 3, 1: 3}
+    assert found.gpus == {}
+    file = node_file(made.run, 1, agent.node.node)
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o640, 0o750)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
@@ -269,10 +277,11 @@ def test_the_ranks_run_where_the_run_was_submitted(
     home = tmp_path / "where it's submitted"
     home.mkdir()
     monkeypatch.chdir(home)
-    made = make_run("cluster.gpus_per_node=1", touch="here")
+    made = make_run("cluster.gpus_per_node=1", "telemetry.enabled=false", touch="here")
     monkeypatch.chdir(tmp_path)
     assert start_agent(made).wait() == 0
     assert (home / "here").exists()
+    assert not telemetry_folder(made.run, 1).exists()
 
 
 def test_options_override_the_environment_and_slurm_s_variables_are_read() -> None:

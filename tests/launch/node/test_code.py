@@ -22,6 +22,7 @@ from scaletrain_cli.launch.submit import create_run
 from scaletrain_cli.rundir.code import code_file
 from scaletrain_cli.rundir.paths import RunDir
 from scaletrain_cli.rundir.record import RunRecord, place_documents, read_record
+from scaletrain_cli.telemetry.run import read_telemetry
 from scaletrain_cli.worker.failures import read_failures
 from tests.launch.conftest import MadeRun, MakeRun, StartAgent, make_plan, make_spec
 from tests.launch.test_resizing import Refusing
@@ -211,6 +212,7 @@ def test_a_resume_uses_the_same_code_without_the_option_new_code(
     agent = start_agent(MadeRun(made.run, record))
     assert agent.wait() == 0, agent.errors
     assert "version fixed" in made.log(1, 0)
+    assert read_telemetry(made.run).nodes  # those of a program of the user, too
     assert {path.suffix for path in (made.run.path / "code").iterdir()} == {".gz", ".sha256", ".patch"}
     assert len(list((made.run.path / "code").iterdir())) == 5
 
